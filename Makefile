@@ -1,0 +1,64 @@
+# One command checks everything: `make test`. It needs Python 3.11+ and nothing else.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+# The repository's root must never be on sys.path: its folder io/ is not the standard library's.
+export PYTHONSAFEPATH := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help venv format lint types test test-quick thorough demo bench build clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+
+venv: $(STAMP) ## make .venv with torch, the package (editable) and every tool
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit("shardplan needs Python 3.11 or newer, and $(PYTHON) is %d.%d; try: make PYTHON=python3.12 ..." % v[:2])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install torch==2.13.0 'setuptools>=77'
+	$(BIN)/python -m pip install --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+format: $(STAMP) ## rewrite the code in the house format
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+lint: $(STAMP) ## check format and lint
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+# setuptools keeps deleted modules in build/lib, so it goes before every build.
+types: $(STAMP) ## type-check an installed copy, strictly
+	@rm -rf build/types build/lib build/bdist.*
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target build/types .
+	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p shardplan
+
+test: $(STAMP) ## check everything: format, lint, types, tests, doctests
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory types
+	$(BIN)/pytest
+
+test-quick: $(STAMP) ## run the tests that take no time
+	$(BIN)/pytest -q -x -m 'not slow'
+
+thorough: $(STAMP) ## run the tests with many more random examples
+	HYPOTHESIS_PROFILE=thorough $(BIN)/pytest
+
+demo: $(STAMP) ## run the demo
+	$(BIN)/python -P -m shardplan.demo
+
+bench: $(STAMP) ## compare planning with torch DCP
+	$(BIN)/python -P benchmarks/planning.py
+
+build: $(STAMP) ## build the wheel and the sdist into build/wheels (dist/ holds source)
+	@rm -rf build/wheels build/lib build/bdist.*
+	$(BIN)/python -m build --no-isolation --outdir build/wheels
+
+clean: ## remove all that the other targets made
+	rm -rf $(VENV) build *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,66 @@
+"""Who writes a chunk that several ranks hold?"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from .packing import Ints
+
+__all__ = ["assign"]
+
+
+def assign(group: Ints, rank: Ints, weight: Ints, ranks: int) -> Ints:
+    """Choose one row of each group so that the weight per rank comes out even.
+
+    Rows of a group are the holders of one chunk. Chunks with one holder are given; then those with
+    the fewest holders, the heaviest first, each to the holder that has least so far (the lowest
+    rank among equals).
+
+    Args:
+        group: Which group each row belongs to; ascending, without holes.
+        rank: Which rank each row stands for.
+        weight: What the chunk weighs, the same on all rows of a group.
+        ranks: How many ranks there are.
+
+    Returns:
+        The chosen rows, one a group, ascending.
+
+    >>> rows = assign(
+    ...     np.array([0, 0, 1, 1, 2]), np.array([0, 1, 0, 1, 0]), np.array([4, 4, 4, 4, 8]), 2
+    ... )
+    >>> rows.tolist()  # rank 0 has 8 to itself, so rank 1 gets both others
+    [1, 3, 4]
+    """
+    first = np.flatnonzero(np.diff(group, prepend=-1))
+    count = np.diff(first, append=len(group))
+    chosen = first.copy()
+    alone = first[count == 1]
+    load = (
+        np.bincount(rank[alone], weights=weight[alone], minlength=ranks).astype(np.int64).tolist()
+    )
+    shared = np.flatnonzero(count > 1)
+    shared = shared[np.lexsort((-weight[first[shared]], count[shared]))]
+    # Chunks that the same ranks hold share a heap of them, least loaded first. Another heap may
+    # have raised a load meanwhile; loads only rise, so a stale entry is found when it surfaces.
+    heaps: dict[bytes, list[tuple[int, int, int]]] = {}
+    weights = np.maximum(weight[first], 1).tolist()
+    starts, counts = first.tolist(), count.tolist()
+    holders = rank.astype(np.int32)
+    for number in shared.tolist():
+        low = starts[number]
+        key = holders[low : low + counts[number]].tobytes()
+        heap = heaps.get(key)
+        if heap is None:
+            members = rank[low : low + counts[number]].tolist()
+            heap = heaps[key] = [(load[r], r, i) for i, r in enumerate(members)]
+            heapq.heapify(heap)
+        while heap[0][0] != load[heap[0][1]]:
+            _, r, i = heap[0]
+            heapq.heapreplace(heap, (load[r], r, i))
+        _, r, i = heap[0]
+        chosen[number] = low + i
+        load[r] += weights[number]
+        heapq.heapreplace(heap, (load[r], r, i))
+    return chosen

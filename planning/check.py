@@ -1,0 +1,149 @@
+"""Is this right? Every overlap, gap, stray chunk and disagreement, all told at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import numpy as np
+
+from .errors import Issue, PlanError, region_text, span
+from .metadata import Layout, Metadata
+from .overlap import fills, gaps, self_overlaps
+from .records import SavePlan
+from .tiling import Chunk
+from .world import Rows, World
+
+__all__ = ["check", "find_issues"]
+
+# Faults of one kind told for one tensor; a broken sharding repeats itself.
+_PER_TENSOR: Final = 8
+
+
+def find_issues(subject: Metadata | SavePlan | Iterable[SavePlan]) -> tuple[Issue, ...]:
+    """Return all that is wrong with a checkpoint's metadata, or with the plans of all ranks.
+
+    Replicas (the same chunk of the same tensor on several ranks) are no issue: `global_plan` has one
+    of them written. Everything else that is not one chunk for every element is.
+
+    Args:
+        subject: Metadata; or one plan per rank, in rank order; or one plan, if one rank is all.
+
+    Returns:
+        The issues, by name; none if all is well.
+
+    >>> from shardplan.planning import TensorSpec, local_plan
+    >>> find_issues(local_plan({"w": TensorSpec((4, 2))}))
+    ()
+    """
+    if isinstance(subject, Metadata):
+        return tuple(_metadata_issues(subject))
+    world = (
+        subject
+        if isinstance(subject, World)
+        else World((subject,) if isinstance(subject, SavePlan) else subject)
+    )
+    return tuple(world_issues(world))
+
+
+def check(subject: Metadata | SavePlan | Iterable[SavePlan]) -> None:
+    """Raise all that `find_issues` finds.
+
+    Raises:
+        PlanError: Something is wrong; its ``issues`` say what.
+    """
+    issues = find_issues(subject)
+    if issues:
+        raise PlanError(issues)
+
+
+def world_issues(world: World) -> list[Issue]:
+    """Check the plans of all ranks, replicas counted once."""
+    rows = world.rows
+    if rows.repeats.any():
+        rows = rows.keep(~rows.repeats)
+    layouts, which = rows.layouts
+    issues = list(rows.issues)
+    faulty = {issue.fqn for issue in rows.issues}
+    for number, layout in enumerate(layouts):
+        if fills(layout.tiling, layout.size):
+            continue
+        for tensor in np.flatnonzero(which == number).tolist():
+            if rows.names[tensor] not in faulty:
+                issues.extend(_cover_issues(rows, tensor, layout))
+    return sorted(issues, key=lambda issue: (issue.fqn, issue.kind))
+
+
+def duplicates(world: World) -> list[Issue]:
+    """Report chunks that several plans would write: after all passes there must be none."""
+    rows = world.rows
+    issues = []
+    for row in np.flatnonzero(rows.repeats)[:_PER_TENSOR].tolist():
+        tensor = int(rows.tensor[row])
+        name, axes = rows.names[tensor], len(rows.shapes[tensor])
+        ranks = rows.rank[[row - 1, row]].tolist()
+        box = (tuple(rows.offsets[row, :axes].tolist()), tuple(rows.sizes[row, :axes].tolist()))
+        text = f"`{name}`: {region_text(*box, rows.shapes[tensor])} would be written by "
+        text += f"{span(ranks)}; add dedup_replicas() to the passes"
+        issues.append(Issue("overlap", name, text, ranks, box))
+    return issues
+
+
+def _cover_issues(rows: Rows, tensor: int, layout: Layout) -> Iterable[Issue]:
+    """Say which chunks of one tensor collide and what no rank holds."""
+    name, size, tiling = rows.names[tensor], layout.size, layout.tiling
+    ranks = rows.rank[int(rows.start[tensor]) : int(rows.start[tensor + 1])].tolist()
+    for a, b in self_overlaps(tiling, _PER_TENSOR):
+        both = sorted({ranks[a], ranks[b]})
+        yield _collision(name, size, tiling[a], tiling[b], both)
+    holders = f"{span(ranks)} hold {tiling.volume():,} of {_volume(size):,} elements"
+    for gap in gaps(tiling, Chunk((0,) * len(size), size), _PER_TENSOR):
+        where = region_text(gap.offsets, gap.sizes, size)
+        text = f"no rank holds {where} of `{name}` ({holders}); is a rank or a shard left out?"
+        yield Issue("gap", name, text, sorted(set(ranks)), (gap.offsets, gap.sizes))
+
+
+def _collision(
+    name: str, size: Sequence[int], a: Chunk, b: Chunk, ranks: Sequence[int] = ()
+) -> Issue:
+    low = tuple(max(x, y) for x, y in zip(a.offsets, b.offsets, strict=True))
+    high = tuple(min(x, y) for x, y in zip(a.ends, b.ends, strict=True))
+    shared = tuple(h - o for h, o in zip(high, low, strict=True))
+    kind = "conflict" if a.offsets == b.offsets else "overlap"
+    who = f" ({span(ranks)})" if ranks else ""
+    text = f"`{name}`: chunks {_box(a)} and {_box(b)}{who} share {region_text(low, shared, size)}"
+    return Issue(kind, name, text, ranks, (low, shared))
+
+
+def _metadata_issues(metadata: Metadata) -> Iterable[Issue]:
+    entries = metadata.state_dict_metadata
+    for number, layout in enumerate(entries.layouts):
+        if fills(layout.tiling, layout.size):
+            continue
+        for row in np.flatnonzero(entries.layout == number).tolist():
+            yield from layout_issues(entries.names[row], layout)
+
+
+def layout_issues(name: str, layout: Layout) -> Iterable[Issue]:
+    """Say what is wrong with one stored tensor."""
+    size, tiling = layout.size, layout.tiling
+    for chunk in tiling:
+        if len(chunk.sizes) != len(size) or any(
+            e > n for e, n in zip(chunk.ends, size, strict=True)
+        ):
+            text = f"`{name}`: the saved chunk {_box(chunk)} lies outside shape {list(size)}"
+            yield Issue("out_of_bounds", name, text, (), (chunk.offsets, chunk.sizes))
+            return
+    for a, b in self_overlaps(tiling, _PER_TENSOR):
+        yield _collision(name, size, tiling[a], tiling[b])
+    for gap in gaps(tiling, Chunk((0,) * len(size), size), _PER_TENSOR):
+        text = f"no saved chunk of `{name}` holds {region_text(gap.offsets, gap.sizes, size)}"
+        yield Issue("gap", name, text, (), (gap.offsets, gap.sizes))
+
+
+def _box(chunk: Chunk) -> str:
+    return "[" + ", ".join(f"{o}:{e}" for o, e in zip(chunk.offsets, chunk.ends, strict=True)) + "]"
+
+
+def _volume(size: Sequence[int]) -> int:
+    return int(np.prod(size, dtype=np.int64))

@@ -1,0 +1,208 @@
+"""Plans and metadata as compact bytes, without pickle: what ranks exchange, and what is hashed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import attrs
+import numpy as np
+
+from .columns import Catalog, WriteItems, column, pack_names, unpack_names, within
+from .errors import CodecError, Issue
+from .frozen import from_json, to_json
+from .items import TensorProperties
+from .metadata import Entries, Layout, Metadata, StorageMeta
+from .packing import pack, readonly, unpack
+from .reads import ReadItems
+from .records import KeyReport, LoadPlan, Plan, SavePlan
+from .tiling import Boxes, Grid, Tiling
+
+__all__ = [
+    "decode_metadata",
+    "decode_plan",
+    "decode_plans",
+    "encode_metadata",
+    "encode_plan",
+    "fingerprint",
+]
+
+T = TypeVar("T")
+
+
+def encode_plan(plan: Plan) -> bytes:
+    """Encode a plan as bytes that `decode_plan` reads back equal.
+
+    >>> plan = SavePlan([], planner_data={"note": (1, b"x")})
+    >>> decode_plan(encode_plan(plan)) == plan
+    True
+
+    Raises:
+        CodecError: ``planner_data`` or ``storage_data`` holds what only pickle could carry.
+    """
+    data: dict[str, Any] = {
+        "planner_data": to_json(plan.planner_data, "planner_data"),
+        "storage_data": to_json(plan.storage_data, "storage_data"),
+    }
+    if isinstance(plan, LoadPlan):
+        keys = plan.report
+        issues = [attrs.astuple(issue) for issue in keys.mismatched]
+        data["report"] = to_json((keys.missing, keys.unexpected, issues), "report")
+    kind = "load" if isinstance(plan, LoadPlan) else "save"
+    return pack({"plan": kind}, {"items": plan.items.to_bytes(), "data": _dump(data)})
+
+
+def decode_plan(data: bytes) -> Plan:
+    """Decode one plan; see `encode_plan`.
+
+    Raises:
+        CodecError: The bytes are no plan, or a damaged one.
+    """
+    return decode_plans([data])[0]
+
+
+def decode_plans(blobs: Iterable[bytes]) -> tuple[Plan, ...]:
+    """Decode the plans of many ranks; what they have in common is decoded and held once."""
+    catalogs: dict[bytes, Catalog] = {}
+    datas: dict[bytes, Any] = {}
+
+    def catalog_of(data: bytes) -> Catalog:
+        if data not in catalogs:
+            catalogs[data] = Catalog.from_bytes(data)
+        return catalogs[data]
+
+    plans: list[Plan] = []
+    for blob in blobs:
+        header, parts = unpack(blob)
+        if header.get("plan") not in ("save", "load") or not {"items", "data"} <= parts.keys():
+            raise CodecError(f"these bytes are no plan: their header says {header}")
+        if parts["data"] not in datas:
+            datas[parts["data"]] = _load(parts["data"])
+        data = datas[parts["data"]]
+        if header["plan"] == "save":
+            items = WriteItems.from_bytes(parts["items"], catalog_of)
+            plans.append(SavePlan(items, data["storage_data"], data["planner_data"]))
+        else:
+            missing, unexpected, issues = data["report"]
+            keys = KeyReport(missing, unexpected, [Issue(*issue) for issue in issues])
+            reads = ReadItems.from_bytes(parts["items"])
+            plans.append(LoadPlan(reads, data["storage_data"], data["planner_data"], keys))
+    return tuple(plans)
+
+
+def fingerprint(value: Plan | Metadata) -> str:
+    """Return a digest of all that a plan or metadata says: equal values, equal digests.
+
+    >>> fingerprint(SavePlan([])) == fingerprint(SavePlan(()))
+    True
+    """
+    data = encode_metadata(value) if isinstance(value, Metadata) else encode_plan(value)
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def encode_metadata(metadata: Metadata) -> bytes:
+    """Encode metadata as bytes that `decode_metadata` reads back equal; equal tilings go once."""
+    entries = metadata.state_dict_metadata
+    data = {
+        "planner_data": to_json(metadata.planner_data, "planner_data"),
+        "storage_data": to_json(metadata.storage_data, "storage_data"),
+        "storage_meta": to_json(metadata.storage_meta and attrs.astuple(metadata.storage_meta)),
+        "version": metadata.version,
+    }
+    arrays: dict[str, Any] = {
+        "data": _dump(data),
+        "prop": entries.prop + 1,
+        "layout": entries.layout + 1,
+        **pack_names("names", entries.names),
+        **_pack_layouts(entries.layouts),
+    }
+    return pack({"metadata": 1, "props": [attrs.astuple(p) for p in entries.props]}, arrays)
+
+
+def decode_metadata(data: bytes) -> Metadata:
+    """Decode metadata; see `encode_metadata`.
+
+    Raises:
+        CodecError: The bytes are no metadata, or damaged.
+    """
+    header, arrays = unpack(data)
+    if header.get("metadata") != 1:
+        raise CodecError(f"these bytes are no metadata of version 1: their header says {header}")
+    try:
+        names = unpack_names("names", arrays)
+        props = tuple(TensorProperties(*p) for p in header["props"])
+        layouts = _unpack_layouts(arrays)
+        prop, layout = readonly(arrays["prop"] - 1), readonly(arrays["layout"] - 1)
+        fits = len(prop) == len(layout) == len(names) == len(set(names))
+        fits &= within(prop + 1, len(props) + 1) and within(layout + 1, len(layouts) + 1)
+        if not fits or ((prop < 0) != (layout < 0)).any():
+            raise ValueError("its columns do not fit each other")
+        rest = _load(arrays["data"])
+        meta = None if rest["storage_meta"] is None else StorageMeta(*rest["storage_meta"])
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise CodecError(f"metadata is damaged: {error}") from error
+    entries = Entries(names, props, prop, layouts, layout)
+    return Metadata(entries, rest["planner_data"], rest["storage_data"], meta, rest["version"])
+
+
+def _dump(data: dict[str, Any]) -> bytes:
+    return json.dumps(data, separators=(",", ":"), sort_keys=True, allow_nan=False).encode()
+
+
+def _load(data: bytes) -> Any:
+    try:
+        return from_json(json.loads(data))
+    except (ValueError, RecursionError) as error:
+        raise CodecError(f"data beside a plan's items is damaged: {error}") from error
+
+
+def _concat(arrays: Sequence[Any]) -> Any:
+    return np.concatenate([np.zeros(0, np.int64), *(a.reshape(-1) for a in arrays)])
+
+
+def _pack_layouts(layouts: Sequence[Layout]) -> dict[str, Any]:
+    """Lay all shapes, cuts and boxes end to end, each with its length beside it."""
+    grids = [layout.tiling for layout in layouts if isinstance(layout.tiling, Grid)]
+    boxes = [layout.tiling for layout in layouts if not isinstance(layout.tiling, Grid)]
+    return {
+        "size": _concat([column(layout.size) for layout in layouts]),
+        "ndim": column([len(layout.size) for layout in layouts]),
+        "is_grid": column([isinstance(layout.tiling, Grid) for layout in layouts]),
+        "cuts": _concat([cut for grid in grids for cut in grid.cuts]),
+        "cuts.length": column([len(cut) for grid in grids for cut in grid.cuts]),
+        "boxes": _concat([part for box in boxes for part in (box.offsets, box.sizes)]),
+        "boxes.length": column([len(box) for box in boxes]),
+    }
+
+
+def _unpack_layouts(arrays: dict[str, Any]) -> tuple[Layout, ...]:
+    ndim = arrays["ndim"].tolist()
+    sizes = iter(_split(arrays["size"], arrays["ndim"]))
+    cuts = iter(_split(arrays["cuts"], arrays["cuts.length"]))
+    is_box = arrays["is_grid"] == 0
+    lengths = arrays["boxes.length"]
+    spans = lengths * 2 * arrays["ndim"][is_box]
+    boxes = iter(zip(_split(arrays["boxes"], spans), lengths.tolist(), strict=True))
+    layouts = []
+    for axes, box in zip(ndim, is_box.tolist(), strict=True):
+        size = tuple(next(sizes).tolist())
+        tiling: Tiling
+        if box:
+            flat, count = next(boxes)
+            pair = flat.reshape(2, count, axes)
+            tiling = Boxes(readonly(pair[0]), readonly(pair[1]))
+        else:
+            tiling = Grid(tuple(readonly(next(cuts)) for _ in range(axes)))
+            if any(len(c) < 2 or (c[1:] <= c[:-1]).any() or c[0] < 0 for c in tiling.cuts):
+                raise ValueError("a grid's cuts do not ascend")
+        layouts.append(Layout(size, tiling))
+    return tuple(layouts)
+
+
+def _split(flat: Any, lengths: Any) -> list[Any]:
+    ends = np.cumsum(lengths).tolist()
+    if (ends[-1] if ends else 0) != len(flat):
+        raise ValueError("an array is cut short")
+    return [flat[a:b] for a, b in zip([0, *ends], ends, strict=False)]

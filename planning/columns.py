@@ -1,0 +1,377 @@
+"""Columns behind, records in front: the sequences that plans are made of.
+
+A coordinator sees ranks times tensors items; one object each is what makes peers take a minute
+there. Here a plan's items are arrays that share one `Catalog` of tensors, and a record is made when
+one is asked for. Arrays are padded to the widest tensor: offset 0 and size 1 past a tensor's own
+axes, so that no question about overlap depends on the number of axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, Final, Self, TypeVar, overload
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from .errors import CodecError
+from .items import MetadataIndex, TensorProperties, TensorWriteData, WriteItem, WriteItemType
+from .packing import Ints, pack, readonly, unpack
+from .tiling import Chunk
+
+__all__ = ["Catalog", "Columns", "WriteItems"]
+
+T = TypeVar("T")
+Index = npt.NDArray[Any]
+
+_TYPES: Final = {t.value: t for t in WriteItemType}
+_BYTES: Final = WriteItemType.BYTE_IO.value
+
+
+class Columns(Sequence[T]):
+    """An immutable sequence of records that lives in arrays. Compares and hashes like a tuple."""
+
+    def record(self, row: int) -> T:
+        """Make the record of one row."""
+        raise NotImplementedError
+
+    def take(self, rows: Index | slice) -> Self:
+        """Return the given rows (numbers, a mask or a slice), in that order."""
+        raise NotImplementedError
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Self: ...
+    def __getitem__(self, index: int | slice) -> T | Self:
+        if isinstance(index, slice):
+            return self.take(index)
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"item {index} of {len(self)}")
+        return self.record(index % len(self))
+
+    def __iter__(self) -> Iterator[T]:
+        return map(self.record, range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, type(self)):
+            return self is other or (len(self) == len(other) and self._same(other))
+        if isinstance(other, (tuple, list)):
+            return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+        return NotImplemented
+
+    def _same(self, other: Self) -> bool:
+        """Compare with columns of the same length."""
+        raise NotImplementedError
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        shown = [repr(item) for item in self[:4]] + (["…"] if len(self) > 4 else [])
+        return f"<{len(self):,} {type(self).__name__}: {', '.join(shown)}>"
+
+
+def column(values: npt.ArrayLike, *shape: int) -> Ints:
+    """Return a read-only int64 array."""
+    array = np.asarray(values, np.int64)
+    return readonly(array.reshape(shape) if shape else array)
+
+
+def padded(rows: Sequence[Sequence[int]], value: int, width: int | None = None) -> Ints:
+    """Return rows of different lengths as one array, short ones filled up with ``value``.
+
+    >>> padded([(2,), (3, 4)], 1)
+    array([[2, 1],
+           [3, 4]])
+    """
+    axes = max(map(len, rows), default=0) if width is None else width
+    return column([(*row, *[value] * (axes - len(row))) for row in rows], len(rows), axes)
+
+
+# What tells one row of a catalog from another: name, source, type, properties, size.
+Head = tuple[str, str, WriteItemType, TensorProperties | None, tuple[int, ...]]
+
+
+@attrs.frozen(eq=False, repr=False, slots=False)
+class Catalog:
+    """The tensors and values that a plan speaks of; one row each, shared by all items.
+
+    Attributes:
+        names: Their names in the checkpoint.
+        sources: Their names in the state dict.
+        type: `WriteItemType` values.
+        props: The distinct properties, and ``prop``, which of them each row has (-1: none).
+        ndim: The number of axes.
+        size: The global shape, padded with 1.
+    """
+
+    names: tuple[str, ...]
+    sources: tuple[str, ...]
+    type: Ints
+    props: tuple[TensorProperties, ...]
+    prop: Ints
+    ndim: Ints
+    size: Ints
+
+    @classmethod
+    def of(cls, heads: Iterable[Head]) -> Catalog:
+        """Make a catalog with one row for each head, in order."""
+        names, sources, types, properties, sizes = zip(*heads, strict=True) if heads else [()] * 5
+        ids = {p: i for i, p in enumerate(dict.fromkeys(p for p in properties if p is not None))}
+        return cls(
+            names,
+            names if sources == names else sources,
+            column([t.value for t in types]),
+            tuple(ids),
+            column([-1 if p is None else ids[p] for p in properties]),
+            column([len(s) for s in sizes]),
+            padded(sizes, 1),
+        )
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def axes(self) -> int:
+        """How many columns offsets and sizes have."""
+        return int(self.size.shape[1])
+
+    def head(self, row: int) -> Head:
+        """Return what one row says, as a hashable value."""
+        prop, size = int(self.prop[row]), self.size[row, : self.ndim[row]]
+        properties = None if prop < 0 else self.props[prop]
+        kind = _TYPES[int(self.type[row])]
+        return self.names[row], self.sources[row], kind, properties, tuple(size.tolist())
+
+    @cached_property
+    def heads(self) -> tuple[Head, ...]:
+        """Every row as a hashable value."""
+        return tuple(map(self.head, range(len(self))))
+
+    @cached_property
+    def itemsize(self) -> Ints:
+        """Bytes that one element takes in the checkpoint; 0 for values that are no tensors."""
+        return column([*(p.itemsize for p in self.props), 0])[self.prop]
+
+    @property
+    def is_bytes(self) -> npt.NDArray[np.bool_]:
+        """Which rows are values that are no tensors."""
+        return self.type == _BYTES
+
+    @cached_property
+    def content(self) -> tuple[object, ...]:
+        """All that this catalog says, as a hashable value that is cheap to compare."""
+        arrays = (self.type, self.prop, self.ndim, self.size)
+        return self.names, self.sources, self.props, self.axes, *(a.tobytes() for a in arrays)
+
+    def to_bytes(self) -> bytes:
+        """Encode: names as one text, numbers as narrow columns."""
+        header = {"props": [attrs.astuple(p) for p in self.props]}
+        arrays: dict[str, Any] = {
+            "type": self.type,
+            "prop": self.prop + 1,
+            "ndim": self.ndim,
+            "size": self.size,
+            **pack_names("names", self.names),
+        }
+        if self.sources is not self.names:
+            arrays.update(pack_names("sources", self.sources))
+        return pack(header, arrays)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Catalog:
+        """Decode, or raise `CodecError` where the columns do not fit each other."""
+        header, arrays = unpack(data)
+        try:
+            props = tuple(TensorProperties(*p) for p in header["props"])
+            names = unpack_names("names", arrays)
+            sources = unpack_names("sources", arrays) if "sources" in arrays else names
+            kind, ndim, size = arrays["type"], arrays["ndim"], arrays["size"]
+            prop = readonly(arrays["prop"] - 1)
+            fits = len({len(names), len(sources), len(kind), len(prop), len(ndim), len(size)}) == 1
+            if not fits or size.ndim != 2 or not within(ndim, size.shape[1] + 1):
+                raise ValueError("its columns differ in length")
+            if not set(np.unique(kind).tolist()) <= _TYPES.keys() or not within(size, 1 << 62):
+                raise ValueError("unknown item type or negative size")
+            if not within(prop + 1, len(props) + 1) or ((prop < 0) != (kind == _BYTES)).any():
+                raise ValueError("properties do not fit the item types")
+        except (ValueError, KeyError, TypeError) as error:
+            raise CodecError(f"a catalog is damaged: {error}") from error
+        return cls(names, sources, kind, props, prop, ndim, size)
+
+
+def within(values: Ints, end: int) -> bool:
+    return values.size == 0 or (int(values.min()) >= 0 and int(values.max()) < end)
+
+
+def pack_names(label: str, names: tuple[str, ...]) -> dict[str, Any]:
+    text = "".join(names).encode("utf-8", "surrogatepass")
+    return {label: text, f"{label}.length": column([len(n) for n in names])}
+
+
+def unpack_names(label: str, arrays: dict[str, Any]) -> tuple[str, ...]:
+    text = arrays[label].decode("utf-8", "surrogatepass")
+    ends = np.cumsum(arrays[f"{label}.length"]).tolist()
+    if len(text) != (ends[-1] if ends else 0):
+        raise ValueError("names are cut short")
+    return tuple(text[a:b] for a, b in zip([0, *ends], ends, strict=False))
+
+
+@attrs.frozen(eq=False, repr=False, slots=False)
+class WriteItems(Columns[WriteItem]):
+    """A plan's `WriteItem`s.
+
+    Attributes:
+        catalog: The tensors they belong to.
+        row: Which row of the catalog each item belongs to.
+        offsets, sizes: Each item's chunk, in the global frame.
+        source_offsets: Where the shard that holds it starts; None where that is ``offsets``.
+        hint: The look-up hints; None where there are none.
+    """
+
+    catalog: Catalog
+    row: Ints
+    offsets: Ints
+    sizes: Ints
+    source_offsets: Ints | None = None
+    hint: Ints | None = None
+
+    @classmethod
+    def of(cls, items: Iterable[WriteItem]) -> WriteItems:
+        """Make columns of records; columns come back as they are."""
+        if isinstance(items, WriteItems):
+            return items
+        records = tuple(items)
+        heads: dict[Head, int] = {}
+        row = [heads.setdefault(_head(item), len(heads)) for item in records]
+        chunks = [i.tensor_data.chunk if i.tensor_data else _NO_CHUNK for i in records]
+        catalog = Catalog.of(tuple(heads))
+        width = catalog.axes
+        offsets = padded([c.offsets for c in chunks], 0, width)
+        sources = padded([i.source.offset or () for i in records], 0, width)
+        hints = column([-1 if i.index.index is None else i.index.index for i in records])
+        return cls(
+            catalog,
+            column(row),
+            offsets,
+            padded([c.sizes for c in chunks], 1, width),
+            None if np.array_equal(sources, offsets) else sources,
+            None if (hints < 0).all() else hints,
+        )
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def record(self, row: int) -> WriteItem:
+        """Make the record of one row."""
+        name, source, kind, properties, size = self.catalog.heads[self.row[row]]
+        hint = None if self.hint is None or self.hint[row] < 0 else int(self.hint[row])
+        if properties is None:
+            return WriteItem(MetadataIndex(name, None, hint), kind, source=MetadataIndex(source))
+        chunk = Chunk(
+            self.offsets[row, : len(size)].tolist(), self.sizes[row, : len(size)].tolist()
+        )
+        at = self.shard_offsets[row, : len(size)].tolist()
+        return WriteItem(
+            MetadataIndex(name, chunk.offsets, hint),
+            kind,
+            TensorWriteData(chunk, properties, size),
+            MetadataIndex(source, at),
+        )
+
+    def take(self, rows: Index | slice) -> WriteItems:
+        """Return the given rows (numbers, a mask or a slice), in that order."""
+        return attrs.evolve(
+            self,
+            row=readonly(self.row[rows]),
+            offsets=readonly(self.offsets[rows]),
+            sizes=readonly(self.sizes[rows]),
+            source_offsets=_optional(self.source_offsets, rows),
+            hint=_optional(self.hint, rows),
+        )
+
+    @property
+    def shard_offsets(self) -> Ints:
+        """Where the shard of the state dict that holds each item starts."""
+        return self.offsets if self.source_offsets is None else self.source_offsets
+
+    @cached_property
+    def nbytes(self) -> Ints:
+        """Bytes of each chunk in the checkpoint; 0 for values that are no tensors."""
+        return readonly(self.sizes.prod(axis=1) * self.catalog.itemsize[self.row])
+
+    def _same(self, other: WriteItems) -> bool:
+        mine, theirs = self.row, other.row
+        if self.catalog is not other.catalog and self.catalog.content != other.catalog.content:
+            ids: dict[Head, int] = {}
+            mine, theirs = (
+                column([ids.setdefault(h, len(ids)) for h in items.catalog.heads])[items.row]
+                if len(items)
+                else items.row
+                for items in (self, other)
+            )
+        width = min(
+            self.offsets.shape[1], other.offsets.shape[1]
+        )  # equal heads: the rest is padding
+        pairs = [
+            (self.offsets, other.offsets),
+            (self.sizes, other.sizes),
+            (self.shard_offsets, other.shard_offsets),
+        ]
+        return np.array_equal(mine, theirs) and all(
+            np.array_equal(a[:, :width], b[:, :width]) for a, b in pairs
+        )
+
+    def to_bytes(self) -> bytes:
+        """Encode the columns, catalog first."""
+        arrays: dict[str, Any] = {
+            "catalog": self.catalog.to_bytes(),
+            "row": self.row,
+            "offsets": self.offsets,
+            "sizes": self.sizes,
+        }
+        if self.source_offsets is not None:
+            arrays["source_offsets"] = self.source_offsets
+        if self.hint is not None:
+            arrays["hint"] = self.hint + 1
+        return pack({}, arrays)
+
+    @classmethod
+    def from_bytes(
+        cls, data: bytes, catalog_of: Callable[[bytes], Catalog] = Catalog.from_bytes
+    ) -> WriteItems:
+        """Decode; ``catalog_of`` lets a caller share catalogs that many ranks have in common."""
+        _, arrays = unpack(data)
+        try:
+            catalog = catalog_of(arrays["catalog"])
+            row, offsets, sizes = arrays["row"], arrays["offsets"], arrays["sizes"]
+            sources = arrays.get("source_offsets")
+            shape = (len(row), catalog.axes)
+            boxes = (offsets, sizes, offsets if sources is None else sources)
+            if not within(row, len(catalog)) or any(b.shape != shape for b in boxes):
+                raise ValueError("its columns do not fit its catalog")
+            if not all(within(b, 1 << 62) for b in boxes):
+                raise ValueError("a negative offset or size")
+            hint = readonly(arrays["hint"] - 1) if "hint" in arrays else None
+        except (ValueError, KeyError, TypeError) as error:
+            raise CodecError(f"a plan's items are damaged: {error}") from error
+        return cls(catalog, row, offsets, sizes, sources, hint)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WriteItems.from_bytes, (self.to_bytes(),)
+
+
+_NO_CHUNK: Final = Chunk((), ())
+
+
+def _head(item: WriteItem) -> Head:
+    data = item.tensor_data
+    properties, size = (None, ()) if data is None else (data.properties, data.size)
+    return item.index.fqn, item.source.fqn, item.type, properties, size
+
+
+def _optional(values: Ints | None, rows: Index | slice) -> Ints | None:
+    return None if values is None else readonly(values[rows])

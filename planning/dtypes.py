@@ -1,0 +1,120 @@
+"""Dtypes by name: how wide one is, and whether a cast keeps every value.
+
+Planning never sees a torch dtype, only its name (``"bfloat16"``). The names are torch's, which are
+numpy's where both have the type.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["ITEMSIZE", "dtype_name", "is_exact_cast", "itemsize"]
+
+# name -> (bytes an element takes, family, exact bits: the mantissa, or a whole number's width,
+# exponent range as the power of two of the largest finite value)
+_TABLE: Final[dict[str, tuple[int, str, int, int]]] = {
+    "bool": (1, "bool", 1, 1),
+    "uint8": (1, "uint", 8, 8),
+    "uint16": (2, "uint", 16, 16),
+    "uint32": (4, "uint", 32, 32),
+    "uint64": (8, "uint", 64, 64),
+    "int8": (1, "int", 7, 7),
+    "int16": (2, "int", 15, 15),
+    "int32": (4, "int", 31, 31),
+    "int64": (8, "int", 63, 63),
+    "float8_e4m3fn": (1, "float", 4, 9),
+    "float8_e4m3fnuz": (1, "float8fnuz", 4, 8),
+    "float8_e5m2": (1, "float", 3, 16),
+    "float8_e5m2fnuz": (1, "float8fnuz", 3, 16),
+    "float8_e8m0fnu": (1, "scale", 1, 128),
+    "float4_e2m1fn_x2": (1, "packed", 2, 3),
+    "float16": (2, "float", 11, 16),
+    "bfloat16": (2, "float", 8, 128),
+    "float32": (4, "float", 24, 128),
+    "float64": (8, "float", 53, 1024),
+    "complex32": (4, "complex", 11, 16),
+    "complex64": (8, "complex", 24, 128),
+    "complex128": (16, "complex", 53, 1024),
+}
+# The exponent of the smallest subnormal number above zero, as a power of two.
+_SMALLEST: Final[dict[str, int]] = {
+    "float8_e4m3fn": -9,
+    "float8_e5m2": -16,
+    "float16": -24,
+    "bfloat16": -133,
+    "float32": -149,
+    "float64": -1074,
+    "complex32": -24,
+    "complex64": -149,
+    "complex128": -1074,
+}
+_ALIASES: Final[dict[str, str]] = {
+    "half": "float16",
+    "float": "float32",
+    "double": "float64",
+    "chalf": "complex32",
+    "cfloat": "complex64",
+    "cdouble": "complex128",
+    "short": "int16",
+    "int": "int32",
+    "long": "int64",
+}
+ITEMSIZE: Final[dict[str, int]] = {name: row[0] for name, row in _TABLE.items()}
+
+
+def dtype_name(dtype: object) -> str:
+    """Return the name of a torch dtype, a numpy dtype or a name.
+
+    >>> dtype_name("torch.bfloat16"), dtype_name("half")
+    ('bfloat16', 'float16')
+    >>> import numpy as np
+    >>> dtype_name(np.dtype("<f4")), dtype_name(np.int64)
+    ('float32', 'int64')
+
+    Raises:
+        ValueError: The dtype is none that a checkpoint can carry.
+    """
+    own = getattr(dtype, "name", None) if not isinstance(dtype, str) else dtype
+    name = own if isinstance(own, str) else getattr(dtype, "__name__", None) or str(dtype)
+    name = name.removeprefix("torch.")
+    name = _ALIASES.get(name, name)
+    if name not in _TABLE:
+        raise ValueError(f"unknown dtype {name!r}; known ones are {', '.join(sorted(_TABLE))}")
+    return name
+
+
+def itemsize(dtype: str) -> int:
+    """Return the bytes that one element takes.
+
+    >>> itemsize("bfloat16")
+    2
+    """
+    return ITEMSIZE[dtype_name(dtype)]
+
+
+def is_exact_cast(source: str, target: str) -> bool:
+    """Tell whether every value of ``source`` survives a cast to ``target`` unchanged.
+
+    >>> is_exact_cast("bfloat16", "float32"), is_exact_cast("float32", "bfloat16")
+    (True, False)
+    >>> is_exact_cast("int32", "float32"), is_exact_cast("int16", "float32")
+    (False, True)
+    """
+    source, target = dtype_name(source), dtype_name(target)
+    if source == target:
+        return True
+    _, from_family, from_bits, from_range = _TABLE[source]
+    _, to_family, to_bits, to_range = _TABLE[target]
+    fits = from_bits <= to_bits and from_range <= to_range
+    if from_family in ("bool", "uint", "int"):
+        return fits and to_family in _homes(from_family)
+    same = to_family == from_family or (from_family, to_family) == ("float", "complex")
+    if not same or from_family in ("packed", "scale", "float8fnuz"):
+        return False
+    return fits and _SMALLEST[source] >= _SMALLEST[target]
+
+
+def _homes(family: str) -> tuple[str, ...]:
+    """Name the families that can hold ``family``'s whole numbers, widths aside (a sign needs one)."""
+    signed = ("int", "float", "complex")
+    return signed if family == "int" else ("uint", *signed)

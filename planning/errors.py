@@ -1,0 +1,121 @@
+"""What can be wrong with a plan, as values: issues, and the errors that carry them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+import attrs
+
+__all__ = ["CodecError", "Issue", "NotFoundError", "PlanError", "RefusedError"]
+
+_SHOWN = 8
+
+
+def _ints(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(int(v) for v in values)
+
+
+@attrs.frozen
+class Issue:
+    """One thing that is wrong with a plan or a checkpoint.
+
+    Attributes:
+        kind: What sort of fault this is: ``overlap``, ``gap``, ``out_of_bounds``, ``conflict``,
+            ``too_large``, ``missing``, ``uncovered``, ``shape``, ``dtype`` or ``type``.
+        fqn: The name, in the checkpoint, of the tensor or value concerned.
+        message: A whole sentence for a person: what was expected, what came, what to try.
+        ranks: The ranks concerned, ascending; empty where no rank is to blame.
+        region: The elements concerned, as ``(offsets, sizes)`` in the tensor's global frame.
+    """
+
+    kind: str
+    fqn: str
+    message: str
+    ranks: tuple[int, ...] = attrs.field(default=(), converter=_ints)
+    region: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class PlanError(ValueError):
+    """A plan that must not be executed; ``issues`` holds every reason found, not only the first."""
+
+    def __init__(self, issues: Iterable[Issue]) -> None:
+        self.issues: tuple[Issue, ...] = tuple(issues)
+        super().__init__(self.issues)
+
+    def __str__(self) -> str:
+        lines = [str(issue) for issue in self.issues[:_SHOWN]]
+        if len(self.issues) > _SHOWN:
+            lines.append(f"… and {len(self.issues) - _SHOWN} more in this error's `issues`")
+        return lines[0] if len(lines) == 1 else "\n".join(f"- {line}" for line in lines)
+
+
+class RefusedError(TypeError):
+    """A value that has no correct plan, such as a DTensor that still has a partial sum."""
+
+
+class NotFoundError(LookupError):
+    """A name or an offset that is not there; ``nearest`` holds what may have been meant."""
+
+    def __init__(self, message: str, nearest: Sequence[str] = ()) -> None:
+        self.nearest: tuple[str, ...] = tuple(nearest)
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class CodecError(ValueError):
+    """Bytes that do not decode, or a value that cannot be encoded without running code."""
+
+
+def nearest_names(name: str, names: Iterable[str]) -> tuple[str, ...]:
+    """Return up to three of ``names`` that resemble ``name``, most alike first.
+
+    >>> nearest_names("layer.wieght", ["layer.weight", "layer.bias", "step"])
+    ('layer.weight', 'layer.bias')
+    """
+    return tuple(difflib.get_close_matches(name, list(names), n=3, cutoff=0.5))
+
+
+def span(ranks: Sequence[int]) -> str:
+    """Name ranks the short way.
+
+    >>> span([0, 1, 2, 5])
+    'ranks 0-2 and 5'
+    >>> span([3])
+    'rank 3'
+    """
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    words = [str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}-{b}" for a, b in runs]
+    if len(words) > _SHOWN:
+        words = [*words[:_SHOWN], f"{len(words) - _SHOWN} more runs"]
+    listing = " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    return f"rank {listing}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {listing}"
+
+
+def region_text(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> str:
+    """Describe a box inside a tensor in words.
+
+    >>> region_text((4, 0), (4, 16), (8, 16))
+    'rows 4 to 8'
+    >>> region_text((4, 2), (4, 3), (8, 16))
+    'elements [4:8, 2:5]'
+    """
+    whole = all(
+        o == 0 and s == n for o, s, n in zip(offsets[1:], sizes[1:], shape[1:], strict=True)
+    )
+    if not offsets:
+        return "its only element"
+    if whole:
+        return f"rows {offsets[0]} to {offsets[0] + sizes[0]}"
+    parts = ", ".join(f"{o}:{o + s}" for o, s in zip(offsets, sizes, strict=True))
+    return f"elements [{parts}]"

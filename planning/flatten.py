@@ -1,0 +1,120 @@
+"""Nested state dicts as flat ones, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from .errors import Issue, PlanError
+from .frozen import FrozenDict
+from .values import is_tensor
+
+__all__ = ["Path", "flatten", "unflatten"]
+
+Step = tuple[str, Any]
+Path = tuple[Step, ...]
+"""The way to a leaf: per container its kind ("dict", "list" or "tuple") and the key or position."""
+
+
+def flatten(sd: Mapping[Any, Any]) -> tuple[dict[str, Any], FrozenDict[str, Path]]:
+    """Return the leaves of a nested state dict by dotted name, and the way to each of them.
+
+    Dicts are opened; lists and tuples are, where a tensor or a dict lies inside. Everything else,
+    empty containers too, is a leaf. Keys may be of any type that hashes: their text makes the name,
+    the path keeps the key itself.
+
+    Args:
+        sd: Dicts, lists and tuples, nested in any way.
+
+    Returns:
+        The flat dict, in order of traversal, and the paths, which `unflatten` takes.
+
+    >>> flat, paths = flatten({"model": {"w": 1}, "betas": (0.9, 0.99), "groups": [{"lr": 0.1}]})
+    >>> flat
+    {'model.w': 1, 'betas': (0.9, 0.99), 'groups.0.lr': 0.1}
+    >>> paths["groups.0.lr"]
+    (('dict', 'groups'), ('list', 0), ('dict', 'lr'))
+
+    Raises:
+        PlanError: Two leaves would get the same name; every clash is told, with both ways to it.
+    """
+    flat: dict[str, Any] = {}
+    paths: dict[str, Path] = {}
+    issues = []
+    for path, leaf in _leaves((), sd):
+        name = ".".join(str(key) for _, key in path)
+        if name in flat:
+            issues.append(clash(name, paths[name], path))
+        else:
+            flat[name], paths[name] = leaf, path
+    if issues:
+        raise PlanError(issues)
+    return flat, FrozenDict(paths)
+
+
+def unflatten(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any, Any]:
+    """Return the nested state dict that `flatten` was given (leaves without a path stay on top).
+
+    >>> unflatten(*flatten({"a": {"b": 1}, "c": [{"d": 2}, 3]}))
+    {'a': {'b': 1}, 'c': [{'d': 2}, 3]}
+    """
+    root: dict[Any, Any] = {}
+    for name, leaf in flat.items():
+        path = paths.get(name, (("dict", name),))
+        if not path or path[0][0] != "dict":
+            raise ValueError(f"the path of `{name}` starts at no dict: {path}")
+        # Lists and tuples are collected as dicts by position, under a marker, and made at the end.
+        node: MutableMapping[Any, Any] = root
+        for (_, key), (kind, _) in zip(path, path[1:], strict=False):
+            node = node.setdefault(key, {} if kind == "dict" else _Positions(kind))
+        node[path[-1][1]] = leaf
+    return {key: _settle(value) for key, value in root.items()}
+
+
+def _is_leaf(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return not value
+    if isinstance(value, (list, tuple)):
+        return not any(_opens(entry) for entry in value)
+    return True
+
+
+def _opens(entry: Any) -> bool:
+    """Tell whether a list that holds ``entry`` is opened: it is a tensor, or holds one, or a dict."""
+    if isinstance(entry, (Mapping, list, tuple)):
+        return not _is_leaf(entry)
+    return is_tensor(entry)
+
+
+def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+    if path and _is_leaf(value):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves((*path, ("dict", key)), inner)
+    else:
+        kind = "tuple" if isinstance(value, tuple) else "list"
+        for position, inner in enumerate(value):
+            yield from _leaves((*path, (kind, position)), inner)
+
+
+class _Positions(dict[int, Any]):
+    """The entries of a list or tuple that is being put together."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+
+def _settle(value: Any) -> Any:
+    if isinstance(value, _Positions):
+        entries = [_settle(value[position]) for position in sorted(value)]
+        return tuple(entries) if value.kind == "tuple" else entries
+    return {k: _settle(v) for k, v in value.items()} if type(value) is dict else value
+
+
+def clash(name: str, first: Path, second: Path, ranks: Sequence[int] = ()) -> Issue:
+    """Say that two values, reached in different ways, would get the same name."""
+    ways = " and ".join("".join(f"[{key!r}]" for _, key in path) for path in (first, second))
+    text = f"`{name}` names two values, {ways}; rename one of these keys"
+    return Issue("conflict", name, text, ranks)

@@ -1,0 +1,147 @@
+"""Values that stay as they are: an immutable mapping, and `freeze`, which makes any value so."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any, TypeVar
+
+from .errors import CodecError
+
+__all__ = ["FrozenDict", "freeze", "from_json", "to_json"]
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class FrozenDict(Mapping[K, V]):
+    """A mapping that cannot change, and therefore hashes. Equal to any mapping of the same items.
+
+    >>> FrozenDict({"a": [1, 2]})
+    FrozenDict({'a': (1, 2)})
+    >>> FrozenDict({"a": 1, "b": 2}) == {"b": 2, "a": 1}
+    True
+    """
+
+    __slots__ = ("_dict", "_hash")
+    _dict: dict[K, V]
+    _hash: int
+
+    def __init__(self, items: Mapping[K, V] | Sequence[tuple[K, V]] = ()) -> None:
+        frozen = {freeze(key): freeze(value) for key, value in dict(items).items()}
+        object.__setattr__(self, "_dict", frozen)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("a FrozenDict cannot change; make a new one from dict(this)")
+
+    __delattr__ = __setattr__  # type: ignore[assignment]
+
+    def __getitem__(self, key: K) -> V:
+        return self._dict[key]
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._dict)
+
+    def __len__(self) -> int:
+        return len(self._dict)
+
+    def __hash__(self) -> int:
+        try:
+            return self._hash
+        except AttributeError:
+            object.__setattr__(self, "_hash", hash(frozenset(self.items())))
+            return self._hash
+
+    def __repr__(self) -> str:
+        return f"FrozenDict({self._dict!r})"
+
+    def __reduce__(self) -> tuple[type[FrozenDict[K, V]], tuple[dict[K, V]]]:
+        return FrozenDict, (dict(self),)
+
+
+def freeze(value: Any) -> Any:
+    """Return ``value`` with every list, set and dict inside it replaced by an immutable one.
+
+    >>> freeze({"a": [1, {2}]})
+    FrozenDict({'a': (1, frozenset({2}))})
+    """
+    if isinstance(value, (str, bytes, int, float, FrozenDict)) or value is None:
+        return value
+    if isinstance(value, (bytearray, memoryview)):
+        return bytes(value)
+    if type(value) in (list, tuple):
+        return tuple(freeze(v) for v in value)
+    if type(value) in (set, frozenset):
+        return frozenset(freeze(v) for v in value)
+    if isinstance(value, dict):
+        return FrozenDict(value)
+    return value
+
+
+def to_json(value: Any, where: str = "value") -> Any:
+    """Return frozen data as plain JSON data that `from_json` turns back into an equal value.
+
+    Tuples become arrays and string-keyed mappings become objects; what JSON has no word for is an
+    object with a single key that starts with ``$``.
+
+    >>> to_json((1, 2.5, b"x", {3: None}))
+    [1, 2.5, {'$bytes': 'eA=='}, {'$map': [[3, None]]}]
+
+    Raises:
+        CodecError: ``value`` holds an object of another type; ``where`` leads to it.
+    """
+    if (
+        value is None
+        or isinstance(value, (bool, int, str))
+        or (isinstance(value, float) and math.isfinite(value))
+    ):
+        return value
+    if isinstance(value, float):
+        return {"$float": repr(value)}
+    if isinstance(value, (bytes, bytearray)):
+        return {"$bytes": base64.b64encode(value).decode("ascii")}
+    if isinstance(value, (tuple, list)):
+        return [to_json(v, f"{where}[{i}]") for i, v in enumerate(value)]
+    if isinstance(value, Mapping):
+        if all(isinstance(k, str) and not k.startswith("$") for k in value):
+            return {k: to_json(v, f"{where}[{k!r}]") for k, v in value.items()}
+        return {
+            "$map": [[to_json(k, where), to_json(v, f"{where}[{k!r}]")] for k, v in value.items()]
+        }
+    if isinstance(value, Set):
+        return {"$set": sorted((to_json(v, where) for v in value), key=json.dumps)}
+    raise CodecError(
+        f"{where} is a {type(value).__name__}, which has no safe encoding; "
+        "use None, bool, int, float, str, bytes, tuples, sets and dicts of these"
+    )
+
+
+def from_json(data: Any) -> Any:
+    """Return the frozen value that `to_json` was given.
+
+    >>> from_json([1, {"$bytes": "eA=="}, {"$map": [[3, None]]}])
+    (1, b'x', FrozenDict({3: None}))
+
+    Raises:
+        CodecError: An object carries an unknown ``$`` tag.
+    """
+    if isinstance(data, list):
+        return tuple(from_json(v) for v in data)
+    if not isinstance(data, dict):
+        return data
+    tag = next(iter(data)) if len(data) == 1 else ""
+    if not tag.startswith("$"):
+        return FrozenDict({k: from_json(v) for k, v in data.items()})
+    body = data[tag]
+    match tag:
+        case "$float":
+            return float(body)
+        case "$bytes":
+            return base64.b64decode(body, validate=True)
+        case "$map":
+            return FrozenDict([(from_json(k), from_json(v)) for k, v in body])
+        case "$set":
+            return frozenset(from_json(v) for v in body)
+    raise CodecError(f"unknown tag {tag!r} in encoded data; was it written by a newer version?")

@@ -1,0 +1,207 @@
+"""The leaves of a plan: what is written, what is read, and the names by which both are found.
+
+Field names are those of torch.distributed.checkpoint. Every record is frozen to the leaves,
+compares and hashes by value, and checks its own invariants when it is made.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+
+import attrs
+
+from .dtypes import ITEMSIZE, dtype_name
+from .tiling import Chunk, as_ints
+
+__all__ = [
+    "LoadItemType",
+    "MetadataIndex",
+    "ReadItem",
+    "TensorProperties",
+    "TensorWriteData",
+    "WriteItem",
+    "WriteItemType",
+]
+
+
+class WriteItemType(enum.Enum):
+    """How a value lies in the state dict: a whole tensor, a shard of one, or any other value."""
+
+    TENSOR = 1
+    SHARD = 2
+    BYTE_IO = 3
+
+
+class LoadItemType(enum.Enum):
+    """What a read fills: elements of a tensor, or any other value."""
+
+    TENSOR = 1
+    BYTE_IO = 2
+
+
+def _torch_name(value: object) -> str:
+    return str(value).removeprefix("torch.")
+
+
+@attrs.frozen(order=True)
+class TensorProperties:
+    """What a stored tensor is made of.
+
+    Attributes:
+        dtype: The dtype *in the checkpoint*, by name. Where it differs from the tensor's own dtype,
+            that difference is the cast.
+        layout, requires_grad, memory_format, pin_memory: Kept for exchange with torch; nothing here
+            depends on them.
+
+    >>> TensorProperties("torch.bfloat16").dtype
+    'bfloat16'
+    """
+
+    dtype: str = attrs.field(default="float32", converter=dtype_name)
+    layout: str = attrs.field(default="strided", converter=_torch_name)
+    requires_grad: bool = attrs.field(default=False, converter=bool)
+    memory_format: str = attrs.field(default="contiguous_format", converter=_torch_name)
+    pin_memory: bool = attrs.field(default=False, converter=bool)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes that one element takes in the checkpoint."""
+        return ITEMSIZE[self.dtype]
+
+
+@attrs.frozen
+class MetadataIndex:
+    """The name of a chunk, or of a value that is no tensor.
+
+    Attributes:
+        fqn: The flattened key.
+        offset: Where the chunk starts, in the global frame; None for a value that is no tensor.
+        index: Where the chunk was last seen in a list of chunks: a hint that is probed first. It
+            is no part of the name, so it takes no part in ``==`` and ``hash``.
+
+    >>> MetadataIndex("w", [0, 4], 3) == MetadataIndex("w", (0, 4))
+    True
+    """
+
+    fqn: str
+    offset: tuple[int, ...] | None = attrs.field(
+        default=None, converter=attrs.converters.optional(as_ints)
+    )
+    index: int | None = attrs.field(default=None, eq=False)
+
+    def __attrs_post_init__(self) -> None:
+        if not isinstance(self.fqn, str):
+            raise TypeError(f"a name must be a string, not {self.fqn!r}; `flatten` makes them so")
+
+
+@attrs.frozen
+class TensorWriteData:
+    """Which box of which tensor is written, and how.
+
+    Attributes:
+        chunk: The box, in the global frame.
+        properties: How it is stored.
+        size: The global shape, in elements.
+    """
+
+    chunk: Chunk
+    properties: TensorProperties
+    size: tuple[int, ...] = attrs.field(converter=as_ints)
+
+    def __attrs_post_init__(self) -> None:
+        if len(self.size) != len(self.chunk.sizes):
+            raise ValueError(
+                f"a chunk of {len(self.chunk.sizes)} axes cannot lie in a tensor of shape {self.size}"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the chunk in the checkpoint."""
+        return self.chunk.numel * self.properties.itemsize
+
+
+@attrs.frozen
+class WriteItem:
+    """One chunk, or one other value, that a rank holds.
+
+    Attributes:
+        index: Its name in the checkpoint. A chunk's offset may be left out: it is the chunk's own.
+        type: How it lies in the state dict.
+        tensor_data: Its place, dtype and shape; None for a value that is no tensor.
+        source: Its name in the state dict: the value's key, and the offset at which the shard that
+            holds it starts. Left out, it is ``index``.
+
+    >>> WriteItem(MetadataIndex("step"), WriteItemType.BYTE_IO).nbytes
+    0
+    """
+
+    index: MetadataIndex
+    type: WriteItemType
+    tensor_data: TensorWriteData | None = None
+    source: MetadataIndex = attrs.field(default=None)
+
+    def __attrs_post_init__(self) -> None:
+        data = self.tensor_data
+        if (data is None) != (self.type is WriteItemType.BYTE_IO):
+            what = "needs" if data is None else "cannot have"
+            raise ValueError(f"`{self.index.fqn}`: a {self.type.name} item {what} tensor_data")
+        offset = None if data is None else data.chunk.offsets
+        if self.index.offset not in (None, offset):
+            raise ValueError(
+                f"`{self.index.fqn}`: index says offset {self.index.offset}, its chunk {offset}"
+            )
+        index = attrs.evolve(self.index, offset=offset)
+        source = index if self.source is None else self.source
+        if source.offset is None:
+            source = attrs.evolve(source, offset=offset)
+        object.__setattr__(self, "index", index)
+        object.__setattr__(self, "source", source)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the *chunk* in the checkpoint (0 for other values: not known before encoding)."""
+        return 0 if self.tensor_data is None else self.tensor_data.nbytes
+
+
+@attrs.frozen
+class ReadItem:
+    """One box to copy out of a saved chunk into a chunk of the state dict.
+
+    Attributes:
+        type: Whether elements or another value are read.
+        dest_index: The shard in the state dict.
+        dest_offsets: Where the box starts, relative to that shard.
+        storage_index: The saved chunk in the checkpoint.
+        storage_offsets: Where the box starts, relative to the saved chunk.
+        lengths: How large the box is, per axis, in elements.
+    """
+
+    type: LoadItemType
+    dest_index: MetadataIndex
+    dest_offsets: tuple[int, ...] = attrs.field(converter=as_ints)
+    storage_index: MetadataIndex
+    storage_offsets: tuple[int, ...] = attrs.field(converter=as_ints)
+    lengths: tuple[int, ...] = attrs.field(converter=as_ints)
+
+    def __attrs_post_init__(self) -> None:
+        if not len(self.dest_offsets) == len(self.storage_offsets) == len(self.lengths):
+            raise ValueError(
+                f"`{self.dest_index.fqn}`: offsets {self.dest_offsets} and {self.storage_offsets} "
+                f"do not fit lengths {self.lengths}"
+            )
+        is_tensor = self.type is LoadItemType.TENSOR
+        for name, offsets in (
+            ("dest_index", self.dest_offsets),
+            ("storage_index", self.storage_offsets),
+        ):
+            index: MetadataIndex = getattr(self, name)
+            if is_tensor and index.offset is None:  # a whole tensor starts at its origin
+                object.__setattr__(self, name, attrs.evolve(index, offset=(0,) * len(offsets)))
+            elif not is_tensor and index.offset is not None:
+                raise ValueError(f"`{index.fqn}`: a BYTE_IO read has no offset {index.offset}")
+
+    @property
+    def numel(self) -> int:
+        """How many elements are copied (0 for a value that is no tensor)."""
+        return 0 if self.type is LoadItemType.BYTE_IO else math.prod(self.lengths)

@@ -1,0 +1,292 @@
+"""How is a load plan made? Find, for every chunk that is wanted, the saved bytes that fill it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Final, Literal
+
+import attrs
+import numpy as np
+
+from .check import layout_issues
+from .columns import Catalog, WriteItems, column
+from .errors import Issue, PlanError, nearest_names, region_text
+from .items import (
+    LoadItemType,
+    MetadataIndex,
+    TensorProperties,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from .metadata import BytesMetadata, Entries, Metadata, TensorMetadata
+from .overlap import Overlap, gaps, overlap_many, self_overlaps
+from .packing import Ints, readonly
+from .passes import Pass, as_pass
+from .records import KeyReport, LoadPlan, ReadItems, SavePlan
+from .tiling import Chunk, Grid, pad, tile, tile_chunks
+
+__all__ = ["global_load_plan", "load_plan", "resolve_overlaps"]
+
+Strict = bool | Sequence[str]
+_TENSOR: Final = LoadItemType.TENSOR.value
+_BYTES: Final = LoadItemType.BYTE_IO.value
+_SUGGESTED: Final = 8  # missing names that get a "nearest" hint
+
+
+def load_plan(
+    metadata: Metadata,
+    plan: SavePlan,
+    *,
+    strict: Strict = True,
+    dtype: Literal["same", "cast"] = "same",
+    shape: Literal["same", "overlap"] = "same",
+) -> LoadPlan:
+    """Plan the reads that fill what ``plan`` says this rank holds.
+
+    Args:
+        metadata: The checkpoint.
+        plan: What this rank holds: `local_plan` of its state dict, after any passes. Its names and
+            dtypes are the checkpoint's, its sources the state dict's.
+        strict: Whether every chunk must be filled: True, False, or patterns (``"model.*"``) of the
+            names that must be. What need not be and cannot be is left alone and reported. Names in
+            the checkpoint that are not wanted are never an error.
+        dtype: ``"same"`` takes a stored dtype other than the plan's for a mistake, ``"cast"`` for a
+            wish to cast.
+        shape: ``"same"`` takes another global shape for a mistake; ``"overlap"`` fills the elements
+            that both have, such as the rows of a vocabulary that has since been padded.
+
+    Returns:
+        The reads, by item, then by saved chunk; its ``report`` says what did not fit.
+
+    Raises:
+        PlanError: Something that must be filled cannot be; every reason is told.
+    """
+    if dtype not in ("same", "cast") or shape not in ("same", "overlap"):
+        raise ValueError(
+            f'dtype is "same" or "cast", not {dtype}; shape "same" or "overlap", not {shape}'
+        )
+    entries, items = metadata.state_dict_metadata, plan.items
+    match = _match(entries, items.catalog, np.unique(items.row), dtype, shape)
+    entry = match.entry[items.row]
+    is_bytes = items.catalog.is_bytes[items.row]
+    wanted = np.flatnonzero((entry >= 0) & ~is_bytes)
+    layout = entries.layout[entry[wanted]]
+    width = max(items.offsets.shape[1], max((len(x.size) for x in entries.layouts), default=0))
+    boxes = [readonly(pad(c[wanted], width, v)) for c, v in ((items.offsets, 0), (items.sizes, 1))]
+    pieces = overlap_many([x.tiling for x in entries.layouts], layout, *boxes)
+    issues = match.issues + _damage(entries, match.entry)
+    issues += _uncovered(items, wanted, pieces, boxes, match.shared)
+    fatal = [issue for issue in issues if _must(strict, issue.fqn)]
+    if fatal:
+        raise PlanError(fatal)
+    named = set(map(items.catalog.names.__getitem__, np.unique(items.row).tolist()))
+    report = KeyReport(
+        missing=[issue.fqn for issue in issues if issue.kind == "missing"],
+        unexpected=[name for name in entries.names if name not in named],
+        mismatched=[issue for issue in issues + match.notes if issue.kind != "missing"],
+    )
+    values = np.flatnonzero((entry >= 0) & is_bytes)
+    return LoadPlan(_read_items(items, wanted, pieces, values), report=report)
+
+
+def resolve_overlaps(
+    metadata: Metadata, target_chunks: SavePlan | Mapping[str, Iterable[Chunk]]
+) -> ReadItems:
+    """Return the reads that fill some chunks, whatever dtype they are stored in.
+
+    Args:
+        metadata: The checkpoint.
+        target_chunks: A plan, or chunks by name, in the frame of the saved tensors.
+
+    Returns:
+        The reads, by target, then by saved chunk; every element of every target is read once.
+
+    >>> from shardplan.planning import BytesMetadata, TensorMetadata, TensorProperties
+    >>> saved = [Chunk((0,), (3,)), Chunk((3,), (3,))]
+    >>> metadata = Metadata({"w": TensorMetadata(TensorProperties(), (6,), saved)})
+    >>> reads = resolve_overlaps(metadata, {"w": [Chunk((i,), (2,)) for i in (0, 2, 4)]})
+    >>> [(r.storage_index.offset, r.storage_offsets, r.dest_index.offset, r.lengths) for r in reads]
+    [((0,), (0,), (0,), (2,)), ((0,), (2,), (2,), (1,)), ((3,), (0,), (2,), (1,)), ((3,), (1,), (4,), (2,))]
+
+    Raises:
+        PlanError: A name is missing, or saved chunks leave part of a target uncovered.
+    """
+    if isinstance(target_chunks, SavePlan):
+        return load_plan(metadata, target_chunks, dtype="cast").items
+    plan = _plan_of(metadata, target_chunks)
+    return load_plan(metadata, plan, dtype="cast").items
+
+
+def global_load_plan(
+    plans: Iterable[LoadPlan], passes: Pass[LoadPlan] | Sequence[Pass[LoadPlan]] = ()
+) -> tuple[LoadPlan, ...]:
+    """Run passes over the load plans of all ranks; without any, each rank reads on its own.
+
+    >>> global_load_plan([LoadPlan([])]) == (LoadPlan([]),)
+    True
+    """
+    return as_pass(passes)(tuple(plans))
+
+
+def _must(strict: Strict, name: str) -> bool:
+    if isinstance(strict, bool):
+        return strict
+    return any(fnmatchcase(name, pattern) for pattern in strict)
+
+
+@attrs.frozen(eq=False)
+class _Match:
+    """Which entry fills each row of a catalog (-1: none); what does not fit; and, per row, the
+    shape that saved and wanted tensor share where only that is to be filled.
+    """
+
+    entry: Ints
+    issues: list[Issue]
+    notes: list[Issue]
+    shared: dict[int, tuple[int, ...]]
+
+
+def _match(entries: Entries, catalog: Catalog, rows: Ints, dtype: str, shape: str) -> _Match:
+    """Compare what is wanted with what is there, tensor by tensor."""
+    match = _Match(np.full(len(catalog), -1, np.int64), [], [], {})
+    for row in rows.tolist():
+        name, _, _, properties, size = catalog.heads[row]
+        at = entries.row_of.get(name, -1)
+        if at < 0:
+            near = nearest_names(name, entries.names) if len(match.issues) < _SUGGESTED else ()
+            hint = f"; nearest: {', '.join(near)}" if near else ""
+            text = f"`{name}` is not in the checkpoint{hint}"
+            match.issues.append(Issue("missing", name, text))
+            continue
+        saved = entries.record(at)
+        issue = _misfit(name, saved, properties, size, dtype)
+        if issue is None or (issue.kind == "shape" and shape == "overlap"):
+            match.entry[row] = at
+        if issue is None:
+            continue
+        if match.entry[row] < 0 or not isinstance(saved, TensorMetadata):
+            match.issues.append(issue)
+        else:
+            match.notes.append(issue)
+            match.shared[row] = tuple(map(min, saved.size, size))
+    return match
+
+
+def _misfit(
+    name: str,
+    saved: TensorMetadata | BytesMetadata,
+    properties: TensorProperties | None,
+    size: tuple[int, ...],
+    dtype: str,
+) -> Issue | None:
+    """Say in which way a saved tensor is not the wanted one."""
+    is_tensor = isinstance(saved, TensorMetadata)
+    if not is_tensor or properties is None:
+        if is_tensor == (properties is not None):
+            return None
+        kinds = ("a tensor", "a value that is no tensor")
+        was, wanted = kinds if is_tensor else kinds[::-1]
+        return Issue("type", name, f"`{name}` was saved as {was} and is wanted as {wanted}")
+    if len(saved.size) != len(size):
+        text = f"`{name}` was saved with shape {list(saved.size)} and is wanted with {list(size)}"
+        return Issue("type", name, f"{text}: another number of axes")
+    if saved.properties.dtype != properties.dtype and dtype == "same":
+        text = f"`{name}` was saved as {saved.properties.dtype} and is wanted as {properties.dtype}"
+        return Issue("dtype", name, f'{text}; pass dtype="cast", or a cast(...) pass, to convert')
+    if saved.size != size:
+        text = f"`{name}` was saved with shape {list(saved.size)} and is wanted with {list(size)}"
+        return Issue("shape", name, f'{text}; shape="overlap" fills what both have')
+    return None
+
+
+def _damage(entries: Entries, rows: Ints) -> list[Issue]:
+    """Report saved chunks that collide: an element must be read from one place only."""
+    issues = []
+    for row in np.unique(rows[rows >= 0]).tolist():
+        number = int(entries.layout[row])
+        if number < 0 or isinstance(entries.layouts[number].tiling, Grid):
+            continue
+        if self_overlaps(entries.layouts[number].tiling, limit=1):
+            issues += layout_issues(entries.names[row], entries.layouts[number])
+    return issues
+
+
+def _uncovered(
+    items: WriteItems,
+    wanted: Ints,
+    pieces: Overlap,
+    boxes: Sequence[Ints],
+    shared: Mapping[int, tuple[int, ...]],
+) -> list[Issue]:
+    """Report every wanted chunk of which the saved ones leave something unfilled."""
+    got = np.zeros(len(wanted), np.int64)
+    np.add.at(got, pieces.box, pieces.sizes.prod(axis=1))
+    issues = []
+    for short in np.flatnonzero(got < boxes[1].prod(axis=1)).tolist():
+        row = int(items.row[wanted[short]])
+        name, _, _, _, size = items.catalog.heads[row]
+        axes = len(size)
+        offsets, sizes = (box[short, :axes].tolist() for box in boxes)
+        if row in shared:  # past what both shapes have, nothing is expected
+            ends = [min(o + s, n) for o, s, n in zip(offsets, sizes, shared[row], strict=True)]
+            sizes = [max(e - o, 0) for o, e in zip(offsets, ends, strict=True)]
+        mine = pieces.box == short
+        filled = tile(pieces.offsets[mine, :axes], pieces.sizes[mine, :axes])
+        for gap in gaps(filled, Chunk(offsets, sizes)):
+            where = region_text(gap.offsets, gap.sizes, size)
+            text = f"saved chunks of `{name}` leave {where} uncovered; pass strict=False to accept gaps"
+            issues.append(Issue("uncovered", name, text, (), (gap.offsets, gap.sizes)))
+    return issues
+
+
+def _read_items(items: WriteItems, wanted: Ints, pieces: Overlap, values: Ints) -> ReadItems:
+    """Write down where each piece comes from and goes to; values that are no tensors go along."""
+    catalog = items.catalog
+    width = max(pieces.offsets.shape[1], 1)
+    item = np.concatenate([wanted[pieces.box], values])
+    order = np.argsort(item, kind="stable")
+    row = items.row[item]
+    is_bytes = np.arange(len(item)) >= len(pieces.box)
+    position = np.arange(len(items)) - np.searchsorted(items.row, items.row)  # among one tensor's
+    hint = position if (np.diff(items.row) >= 0).all() else np.full(len(items), -1)
+
+    def column_of(tensors: Ints, fill: int) -> Ints:
+        rows = np.concatenate([tensors, np.zeros((len(values), tensors.shape[1]), np.int64)])
+        return readonly(pad(rows, width, fill)[order])
+
+    shard = pad(items.shard_offsets[wanted[pieces.box]], pieces.offsets.shape[1], 0)
+    names = catalog.names if catalog.sources is catalog.names else catalog.sources + catalog.names
+    chunk = np.concatenate([pieces.chunk, np.full(len(values), -1)])
+    lengths = column_of(pieces.sizes, 1)
+    return ReadItems(
+        names=names,
+        type=column(np.where(is_bytes, _BYTES, _TENSOR)[order]),
+        ndim=column(np.where(is_bytes, 1, catalog.ndim[row])[order]),
+        dest=column(row[order]),
+        dest_anchor=column_of(shard, 0),
+        dest_hint=column(np.where(is_bytes, -1, hint[item])[order]),
+        dest_offsets=column_of(pieces.offsets - shard, 0),
+        storage=column((row + (len(names) - len(catalog.names)))[order]),
+        storage_anchor=column_of(pieces.anchors, 0),
+        storage_hint=column(chunk[order]),
+        storage_offsets=column_of(pieces.offsets - pieces.anchors, 0),
+        lengths=lengths,
+    )
+
+
+def _plan_of(metadata: Metadata, targets: Mapping[str, Iterable[Chunk]]) -> SavePlan:
+    """Return the plan of a rank that holds these chunks of the saved tensors."""
+    items = []
+    for name, chunks in targets.items():
+        saved = metadata.state_dict_metadata.get(name)
+        for chunk in tile_chunks(chunks):
+            same = isinstance(saved, TensorMetadata) and len(saved.size) == len(chunk.sizes)
+            size = saved.size if same else chunk.ends
+            properties = (
+                saved.properties if isinstance(saved, TensorMetadata) else TensorProperties()
+            )
+            data = TensorWriteData(chunk, properties, size)
+            items.append(WriteItem(MetadataIndex(name), WriteItemType.SHARD, data))
+    return SavePlan(items)

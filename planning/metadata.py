@@ -1,0 +1,225 @@
+"""What does a checkpoint hold? Metadata, one entry a tensor, equal tilings stored once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Final
+
+import attrs
+import numpy as np
+
+from .columns import column
+from .errors import NotFoundError, nearest_names
+from .frozen import freeze
+from .items import TensorProperties
+from .packing import Ints
+from .text import human_bytes, table
+from .tiling import Tiling, as_ints, tile_chunks
+
+__all__ = ["BytesMetadata", "Entries", "Layout", "Metadata", "StorageMeta", "TensorMetadata"]
+
+_SHOWN: Final = 12
+
+
+@attrs.frozen
+class TensorMetadata:
+    """A tensor in a checkpoint.
+
+    Attributes:
+        properties: How it is stored.
+        size: Its global shape, in elements.
+        chunks: Where it was cut: an immutable sequence of `Chunk`, given as any iterable of them.
+    """
+
+    properties: TensorProperties
+    size: tuple[int, ...] = attrs.field(converter=as_ints)
+    chunks: Tiling = attrs.field(converter=tile_chunks)
+
+
+@attrs.frozen
+class BytesMetadata:
+    """A value in a checkpoint that is no tensor."""
+
+
+@attrs.frozen
+class StorageMeta:
+    """Where a checkpoint lies and which save made it."""
+
+    checkpoint_id: str | None = attrs.field(default=None, converter=attrs.converters.optional(str))
+    save_id: str | None = None
+    load_id: str | None = None
+    modules: tuple[str, ...] = attrs.field(default=(), converter=tuple)
+
+
+@attrs.frozen
+class Layout:
+    """A global shape and how it was cut; a thousand layers sharded alike share one.
+
+    Attributes:
+        size: The global shape, in elements.
+        tiling: The chunks.
+    """
+
+    size: tuple[int, ...]
+    tiling: Tiling
+
+
+@attrs.frozen(eq=False, repr=False, slots=False)
+class Entries(Mapping[str, TensorMetadata | BytesMetadata]):
+    """An immutable mapping from name to metadata, in columns; a record is made on look-up.
+
+    Attributes:
+        names: The keys; one row each.
+        props: The distinct properties, and ``prop``, which of them each row has.
+        layouts: The distinct layouts, and ``layout``, which of them each row has; -1 marks a value
+            that is no tensor.
+    """
+
+    names: tuple[str, ...]
+    props: tuple[TensorProperties, ...]
+    prop: Ints
+    layouts: tuple[Layout, ...]
+    layout: Ints
+
+    @classmethod
+    def of(cls, entries: Mapping[str, TensorMetadata | BytesMetadata]) -> Entries:
+        """Make columns of records; columns come back as they are."""
+        if isinstance(entries, Entries):
+            return entries
+        props: dict[TensorProperties, int] = {}
+        layouts: dict[tuple[tuple[int, ...], bytes], int] = {}
+        distinct: list[Layout] = []
+        rows = []
+        for name, entry in entries.items():
+            if not isinstance(entry, (TensorMetadata, BytesMetadata)):
+                raise TypeError(f"`{name}`: expected tensor or bytes metadata, not {entry!r}")
+            if isinstance(entry, BytesMetadata):
+                rows.append((-1, -1))
+                continue
+            boxes = np.concatenate([entry.chunks.offsets, entry.chunks.sizes]).tobytes()
+            number = layouts.setdefault((entry.size, boxes), len(distinct))
+            if number == len(distinct):
+                distinct.append(Layout(entry.size, entry.chunks))
+            rows.append((props.setdefault(entry.properties, len(props)), number))
+        columns = column(rows, len(rows), 2)
+        return cls(tuple(entries), tuple(props), columns[:, 0], tuple(distinct), columns[:, 1])
+
+    @cached_property
+    def row_of(self) -> dict[str, int]:
+        """The row of each name."""
+        return {name: row for row, name in enumerate(self.names)}
+
+    def record(self, row: int) -> TensorMetadata | BytesMetadata:
+        """Make the record of one row."""
+        if self.layout[row] < 0:
+            return BytesMetadata()
+        layout = self.layouts[self.layout[row]]
+        return TensorMetadata(self.props[self.prop[row]], layout.size, layout.tiling)
+
+    def __getitem__(self, name: str) -> TensorMetadata | BytesMetadata:
+        row = self.row_of.get(name)
+        if row is None:
+            raise KeyError(name)
+        return self.record(row)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.row_of
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        if not isinstance(other, Entries):
+            return dict(self) == dict(other)
+        if self is other or len(self) != len(other) or self.row_of.keys() != other.row_of.keys():
+            return self is other
+        rows = column([other.row_of[name] for name in self.names])
+        return _same(self.props, self.prop, other.props, other.prop[rows]) and _same(
+            self.layouts, self.layout, other.layouts, other.layout[rows]
+        )
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        arrays = (self.prop.tolist(), self.layouts, self.layout.tolist())
+        return _entries, (self.names, self.props, *arrays)
+
+    def __repr__(self) -> str:
+        return (
+            f"<{len(self):,} Entries: {', '.join(self.names[:4])}{', …' if len(self) > 4 else ''}>"
+        )
+
+
+def _same(a: Sequence[object], a_rows: Ints, b: Sequence[object], b_rows: Ints) -> bool:
+    """Compare two columns of numbers into tables, each distinct pair of values once."""
+    pairs = np.unique(np.stack([a_rows, b_rows]), axis=1).T.tolist()
+    return all(i == j if min(i, j) < 0 else a[i] == b[j] for i, j in pairs)
+
+
+def _entries(
+    names: tuple[str, ...],
+    props: tuple[TensorProperties, ...],
+    prop: list[int],
+    layouts: tuple[Layout, ...],
+    layout: list[int],
+) -> Entries:
+    return Entries(names, props, column(prop), layouts, column(layout))
+
+
+@attrs.frozen(repr=False)
+class Metadata:
+    """All that is global about a checkpoint.
+
+    Attributes:
+        state_dict_metadata: Name to `TensorMetadata` or `BytesMetadata`.
+        planner_data: What planners left for themselves, frozen.
+        storage_data: What storage left for itself, frozen.
+        storage_meta: Where it lies.
+        version: The format's version.
+    """
+
+    state_dict_metadata: Entries = attrs.field(converter=Entries.of)
+    planner_data: Any = attrs.field(default=None, converter=freeze)
+    storage_data: Any = attrs.field(default=None, converter=freeze)
+    storage_meta: StorageMeta | None = None
+    version: str | None = None
+
+    def entry(self, name: str) -> TensorMetadata | BytesMetadata:
+        """Return one entry.
+
+        Raises:
+            NotFoundError: There is none of that name; the nearest ones are told.
+        """
+        entries = self.state_dict_metadata
+        if name not in entries:
+            near = nearest_names(name, entries.names)
+            hint = f"; nearest: {', '.join(near)}" if near else ""
+            raise NotFoundError(f"`{name}` is not in the checkpoint{hint}", near)
+        return entries[name]
+
+    def __repr__(self) -> str:
+        entries = self.state_dict_metadata
+        rows = [_row(name, entries[name]) for name in entries.names[:_SHOWN]]
+        total = sum(_nbytes(entries.record(row)) for row in range(len(entries)))
+        title = f"Metadata: {len(entries):,} entries, {human_bytes(total)}"
+        more = [f"… {len(entries) - _SHOWN:,} more"] if len(entries) > _SHOWN else []
+        return "\n".join([title, table(("name", "dtype", "shape", "chunks"), rows), *more])
+
+
+def _row(name: str, entry: TensorMetadata | BytesMetadata) -> tuple[str, str, str, str]:
+    if isinstance(entry, BytesMetadata):
+        return name, "value", "", ""
+    return name, entry.properties.dtype, str(list(entry.size)), repr(entry.chunks)
+
+
+def _nbytes(entry: TensorMetadata | BytesMetadata) -> int:
+    if isinstance(entry, BytesMetadata):
+        return 0
+    return entry.chunks.volume() * entry.properties.itemsize

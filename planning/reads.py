@@ -1,0 +1,155 @@
+"""A load plan's items in columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any, Final
+
+import attrs
+import numpy as np
+
+from .columns import Columns, Index, column, pack_names, padded, unpack_names, within
+from .errors import CodecError
+from .items import LoadItemType, MetadataIndex, ReadItem
+from .packing import Ints, pack, readonly, unpack
+from .tiling import pad
+
+__all__ = ["ReadItems"]
+
+_TYPES: Final = {t.value: t for t in LoadItemType}
+_BYTES: Final = LoadItemType.BYTE_IO.value
+
+
+@attrs.frozen(eq=False, repr=False, slots=False)
+class ReadItems(Columns[ReadItem]):
+    """A plan's `ReadItem`s; one row a read.
+
+    Attributes:
+        names: The names that ``dest`` and ``storage`` number.
+        type: `LoadItemType` values.
+        ndim: How many axes each read has.
+        dest, dest_anchor, dest_hint: The shard of the state dict: name, where it starts, hint.
+        dest_offsets: Where the read goes, relative to that shard.
+        storage, storage_anchor, storage_hint: The saved chunk, likewise.
+        storage_offsets: Where the read comes from, relative to that chunk.
+        lengths: How large it is, in elements.
+    """
+
+    names: tuple[str, ...]
+    type: Ints
+    ndim: Ints
+    dest: Ints
+    dest_anchor: Ints
+    dest_hint: Ints
+    dest_offsets: Ints
+    storage: Ints
+    storage_anchor: Ints
+    storage_hint: Ints
+    storage_offsets: Ints
+    lengths: Ints
+
+    @classmethod
+    def of(cls, items: Iterable[ReadItem]) -> ReadItems:
+        """Make columns of records; columns come back as they are."""
+        if isinstance(items, ReadItems):
+            return items
+        records = tuple(items)
+        names: dict[str, int] = {}
+        sides: dict[str, Ints] = {}
+        for label in ("dest", "storage"):
+            indices: list[MetadataIndex] = [getattr(r, f"{label}_index") for r in records]
+            sides[label] = column([names.setdefault(i.fqn, len(names)) for i in indices])
+            sides[f"{label}_anchor"] = padded([i.offset or () for i in indices], 0)
+            sides[f"{label}_hint"] = column([-1 if i.index is None else i.index for i in indices])
+            sides[f"{label}_offsets"] = padded([getattr(r, f"{label}_offsets") for r in records], 0)
+        lengths = padded([r.lengths for r in records], 1)
+        for label in ("dest_anchor", "storage_anchor"):  # bytes have no anchor, but an axis
+            sides[label] = readonly(pad(sides[label], lengths.shape[1], 0))
+        kinds, ndim = [r.type.value for r in records], [len(r.lengths) for r in records]
+        return cls(
+            names=tuple(names), type=column(kinds), ndim=column(ndim), lengths=lengths, **sides
+        )
+
+    def __len__(self) -> int:
+        return len(self.type)
+
+    def record(self, row: int) -> ReadItem:
+        """Make the record of one row."""
+        axes = slice(0, int(self.ndim[row]))
+        return ReadItem(
+            _TYPES[int(self.type[row])],
+            self._index(row, self.dest, self.dest_anchor, self.dest_hint),
+            self.dest_offsets[row, axes].tolist(),
+            self._index(row, self.storage, self.storage_anchor, self.storage_hint),
+            self.storage_offsets[row, axes].tolist(),
+            self.lengths[row, axes].tolist(),
+        )
+
+    def _index(self, row: int, name: Ints, anchor: Ints, hint: Ints) -> MetadataIndex:
+        offset = None if self.type[row] == _BYTES else anchor[row, : self.ndim[row]].tolist()
+        return MetadataIndex(
+            self.names[name[row]], offset, None if hint[row] < 0 else int(hint[row])
+        )
+
+    def take(self, rows: Index | slice) -> ReadItems:
+        """Return the given rows (numbers, a mask or a slice), in that order."""
+        return attrs.evolve(self, **{k: readonly(v[rows]) for k, v in self._columns.items()})
+
+    @cached_property
+    def numel(self) -> Ints:
+        """How many elements each read copies; 0 for values that are no tensors."""
+        return readonly(np.where(self.type == _BYTES, 0, self.lengths.prod(axis=1)))
+
+    @property
+    def _columns(self) -> dict[str, Ints]:
+        return {k: v for k, v in vars(self).items() if k in _COLUMNS}
+
+    def _same(self, other: ReadItems) -> bool:
+        ids: dict[str, int] = {}
+        for items in (self, other):
+            for name in items.names:
+                ids.setdefault(name, len(ids))
+        width = min(self.lengths.shape[1], other.lengths.shape[1])
+        mine, theirs = self._columns, other._columns
+        for key, a in mine.items():
+            b = theirs[key]
+            if key.endswith("_hint"):
+                continue  # a hint is no part of a name
+            if key in ("dest", "storage"):
+                a, b = (column([ids[n] for n in i.names])[v] for i, v in ((self, a), (other, b)))
+            if not np.array_equal(*((a, b) if a.ndim == 1 else (a[:, :width], b[:, :width]))):
+                return False
+        return True
+
+    def to_bytes(self) -> bytes:
+        """Encode the columns."""
+        shifted = {k: v + 1 if k.endswith("_hint") else v for k, v in self._columns.items()}
+        return pack({}, {**shifted, **pack_names("names", self.names)})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> ReadItems:
+        """Decode, or raise `CodecError` where the columns do not fit each other."""
+        _, arrays = unpack(data)
+        try:
+            names = unpack_names("names", arrays)
+            columns = {
+                k: readonly(arrays[k] - 1) if k.endswith("_hint") else arrays[k] for k in _COLUMNS
+            }
+            axes = columns["lengths"].shape[-1]
+            if len({len(v) for v in columns.values()}) > 1:
+                raise ValueError("its columns differ in length")
+            if any(v.ndim == 2 and v.shape[1] != axes for v in columns.values()):
+                raise ValueError("its columns differ in axes")
+            limits = {"type": 3, "ndim": axes + 1, "dest": len(names), "storage": len(names)}
+            if not all(within(columns[k], end) for k, end in limits.items()):
+                raise ValueError("a number is out of range")
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise CodecError(f"a load plan's items are damaged: {error}") from error
+        return cls(names, **columns)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ReadItems.from_bytes, (self.to_bytes(),)
+
+
+_COLUMNS: Final = tuple(a.name for a in attrs.fields(ReadItems) if a.name != "names")

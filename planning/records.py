@@ -1,0 +1,149 @@
+"""What is a plan? SavePlan and LoadPlan; every other record is re-exported here.
+
+Field names are those of torch.distributed.checkpoint, so that its users feel at home.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import attrs
+
+from .columns import WriteItems
+from .errors import Issue
+from .frozen import freeze
+from .items import (
+    LoadItemType,
+    MetadataIndex,
+    ReadItem,
+    TensorProperties,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from .metadata import BytesMetadata, Entries, Layout, Metadata, StorageMeta, TensorMetadata
+from .reads import ReadItems
+from .text import human_bytes, table
+from .tiling import Chunk
+
+__all__ = [
+    "BytesMetadata",
+    "Chunk",
+    "Entries",
+    "KeyReport",
+    "Layout",
+    "LoadItemType",
+    "LoadPlan",
+    "Metadata",
+    "MetadataIndex",
+    "Plan",
+    "ReadItem",
+    "ReadItems",
+    "SavePlan",
+    "StorageMeta",
+    "TensorMetadata",
+    "TensorProperties",
+    "TensorWriteData",
+    "WriteItem",
+    "WriteItemType",
+    "WriteItems",
+]
+
+_SHOWN: Final = 12
+
+
+@attrs.frozen(repr=False)
+class SavePlan:
+    """What one rank holds, or, after `global_plan`, what it writes.
+
+    Attributes:
+        items: An immutable sequence of `WriteItem`, given as any iterable of them.
+        storage_data: What storage adds for itself, frozen.
+        planner_data: What planners add for themselves, frozen. `local_plan` puts the nested keys'
+            paths there, under ``"paths"``.
+    """
+
+    items: WriteItems = attrs.field(converter=WriteItems.of)
+    storage_data: Any = attrs.field(default=None, converter=freeze)
+    planner_data: Any = attrs.field(default=None, converter=freeze)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all chunks in the checkpoint."""
+        return int(self.items.nbytes.sum())
+
+    def __repr__(self) -> str:
+        rows = [_write_row(item) for item in self.items[:_SHOWN]]
+        title = f"SavePlan: {len(self.items):,} items, {human_bytes(self.nbytes)}"
+        return _listing(title, ("name", "type", "dtype", "shape", "box"), rows, len(self.items))
+
+
+@attrs.frozen
+class KeyReport:
+    """How a state dict and a checkpoint agree.
+
+    Attributes:
+        missing: Names that were asked for and are not in the checkpoint.
+        unexpected: Names in the checkpoint that were not asked for.
+        mismatched: What is there but does not fit, with the reason.
+    """
+
+    missing: tuple[str, ...] = attrs.field(default=(), converter=tuple)
+    unexpected: tuple[str, ...] = attrs.field(default=(), converter=tuple)
+    mismatched: tuple[Issue, ...] = attrs.field(default=(), converter=tuple)
+
+
+@attrs.frozen(repr=False)
+class LoadPlan:
+    """What one rank reads.
+
+    Attributes:
+        items: An immutable sequence of `ReadItem`, given as any iterable of them.
+        storage_data: What storage adds for itself, frozen.
+        planner_data: What planners add for themselves, frozen.
+        report: How the state dict and the checkpoint agree.
+    """
+
+    items: ReadItems = attrs.field(converter=ReadItems.of)
+    storage_data: Any = attrs.field(default=None, converter=freeze)
+    planner_data: Any = attrs.field(default=None, converter=freeze)
+    report: KeyReport = KeyReport()
+
+    def __repr__(self) -> str:
+        rows = [_read_row(item) for item in self.items[:_SHOWN]]
+        keys = self.report
+        title = (
+            f"LoadPlan: {len(self.items):,} reads, {int(self.items.numel.sum()):,} elements; "
+            f"{len(keys.missing):,} missing, {len(keys.unexpected):,} unexpected, "
+            f"{len(keys.mismatched):,} mismatched"
+        )
+        head = ("name", "saved chunk", "at", "into", "at", "lengths")
+        return _listing(title, head, rows, len(self.items))
+
+
+Plan = SavePlan | LoadPlan
+
+
+def _write_row(item: WriteItem) -> tuple[str, ...]:
+    name = item.index.fqn
+    if item.source.fqn != name:
+        name = f"{name} ← {item.source.fqn}"
+    data = item.tensor_data
+    if data is None:
+        return name, item.type.name, "", "", ""
+    box = ", ".join(f"{o}:{e}" for o, e in zip(data.chunk.offsets, data.chunk.ends, strict=True))
+    return name, item.type.name, data.properties.dtype, str(list(data.size)), f"[{box}]"
+
+
+def _read_row(item: ReadItem) -> tuple[str, ...]:
+    source, dest = item.storage_index, item.dest_index
+    name = source.fqn if source.fqn == dest.fqn else f"{source.fqn} → {dest.fqn}"
+    if item.type is LoadItemType.BYTE_IO:
+        return name, "value", "", "", "", ""
+    boxes = (source.offset, item.storage_offsets, dest.offset, item.dest_offsets, item.lengths)
+    return name, *(str(list(box or ())) for box in boxes)
+
+
+def _listing(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]], count: int) -> str:
+    more = [f"… {count - len(rows):,} more"] if count > len(rows) else []
+    return "\n".join([title, *([table(head, rows)] if rows else []), *more])

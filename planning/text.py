@@ -1,0 +1,46 @@
+"""Plans and reports as text that a person can read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+__all__ = ["human_bytes", "table"]
+
+
+def human_bytes(count: float) -> str:
+    """Return a number of bytes in the unit that suits it.
+
+    >>> human_bytes(512), human_bytes(1536), human_bytes(3 * 2**30)
+    ('512 B', '1.5 KiB', '3.0 GiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(count) < 1024:
+            break
+        count /= 1024
+    else:
+        unit = "PiB"
+    return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return an aligned table; a column of numbers is set to the right.
+
+    >>> print(table(("key", "bytes"), [("w", 64), ("bias", 8)]))
+    key   bytes
+    w        64
+    bias      8
+    """
+    body = list(rows)
+    cells = [list(head), *([str(c) for c in row] for row in body)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    numeric = [
+        bool(body) and all(isinstance(row[i], (int, float)) for row in body)
+        for i in range(len(head))
+    ]
+    lines = [
+        "  ".join(
+            c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numeric, strict=True)
+        )
+        for row in cells
+    ]
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,252 @@
+"""What does a value of a state dict hold? Read off by duck typing, so that torch is never needed.
+
+A tensor is anything with ``shape`` and ``dtype``. Where its elements lie is told, in this order, by
+``device_mesh`` and ``placements`` (DTensor), ``local_shards()`` (ShardedTensor),
+``__create_chunk_list__()`` (any tensor-like class), or it is all there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+from .dtypes import dtype_name
+from .errors import NotFoundError, RefusedError, nearest_names
+from .items import MetadataIndex, TensorProperties
+from .layout import (
+    Mesh,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+    TensorSpec,
+    local_chunks,
+    local_runs,
+)
+from .tiling import Chunk, as_ints
+
+__all__ = ["Held", "find_object", "find_shard", "held", "is_tensor"]
+
+
+@attrs.frozen
+class Held:
+    """What of a tensor this rank holds.
+
+    Attributes:
+        properties: How it is made.
+        size: The global shape, in elements.
+        chunks: The boxes that are here, none of them empty, in the order in which they are stored.
+        sharded: Whether other ranks may hold the rest.
+    """
+
+    properties: TensorProperties
+    size: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    sharded: bool
+
+
+def is_tensor(value: object) -> bool:
+    """Tell whether a value is saved element by element rather than as a whole.
+
+    >>> is_tensor(np.zeros(3)), is_tensor(np.float32(1)), is_tensor(np.array(["a"]))
+    (True, False, False)
+    """
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "biufc" and value.dtype.itemsize <= 16
+    if isinstance(value, (np.generic, type)):
+        return False
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def held(name: str, value: Any, mesh: Mesh | None = None, rank: int = 0) -> Held:
+    """Describe a tensor; ``mesh`` and ``rank`` place a `TensorSpec` that has placements.
+
+    Raises:
+        RefusedError: There is no right way to save it: a partial sum, a sparse layout, a dtype that
+            no checkpoint can carry, a DTensor whose local tensor does not fit its placements.
+    """
+    properties = _properties(name, value)
+    size = as_ints(value.shape)
+    chunks = _chunks(name, value, mesh, rank)
+    if chunks is None or (0 in size and not _is_elsewhere(value)):
+        whole = Chunk([0] * len(size), size)  # an empty tensor has one empty chunk, on every rank
+        return Held(properties, size, (whole,), chunks is not None)
+    return Held(properties, size, tuple(c for c in chunks if c.numel), True)
+
+
+def _chunks(name: str, value: Any, mesh: Mesh | None, rank: int) -> Sequence[Chunk] | None:
+    """Return the boxes of a sharded tensor that are here; None for a tensor that is all here."""
+    if isinstance(value, TensorSpec):
+        if not value.placements:
+            return None
+        if mesh is None:
+            raise RefusedError(f"`{name}` is a TensorSpec with placements; pass mesh= and rank=")
+        return local_chunks(value.shape, mesh.shape, mesh.coordinate(rank), value.placements)
+    if _is_dtensor(value):
+        return [chunk for chunk, _ in _dtensor_chunks(name, value)]
+    if hasattr(value, "local_shards"):
+        shards = [shard.metadata for shard in value.local_shards()]
+        return [Chunk(s.shard_offsets, s.shard_sizes) for s in shards]
+    if hasattr(value, "__create_chunk_list__"):
+        return [Chunk(c.offsets, c.sizes) for c in value.__create_chunk_list__()]
+    return None
+
+
+def _is_elsewhere(value: Any) -> bool:
+    """Tell whether a tensor lives on a mesh that this rank is not part of."""
+    mesh = getattr(value, "device_mesh", None)
+    return mesh is not None and mesh.get_coordinate() is None
+
+
+def _is_dtensor(value: object) -> bool:
+    """Tell a DTensor that places itself from one whose local tensor knows its own chunks."""
+    local = getattr(value, "_local_tensor", None)
+    own = hasattr(local, "__create_chunk_list__")
+    return hasattr(value, "placements") and hasattr(value, "device_mesh") and not own
+
+
+def _properties(name: str, value: Any) -> TensorProperties:
+    layout = str(getattr(value, "layout", "strided")).removeprefix("torch.")
+    if layout != "strided":
+        raise RefusedError(f"`{name}` has the layout {layout}; save `tensor.to_dense()` instead")
+    try:
+        dtype = dtype_name(value.dtype)
+    except ValueError as error:
+        raise RefusedError(f"`{name}`: {error}") from None
+    return TensorProperties(dtype, requires_grad=getattr(value, "requires_grad", False))
+
+
+def placement_of(name: str, placement: Any) -> Placement:
+    """Return one of DTensor's placements as ours; a partial sum is refused, by name."""
+    if isinstance(placement, (Shard, StridedShard, Replicate)):
+        return placement
+    if hasattr(placement, "split_factor"):
+        return StridedShard(int(placement.dim), int(placement.split_factor))
+    if hasattr(placement, "dim"):
+        return Shard(int(placement.dim))
+    if hasattr(placement, "reduce_op"):
+        raise RefusedError(
+            f"`{name}` is {placement!r}: a partial sum is not a value yet; "
+            "redistribute it to Replicate() or Shard(dim) before saving"
+        )
+    return Replicate()
+
+
+def _dtensor_chunks(name: str, tensor: Any) -> list[tuple[Chunk, Chunk]]:
+    """Pair each box that a DTensor holds with its place inside the local tensor."""
+    placements = [placement_of(name, p) for p in tensor.placements]
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return []  # this rank is not on the tensor's mesh
+    shape = as_ints(tensor.shape)
+    runs = local_runs(shape, as_ints(tensor.device_mesh.shape), as_ints(coordinate), placements)
+    expected = tuple(sum(n for _, n in axis) for axis in runs)
+    local = getattr(tensor, "_local_tensor", None)
+    empty = 0 in expected and local is not None and 0 in local.shape
+    if local is not None and as_ints(local.shape) != expected and not empty:
+        raise RefusedError(
+            f"`{name}`: its local tensor has shape {tuple(local.shape)}, but {tuple(placements)} of "
+            f"{shape} on a mesh of shape {tuple(tensor.device_mesh.shape)} gives {expected} here"
+        )
+    places = [list(zip(_starts(axis), axis, strict=True)) for axis in runs]
+    return [
+        (
+            Chunk([r[0] for _, r in box], [r[1] for _, r in box]),
+            Chunk([at for at, _ in box], [r[1] for _, r in box]),
+        )
+        for box in itertools.product(*places)
+    ]
+
+
+def _starts(runs: Sequence[tuple[int, int]]) -> list[int]:
+    """Return where each run lies in the local tensor: runs are stored one after the other."""
+    return [sum(n for _, n in runs[:i]) for i in range(len(runs))]
+
+
+def find_object(sd: Mapping[str, Any], index: MetadataIndex) -> Any:
+    """Return what ``index`` names in a flat state dict: a value, or the shard at an offset.
+
+    >>> find_object({"w": np.arange(3), "step": 7}, MetadataIndex("step"))
+    7
+
+    Raises:
+        NotFoundError: No such name, or no shard at that offset; the nearest ones are told.
+    """
+    if index.fqn not in sd:
+        near = nearest_names(index.fqn, sd)
+        hint = f"; nearest: {', '.join(near)}" if near else ""
+        raise NotFoundError(f"`{index.fqn}` is not in the state dict{hint}", near)
+    value = sd[index.fqn]
+    if is_tensor(value):
+        return find_shard(sd, index)
+    if index.offset is not None:
+        raise NotFoundError(
+            f"`{index.fqn}` is a {type(value).__name__}, not a tensor: it has no offset {index.offset}"
+        )
+    return value
+
+
+def find_shard(sd: Mapping[str, Any], index: MetadataIndex) -> Any:
+    """Return the tensor memory that starts at ``index.offset`` of the named tensor.
+
+    The position in ``index.index`` is probed first. A plain tensor is its own only shard, at the
+    origin, and needs no offset.
+
+    >>> find_shard({"w": np.arange(3)}, MetadataIndex("w", (0,)))
+    array([0, 1, 2])
+
+    Raises:
+        NotFoundError: No such name, or no shard at that offset; the ones that exist are told.
+    """
+    value = sd[index.fqn] if index.fqn in sd else find_object(sd, index)
+    if not is_tensor(value):
+        return find_object(sd, attrs.evolve(index, offset=index.offset or ()))
+    if _is_dtensor(value):
+        pairs = _dtensor_chunks(index.fqn, value)
+        local = value.to_local() if hasattr(value, "to_local") else value._local_tensor
+        views = [_view(local, place) for _, place in pairs]
+        return _pick(index, [c.offsets for c, _ in pairs], lambda i: views[i])
+    if hasattr(value, "local_shards"):
+        shards = value.local_shards()
+        starts = [as_ints(s.metadata.shard_offsets) for s in shards]
+        return _pick(index, starts, lambda i: shards[i].tensor)
+    if hasattr(value, "__get_tensor_shard__"):
+        starts = [as_ints(c.offsets) for c in value.__create_chunk_list__()]
+        own = [attrs.evolve(index, offset=start, index=i) for i, start in enumerate(starts)]
+        return _pick(index, starts, lambda i: value.__get_tensor_shard__(own[i]))
+    origin = (0,) * len(value.shape)
+    if index.offset not in (None, origin):
+        raise NotFoundError(
+            f"`{index.fqn}` is a plain tensor of shape {tuple(value.shape)}: it has no shard at "
+            f"{index.offset}, only all of it at {origin}"
+        )
+    return value
+
+
+def _view(local: Any, place: Chunk) -> Any:
+    """Return the part of a local tensor that one box of it occupies."""
+    if place.sizes == as_ints(local.shape):
+        return local
+    return local[tuple(slice(o, e) for o, e in zip(place.offsets, place.ends, strict=True))]
+
+
+def _pick(
+    index: MetadataIndex, starts: Sequence[tuple[int, ...]], get: Callable[[int], Any]
+) -> Any:
+    """Return the shard that starts at the index's offset, trying its hint first."""
+    if index.offset is None and len(starts) == 1:
+        return get(0)
+    hint = index.index
+    if hint is not None and 0 <= hint < len(starts) and starts[hint] == index.offset:
+        return get(hint)
+    if index.offset in starts:
+        return get(starts.index(index.offset))
+    known = ", ".join(map(str, starts[:8])) or "nothing"
+    asked = "which shard is not said" if index.offset is None else f"no shard at {index.offset}"
+    raise NotFoundError(
+        f"`{index.fqn}`: {asked}; this rank holds {known}", [str(s) for s in starts[:8]]
+    )
