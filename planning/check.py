@@ -23,8 +23,8 @@ _PER_TENSOR: Final = 8
 def find_issues(subject: Metadata | SavePlan | Iterable[SavePlan]) -> tuple[Issue, ...]:
     """Return all that is wrong with a checkpoint's metadata, or with the plans of all ranks.
 
-    Replicas (the same chunk of the same tensor on several ranks) are no issue: `global_plan` has one
-    of them written. Everything else that is not one chunk for every element is.
+    Replicas (the same chunk of the same tensor on several ranks) are no issue: `global_plan` has
+    one of them written. Everything else that is not one chunk for every element is.
 
     Args:
         subject: Metadata; or one plan per rank, in rank order; or one plan, if one rank is all.
@@ -61,7 +61,7 @@ def world_issues(world: World) -> list[Issue]:
     """Check the plans of all ranks, replicas counted once."""
     rows = world.rows
     if rows.repeats.any():
-        rows = rows.keep(~rows.repeats)
+        rows = rows.take(~rows.repeats)
     layouts, which = rows.layouts
     issues = list(rows.issues)
     faulty = {issue.fqn for issue in rows.issues}

@@ -159,7 +159,7 @@ class Catalog:
     @property
     def is_bytes(self) -> npt.NDArray[np.bool_]:
         """Which rows are values that are no tensors."""
-        return self.type == _BYTES
+        return np.equal(self.type, _BYTES)
 
     @cached_property
     def content(self) -> tuple[object, ...]:

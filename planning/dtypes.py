@@ -115,6 +115,6 @@ def is_exact_cast(source: str, target: str) -> bool:
 
 
 def _homes(family: str) -> tuple[str, ...]:
-    """Name the families that can hold ``family``'s whole numbers, widths aside (a sign needs one)."""
+    """Name the families that can hold ``family``'s whole numbers, whatever the width."""
     signed = ("int", "float", "complex")
     return signed if family == "int" else ("uint", *signed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from .errors import Issue, PlanError
@@ -65,7 +66,7 @@ def unflatten(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any, A
             raise ValueError(f"the path of `{name}` starts at no dict: {path}")
         # Lists and tuples are collected as dicts by position, under a marker, and made at the end.
         node: MutableMapping[Any, Any] = root
-        for (_, key), (kind, _) in zip(path, path[1:], strict=False):
+        for (_, key), (kind, _) in pairwise(path):
             node = node.setdefault(key, {} if kind == "dict" else _Positions(kind))
         node[path[-1][1]] = leaf
     return {key: _settle(value) for key, value in root.items()}
@@ -80,7 +81,7 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _opens(entry: Any) -> bool:
-    """Tell whether a list that holds ``entry`` is opened: it is a tensor, or holds one, or a dict."""
+    """Tell whether a list is opened for this entry: it is a tensor, or holds one, or a dict."""
     if isinstance(entry, (Mapping, list, tuple)):
         return not _is_leaf(entry)
     return is_tensor(entry)

@@ -111,9 +111,7 @@ class TensorWriteData:
 
     def __attrs_post_init__(self) -> None:
         if len(self.size) != len(self.chunk.sizes):
-            raise ValueError(
-                f"a chunk of {len(self.chunk.sizes)} axes cannot lie in a tensor of shape {self.size}"
-            )
+            raise ValueError(f"{self.chunk} has other axes than a tensor of shape {self.size}")
 
     @property
     def nbytes(self) -> int:
@@ -139,7 +137,11 @@ class WriteItem:
     index: MetadataIndex
     type: WriteItemType
     tensor_data: TensorWriteData | None = None
-    source: MetadataIndex = attrs.field(default=None)
+    source: MetadataIndex = attrs.field()
+
+    @source.default
+    def _index(self) -> MetadataIndex:
+        return self.index
 
     def __attrs_post_init__(self) -> None:
         data = self.tensor_data
@@ -152,15 +154,13 @@ class WriteItem:
                 f"`{self.index.fqn}`: index says offset {self.index.offset}, its chunk {offset}"
             )
         index = attrs.evolve(self.index, offset=offset)
-        source = index if self.source is None else self.source
-        if source.offset is None:
-            source = attrs.evolve(source, offset=offset)
         object.__setattr__(self, "index", index)
-        object.__setattr__(self, "source", source)
+        if self.source.offset is None:
+            object.__setattr__(self, "source", attrs.evolve(self.source, offset=offset))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the *chunk* in the checkpoint (0 for other values: not known before encoding)."""
+        """Bytes of the *chunk* in the checkpoint (0 for values that are no tensors)."""
         return 0 if self.tensor_data is None else self.tensor_data.nbytes
 
 

@@ -1,8 +1,8 @@
 """What would rank 7 hold? Meshes, placements and tensor specs, without hardware.
 
-The rules are DTensor's: placements are applied left to right, one per mesh axis, and `Shard` cuts as
-``torch.chunk`` does. Unlike DTensor's chunk lists, which record one box per rank, a rank here holds
-as many boxes as its elements form: a strided, uneven shard can be in several places.
+The rules are DTensor's: placements are applied left to right, one per mesh axis, and `Shard` cuts
+as ``torch.chunk`` does. Unlike DTensor's chunk lists, which record one box per rank, a rank here
+holds as many boxes as its elements form: a strided, uneven shard can be in several places.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Mesh:
         """Return where a rank lies on each axis."""
         if not 0 <= rank < len(self):
             raise ValueError(f"rank {rank} is not on {self!r}, which has {len(self)} ranks")
-        place = []
+        place: list[int] = []
         for size in reversed(self.shape):
             rank, at = divmod(rank, size)
             place.insert(0, at)

@@ -65,7 +65,7 @@ def load_plan(
     """
     if dtype not in ("same", "cast") or shape not in ("same", "overlap"):
         raise ValueError(
-            f'dtype is "same" or "cast", not {dtype}; shape "same" or "overlap", not {shape}'
+            f'dtype {dtype!r} is not "same" or "cast", or shape {shape!r} not "same" or "overlap"'
         )
     entries, items = metadata.state_dict_metadata, plan.items
     match = _match(entries, items.catalog, np.unique(items.row), dtype, shape)
@@ -107,8 +107,8 @@ def resolve_overlaps(
     >>> saved = [Chunk((0,), (3,)), Chunk((3,), (3,))]
     >>> metadata = Metadata({"w": TensorMetadata(TensorProperties(), (6,), saved)})
     >>> reads = resolve_overlaps(metadata, {"w": [Chunk((i,), (2,)) for i in (0, 2, 4)]})
-    >>> [(r.storage_index.offset, r.storage_offsets, r.dest_index.offset, r.lengths) for r in reads]
-    [((0,), (0,), (0,), (2,)), ((0,), (2,), (2,), (1,)), ((3,), (0,), (2,), (1,)), ((3,), (1,), (4,), (2,))]
+    >>> [(r.storage_index.offset, r.dest_index.offset, r.lengths) for r in reads]
+    [((0,), (0,), (2,)), ((0,), (2,), (1,)), ((3,), (2,), (1,)), ((3,), (4,), (2,))]
 
     Raises:
         PlanError: A name is missing, or saved chunks leave part of a target uncovered.
@@ -138,8 +138,13 @@ def _must(strict: Strict, name: str) -> bool:
 
 @attrs.frozen(eq=False)
 class _Match:
-    """Which entry fills each row of a catalog (-1: none); what does not fit; and, per row, the
-    shape that saved and wanted tensor share where only that is to be filled.
+    """How a catalog and a checkpoint fit.
+
+    Attributes:
+        entry: Which entry fills each row of the catalog (-1: none does).
+        issues: What does not fit.
+        notes: What does not fit and was asked for.
+        shared: Per row, the shape that saved and wanted tensor share, if only that is to be filled.
     """
 
     entry: Ints
@@ -182,12 +187,11 @@ def _misfit(
     dtype: str,
 ) -> Issue | None:
     """Say in which way a saved tensor is not the wanted one."""
-    is_tensor = isinstance(saved, TensorMetadata)
-    if not is_tensor or properties is None:
-        if is_tensor == (properties is not None):
+    if isinstance(saved, BytesMetadata) or properties is None:
+        if isinstance(saved, BytesMetadata) and properties is None:
             return None
         kinds = ("a tensor", "a value that is no tensor")
-        was, wanted = kinds if is_tensor else kinds[::-1]
+        was, wanted = kinds if properties is None else kinds[::-1]
         return Issue("type", name, f"`{name}` was saved as {was} and is wanted as {wanted}")
     if len(saved.size) != len(size):
         text = f"`{name}` was saved with shape {list(saved.size)} and is wanted with {list(size)}"
@@ -203,7 +207,7 @@ def _misfit(
 
 def _damage(entries: Entries, rows: Ints) -> list[Issue]:
     """Report saved chunks that collide: an element must be read from one place only."""
-    issues = []
+    issues: list[Issue] = []
     for row in np.unique(rows[rows >= 0]).tolist():
         number = int(entries.layout[row])
         if number < 0 or isinstance(entries.layouts[number].tiling, Grid):
@@ -236,7 +240,7 @@ def _uncovered(
         filled = tile(pieces.offsets[mine, :axes], pieces.sizes[mine, :axes])
         for gap in gaps(filled, Chunk(offsets, sizes)):
             where = region_text(gap.offsets, gap.sizes, size)
-            text = f"saved chunks of `{name}` leave {where} uncovered; pass strict=False to accept gaps"
+            text = f"saved chunks of `{name}` leave {where} uncovered; strict=False accepts gaps"
             issues.append(Issue("uncovered", name, text, (), (gap.offsets, gap.sizes)))
     return issues
 
@@ -282,11 +286,8 @@ def _plan_of(metadata: Metadata, targets: Mapping[str, Iterable[Chunk]]) -> Save
     for name, chunks in targets.items():
         saved = metadata.state_dict_metadata.get(name)
         for chunk in tile_chunks(chunks):
-            same = isinstance(saved, TensorMetadata) and len(saved.size) == len(chunk.sizes)
-            size = saved.size if same else chunk.ends
-            properties = (
-                saved.properties if isinstance(saved, TensorMetadata) else TensorProperties()
-            )
-            data = TensorWriteData(chunk, properties, size)
+            data = TensorWriteData(chunk, TensorProperties(), chunk.ends)
+            if isinstance(saved, TensorMetadata) and len(saved.size) == len(chunk.sizes):
+                data = TensorWriteData(chunk, saved.properties, saved.size)
             items.append(WriteItem(MetadataIndex(name), WriteItemType.SHARD, data))
     return SavePlan(items)

@@ -173,6 +173,10 @@ def _entries(
     return Entries(names, props, column(prop), layouts, column(layout))
 
 
+def _entries_of(entries: Mapping[str, TensorMetadata | BytesMetadata]) -> Entries:
+    return Entries.of(entries)
+
+
 @attrs.frozen(repr=False)
 class Metadata:
     """All that is global about a checkpoint.
@@ -185,7 +189,7 @@ class Metadata:
         version: The format's version.
     """
 
-    state_dict_metadata: Entries = attrs.field(converter=Entries.of)
+    state_dict_metadata: Entries = attrs.field(converter=_entries_of)
     planner_data: Any = attrs.field(default=None, converter=freeze)
     storage_data: Any = attrs.field(default=None, converter=freeze)
     storage_meta: StorageMeta | None = None

@@ -91,7 +91,7 @@ def _meet_grids(
     cells = np.empty((len(used), axes), np.int64)  # cells of each grid, per axis
     rails = []
     for axis in range(axes):
-        rail = _Rail([tilings[n].cuts[axis] if axis < tilings[n].ndim else _UNIT for n in used])  # type: ignore[attr-defined]
+        rail = _Rail([tilings[n].cuts[axis] if axis < tilings[n].ndim else _UNIT for n in used])
         first[:, axis], counts[:, axis] = rail.bisect(which, offsets[:, axis], ends[:, axis])
         cells[:, axis] = rail.cells
         rails.append(rail)

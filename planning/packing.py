@@ -88,9 +88,9 @@ def unpack(buffer: bytes | memoryview) -> tuple[dict[str, Any], dict[str, Any]]:
     return header, arrays
 
 
-def _slice(view: memoryview, at: int, dtype: str, shape: list[int]) -> tuple[Any, int]:
+def _slice(view: memoryview, at: int, dtype: str, shape: list[Any]) -> tuple[Any, int]:
     """Return the array (or bytes) that starts at byte ``at``, and where it ends."""
-    if any(not isinstance(n, int) or n < 0 for n in shape) or dtype not in ("", *_WIDTHS):
+    if any(type(n) is not int or n < 0 for n in shape) or dtype not in ("", *_WIDTHS):
         raise ValueError(f"impossible array of {dtype!r} and shape {shape}")
     count = math.prod(shape)
     end = at + count * (np.dtype(dtype).itemsize if dtype else 1)

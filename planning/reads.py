@@ -94,7 +94,7 @@ class ReadItems(Columns[ReadItem]):
 
     def take(self, rows: Index | slice) -> ReadItems:
         """Return the given rows (numbers, a mask or a slice), in that order."""
-        return attrs.evolve(self, **{k: readonly(v[rows]) for k, v in self._columns.items()})
+        return ReadItems(self.names, **{k: readonly(v[rows]) for k, v in self._columns.items()})
 
     @cached_property
     def numel(self) -> Ints:

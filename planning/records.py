@@ -5,6 +5,7 @@ Field names are those of torch.distributed.checkpoint, so that its users feel at
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final
 
 import attrs
@@ -52,6 +53,22 @@ __all__ = [
 _SHOWN: Final = 12
 
 
+def _write_items(items: Iterable[WriteItem]) -> WriteItems:
+    return WriteItems.of(items)
+
+
+def _read_items(items: Iterable[ReadItem]) -> ReadItems:
+    return ReadItems.of(items)
+
+
+def _names(values: Iterable[str]) -> tuple[str, ...]:
+    return tuple(values)
+
+
+def _issues(values: Iterable[Issue]) -> tuple[Issue, ...]:
+    return tuple(values)
+
+
 @attrs.frozen(repr=False)
 class SavePlan:
     """What one rank holds, or, after `global_plan`, what it writes.
@@ -63,7 +80,7 @@ class SavePlan:
             paths there, under ``"paths"``.
     """
 
-    items: WriteItems = attrs.field(converter=WriteItems.of)
+    items: WriteItems = attrs.field(converter=_write_items)
     storage_data: Any = attrs.field(default=None, converter=freeze)
     planner_data: Any = attrs.field(default=None, converter=freeze)
 
@@ -88,9 +105,9 @@ class KeyReport:
         mismatched: What is there but does not fit, with the reason.
     """
 
-    missing: tuple[str, ...] = attrs.field(default=(), converter=tuple)
-    unexpected: tuple[str, ...] = attrs.field(default=(), converter=tuple)
-    mismatched: tuple[Issue, ...] = attrs.field(default=(), converter=tuple)
+    missing: tuple[str, ...] = attrs.field(default=(), converter=_names)
+    unexpected: tuple[str, ...] = attrs.field(default=(), converter=_names)
+    mismatched: tuple[Issue, ...] = attrs.field(default=(), converter=_issues)
 
 
 @attrs.frozen(repr=False)
@@ -104,7 +121,7 @@ class LoadPlan:
         report: How the state dict and the checkpoint agree.
     """
 
-    items: ReadItems = attrs.field(converter=ReadItems.of)
+    items: ReadItems = attrs.field(converter=_read_items)
     storage_data: Any = attrs.field(default=None, converter=freeze)
     planner_data: Any = attrs.field(default=None, converter=freeze)
     report: KeyReport = KeyReport()

@@ -34,9 +34,9 @@ def local_plan(sd: Mapping[Any, Any], *, mesh: Mesh | None = None, rank: int = 0
     what fills the same chunks.
 
     Args:
-        sd: A state dict, nested or flat: torch tensors, DTensors on any mesh, ShardedTensors, objects
-            with ``__create_chunk_list__``, numpy arrays, `TensorSpec`s; any other value is kept as
-            bytes.
+        sd: A state dict, nested or flat: torch tensors, DTensors on any mesh, ShardedTensors,
+            objects with ``__create_chunk_list__``, numpy arrays, `TensorSpec`s; any other value is
+            kept as bytes.
         mesh: The mesh on which `TensorSpec`s with placements lie.
         rank: Which rank of that mesh to plan for.
 
@@ -55,7 +55,9 @@ def local_plan(sd: Mapping[Any, Any], *, mesh: Mesh | None = None, rank: int = 0
     """
     flat, paths = flatten(sd)
     heads: list[Head] = []
-    row, offsets, sizes = [], [], []
+    row: list[int] = []
+    offsets: list[tuple[int, ...]] = []
+    sizes: list[tuple[int, ...]] = []
     refused = []
     for name in sorted(flat):
         value = flat[name]
@@ -158,7 +160,7 @@ def _planner_data(world: World) -> tuple[Any, list[Issue]]:
             if paths.setdefault(name, path) != path and name not in issues:
                 issues[name] = clash(name, paths[name], path, [rank])
     nested = {name: path for name, path in paths.items() if path != (("dict", name),)}
-    merged = {"paths": nested} if nested else {}
+    merged: dict[str, Any] = {"paths": nested} if nested else {}
     if any(note is not None for note in notes):
         merged["ranks"] = tuple(notes)
     return FrozenDict(merged) if merged else None, list(issues.values())

@@ -13,13 +13,11 @@ def human_bytes(count: float) -> str:
     >>> human_bytes(512), human_bytes(1536), human_bytes(3 * 2**30)
     ('512 B', '1.5 KiB', '3.0 GiB')
     """
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1024:
-            break
-        count /= 1024
-    else:
-        unit = "PiB"
-    return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+    if abs(count) < 1024:
+        return f"{count:,.0f} B"
+    units = ("KiB", "MiB", "GiB", "TiB", "PiB")
+    power = next((p for p in range(1, len(units)) if abs(count) < 1024 ** (p + 1)), len(units))
+    return f"{count / 1024**power:,.1f} {units[power - 1]}"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

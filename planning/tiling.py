@@ -154,7 +154,7 @@ class Grid(Tiling):
         rows = np.empty((*(len(a) for a in axes), len(axes)), np.int64)
         for axis, values in enumerate(axes):
             rows[..., axis] = values.reshape([-1 if i == axis else 1 for i in range(len(axes))])
-        return readonly(rows.reshape(-1, len(axes)))
+        return readonly(rows.reshape(len(self), len(axes)))
 
     def bounds(self) -> Chunk:
         """Return the box that the cuts span."""
@@ -228,7 +228,7 @@ def tile(offsets: npt.ArrayLike, sizes: npt.ArrayLike) -> Tiling:
     return _as_grid(starts, extents) or Boxes(readonly(starts), readonly(extents))
 
 
-def tile_chunks(chunks: Iterable[Chunk]) -> Tiling:
+def tile_chunks(chunks: Iterable[Any]) -> Tiling:
     """Return the tiling of some records; a tiling comes back as it is.
 
     >>> tile_chunks([Chunk((0,), (3,)), Chunk((3,), (3,))])
@@ -240,7 +240,7 @@ def tile_chunks(chunks: Iterable[Chunk]) -> Tiling:
     if len({len(c.offsets) for c in boxes}) > 1:
         raise ValueError("the chunks of one tensor must all have the same number of axes")
     axes = len(boxes[0].offsets) if boxes else 0
-    columns = np.array([(c.offsets, c.sizes) for c in boxes], np.int64).reshape(-1, 2, axes)
+    columns = np.array([(c.offsets, c.sizes) for c in boxes], np.int64).reshape(len(boxes), 2, axes)
     return tile(columns[:, 0], columns[:, 1])
 
 

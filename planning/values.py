@@ -149,7 +149,7 @@ def _dtensor_chunks(name: str, tensor: Any) -> list[tuple[Chunk, Chunk]]:
     empty = 0 in expected and local is not None and 0 in local.shape
     if local is not None and as_ints(local.shape) != expected and not empty:
         raise RefusedError(
-            f"`{name}`: its local tensor has shape {tuple(local.shape)}, but {tuple(placements)} of "
+            f"`{name}`: its local tensor has shape {tuple(local.shape)}, but {placements} of "
             f"{shape} on a mesh of shape {tuple(tensor.device_mesh.shape)} gives {expected} here"
         )
     places = [list(zip(_starts(axis), axis, strict=True)) for axis in runs]
@@ -185,7 +185,7 @@ def find_object(sd: Mapping[str, Any], index: MetadataIndex) -> Any:
         return find_shard(sd, index)
     if index.offset is not None:
         raise NotFoundError(
-            f"`{index.fqn}` is a {type(value).__name__}, not a tensor: it has no offset {index.offset}"
+            f"`{index.fqn}` is no tensor but a {type(value).__name__}: no offset {index.offset}"
         )
     return value
 

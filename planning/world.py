@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, Final
 
@@ -57,12 +56,12 @@ class Rows:
     def __len__(self) -> int:
         return len(self.tensor)
 
-    def keep(self, mask: npt.NDArray[np.bool_]) -> Rows:
-        """Return only the rows that the mask marks; ``item`` still numbers the plans of before."""
+    def take(self, rows: npt.NDArray[Any]) -> Rows:
+        """Return the given rows (numbers or a mask), which must stay grouped by tensor."""
         fields = ("tensor", "rank", "item", "offsets", "sizes", "place")
-        kept = {name: getattr(self, name)[mask] for name in fields}
-        start = np.concatenate([[0], np.cumsum(mask)])[self.start]
-        return attrs.evolve(self, start=start, **kept)
+        taken = {name: getattr(self, name)[rows] for name in fields}
+        start = np.searchsorted(taken["tensor"], np.arange(len(self.names) + 1))
+        return attrs.evolve(self, start=start, **taken)
 
     @cached_property
     def repeats(self) -> npt.NDArray[np.bool_]:
@@ -120,65 +119,68 @@ class World(tuple[SavePlan, ...]):
             mine = kept[low:high]
             plans.append(plan if mine.all() else attrs.evolve(plan, items=plan.items.take(mine)))
         world = World(plans)
-        view = rows.keep(mask)
+        view = rows.take(mask)
         now_first = np.concatenate([position, [kept.sum()]])[first]
         item = position[first[view.rank] + view.item] - now_first[view.rank]
         world.__dict__["rows"] = attrs.evolve(view, item=item)  # sorted already: no second sort
         return world
 
 
-def _sort(plans: World) -> Rows:
-    tables = _merge_catalogs([plan.items for plan in plans])
-    catalogs, numbering, names, props, prop, shapes, issues = tables
-    bad = {issue.fqn for issue in issues}
-    width = max((len(s) for s in shapes), default=0)
-    shape = padded(shapes, 1, width)
-    counts = [len(plan.items) for plan in plans]
-    total = sum(counts)
+def _sort(world: World) -> Rows:
+    """Lay all items end to end, group them by tensor, drop what cannot be placed, sort the rest."""
+    table = _merge_catalogs([plan.items for plan in world])
+    shape = padded(table.shapes, 1)
+    rows = _concatenate(world, table, shape.shape[1])
+    order = stable_order(rows.tensor, len(table.names))
+    if table.issues:
+        bad = {issue.fqn for issue in table.issues}
+        sound = np.array([name not in bad for name in table.names], bool)
+        order = order[sound[rows.tensor[order]]]
+    if not rows.sizes.all():  # empty chunks hold nothing; an empty tensor is still known by one
+        order = order[
+            np.all(rows.sizes[order], axis=1) | (shape == 0).any(axis=1)[rows.tensor[order]]
+        ]
+    rows = rows.take(order)
+    outside = np.any(rows.offsets + rows.sizes > shape[rows.tensor], axis=1)
+    if outside.any():
+        rows = _drop_strays(rows, outside)
+    strides = np.ones_like(shape)
+    for axis in reversed(range(shape.shape[1] - 1)):
+        strides[:, axis] = strides[:, axis + 1] * shape[:, axis + 1]
+    place = (rows.offsets * strides[rows.tensor]).sum(axis=1)
+    return _by_place(attrs.evolve(rows, place=place))
+
+
+def _concatenate(world: World, table: _Table, width: int) -> Rows:
+    """Make rows of all items, in order of rank, as each plan has them; not yet sorted or placed."""
+    counts = np.array([len(plan.items) for plan in world], np.int64)
+    total = int(counts.sum())
     tensor = np.empty(total, np.int64)
     offsets, sizes = np.zeros((total, width), np.int64), np.ones((total, width), np.int64)
     low = 0
-    for plan, catalog, count in zip(plans, catalogs, counts, strict=True):
-        items, rows = plan.items, slice(low, low + count)
-        axes = min(width, items.offsets.shape[1])
-        np.take(numbering[catalog], items.row, out=tensor[rows])
-        offsets[rows, :axes] = items.offsets[:, :axes]
-        sizes[rows, :axes] = items.sizes[:, :axes]
-        low += count
+    for plan, number in zip(world, table.which, strict=True):
+        items = plan.items
+        rows, axes = slice(low, low + len(items)), slice(0, min(width, items.offsets.shape[1]))
+        tensor[rows] = table.numbering[number][items.row]
+        offsets[rows, axes] = items.offsets[:, axes]
+        sizes[rows, axes] = items.sizes[:, axes]
+        low += len(items)
     rank = np.repeat(np.arange(len(counts)), counts)
     item = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
-
-    order = stable_order(tensor, len(names))
-    keep = np.array([name not in bad for name in names], bool)
-    if not keep.all():
-        order = order[keep[tensor[order]]]
-    if not sizes.all():  # empty chunks hold nothing; an empty tensor must still be known by one
-        order = order[sizes[order].all(axis=1) | ~shape.all(axis=1)[tensor[order]]]
-    tensor, offsets, sizes = tensor[order], offsets[order], sizes[order]
-    rank, item = rank[order], item[order]
-    start = np.searchsorted(tensor, np.arange(len(names) + 1))
-    per_tensor = np.diff(start)
-
-    outside = offsets + sizes > np.repeat(shape, per_tensor, axis=0)
-    if outside.any():
-        wrong = outside.any(axis=1)
-        issues = (*issues, *_out_of_bounds(wrong, names, shapes, tensor, rank, offsets, sizes))
-        hit = np.zeros(len(names), bool)
-        hit[tensor[wrong]] = True
-        fine = ~hit[tensor]
-        tensor, offsets, sizes = tensor[fine], offsets[fine], sizes[fine]
-        rank, item = rank[fine], item[fine]
-        start = np.searchsorted(tensor, np.arange(len(names) + 1))
-        per_tensor = np.diff(start)
-
-    strides = np.ones_like(shape)
-    for axis in reversed(range(width - 1)):
-        strides[:, axis] = strides[:, axis + 1] * shape[:, axis + 1]
-    place = (offsets * np.repeat(strides, per_tensor, axis=0)).sum(axis=1)
-    rows = Rows(
-        names, props, prop, shapes, start, tensor, rank, item, offsets, sizes, place, issues
+    return Rows(
+        table.names,
+        table.props,
+        table.prop,
+        table.shapes,
+        np.zeros(0, np.int64),
+        tensor,
+        rank,
+        item,
+        offsets,
+        sizes,
+        np.zeros(total, np.int64),
+        table.issues,
     )
-    return _by_place(rows)
 
 
 def _by_place(rows: Rows) -> Rows:
@@ -191,8 +193,7 @@ def _by_place(rows: Rows) -> Rows:
     at = np.flatnonzero(unsorted[rows.tensor])
     order = np.arange(len(rows))
     order[at] = at[np.lexsort((rows.place[at], rows.tensor[at]))]
-    fields = ("rank", "item", "offsets", "sizes", "place")
-    return attrs.evolve(rows, **{name: getattr(rows, name)[order] for name in fields})
+    return rows.take(order)
 
 
 def stable_order(keys: Ints, count: int) -> Any:
@@ -214,27 +215,28 @@ def stable_order(keys: Ints, count: int) -> Any:
 _Variant = tuple[bool, str, tuple[int, ...]]
 
 
-def _merge_catalogs(plans: list[WriteItems]) -> tuple[Any, ...]:
-    """Number all names, in sorted order, and find those on which catalogs disagree.
+@attrs.frozen(eq=False)
+class _Table:
+    """All catalogs as one.
 
-    Ranks that share a catalog, or have equal ones, are looked at once.
+    Attributes:
+        names, props, prop, shapes, issues: As in `Rows`.
+        which: Per plan, which distinct catalog it has.
+        numbering: Per distinct catalog, the tensor that each of its rows is.
     """
-    by_content: dict[object, int] = {}
-    by_identity: dict[int, int] = {}
-    catalogs: list[Catalog] = []
-    used: list[npt.NDArray[np.bool_]] = []
-    which = []
-    for items in plans:
-        number = by_identity.get(id(items.catalog))
-        if number is None:
-            number = by_content.setdefault(items.catalog.content, len(catalogs))
-            by_identity[id(items.catalog)] = number
-            if number == len(catalogs):
-                catalogs.append(items.catalog)
-                used.append(np.zeros(len(items.catalog), bool))
-        used[number][items.row] = True
-        which.append(number)
 
+    names: tuple[str, ...]
+    props: tuple[TensorProperties, ...]
+    prop: Ints
+    shapes: tuple[tuple[int, ...], ...]
+    issues: tuple[Issue, ...]
+    which: list[int]
+    numbering: list[Ints]
+
+
+def _merge_catalogs(plans: list[WriteItems]) -> _Table:
+    """Number all names, in sorted order, and find those on which ranks disagree."""
+    which, catalogs, used = _distinct_catalogs(plans)
     variants: dict[str, dict[_Variant, list[int]]] = {}
     properties: dict[str, TensorProperties | None] = {}
     for number, (catalog, mask) in enumerate(zip(catalogs, used, strict=True)):
@@ -256,10 +258,31 @@ def _merge_catalogs(plans: list[WriteItems]) -> tuple[Any, ...]:
         issues.append(Issue("too_large", names[tensor], text))
     number_of = {name: n for n, name in enumerate(names)}
     numbering = [column([number_of.get(name, -1) for name in c.names]) for c in catalogs]
-    distinct = sorted({p for p in properties.values() if p is not None})
-    id_of = {p: i for i, p in enumerate(distinct)}
-    prop = column([-1 if (p := properties[n]) is None else id_of[p] for n in names])
-    return which, numbering, names, tuple(distinct), prop, shapes, tuple(issues)
+    distinct = tuple(sorted({p for p in properties.values() if p is not None}))
+    prop = column([-1 if (p := properties[n]) is None else distinct.index(p) for n in names])
+    return _Table(names, distinct, prop, shapes, tuple(issues), which, numbering)
+
+
+def _distinct_catalogs(
+    plans: list[WriteItems],
+) -> tuple[list[int], list[Catalog], list[npt.NDArray[np.bool_]]]:
+    """Say which distinct catalog each plan has, the catalogs, and which of their rows are used."""
+    by_content: dict[object, int] = {}
+    by_identity: dict[int, int] = {}
+    catalogs: list[Catalog] = []
+    used: list[npt.NDArray[np.bool_]] = []
+    which = []
+    for items in plans:
+        number = by_identity.get(id(items.catalog))
+        if number is None:
+            number = by_content.setdefault(items.catalog.content, len(catalogs))
+            by_identity[id(items.catalog)] = number
+            if number == len(catalogs):
+                catalogs.append(items.catalog)
+                used.append(np.zeros(len(items.catalog), bool))
+        used[number][items.row] = True
+        which.append(number)
+    return which, catalogs, used
 
 
 def _conflict(
@@ -288,19 +311,17 @@ def _holds(items: WriteItems, name: str, variant: _Variant) -> bool:
     return False
 
 
-def _out_of_bounds(
-    wrong: npt.NDArray[np.bool_],
-    names: tuple[str, ...],
-    shapes: tuple[tuple[int, ...], ...],
-    tensor: Ints,
-    rank: Ints,
-    offsets: Ints,
-    sizes: Ints,
-) -> Iterable[Issue]:
-    for row in np.flatnonzero(wrong).tolist():
-        name, shape = names[tensor[row]], shapes[tensor[row]]
-        low, extent = (tuple(a[row, : len(shape)].tolist()) for a in (offsets, sizes))
-        text = f"`{name}`: rank {rank[row]} holds a chunk at {low} of sizes {extent}, which is "
-        yield Issue(
-            "out_of_bounds", name, f"{text}outside shape {shape}", [rank[row]], (low, extent)
+def _drop_strays(rows: Rows, outside: npt.NDArray[np.bool_]) -> Rows:
+    """Report chunks that leave their tensor, and leave those tensors out."""
+    issues = list(rows.issues)
+    for row in np.flatnonzero(outside).tolist():
+        name, shape = rows.names[rows.tensor[row]], rows.shapes[rows.tensor[row]]
+        low, extent = (tuple(c[row, : len(shape)].tolist()) for c in (rows.offsets, rows.sizes))
+        text = (
+            f"`{name}`: rank {rows.rank[row]} holds a chunk at {low} of sizes {extent}, which is "
         )
+        text += f"outside shape {shape}"
+        issues.append(Issue("out_of_bounds", name, text, [rows.rank[row]], (low, extent)))
+    stray = np.zeros(len(rows.names), bool)
+    stray[rows.tensor[outside]] = True
+    return attrs.evolve(rows.take(~stray[rows.tensor]), issues=tuple(issues))
