@@ -38,12 +38,7 @@ def find_issues(subject: Metadata | SavePlan | Iterable[SavePlan]) -> tuple[Issu
     """
     if isinstance(subject, Metadata):
         return tuple(_metadata_issues(subject))
-    world = (
-        subject
-        if isinstance(subject, World)
-        else World((subject,) if isinstance(subject, SavePlan) else subject)
-    )
-    return tuple(world_issues(world))
+    return tuple(world_issues(World.of((subject,) if isinstance(subject, SavePlan) else subject)))
 
 
 def check(subject: Metadata | SavePlan | Iterable[SavePlan]) -> None:
@@ -96,7 +91,7 @@ def _cover_issues(rows: Rows, tensor: int, layout: Layout) -> Iterable[Issue]:
     for a, b in self_overlaps(tiling, _PER_TENSOR):
         both = sorted({ranks[a], ranks[b]})
         yield _collision(name, size, tiling[a], tiling[b], both)
-    holders = f"{span(ranks)} hold {tiling.volume():,} of {_volume(size):,} elements"
+    holders = f"{span(ranks)}: {tiling.volume():,} of {_volume(size):,} elements"
     for gap in gaps(tiling, Chunk((0,) * len(size), size), _PER_TENSOR):
         where = region_text(gap.offsets, gap.sizes, size)
         text = f"no rank holds {where} of `{name}` ({holders}); is a rank or a shard left out?"

@@ -15,8 +15,8 @@ from .errors import CodecError, Issue
 from .frozen import from_json, to_json
 from .items import TensorProperties
 from .metadata import Entries, Layout, Metadata, StorageMeta
-from .packing import pack, readonly, unpack
-from .reads import ReadItems
+from .packing import DAMAGE, flat, pack, readonly, unpack
+from .reads import ReadItems, Transfers
 from .records import KeyReport, LoadPlan, Plan, SavePlan
 from .tiling import Boxes, Grid, Tiling
 
@@ -51,7 +51,10 @@ def encode_plan(plan: Plan) -> bytes:
         issues = [attrs.astuple(issue) for issue in keys.mismatched]
         data["report"] = to_json((keys.missing, keys.unexpected, issues), "report")
     kind = "load" if isinstance(plan, LoadPlan) else "save"
-    return pack({"plan": kind}, {"items": plan.items.to_bytes(), "data": _dump(data)})
+    parts = {"items": plan.items.to_bytes(), "data": _dump(data)}
+    if isinstance(plan, LoadPlan):
+        parts["transfers"] = plan.transfers.to_bytes()
+    return pack({"plan": kind}, parts)
 
 
 def decode_plan(data: bytes) -> Plan:
@@ -73,8 +76,7 @@ def decode_plans(blobs: Iterable[bytes]) -> tuple[Plan, ...]:
             catalogs[data] = Catalog.from_bytes(data)
         return catalogs[data]
 
-    plans: list[Plan] = []
-    for blob in blobs:
+    def plan_of(blob: bytes) -> Plan:
         header, parts = unpack(blob)
         if header.get("plan") not in ("save", "load") or not {"items", "data"} <= parts.keys():
             raise CodecError(f"these bytes are no plan: their header says {header}")
@@ -83,12 +85,21 @@ def decode_plans(blobs: Iterable[bytes]) -> tuple[Plan, ...]:
         data = datas[parts["data"]]
         if header["plan"] == "save":
             items = WriteItems.from_bytes(parts["items"], catalog_of)
-            plans.append(SavePlan(items, data["storage_data"], data["planner_data"]))
-        else:
-            missing, unexpected, issues = data["report"]
-            keys = KeyReport(missing, unexpected, [Issue(*issue) for issue in issues])
-            reads = ReadItems.from_bytes(parts["items"])
-            plans.append(LoadPlan(reads, data["storage_data"], data["planner_data"], keys))
+            return SavePlan(items, data["storage_data"], data["planner_data"])
+        missing, unexpected, issues = data["report"]
+        keys = KeyReport(missing, unexpected, [Issue(*issue) for issue in issues])
+        reads = ReadItems.from_bytes(parts["items"])
+        sent = Transfers.from_bytes(parts["transfers"])
+        return LoadPlan(reads, data["storage_data"], data["planner_data"], keys, sent)
+
+    plans: list[Plan] = []
+    for blob in blobs:
+        try:
+            plans.append(plan_of(blob))
+        except CodecError:
+            raise
+        except DAMAGE as error:
+            raise CodecError(f"a plan is damaged: {error!r}") from error
     return tuple(plans)
 
 
@@ -134,17 +145,17 @@ def decode_metadata(data: bytes) -> Metadata:
         names = unpack_names("names", arrays)
         props = tuple(TensorProperties(*p) for p in header["props"])
         layouts = _unpack_layouts(arrays)
-        prop, layout = readonly(arrays["prop"] - 1), readonly(arrays["layout"] - 1)
+        prop, layout = (readonly(c - 1) for c in flat(arrays, "prop", "layout"))
         fits = len(prop) == len(layout) == len(names) == len(set(names))
         fits &= within(prop + 1, len(props) + 1) and within(layout + 1, len(layouts) + 1)
         if not fits or ((prop < 0) != (layout < 0)).any():
             raise ValueError("its columns do not fit each other")
         rest = _load(arrays["data"])
         meta = None if rest["storage_meta"] is None else StorageMeta(*rest["storage_meta"])
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+        entries = Entries(names, props, prop, layouts, layout)
+        return Metadata(entries, rest["planner_data"], rest["storage_data"], meta, rest["version"])
+    except DAMAGE as error:
         raise CodecError(f"metadata is damaged: {error}") from error
-    entries = Entries(names, props, prop, layouts, layout)
-    return Metadata(entries, rest["planner_data"], rest["storage_data"], meta, rest["version"])
 
 
 def _dump(data: dict[str, Any]) -> bytes:
@@ -154,7 +165,7 @@ def _dump(data: dict[str, Any]) -> bytes:
 def _load(data: bytes) -> Any:
     try:
         return from_json(json.loads(data))
-    except (ValueError, RecursionError) as error:
+    except DAMAGE as error:
         raise CodecError(f"data beside a plan's items is damaged: {error}") from error
 
 
@@ -178,6 +189,9 @@ def _pack_layouts(layouts: Sequence[Layout]) -> dict[str, Any]:
 
 
 def _unpack_layouts(arrays: dict[str, Any]) -> tuple[Layout, ...]:
+    names = ("ndim", "size", "cuts", "cuts.length", "is_grid", "boxes", "boxes.length")
+    if not all(within(column, 1 << 62) for column in flat(arrays, *names)):
+        raise ValueError("a number is out of range")
     ndim = arrays["ndim"].tolist()
     sizes = iter(_split(arrays["size"], arrays["ndim"]))
     cuts = iter(_split(arrays["cuts"], arrays["cuts.length"]))
@@ -190,19 +204,21 @@ def _unpack_layouts(arrays: dict[str, Any]) -> tuple[Layout, ...]:
         size = tuple(next(sizes).tolist())
         tiling: Tiling
         if box:
-            flat, count = next(boxes)
-            pair = flat.reshape(2, count, axes)
+            numbers, count = next(boxes)
+            if not axes and count > 1:
+                raise ValueError("a tensor without axes cannot lie in pieces")
+            pair = numbers.reshape(2, count, axes)
             tiling = Boxes(readonly(pair[0]), readonly(pair[1]))
         else:
             tiling = Grid(tuple(readonly(next(cuts)) for _ in range(axes)))
-            if any(len(c) < 2 or (c[1:] <= c[:-1]).any() or c[0] < 0 for c in tiling.cuts):
+            if any(len(c) < 2 or (c[1:] <= c[:-1]).any() for c in tiling.cuts):
                 raise ValueError("a grid's cuts do not ascend")
         layouts.append(Layout(size, tiling))
     return tuple(layouts)
 
 
-def _split(flat: Any, lengths: Any) -> list[Any]:
+def _split(numbers: Any, lengths: Any) -> list[Any]:
     ends = np.cumsum(lengths).tolist()
-    if (ends[-1] if ends else 0) != len(flat):
+    if (ends[-1] if ends else 0) != len(numbers):
         raise ValueError("an array is cut short")
-    return [flat[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+    return [numbers[a:b] for a, b in zip([0, *ends], ends, strict=False)]

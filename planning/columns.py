@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from .errors import CodecError
 from .items import MetadataIndex, TensorProperties, TensorWriteData, WriteItem, WriteItemType
-from .packing import Ints, pack, readonly, unpack
-from .tiling import Chunk
+from .packing import DAMAGE, Ints, flat, pack, readonly, unpack
+from .tiling import Chunk, pad
 
 __all__ = ["Catalog", "Columns", "WriteItems"]
 
@@ -28,6 +28,7 @@ Index = npt.NDArray[Any]
 
 _TYPES: Final = {t.value: t for t in WriteItemType}
 _BYTES: Final = WriteItemType.BYTE_IO.value
+_MAX_AXES: Final = 64  # numpy's limit; more can only be damage
 
 
 class Columns(Sequence[T]):
@@ -154,7 +155,7 @@ class Catalog:
     @cached_property
     def itemsize(self) -> Ints:
         """Bytes that one element takes in the checkpoint; 0 for values that are no tensors."""
-        return column([*(p.itemsize for p in self.props), 0])[self.prop]
+        return readonly(column([*(p.itemsize for p in self.props), 0])[self.prop])
 
     @property
     def is_bytes(self) -> npt.NDArray[np.bool_]:
@@ -189,18 +190,30 @@ class Catalog:
             props = tuple(TensorProperties(*p) for p in header["props"])
             names = unpack_names("names", arrays)
             sources = unpack_names("sources", arrays) if "sources" in arrays else names
-            kind, ndim, size = arrays["type"], arrays["ndim"], arrays["size"]
-            prop = readonly(arrays["prop"] - 1)
+            kind, ndim, prop = flat(arrays, "type", "ndim", "prop")
+            size, prop = arrays["size"], readonly(prop - 1)
             fits = len({len(names), len(sources), len(kind), len(prop), len(ndim), len(size)}) == 1
-            if not fits or size.ndim != 2 or not within(ndim, size.shape[1] + 1):
+            if not fits or size.ndim != 2 or size.shape[1] > _MAX_AXES:
+                raise ValueError("its columns differ in length")
+            if not within(ndim, size.shape[1] + 1):
                 raise ValueError("its columns differ in length")
             if not set(np.unique(kind).tolist()) <= _TYPES.keys() or not within(size, 1 << 62):
                 raise ValueError("unknown item type or negative size")
             if not within(prop + 1, len(props) + 1) or ((prop < 0) != (kind == _BYTES)).any():
                 raise ValueError("properties do not fit the item types")
-        except (ValueError, KeyError, TypeError) as error:
+        except DAMAGE as error:
             raise CodecError(f"a catalog is damaged: {error}") from error
         return cls(names, sources, kind, props, prop, ndim, size)
+
+
+Merged = tuple[Catalog, list[Ints]]
+
+
+def merge_catalogs(*catalogs: Catalog) -> Merged:
+    """Return one catalog with the rows of several, and where each one's rows are in it."""
+    heads: dict[Head, int] = {}
+    numbers = [column([heads.setdefault(h, len(heads)) for h in c.heads]) for c in catalogs]
+    return Catalog.of(tuple(heads)), numbers
 
 
 def within(values: Ints, end: int) -> bool:
@@ -214,8 +227,9 @@ def pack_names(label: str, names: tuple[str, ...]) -> dict[str, Any]:
 
 def unpack_names(label: str, arrays: dict[str, Any]) -> tuple[str, ...]:
     text = arrays[label].decode("utf-8", "surrogatepass")
-    ends = np.cumsum(arrays[f"{label}.length"]).tolist()
-    if len(text) != (ends[-1] if ends else 0):
+    (lengths,) = flat(arrays, f"{label}.length")
+    ends = np.cumsum(lengths).tolist()
+    if len(text) != (ends[-1] if ends else 0) or not within(lengths, len(text) + 1):
         raise ValueError("names are cut short")
     return tuple(text[a:b] for a, b in zip([0, *ends], ends, strict=False))
 
@@ -293,6 +307,43 @@ class WriteItems(Columns[WriteItem]):
             hint=_optional(self.hint, rows),
         )
 
+    def recatalog(self, catalog: Catalog, row: Ints) -> WriteItems:
+        """Return the same chunks under another catalog, given each item's row in it."""
+        width, sources = catalog.axes, self.source_offsets
+        return attrs.evolve(
+            self,
+            catalog=catalog,
+            row=row,
+            offsets=readonly(pad(self.offsets, width, 0)[:, :width]),
+            sizes=readonly(pad(self.sizes, width, 1)[:, :width]),
+            source_offsets=None if sources is None else readonly(pad(sources, width, 0)[:, :width]),
+        )
+
+    @classmethod
+    def concat(
+        cls, parts: Sequence[WriteItems], merge: Callable[..., Merged] | None = None
+    ) -> WriteItems:
+        """Return the items of several sequences, one after the other, under one catalog.
+
+        ``merge`` lets a caller who concatenates for many ranks remember what `merge_catalogs` gave.
+        """
+        catalog, numbers = (merge or merge_catalogs)(*(part.catalog for part in parts))
+        moved = [p.recatalog(catalog, n[p.row]) for p, n in zip(parts, numbers, strict=True)]
+        if not moved:
+            return cls.of(())
+        sources = None
+        if any(m.source_offsets is not None for m in moved):
+            sources = readonly(np.concatenate([m.shard_offsets for m in moved]))
+        hints = [np.full(len(m), -1) if m.hint is None else m.hint for m in moved]
+        return cls(
+            catalog,
+            readonly(np.concatenate([m.row for m in moved])),
+            readonly(np.concatenate([m.offsets for m in moved])),
+            readonly(np.concatenate([m.sizes for m in moved])),
+            sources,
+            None if all(m.hint is None for m in moved) else readonly(np.concatenate(hints)),
+        )
+
     @property
     def shard_offsets(self) -> Ints:
         """Where the shard of the state dict that holds each item starts."""
@@ -347,7 +398,7 @@ class WriteItems(Columns[WriteItem]):
         _, arrays = unpack(data)
         try:
             catalog = catalog_of(arrays["catalog"])
-            row, offsets, sizes = arrays["row"], arrays["offsets"], arrays["sizes"]
+            (row,), offsets, sizes = flat(arrays, "row"), arrays["offsets"], arrays["sizes"]
             sources = arrays.get("source_offsets")
             shape = (len(row), catalog.axes)
             boxes = (offsets, sizes, offsets if sources is None else sources)
@@ -355,8 +406,10 @@ class WriteItems(Columns[WriteItem]):
                 raise ValueError("its columns do not fit its catalog")
             if not all(within(b, 1 << 62) for b in boxes):
                 raise ValueError("a negative offset or size")
-            hint = readonly(arrays["hint"] - 1) if "hint" in arrays else None
-        except (ValueError, KeyError, TypeError) as error:
+            hint = readonly(flat(arrays, "hint")[0] - 1) if "hint" in arrays else None
+            if hint is not None and len(hint) != len(row):
+                raise ValueError("it has more hints than items, or fewer")
+        except DAMAGE as error:
             raise CodecError(f"a plan's items are damaged: {error}") from error
         return cls(catalog, row, offsets, sizes, sources, hint)
 

@@ -36,18 +36,6 @@ _TABLE: Final[dict[str, tuple[int, str, int, int]]] = {
     "complex64": (8, "complex", 24, 128),
     "complex128": (16, "complex", 53, 1024),
 }
-# The exponent of the smallest subnormal number above zero, as a power of two.
-_SMALLEST: Final[dict[str, int]] = {
-    "float8_e4m3fn": -9,
-    "float8_e5m2": -16,
-    "float16": -24,
-    "bfloat16": -133,
-    "float32": -149,
-    "float64": -1074,
-    "complex32": -24,
-    "complex64": -149,
-    "complex128": -1074,
-}
 _ALIASES: Final[dict[str, str]] = {
     "half": "float16",
     "float": "float32",
@@ -111,7 +99,7 @@ def is_exact_cast(source: str, target: str) -> bool:
     same = to_family == from_family or (from_family, to_family) == ("float", "complex")
     if not same or from_family in ("packed", "scale", "float8fnuz"):
         return False
-    return fits and _SMALLEST[source] >= _SMALLEST[target]
+    return fits
 
 
 def _homes(family: str) -> tuple[str, ...]:

@@ -36,7 +36,8 @@ class FrozenDict(Mapping[K, V]):
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("a FrozenDict cannot change; make a new one from dict(this)")
 
-    __delattr__ = __setattr__  # type: ignore[assignment]
+    def __delattr__(self, name: str) -> None:
+        raise AttributeError("a FrozenDict cannot change; make a new one from dict(this)")
 
     def __getitem__(self, key: K) -> V:
         return self._dict[key]
@@ -107,9 +108,8 @@ def to_json(value: Any, where: str = "value") -> Any:
     if isinstance(value, Mapping):
         if all(isinstance(k, str) and not k.startswith("$") for k in value):
             return {k: to_json(v, f"{where}[{k!r}]") for k, v in value.items()}
-        return {
-            "$map": [[to_json(k, where), to_json(v, f"{where}[{k!r}]")] for k, v in value.items()]
-        }
+        pairs = [[to_json(k, where), to_json(v, f"{where}[{k!r}]")] for k, v in value.items()]
+        return {"$map": sorted(pairs, key=json.dumps)}
     if isinstance(value, Set):
         return {"$set": sorted((to_json(v, where) for v in value), key=json.dumps)}
     raise CodecError(

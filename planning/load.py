@@ -167,16 +167,22 @@ def _match(entries: Entries, catalog: Catalog, rows: Ints, dtype: str, shape: st
             continue
         saved = entries.record(at)
         issue = _misfit(name, saved, properties, size, dtype)
-        if issue is None or (issue.kind == "shape" and shape == "overlap"):
-            match.entry[row] = at
         if issue is None:
-            continue
-        if match.entry[row] < 0 or not isinstance(saved, TensorMetadata):
+            match.entry[row] = at
+        elif shape == "same" or issue.kind != "shape" or (both := _shared(saved, size)) is None:
             match.issues.append(issue)
         else:
+            match.entry[row] = at
             match.notes.append(issue)
-            match.shared[row] = tuple(map(min, saved.size, size))
+            match.shared[row] = both
     return match
+
+
+def _shared(saved: TensorMetadata | BytesMetadata, size: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the shape that a saved tensor has in common with one of shape ``size``."""
+    if isinstance(saved, BytesMetadata) or len(saved.size) != len(size):
+        return None
+    return tuple(map(min, saved.size, size))
 
 
 def _misfit(
@@ -195,7 +201,7 @@ def _misfit(
         return Issue("type", name, f"`{name}` was saved as {was} and is wanted as {wanted}")
     if len(saved.size) != len(size):
         text = f"`{name}` was saved with shape {list(saved.size)} and is wanted with {list(size)}"
-        return Issue("type", name, f"{text}: another number of axes")
+        return Issue("shape", name, f"{text}, which has another number of axes")
     if saved.properties.dtype != properties.dtype and dtype == "same":
         text = f"`{name}` was saved as {saved.properties.dtype} and is wanted as {properties.dtype}"
         return Issue("dtype", name, f'{text}; pass dtype="cast", or a cast(...) pass, to convert')
@@ -263,7 +269,8 @@ def _read_items(items: WriteItems, wanted: Ints, pieces: Overlap, values: Ints) 
     shard = pad(items.shard_offsets[wanted[pieces.box]], pieces.offsets.shape[1], 0)
     names = catalog.names if catalog.sources is catalog.names else catalog.sources + catalog.names
     chunk = np.concatenate([pieces.chunk, np.full(len(values), -1)])
-    lengths = column_of(pieces.sizes, 1)
+    lengths = column_of(pieces.sizes, 1).copy()
+    lengths[is_bytes[order]] = [0] + [1] * (width - 1)  # a value is one axis of unknown length
     return ReadItems(
         names=names,
         type=column(np.where(is_bytes, _BYTES, _TENSOR)[order]),
@@ -276,7 +283,7 @@ def _read_items(items: WriteItems, wanted: Ints, pieces: Overlap, values: Ints) 
         storage_anchor=column_of(pieces.anchors, 0),
         storage_hint=column(chunk[order]),
         storage_offsets=column_of(pieces.offsets - pieces.anchors, 0),
-        lengths=lengths,
+        lengths=readonly(lengths),
     )
 
 

@@ -95,17 +95,13 @@ def _meet_grids(
         first[:, axis], counts[:, axis] = rail.bisect(which, offsets[:, axis], ends[:, axis])
         cells[:, axis] = rail.cells
         rails.append(rail)
-    total = counts.prod(axis=1)
-    piece = np.repeat(np.arange(len(rows)), total)
-    rest = np.arange(len(piece)) - np.repeat(np.cumsum(total) - total, total)
+    piece, within = expand(counts)
     chunk = np.zeros(len(piece), np.int64)
     stride = np.ones(len(piece), np.int64)
     lows, anchors, lengths = (np.empty((len(piece), axes), np.int64) for _ in range(3))
     grid = which[piece]
     for axis in reversed(range(axes)):  # the last axis runs fastest, as in row-major order
-        along = counts[piece, axis]
-        cell = first[piece, axis] + rest % along
-        rest //= along
+        cell = first[piece, axis] + within[:, axis]
         start, end = rails[axis].cell(grid, cell)
         low = np.maximum(start, offsets[piece, axis])
         anchors[:, axis], lows[:, axis] = start, low
@@ -113,6 +109,27 @@ def _meet_grids(
         chunk += cell * stride
         stride *= cells[grid, axis]
     return Overlap(rows[piece], chunk, lows, lengths, anchors)
+
+
+def expand(counts: Ints) -> tuple[Ints, Ints]:
+    """Enumerate the cells of many small grids, row-major: whose cell it is, and where it lies.
+
+    Args:
+        counts: One row a grid, one column an axis: how many cells along it.
+
+    >>> row, cell = expand(np.array([[1, 2], [2, 1]]))
+    >>> row.tolist(), cell.tolist()
+    ([0, 0, 1, 1], [[0, 0], [0, 1], [0, 0], [1, 0]])
+    """
+    total = counts.prod(axis=1)
+    row = np.repeat(np.arange(len(counts)), total)
+    rest = np.arange(len(row)) - np.repeat(np.cumsum(total) - total, total)
+    cell = np.empty((len(row), counts.shape[1]), np.int64)
+    for axis in reversed(range(counts.shape[1])):
+        along = counts[row, axis]
+        cell[:, axis] = rest % along
+        rest = rest // along
+    return row, cell
 
 
 _UNIT: Final = np.array([0, 1], np.int64)

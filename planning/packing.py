@@ -16,10 +16,21 @@ import numpy.typing as npt
 
 from .errors import CodecError
 
-__all__ = ["Ints", "pack", "readonly", "unpack"]
+__all__ = ["DAMAGE", "Ints", "flat", "pack", "readonly", "unpack"]
 
 Ints = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
+
+# What decoding can run into when bytes are not what it expects (deep nesting is a RuntimeError).
+DAMAGE: Final = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    StopIteration,
+    TypeError,
+    ValueError,
+)
 
 _MAGIC: Final = b"SPLN1\n"
 _WIDTHS: Final = ("|u1", "<u2", "<u4", "<i8")
@@ -81,11 +92,19 @@ def unpack(buffer: bytes | memoryview) -> tuple[dict[str, Any], dict[str, Any]]:
         arrays: dict[str, Any] = {}
         for name, dtype, shape in spec:
             arrays[name], end = _slice(view, end, dtype, shape)
-    except (ValueError, TypeError, KeyError) as error:
+    except DAMAGE as error:
         raise CodecError(f"a packed plan's header is damaged: {error}") from error
     if end != len(view) or not isinstance(header, dict):
         raise CodecError(f"a packed plan of {len(view)} bytes should have {end}")
     return header, arrays
+
+
+def flat(arrays: Mapping[str, Any], *names: str) -> tuple[Ints, ...]:
+    """Return the named columns, each an array with one number a row."""
+    columns = tuple(arrays[name] for name in names)
+    if any(column.ndim != 1 for column in columns):
+        raise ValueError(f"of {', '.join(names)}, one is no column")
+    return columns
 
 
 def _slice(view: memoryview, at: int, dtype: str, shape: list[Any]) -> tuple[Any, int]:

@@ -1,21 +1,25 @@
 """How do I add a step? Passes: pure functions from one plan per rank to one plan per rank.
 
-Any ``Callable[[tuple[Plan, ...]], tuple[Plan, ...]]`` is a pass. A one-rank tuple is a legal input,
-so the same pass runs on one rank's own plan or on everybody's.
+Any ``Callable[[tuple[Plan, ...]], tuple[Plan, ...]]`` is a pass, a lambda too. A one-rank tuple is
+a legal input, so the same pass runs on one rank's own plan or on everybody's. Passes that rewrite
+keys are in `keys`, those that rewrite chunks in `chunking`, those for loads in `sharing`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Literal, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from typing import Any, TypeVar
 
+import attrs
 import numpy as np
 
-from .balance import assign
+from .columns import WriteItems, merge_catalogs
+from .errors import Issue, PlanError
+from .frozen import FrozenDict
 from .records import LoadPlan, SavePlan
-from .world import World
 
-__all__ = ["Pass", "chain", "dedup_replicas"]
+__all__ = ["Pass", "annotate", "chain", "named_chain", "partition"]
 
 P = TypeVar("P", SavePlan, LoadPlan)
 Pass = Callable[[tuple[P, ...]], tuple[P, ...]]
@@ -26,56 +30,140 @@ def chain(*passes: Pass[P]) -> Pass[P]:
 
     >>> chain()((SavePlan([]),)) == (SavePlan([]),)
     True
+
+    Raises:
+        ValueError: When run, if a pass returns more or fewer plans than it was given.
     """
 
     def run(plans: tuple[P, ...]) -> tuple[P, ...]:
         for step in passes:
-            before = len(plans)
-            plans = step(plans)
-            if len(plans) != before:
-                name = getattr(step, "__name__", repr(step))
-                raise ValueError(f"pass {name} turned {before} plans into {len(plans)}")
+            plans = _run(step, plans, _name(step))
         return plans
 
-    run.__name__ = f"chain({', '.join(getattr(p, '__name__', repr(p)) for p in passes)})"
+    run.__name__ = f"chain({', '.join(map(_name, passes))})"
     return run
 
 
-def dedup_replicas(*, prefer: Literal["balance", "lowest_rank"] = "balance") -> Pass[SavePlan]:
-    """Have each chunk that several ranks hold written by one of them.
+def named_chain(
+    **passes: Pass[P],
+) -> Callable[[tuple[P, ...]], tuple[tuple[P, ...], dict[str, tuple[P, ...]]]]:
+    """Return a function that runs named passes and also returns the plans after each of them.
 
-    Chunks are replicas only if name, offset, size, dtype and global shape all agree. Others that
-    share a key are left alone, for `global_plan` to report.
-
-    Args:
-        prefer: ``"balance"`` evens out the bytes per rank: chunks with the fewest holders first,
-            the largest first, each to its least loaded holder. ``"lowest_rank"`` takes the first.
-
-    >>> from shardplan.planning import TensorSpec, local_plan
-    >>> plan = local_plan({"a": TensorSpec((4,)), "b": TensorSpec((4,))})
-    >>> [p.items[0].index.fqn for p in dedup_replicas()((plan, plan))]
-    ['a', 'b']
+    >>> from shardplan.planning import TensorSpec, drop, local_plan
+    >>> plan = local_plan({"w": TensorSpec((2,)), "tmp": 1})
+    >>> plans, after = named_chain(clean=drop("tmp"))((plan,))
+    >>> [len(p.items) for p in after["clean"]]
+    [1]
     """
-    if prefer not in ("balance", "lowest_rank"):
-        raise ValueError(f'prefer must be "balance" or "lowest_rank", not {prefer!r}')
 
-    def dedup(plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
-        world = plans if isinstance(plans, World) else World(plans)
-        rows = world.rows
-        if rows.issues or not rows.repeats.any():
-            return world  # nothing to do, or nothing that can be done: it will be reported
-        if prefer == "lowest_rank":
-            return world.keep(~rows.repeats)
-        group = np.cumsum(~rows.repeats) - 1
-        itemsize = np.array([*(p.itemsize for p in rows.props), 1])[rows.prop]
-        nbytes = rows.sizes.prod(axis=1) * itemsize[rows.tensor]
-        keep = np.zeros(len(rows), bool)
-        keep[assign(group, rows.rank, nbytes, len(world))] = True
-        return world.keep(keep)
+    def run(plans: tuple[P, ...]) -> tuple[tuple[P, ...], dict[str, tuple[P, ...]]]:
+        after: dict[str, tuple[P, ...]] = {}
+        for name, step in passes.items():
+            plans = after[name] = _run(step, plans, name)
+        return plans, after
 
-    return dedup
+    return run
+
+
+def _run(step: Pass[P], plans: tuple[P, ...], name: str) -> tuple[P, ...]:
+    done: object = step(plans)
+    if not isinstance(done, tuple) or len(done) != len(plans):
+        got = f"a tuple of {len(done)}" if isinstance(done, tuple) else f"a {type(done).__name__}"
+        raise ValueError(f"pass {name} was given a tuple of {len(plans)} plans and returned {got}")
+    return done
+
+
+def _name(step: Pass[P]) -> str:
+    return getattr(step, "__name__", repr(step))
 
 
 def as_pass(passes: Pass[P] | Iterable[Pass[P]]) -> Pass[P]:
     """Return one pass, given one or several."""
     return passes if callable(passes) else chain(*passes)
+
+
+def annotate(note: Callable[[SavePlan], Mapping[str, Any]]) -> Pass[SavePlan]:
+    """Have every rank add data of its own, which `global_plan` collects.
+
+    The data of all ranks, in rank order, becomes ``metadata.planner_data["ranks"]``.
+
+    Args:
+        note: Given a rank's plan, returns what to add to its ``planner_data``.
+
+    >>> from shardplan.planning import global_plan, local_plan
+    >>> passes = [annotate(lambda plan: {"items": len(plan.items)})]
+    >>> global_plan([local_plan({"a": 1}), local_plan({"b": 2})], passes)[1].planner_data["ranks"]
+    (FrozenDict({'items': 1}), FrozenDict({'items': 1}))
+    """
+
+    def add(plan: SavePlan) -> SavePlan:
+        extra = dict(note(plan))
+        if "paths" in extra:
+            raise ValueError('planner_data["paths"] holds the nested keys; use another name')
+        return attrs.evolve(plan, planner_data=FrozenDict({**(plan.planner_data or {}), **extra}))
+
+    return lambda plans: tuple(map(add, plans))
+
+
+def partition(label: Callable[[str], str], passes: Mapping[str, Pass[SavePlan]]) -> Pass[SavePlan]:
+    """Route items by their name: those of each label go through that label's pass, on all ranks.
+
+    Args:
+        label: Given a name in the checkpoint, returns its label.
+        passes: What to do with the items of each label; `chain` () leaves them as they are.
+
+    >>> from shardplan.planning import TensorSpec, cast, chain, local_plan
+    >>> kind = lambda name: name.split(".")[0]
+    >>> route = partition(kind, {"model": cast("bfloat16"), "optim": chain()})
+    >>> plan = local_plan({"model.w": TensorSpec((2,)), "optim.w": TensorSpec((2,))})
+    >>> [i.tensor_data.properties.dtype for i in route((plan,))[0].items]
+    ['bfloat16', 'float32']
+
+    Raises:
+        PlanError: When run, if a name has a label for which there is no pass.
+    """
+    passes = dict(passes)
+
+    def route(plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
+        of = {id(p.items.catalog): p.items.catalog.names for p in plans}
+        by_catalog = {at: np.array([label(n) for n in names], object) for at, names in of.items()}
+        labels = [by_catalog[id(p.items.catalog)] for p in plans]
+        _known(plans, labels, passes)
+        parts: list[list[WriteItems]] = [[] for _ in plans]
+        data = [plan.planner_data for plan in plans]
+        for name, step in passes.items():
+            chosen = {at: np.asarray(of == name) for at, of in by_catalog.items()}
+            subset = [
+                SavePlan(p.items.take(chosen[id(p.items.catalog)][p.items.row]), p.storage_data, d)
+                for p, d in zip(plans, data, strict=True)
+            ]
+            done = _run(step, tuple(subset), name)
+            data = [plan.planner_data for plan in done]
+            for mine, plan in zip(parts, done, strict=True):
+                mine.append(plan.items)
+        merge = lru_cache(merge_catalogs)  # ranks share catalogs, by identity
+        return tuple(
+            SavePlan(WriteItems.concat(mine, merge), plan.storage_data, d)
+            for mine, plan, d in zip(parts, plans, data, strict=True)
+        )
+
+    return route
+
+
+def _known(
+    plans: tuple[SavePlan, ...], labels: list[Any], passes: Mapping[str, Pass[SavePlan]]
+) -> None:
+    """Refuse names whose label has no pass: they would silently vanish."""
+    stray: dict[str, str] = {}
+    for plan, of in zip(plans, labels, strict=True):
+        for row in np.unique(plan.items.row).tolist():
+            if of[row] not in passes:
+                stray[plan.items.catalog.names[row]] = of[row]
+    if stray:
+        known = ", ".join(map(repr, passes))
+        raise PlanError(
+            Issue(
+                "label", name, f"`{name}` is labelled {of!r}, and there are passes for {known} only"
+            )
+            for name, of in sorted(stray.items())
+        )

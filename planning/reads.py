@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, Final
 
@@ -12,10 +12,10 @@ import numpy as np
 from .columns import Columns, Index, column, pack_names, padded, unpack_names, within
 from .errors import CodecError
 from .items import LoadItemType, MetadataIndex, ReadItem
-from .packing import Ints, pack, readonly, unpack
+from .packing import DAMAGE, Ints, flat, pack, readonly, unpack
 from .tiling import pad
 
-__all__ = ["ReadItems"]
+__all__ = ["ReadItems", "Transfer", "Transfers"]
 
 _TYPES: Final = {t.value: t for t in LoadItemType}
 _BYTES: Final = LoadItemType.BYTE_IO.value
@@ -122,6 +122,26 @@ class ReadItems(Columns[ReadItem]):
                 return False
         return True
 
+    @classmethod
+    def concat(cls, parts: Sequence[ReadItems]) -> ReadItems:
+        """Return the reads of several sequences, one after the other."""
+        ids: dict[str, int] = {}
+        by_names = {
+            names: column([ids.setdefault(n, len(ids)) for n in names])
+            for names in dict.fromkeys(part.names for part in parts)
+        }
+        number = [by_names[part.names] for part in parts]
+        width = max((part.lengths.shape[1] for part in parts), default=0)
+        columns: dict[str, Ints] = {}
+        for key in _COLUMNS:
+            values = [getattr(part, key) for part in parts]
+            if key in ("dest", "storage"):
+                values = [at[v] if len(v) else v for at, v in zip(number, values, strict=True)]
+            elif values and values[0].ndim == 2:
+                values = [pad(v, width, 1 if key == "lengths" else 0) for v in values]
+            columns[key] = readonly(np.concatenate(values)) if values else getattr(cls.of(()), key)
+        return cls(tuple(ids), **columns)
+
     def to_bytes(self) -> bytes:
         """Encode the columns."""
         shifted = {k: v + 1 if k.endswith("_hint") else v for k, v in self._columns.items()}
@@ -136,15 +156,21 @@ class ReadItems(Columns[ReadItem]):
             columns = {
                 k: readonly(arrays[k] - 1) if k.endswith("_hint") else arrays[k] for k in _COLUMNS
             }
-            axes = columns["lengths"].shape[-1]
-            if len({len(v) for v in columns.values()}) > 1:
-                raise ValueError("its columns differ in length")
-            if any(v.ndim == 2 and v.shape[1] != axes for v in columns.values()):
-                raise ValueError("its columns differ in axes")
+            boxes = {k: v for k, v in columns.items() if k in _BOXES}
+            flat(columns, *(columns.keys() - boxes.keys()))
+            if (
+                len({len(v) for v in columns.values()}) > 1
+                or len({v.shape for v in boxes.values()}) > 1
+            ):
+                raise ValueError("its columns differ in length or axes")
+            axes = columns["lengths"].shape[1]
             limits = {"type": 3, "ndim": axes + 1, "dest": len(names), "storage": len(names)}
+            limits |= dict.fromkeys(boxes, 1 << 62)
             if not all(within(columns[k], end) for k, end in limits.items()):
                 raise ValueError("a number is out of range")
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+            if not columns["type"].all():
+                raise ValueError("unknown item type")
+        except DAMAGE as error:
             raise CodecError(f"a load plan's items are damaged: {error}") from error
         return cls(names, **columns)
 
@@ -152,4 +178,75 @@ class ReadItems(Columns[ReadItem]):
         return ReadItems.from_bytes, (self.to_bytes(),)
 
 
+@attrs.frozen
+class Transfer:
+    """A read that one rank makes for another.
+
+    Attributes:
+        read: What the target needs, told as if it read for itself.
+        source: The rank that reads it from storage and sends it.
+        target: The rank that receives it.
+    """
+
+    read: ReadItem
+    source: int
+    target: int
+
+
+@attrs.frozen(eq=False, repr=False, slots=False)
+class Transfers(Columns[Transfer]):
+    """`Transfer`s in columns: the reads, and who makes each for whom."""
+
+    reads: ReadItems
+    source: Ints
+    target: Ints
+
+    @classmethod
+    def of(cls, transfers: Iterable[Transfer]) -> Transfers:
+        """Make columns of records; columns come back as they are."""
+        if isinstance(transfers, Transfers):
+            return transfers
+        records = tuple(transfers)
+        reads = ReadItems.of([t.read for t in records])
+        return cls(reads, column([t.source for t in records]), column([t.target for t in records]))
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def record(self, row: int) -> Transfer:
+        """Make the record of one row."""
+        return Transfer(self.reads.record(row), int(self.source[row]), int(self.target[row]))
+
+    def take(self, rows: Index | slice) -> Transfers:
+        """Return the given rows (numbers, a mask or a slice), in that order."""
+        ends = (readonly(self.source[rows]), readonly(self.target[rows]))
+        return Transfers(self.reads.take(rows), *ends)
+
+    def _same(self, other: Transfers) -> bool:
+        ends = ((self.source, other.source), (self.target, other.target))
+        return self.reads == other.reads and all(np.array_equal(a, b) for a, b in ends)
+
+    def to_bytes(self) -> bytes:
+        """Encode the columns."""
+        reads = self.reads.to_bytes()
+        return pack({}, {"reads": reads, "source": self.source, "target": self.target})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Transfers:
+        """Decode, or raise `CodecError` where the columns do not fit each other."""
+        _, arrays = unpack(data)
+        try:
+            reads = ReadItems.from_bytes(arrays["reads"])
+            source, target = flat(arrays, "source", "target")
+            if not len(reads) == len(source) == len(target):
+                raise ValueError("columns differ in length")
+        except DAMAGE as error:
+            raise CodecError(f"a load plan's transfers are damaged: {error}") from error
+        return cls(reads, source, target)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Transfers.from_bytes, (self.to_bytes(),)
+
+
 _COLUMNS: Final = tuple(a.name for a in attrs.fields(ReadItems) if a.name != "names")
+_BOXES: Final = ("dest_anchor", "dest_offsets", "storage_anchor", "storage_offsets", "lengths")

@@ -23,7 +23,7 @@ from .items import (
     WriteItemType,
 )
 from .metadata import BytesMetadata, Entries, Layout, Metadata, StorageMeta, TensorMetadata
-from .reads import ReadItems
+from .reads import ReadItems, Transfer, Transfers
 from .text import human_bytes, table
 from .tiling import Chunk
 
@@ -45,6 +45,8 @@ __all__ = [
     "TensorMetadata",
     "TensorProperties",
     "TensorWriteData",
+    "Transfer",
+    "Transfers",
     "WriteItem",
     "WriteItemType",
     "WriteItems",
@@ -59,6 +61,14 @@ def _write_items(items: Iterable[WriteItem]) -> WriteItems:
 
 def _read_items(items: Iterable[ReadItem]) -> ReadItems:
     return ReadItems.of(items)
+
+
+def _transfers(transfers: Iterable[Transfer]) -> Transfers:
+    return Transfers.of(transfers)
+
+
+def _no_transfers() -> Transfers:
+    return Transfers.of(())
 
 
 def _names(values: Iterable[str]) -> tuple[str, ...]:
@@ -119,12 +129,15 @@ class LoadPlan:
         storage_data: What storage adds for itself, frozen.
         planner_data: What planners add for themselves, frozen.
         report: How the state dict and the checkpoint agree.
+        transfers: What this rank reads for others, and others for it, beside ``items``: an
+            immutable sequence of `Transfer`.
     """
 
     items: ReadItems = attrs.field(converter=_read_items)
     storage_data: Any = attrs.field(default=None, converter=freeze)
     planner_data: Any = attrs.field(default=None, converter=freeze)
     report: KeyReport = KeyReport()
+    transfers: Transfers = attrs.field(factory=_no_transfers, converter=_transfers)
 
     def __repr__(self) -> str:
         rows = [_read_row(item) for item in self.items[:_SHOWN]]
@@ -132,7 +145,7 @@ class LoadPlan:
         title = (
             f"LoadPlan: {len(self.items):,} reads, {int(self.items.numel.sum()):,} elements; "
             f"{len(keys.missing):,} missing, {len(keys.unexpected):,} unexpected, "
-            f"{len(keys.mismatched):,} mismatched"
+            f"{len(keys.mismatched):,} mismatched; {len(self.transfers):,} transfers"
         )
         head = ("name", "saved chunk", "at", "into", "at", "lengths")
         return _listing(title, head, rows, len(self.items))

@@ -9,6 +9,7 @@ import attrs
 import numpy as np
 
 from .check import duplicates, world_issues
+from .chunking import dedup_replicas
 from .columns import Catalog, Head, WriteItems, column, padded
 from .errors import Issue, PlanError, RefusedError
 from .flatten import clash, flatten
@@ -17,7 +18,7 @@ from .items import WriteItemType
 from .layout import Mesh
 from .metadata import Entries, Metadata
 from .packing import readonly
-from .passes import Pass, as_pass, dedup_replicas
+from .passes import Pass, as_pass
 from .records import SavePlan
 from .values import held, is_tensor
 from .world import World
@@ -113,8 +114,7 @@ def global_plan(
         PlanError: Some element would be written twice or not at all, or ranks disagree about a
             tensor; every such fault is told.
     """
-    done = as_pass(passes)(World(plans))
-    world = done if isinstance(done, World) else World(done)
+    world = World.of(as_pass(passes)(World.of(plans)))
     data, issues = _planner_data(world)
     issues += world_issues(world)
     issues += duplicates(world)

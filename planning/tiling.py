@@ -225,7 +225,12 @@ def tile(offsets: npt.ArrayLike, sizes: npt.ArrayLike) -> Tiling:
         starts, extents = (a.reshape(0, 0) if a.size == 0 else a for a in (starts, extents))
     if starts.ndim != 2 or starts.shape != extents.shape:
         raise ValueError(f"offsets of shape {starts.shape} do not fit sizes of {extents.shape}")
-    return _as_grid(starts, extents) or Boxes(readonly(starts), readonly(extents))
+    return _as_grid(starts, extents) or Boxes(_own(starts, offsets), _own(extents, sizes))
+
+
+def _own(array: Ints, given: npt.ArrayLike) -> Ints:
+    """Return a read-only array that nobody else can write to: a copy, if it is the caller's own."""
+    return readonly(array.copy() if array is given and array.flags.writeable else array)
 
 
 def tile_chunks(chunks: Iterable[Any]) -> Tiling:

@@ -150,7 +150,8 @@ def _dtensor_chunks(name: str, tensor: Any) -> list[tuple[Chunk, Chunk]]:
     if local is not None and as_ints(local.shape) != expected and not empty:
         raise RefusedError(
             f"`{name}`: its local tensor has shape {tuple(local.shape)}, but {placements} of "
-            f"{shape} on a mesh of shape {tuple(tensor.device_mesh.shape)} gives {expected} here"
+            f"{shape} on a mesh of shape {tuple(tensor.device_mesh.shape)} gives {expected} here; "
+            "pad the axis to a multiple of the ranks that share it"
         )
     places = [list(zip(_starts(axis), axis, strict=True)) for axis in runs]
     return [
@@ -208,15 +209,22 @@ def find_shard(sd: Mapping[str, Any], index: MetadataIndex) -> Any:
     if _is_dtensor(value):
         pairs = _dtensor_chunks(index.fqn, value)
         local = value.to_local() if hasattr(value, "to_local") else value._local_tensor
+        if 0 in value.shape and not _is_elsewhere(value):  # planned as one empty chunk: see `held`
+            return _pick(index, [(0,) * len(value.shape)], lambda _: local)
         views = [_view(local, place) for _, place in pairs]
         return _pick(index, [c.offsets for c, _ in pairs], lambda i: views[i])
     if hasattr(value, "local_shards"):
         shards = value.local_shards()
-        starts = [as_ints(s.metadata.shard_offsets) for s in shards]
-        return _pick(index, starts, lambda i: shards[i].tensor)
+        at = _not_empty([s.metadata.shard_sizes for s in shards])
+        starts = [as_ints(shards[i].metadata.shard_offsets) for i in at]
+        return _pick(index, starts, lambda i: shards[at[i]].tensor)
     if hasattr(value, "__get_tensor_shard__"):
-        starts = [as_ints(c.offsets) for c in value.__create_chunk_list__()]
-        own = [attrs.evolve(index, offset=start, index=i) for i, start in enumerate(starts)]
+        chunks = list(value.__create_chunk_list__())
+        at = _not_empty([c.sizes for c in chunks])
+        starts = [as_ints(chunks[i].offsets) for i in at]
+        own = [
+            attrs.evolve(index, offset=start, index=i) for i, start in zip(at, starts, strict=True)
+        ]
         return _pick(index, starts, lambda i: value.__get_tensor_shard__(own[i]))
     origin = (0,) * len(value.shape)
     if index.offset not in (None, origin):
@@ -225,6 +233,11 @@ def find_shard(sd: Mapping[str, Any], index: MetadataIndex) -> Any:
             f"{index.offset}, only all of it at {origin}"
         )
     return value
+
+
+def _not_empty(sizes: Sequence[Sequence[int]]) -> Sequence[int]:
+    """Number the shards that hold something; an empty one may share its offset with a real one."""
+    return [i for i, size in enumerate(sizes) if 0 not in size] or range(len(sizes))
 
 
 def _view(local: Any, place: Chunk) -> Any:

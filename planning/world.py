@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, Final
 
@@ -74,6 +75,12 @@ class Rows:
         return same
 
     @cached_property
+    def nbytes(self) -> Ints:
+        """Bytes of each chunk in the checkpoint; values that are no tensors count as one."""
+        itemsize = np.array([*(p.itemsize for p in self.props), 1])[self.prop]
+        return np.asarray(self.sizes.prod(axis=1) * itemsize[self.tensor])
+
+    @cached_property
     def layouts(self) -> tuple[tuple[Layout, ...], Ints]:
         """The distinct layouts, and which of them each tensor has (-1: it is no tensor)."""
         boxes = np.concatenate([self.offsets, self.sizes], axis=1)
@@ -98,6 +105,11 @@ class Rows:
 
 class World(tuple[SavePlan, ...]):
     """One plan per rank: a tuple, with the sorted view of all of them made once, when needed."""
+
+    @classmethod
+    def of(cls, plans: Iterable[SavePlan]) -> World:
+        """Return the world of some plans; a world comes back as it is."""
+        return plans if isinstance(plans, World) else cls(plans)
 
     @cached_property
     def rows(self) -> Rows:

@@ -1,0 +1,163 @@
+"""Passes for loads: what several ranks need is read by one of them and sent to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+import attrs
+import numpy as np
+
+from .balance import assign
+from .columns import Catalog, Head, WriteItems, column
+from .items import LoadItemType, WriteItemType
+from .metadata import Metadata, TensorMetadata
+from .overlap import overlap_many, self_overlaps
+from .packing import Ints, readonly
+from .passes import Pass
+from .reads import ReadItems, Transfers
+from .records import LoadPlan, SavePlan
+from .tiling import Grid, Tiling, pad
+from .world import Rows, World
+
+__all__ = ["share_reads"]
+
+
+def share_reads(
+    metadata: Metadata, *, min_readers: int = 2, min_bytes: int = 1 << 16
+) -> Pass[LoadPlan]:
+    """Have bytes that several ranks need read by one of them, and say who sends what to whom.
+
+    Reads that overlap in part are cut first, so that no byte is read twice. Whoever reads a piece
+    needs it too; readers are chosen so that bytes read per rank come out even.
+
+    Args:
+        metadata: The checkpoint that the plans read.
+        min_readers: Leave alone what fewer ranks need.
+        min_bytes: Leave alone pieces smaller than this: a message costs as much as the read saves.
+
+    >>> from shardplan.planning import TensorSpec, global_plan, load_plan, local_plan
+    >>> plan = local_plan({"w": TensorSpec((4,))})
+    >>> metadata = global_plan([plan])[1]
+    >>> loads = (load_plan(metadata, plan),) * 2
+    >>> a, b = share_reads(metadata, min_bytes=1)(loads)
+    >>> len(a.items), len(b.items), b.transfers[0].source, b.transfers[0].target
+    (1, 0, 0, 1)
+    """
+
+    def share(plans: tuple[LoadPlan, ...]) -> tuple[LoadPlan, ...]:
+        catalog = _catalog(metadata)
+        rows = _regions(plans, metadata, catalog)
+        grids = dict(_grids(rows))
+        if grids:
+            cut = [_cut(plan.items, metadata, catalog, grids) for plan in plans]
+            plans = tuple(attrs.evolve(p, items=c) for p, c in zip(plans, cut, strict=True))
+            rows = _regions(plans, metadata, catalog)
+        group = np.cumsum(~rows.repeats) - 1
+        if not rows.repeats.any():
+            return plans
+        chosen = assign(group, rows.rank, rows.nbytes, len(plans))
+        reader = rows.rank[chosen][group]
+        is_value = rows.prop[rows.tensor] < 0
+        worth = np.bincount(group)[group] >= min_readers
+        worth &= (rows.nbytes >= min_bytes) | is_value
+        return _hand_over(plans, rows.rank, rows.item, reader, worth & (rows.rank != reader))
+
+    return share
+
+
+def _catalog(metadata: Metadata) -> Catalog:
+    """List the saved tensors as plans do, so that reads can be compared as chunks are."""
+    heads: list[Head] = []
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorMetadata):
+            heads.append((name, name, WriteItemType.SHARD, entry.properties, entry.size))
+        else:
+            heads.append((name, name, WriteItemType.BYTE_IO, None, ()))
+    return Catalog.of(tuple(heads))
+
+
+def _regions(plans: Sequence[LoadPlan], metadata: Metadata, catalog: Catalog) -> Rows:
+    """See every read as the region of the saved tensor that it copies, sorted."""
+    row_of = lru_cache(lambda names: _rows_of(names, metadata))  # ranks share their names
+    regions = (_region(plan.items, row_of(plan.items.names), catalog.axes) for plan in plans)
+    return World(SavePlan(WriteItems(catalog, *region)) for region in regions).rows
+
+
+def _rows_of(names: tuple[str, ...], metadata: Metadata) -> Ints:
+    row_of = metadata.state_dict_metadata.row_of
+    return column([row_of.get(name, -1) for name in names])
+
+
+def _region(reads: ReadItems, row_of: Ints, width: int) -> tuple[Ints, Ints, Ints]:
+    row = row_of[reads.storage] if len(reads) else reads.storage
+    is_bytes = (reads.type == LoadItemType.BYTE_IO.value)[:, None]
+    offsets = np.where(is_bytes, 0, reads.storage_anchor + reads.storage_offsets)
+    sizes = np.where(is_bytes, 1, reads.lengths)
+    fitted = (pad(offsets, width, 0)[:, :width], pad(sizes, width, 1)[:, :width])
+    return row, readonly(fitted[0]), readonly(fitted[1])
+
+
+def _hand_over(
+    plans: tuple[LoadPlan, ...], rank: Ints, item: Ints, reader: Ints, moved: Ints
+) -> tuple[LoadPlan, ...]:
+    """Take the moved reads out of the plans and write them down as transfers on both sides."""
+    order = np.lexsort((item[moved], rank[moved]))
+    target, source, item = rank[moved][order], reader[moved][order], item[moved][order]
+    edges = np.searchsorted(target, np.arange(len(plans) + 1))
+    mine = [slice(a, b) for a, b in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)]
+    parts = [plan.items.take(item[rows]) for plan, rows in zip(plans, mine, strict=True)]
+    transfers = Transfers(ReadItems.concat(parts), readonly(source), readonly(target))
+    sending = np.argsort(source, kind="stable")
+    starts = np.searchsorted(source[sending], np.arange(len(plans) + 1))
+    done = []
+    for number, (plan, rows) in enumerate(zip(plans, mine, strict=True)):
+        stay = np.ones(len(plan.items), bool)
+        stay[item[rows]] = False
+        sent = sending[starts[number] : starts[number + 1]]
+        both = np.concatenate([np.arange(rows.start, rows.stop), sent])
+        done.append(attrs.evolve(plan, items=plan.items.take(stay), transfers=transfers.take(both)))
+    return tuple(done)
+
+
+def _grids(rows: Rows) -> Iterator[tuple[str, Tiling]]:
+    """Give, for each tensor whose regions overlap in part, the grid of all their edges."""
+    layouts, which = rows.take(~rows.repeats).layouts
+    for number, layout in enumerate(layouts):
+        tiling = layout.tiling
+        if not self_overlaps(tiling, limit=1):
+            continue
+        edges = np.concatenate([tiling.offsets, tiling.offsets + tiling.sizes])
+        grid = Grid(tuple(readonly(np.unique(edges[:, axis])) for axis in range(tiling.ndim)))
+        for tensor in np.flatnonzero(which == number).tolist():
+            yield rows.names[tensor], grid
+
+
+def _cut(
+    reads: ReadItems, metadata: Metadata, catalog: Catalog, grids: dict[str, Tiling]
+) -> ReadItems:
+    row, offsets, sizes = _region(reads, _rows_of(reads.names, metadata), catalog.axes)
+    hit = np.flatnonzero([catalog.names[r] in grids for r in row.tolist()])
+    used = sorted({catalog.names[r] for r in row[hit].tolist()})
+    which = column([used.index(catalog.names[r]) for r in row[hit].tolist()])
+    pieces = overlap_many([grids[name] for name in used], which, offsets[hit], sizes[hit])
+    # The untouched reads keep their place; a cut one is followed by its pieces, in order.
+    whole = np.setdiff1d(np.arange(len(reads)), hit)
+    taken = reads.take(np.concatenate([whole, hit[pieces.box]]))
+    width = reads.lengths.shape[1]
+    shift = (pieces.offsets - offsets[hit][pieces.box])[:, :width]
+    moved = {
+        name: np.concatenate([getattr(reads, name)[whole], now])
+        for name, now in {
+            "dest_offsets": reads.dest_offsets[hit][pieces.box] + shift,
+            "storage_offsets": reads.storage_offsets[hit][pieces.box] + shift,
+            "lengths": pieces.sizes[:, :width],
+        }.items()
+    }
+    cut = attrs.evolve(
+        taken,
+        dest_offsets=readonly(moved["dest_offsets"]),
+        storage_offsets=readonly(moved["storage_offsets"]),
+        lengths=readonly(moved["lengths"]),
+    )
+    return cut.take(np.argsort(np.concatenate([whole, hit[pieces.box]]), kind="stable"))

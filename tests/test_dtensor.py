@@ -1,0 +1,642 @@
+"""Real DTensors and ShardedTensors: what is planned is what is held, value for value.
+
+Two ways to be a rank: four processes with a gloo group (ranks/hold.py), started once, and torch's
+"fake" backend, by which one process is any rank of any mesh in turn while nobody communicates.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorMetadata
+from torch.distributed._shard.sharded_tensor.metadata import (
+    TensorProperties as ShardedTensorProperties,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from shardplan.planning import (
+    Chunk,
+    MetadataIndex,
+    NotFoundError,
+    RefusedError,
+    WriteItemType,
+    decode_plan,
+    find_object,
+    find_shard,
+    flatten,
+    global_plan,
+    load_plan,
+    local_plan,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
+
+
+def count_up(*shape):
+    """Return the tensor whose every element is its own position."""
+    return torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+
+
+def region(offsets, sizes):
+    return tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+
+
+def boxes(plan, name):
+    return [
+        (i.tensor_data.chunk.offsets, i.tensor_data.chunk.sizes)
+        for i in plan.items
+        if i.index.fqn == name
+    ]
+
+
+# Any rank, in one process
+
+
+@contextmanager
+def as_rank(rank, world):
+    """Be one rank of a group in which nobody else exists."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        # It keeps meshes, and with them the coordinates of the rank that was.
+        _clear_sharding_prop_cache()
+
+
+def held_by_each_rank(make, mesh_shape, names=None):
+    """Plan ``make(mesh)`` on every rank; check every value found; return the plans."""
+    world = math.prod(mesh_shape)
+    plans = []
+    for rank in range(world):
+        with as_rank(rank, world):
+            sd = make(init_device_mesh("cpu", mesh_shape, mesh_dim_names=names))
+            plan = local_plan(sd)
+            for item in plan.items:
+                chunk, size = item.tensor_data.chunk, item.tensor_data.size
+                found = find_shard(sd, item.source)
+                expected = count_up(*size)[region(chunk.offsets, chunk.sizes)]
+                # Of an empty tensor every rank holds all, in whatever shape its memory has.
+                assert (
+                    torch.equal(found.detach(), expected) or found.numel() == math.prod(size) == 0
+                )
+                local = sd[item.source.fqn]._local_tensor
+                same = found.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+                assert same, "a copy was found, not the memory"
+            plans.append(plan)
+    return tuple(plans)
+
+
+@st.composite
+def layouts(draw):
+    mesh = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+    assume(math.prod(mesh) <= 8)
+    shape = draw(st.lists(st.integers(0, 13), max_size=3))
+    kinds = [st.just(Replicate())]
+    if shape:
+        dims = st.integers(0, len(shape) - 1)
+        kinds.append(st.builds(Shard, dims))
+        kinds.append(
+            st.builds(lambda d, f: _StridedShard(d, split_factor=f), dims, st.integers(1, 3))
+        )
+    placements = draw(st.lists(st.one_of(kinds), min_size=len(mesh), max_size=len(mesh)))
+    return tuple(mesh), tuple(shape), tuple(placements)
+
+
+@given(layouts())
+@example(((3, 2), (13, 2), (_StridedShard(0, split_factor=2), Shard(0))))
+@example(((2, 2), (6,), (_StridedShard(0, split_factor=2), Shard(0))))
+@example(((2,), (0, 3), (Shard(1),)))
+@example(((3,), (), (Replicate(),)))
+def test_every_rank_finds_the_values_it_plans_and_together_they_are_the_tensor(layout):
+    mesh_shape, shape, placements = layout
+
+    def make(mesh):
+        return {"w": distribute_tensor(count_up(*shape), mesh, placements, src_data_rank=None)}
+
+    plans = held_by_each_rank(make, mesh_shape)
+    _, metadata = global_plan(plans)
+    assert metadata.state_dict_metadata["w"].size == shape
+    assert metadata.state_dict_metadata["w"].chunks.volume() == math.prod(shape)
+
+
+def test_a_strided_uneven_dtensor_is_found_in_as_many_places_as_it_lies():
+    """13 rows on dp 3 × tp 2: one rank holds rows 6 and 11, next to each other in its memory."""
+
+    def make(mesh):
+        placements = [_StridedShard(0, split_factor=2), Shard(0)]
+        return {"w": distribute_tensor(count_up(13, 2), mesh, placements, src_data_rank=None)}
+
+    plans = held_by_each_rank(make, (3, 2))
+    assert boxes(plans[4], "w") == [((6, 0), (1, 2)), ((11, 0), (1, 2))]
+    assert boxes(plans[5], "w") == [((12, 0), (1, 2))]
+
+
+def test_writing_into_what_was_found_changes_the_dtensor_there_and_nowhere_else():
+    with as_rank(4, 6):
+        mesh = init_device_mesh("cpu", (3, 2))
+        placements = [_StridedShard(0, split_factor=2), Shard(0)]
+        tensor = distribute_tensor(count_up(13), mesh, placements, src_data_rank=None)
+        find_shard({"w": tensor}, MetadataIndex("w", (11,))).fill_(-1)
+        assert tensor.to_local().tolist() == [6, -1]
+
+
+def linear(rows, dp, tp):
+    """Return a maker of an FSDP2 × TP linear layer, cut by rows both times."""
+
+    def make(mesh):
+        layer = nn.Linear(2, rows)
+        with torch.no_grad():
+            layer.weight.copy_(count_up(rows, 2))
+            layer.bias.copy_(count_up(rows))
+        parallelize_module(layer, mesh["tp"], ColwiseParallel(), src_data_rank=None)
+        return dict(fully_shard(layer, mesh=mesh["dp"]).state_dict())
+
+    return lambda: held_by_each_rank(make, (dp, tp), ("dp", "tp"))
+
+
+@pytest.mark.parametrize(("rows", "dp", "tp"), [(8, 2, 2), (24, 3, 4), (6, 2, 2), (5, 2, 2)])
+def test_fsdp_times_tp_is_strided_and_found_where_it_lies(rows, dp, tp):
+    """Six rows on FSDP 2 × TP 2 are uneven: ranks hold [0, 1], [3, 4], [2], [5] (PT PR#163843)."""
+    plans = linear(rows, dp, tp)()
+    _, metadata = global_plan(plans)
+    assert metadata.state_dict_metadata["weight"].chunks.volume() == 2 * rows
+    if rows == 6:
+        assert [boxes(p, "bias") for p in plans] == [
+            [((0,), (2,))],
+            [((3,), (2,))],
+            [((2,), (1,))],
+            [((5,), (1,))],
+        ]
+
+
+@pytest.mark.parametrize(("rows", "dp", "tp"), [(13, 3, 2), (27, 3, 4)])
+def test_fsdp_times_tp_that_does_not_hold_what_its_placements_say_is_refused(rows, dp, tp):
+    """FSDP2 cuts each TP shard by itself; its placements, read as torch reads them, cut elsewhere.
+
+    Of 13 rows on dp 3 × tp 2 FSDP2 leaves rank 4 with row 6, the placements say rows 6 and 11.
+    """
+    with pytest.raises(RefusedError, match="`bias`: its local tensor has shape"):
+        linear(rows, dp, tp)()
+
+
+def test_wherever_fsdp_times_tp_holds_other_rows_than_placed_some_rank_has_another_size():
+    """So comparing sizes on each rank is enough: no such layout passes on all of them."""
+    differing = 0
+    for rows in range(1, 41):
+        for dp in range(2, 5):
+            for tp in range(2, 5):
+                cells = torch.arange(rows)
+                striped = _StridedShard(0, split_factor=tp)
+                split, _ = striped._split_tensor(cells, dp, with_padding=False)
+                for d in range(dp):
+                    placed, _ = Shard(0)._split_tensor(split[d], tp, with_padding=False)
+                    held = [_part(_part(cells, tp, t), dp, d) for t in range(tp)]
+                    if [h.tolist() for h in held] != [p.tolist() for p in placed]:
+                        differing += 1
+                        assert [len(h) for h in held] != [len(p) for p in placed]
+    assert differing  # else nothing was tried
+
+
+def _part(cells, parts, ours):
+    shards, _ = Shard(0)._split_tensor(cells, parts, with_padding=False)
+    return shards[ours]
+
+
+def test_fsdp_may_cut_another_axis_than_the_first():
+    def make(mesh):
+        layer = nn.Linear(6, 3, bias=False)
+        with torch.no_grad():
+            layer.weight.copy_(count_up(3, 6))
+        return dict(
+            fully_shard(layer, mesh=mesh, shard_placement_fn=lambda p: Shard(1)).state_dict()
+        )
+
+    plans = held_by_each_rank(make, (3,))
+    assert [boxes(p, "weight") for p in plans] == [[((0, 2 * r), (3, 2))] for r in range(3)]
+
+
+def test_a_rank_outside_the_mesh_holds_nothing_not_even_of_an_empty_tensor():
+    for rank in range(4):
+        with as_rank(rank, 4):
+            mesh = DeviceMesh("cpu", [1, 3])
+            sd = {
+                "w": distribute_tensor(count_up(5, 2), mesh, [Shard(0)], src_data_rank=None),
+                "none": distribute_tensor(count_up(0, 2), mesh, [Shard(0)], src_data_rank=None),
+            }
+            plan = local_plan(sd)
+            if rank in (0, 2):
+                assert len(plan.items) == 0
+                with pytest.raises(NotFoundError, match="this rank holds nothing"):
+                    find_shard(sd, MetadataIndex("w", (0, 0)))
+            else:
+                assert [i.index.fqn for i in plan.items] == ["none", "w"]
+
+
+@pytest.mark.parametrize("placement", [Partial(), Partial("max")])
+def test_a_partial_sum_is_refused_by_name_with_every_other_such_key(placement):
+    with as_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        loss = DTensor.from_local(torch.ones(2), mesh, [placement])
+        with pytest.raises(RefusedError) as failure:
+            local_plan({"loss": loss, "nested": {"other": loss}, "fine": torch.ones(1)})
+    text = str(failure.value)
+    assert "`loss` is Partial" in text
+    assert "`nested.other` is Partial" in text
+    assert "fine" not in text
+
+
+def test_a_dtensor_whose_local_tensor_has_another_shape_is_refused_by_name():
+    with as_rank(1, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        tensor = DTensor.from_local(torch.ones(3), mesh, [Shard(0)], shape=(4,), stride=(1,))
+        with pytest.raises(RefusedError, match=r"`w`: its local tensor has shape \(3,\)"):
+            local_plan({"w": tensor})
+
+
+def test_a_replicated_dtensor_is_held_whole_by_every_rank_and_written_once():
+    def make(mesh):
+        return {"w": distribute_tensor(count_up(4), mesh, [Replicate()], src_data_rank=None)}
+
+    plans = held_by_each_rank(make, (3,))
+    assert [boxes(p, "w") for p in plans] == [[((0,), (4,))]] * 3
+    written, _ = global_plan(plans)
+    assert sorted(len(p.items) for p in written) == [0, 0, 1]
+
+
+# ShardedTensor, and classes that tell their chunks themselves
+
+
+def sharded_tensor(*shards, size):
+    """Return a ShardedTensor with the given local shards, (offsets, values) each."""
+    local = [LocalShard.from_tensor_and_offsets(v, list(o), dist.get_rank()) for o, v in shards]
+    metadata = ShardedTensorMetadata(
+        shards_metadata=[s.metadata for s in local],
+        size=torch.Size(size),
+        tensor_properties=ShardedTensorProperties(dtype=torch.float32),
+    )
+    return ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata)
+
+
+class Pieces:
+    """A tensor-like class that knows its own chunks, as torch's protocol has it."""
+
+    dtype = torch.float32
+
+    def __init__(self, shape, *pieces):
+        self.shape = torch.Size(shape)
+        self.pieces = pieces
+        self.asked = []
+
+    def __create_chunk_list__(self):
+        return [SimpleNamespace(offsets=torch.Size(o), sizes=v.shape) for o, v in self.pieces]
+
+    def __get_tensor_shard__(self, index):
+        self.asked.append(index)
+        (found,) = (v for o, v in self.pieces[index.index :][:1] if o == index.offset)
+        return found
+
+
+def test_a_sharded_tensor_gives_each_of_its_local_shards():
+    rows = count_up(4, 2)
+    with as_rank(0, 1):
+        sd = {"w": sharded_tensor(((2, 0), rows[2:]), ((0, 0), rows[:2]), size=(4, 2))}
+        plan = local_plan(sd)
+        assert boxes(plan, "w") == [((2, 0), (2, 2)), ((0, 0), (2, 2))]
+        assert {i.type for i in plan.items} == {WriteItemType.SHARD}
+        for item in plan.items:
+            chunk = item.tensor_data.chunk
+            assert torch.equal(
+                find_shard(sd, item.source), rows[region(chunk.offsets, chunk.sizes)]
+            )
+
+
+def test_a_class_with_the_chunk_protocol_gives_each_of_its_pieces():
+    rows = count_up(4, 2)
+    pieces = Pieces((4, 2), ((2, 0), rows[2:]), ((0, 0), rows[:2]))
+    plan = local_plan({"w": pieces})
+    assert boxes(plan, "w") == [((2, 0), (2, 2)), ((0, 0), (2, 2))]
+    for item in plan.items:
+        assert find_shard({"w": pieces}, item.source).data_ptr() in {
+            v.data_ptr() for o, v in pieces.pieces if o == item.index.offset
+        }
+    assert [(i.fqn, i.offset, i.index) for i in pieces.asked] == [
+        ("w", (2, 0), 0),
+        ("w", (0, 0), 1),
+    ]
+
+
+def test_a_dtensor_around_several_local_shards_gives_each_of_them():
+    """Torch's LocalShardsWrapper: the local tensor, not the placements, knows the chunks."""
+    rows = count_up(8, 2)
+    with as_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        local = LocalShardsWrapper([rows[0:1], rows[5:7]], [(0, 0), (5, 0)])
+        tensor = DTensor.from_local(
+            local, mesh, [Shard(0)], run_check=False, shape=torch.Size((8, 2)), stride=(2, 1)
+        )
+        plan = local_plan({"w": tensor})
+        assert boxes(plan, "w") == [((0, 0), (1, 2)), ((5, 0), (2, 2))]
+        assert torch.equal(find_shard({"w": tensor}, plan.items[1].source), rows[5:7])
+
+
+def empty_and_real(kind):
+    """Return a tensor of which this rank holds an empty shard and a real one at the same offset."""
+    shards = ((0, 0), torch.empty(0, 2)), ((0, 0), count_up(4, 2))
+    return Pieces((4, 2), *shards) if kind == "pieces" else sharded_tensor(*shards, size=(4, 2))
+
+
+@pytest.mark.parametrize("kind", ["pieces", "ShardedTensor"])
+def test_an_empty_shard_never_hides_a_real_one_at_the_same_offset(kind):
+    with as_rank(0, 1):
+        sd = {"w": empty_and_real(kind)}
+        (item,) = local_plan(sd).items
+        assert item.tensor_data.chunk == Chunk((0, 0), (4, 2))
+        assert torch.equal(find_shard(sd, item.source), count_up(4, 2))
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
+def test_an_empty_tensor_is_planned_and_found_however_it_is_held(shape):
+    with as_rank(1, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        empty = torch.empty(shape)
+        sd = {
+            "plain": empty,
+            "array": np.empty(shape, np.float32),
+            "dtensor": distribute_tensor(empty, mesh, [Shard(0)], src_data_rank=None),
+            "replica": distribute_tensor(empty, mesh, [Replicate()], src_data_rank=None),
+            "pieces": Pieces(shape, ((0,) * len(shape), empty)),
+            "sharded": sharded_tensor(((0,) * len(shape), empty), size=shape),
+        }
+        plan = local_plan(sd)
+        assert {i.index.fqn for i in plan.items} == set(sd)
+        for item in plan.items:
+            assert math.prod(find_shard(sd, item.source).shape) == 0
+
+
+# Looking up
+
+
+def three_kinds():
+    """Return a state dict with a sharded tensor, a plain one and another value."""
+    rows = count_up(8, 2)
+    shards = [((row, 0), rows[row : row + 2]) for row in (0, 2, 4, 6)]
+    return {
+        "layer.weight": sharded_tensor(*shards, size=(8, 2)),
+        "layer.bias": torch.ones(3),
+        "step": 7,
+    }
+
+
+@pytest.fixture
+def state_dict():
+    with as_rank(0, 1):
+        yield three_kinds()
+
+
+@pytest.mark.parametrize("find", [find_object, find_shard])
+def test_a_missing_name_is_told_with_the_nearest_ones(state_dict, find):
+    with pytest.raises(NotFoundError, match=r"`layer\.wieght` is not in the state dict") as failure:
+        find(state_dict, MetadataIndex("layer.wieght", (0, 0)))
+    assert failure.value.nearest[0] == "layer.weight"
+    assert "nearest: layer.weight" in str(failure.value)
+
+
+@pytest.mark.parametrize("find", [find_object, find_shard])
+def test_a_missing_offset_is_told_with_those_that_exist(state_dict, find):
+    with pytest.raises(NotFoundError, match=r"no shard at \(1, 0\)") as failure:
+        find(state_dict, MetadataIndex("layer.weight", (1, 0), 0))
+    assert failure.value.nearest == ("(0, 0)", "(2, 0)", "(4, 0)", "(6, 0)")
+
+
+def test_a_missing_offset_of_a_dtensor_is_told_with_those_that_exist():
+    with as_rank(1, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        sd = {"w": distribute_tensor(count_up(4), mesh, [Shard(0)], src_data_rank=None)}
+        assert find_shard(sd, MetadataIndex("w", (2,))).tolist() == [2, 3]
+        with pytest.raises(NotFoundError, match=r"no shard at \(0,\); this rank holds \(2,\)"):
+            find_shard(sd, MetadataIndex("w", (0,)))
+
+
+@pytest.mark.parametrize("find", [find_object, find_shard])
+def test_a_plain_tensor_has_no_shard_but_at_its_origin(state_dict, find):
+    assert find(state_dict, MetadataIndex("layer.bias")) is state_dict["layer.bias"]
+    assert find(state_dict, MetadataIndex("layer.bias", (0,))) is state_dict["layer.bias"]
+    with pytest.raises(
+        NotFoundError, match=r"a plain tensor of shape \(3,\): it has no shard at \(1,\)"
+    ):
+        find(state_dict, MetadataIndex("layer.bias", (1,)))
+
+
+def test_a_value_that_is_no_tensor_has_no_offset_and_no_shard(state_dict):
+    assert find_object(state_dict, MetadataIndex("step")) == 7
+    with pytest.raises(NotFoundError, match=r"`step` is no tensor but a int"):
+        find_object(state_dict, MetadataIndex("step", (0,)))
+    with pytest.raises(NotFoundError, match=r"`step` is no tensor but a int"):
+        find_shard(state_dict, MetadataIndex("step"))
+
+
+def test_of_several_shards_one_must_be_named(state_dict):
+    with pytest.raises(NotFoundError, match="which shard is not said"):
+        find_shard(state_dict, MetadataIndex("layer.weight"))
+
+
+@pytest.mark.parametrize("hint", [None, 0, 1, 2, 3, 4, 99, -1])
+def test_a_hint_is_never_trusted(state_dict, hint):
+    """Whatever it says, the offset decides."""
+    found = find_shard(state_dict, MetadataIndex("layer.weight", (4, 0), hint))
+    assert found.tolist() == [[8, 9], [10, 11]]
+
+
+def test_a_hint_is_probed_first():
+    """Two copies of one chunk: without a hint the first is found, with one the copy it names."""
+    first, second = count_up(2), count_up(2)
+    sd = {"w": Pieces((2,), ((0,), first), ((0,), second))}
+    found = [find_shard(sd, MetadataIndex("w", (0,), hint)) for hint in (None, 0, 1)]
+    assert [f.data_ptr() for f in found] == [t.data_ptr() for t in (first, first, second)]
+
+
+# Four real ranks
+
+WORLD = 4
+MODELS = ("fsdp", "tp", "fsdp_tp", "hsdp", "whole")
+SCRIPT = Path(__file__).parent / "ranks" / "hold.py"
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """Run the script once on four processes; return, per rank, what each case told."""
+    folder = tmp_path_factory.mktemp("ranks")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    logs = [(folder / f"log-{rank}").open("w+") for rank in range(WORLD)]
+    processes = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-P",
+                SCRIPT,
+                str(rank),
+                str(WORLD),
+                folder / "store",
+                folder / str(rank),
+            ],
+            env=environment,
+            stdout=logs[rank],
+            stderr=subprocess.STDOUT,
+        )
+        for rank in range(WORLD)
+    ]
+    try:
+        codes = [process.wait(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        texts = [(folder / f"log-{rank}").read_text() for rank in range(WORLD)]
+        for log in logs:
+            log.close()
+    assert codes == [0] * WORLD, "\n".join(texts)
+    return [json.loads((folder / str(rank)).read_text()) for rank in range(WORLD)]
+
+
+def told(ranks, case):
+    """Return, per rank, the plan and, per item, the values found."""
+    return [
+        (decode_plan(bytes.fromhex(rank[case]["plan"])), rank[case]["values"]) for rank in ranks
+    ]
+
+
+def expected(name, size):
+    """Return the whole tensor: parameters count up; Adam has halved gradients that equal them."""
+    whole = count_up(*size)
+    if name.endswith(".step"):
+        return torch.ones(size)
+    if name.endswith("exp_avg"):
+        return whole / 2
+    return whole**2 / 2 if name.endswith("exp_avg_sq") else whole
+
+
+def as_tensor(values, sizes):
+    return torch.tensor(values, dtype=torch.float32).reshape(sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*MODELS, "linear_of_one", "submesh", "strided", "sharded_tensor"])
+def test_real_ranks_find_the_values_they_plan_and_together_they_are_the_tensors(ranks, case):
+    held = told(ranks, case)
+    whole = {}
+    for plan, values in held:
+        for item, value in zip(plan.items, values, strict=True):
+            if item.tensor_data is None:
+                continue
+            data = item.tensor_data
+            found = as_tensor(value, data.chunk.sizes)
+            full = expected(item.index.fqn, data.size)
+            assert torch.equal(found, full[region(data.chunk.offsets, data.chunk.sizes)])
+            seen = whole.setdefault(item.index.fqn, torch.zeros(data.size))
+            seen[region(data.chunk.offsets, data.chunk.sizes)] = 1
+    assert whole
+    assert all(seen.all() for seen in whole.values())
+    global_plan([plan for plan, _ in held])  # raises if any element were written twice or never
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", MODELS)
+@pytest.mark.parametrize("source", MODELS)
+def test_what_real_ranks_save_in_one_layout_loads_in_another(ranks, source, target):
+    """Write each chunk of the global plan down, follow the reads, and compare all values."""
+    saved = told(ranks, source)
+    written, metadata = global_plan([plan for plan, _ in saved])
+    stored = {}
+    for plan, (local, values) in zip(written, saved, strict=True):
+        mine = dict(zip((item.source for item in local.items), values, strict=True))
+        for item in plan.items:
+            if item.tensor_data:
+                assert item.index not in stored
+                stored[item.index] = as_tensor(mine[item.source], item.tensor_data.chunk.sizes)
+
+    for plan, values in told(ranks, target):
+        model = [
+            (i, v)
+            for i, v in zip(plan.items, values, strict=True)
+            if i.index.fqn.startswith("model.")
+        ]
+        memory = {i.index: torch.full(i.tensor_data.chunk.sizes, -1.0) for i, _ in model}
+        reads = load_plan(metadata, plan, strict=["model.*"]).items
+        for item in reads:
+            if item.dest_index in memory:
+                from_, to = stored[item.storage_index], memory[item.dest_index]
+                piece = from_[region(item.storage_offsets, item.lengths)]
+                to[region(item.dest_offsets, item.lengths)] = piece
+        for item, value in model:
+            assert torch.equal(memory[item.index], as_tensor(value, item.tensor_data.chunk.sizes))
+
+
+@pytest.mark.slow
+def test_real_replicas_are_written_once_and_shared_out(ranks):
+    """HSDP 2 × 2: each shard is on two ranks, and each of the four ranks writes something."""
+    plans = [plan for plan, _ in told(ranks, "hsdp")]
+    assert plans[0] == plans[2]
+    assert plans[1] == plans[3]
+    written, _ = global_plan(plans)
+    assert sum(p.nbytes for p in written) == sum(p.nbytes for p in plans) // 2
+    assert all(len(p.items) for p in written)
+
+
+@pytest.mark.slow
+def test_a_real_rank_outside_the_mesh_contributes_nothing(ranks):
+    assert [len(plan.items) for plan, _ in told(ranks, "submesh")] == [0, 1, 0, 1]
+
+
+@pytest.mark.slow
+def test_a_real_linear_of_one_lies_on_one_rank(ranks):
+    """Linear(1, 1) under FSDP on four ranks (PT#132366)."""
+    assert [len(plan.items) for plan, _ in told(ranks, "linear_of_one")] == [2, 0, 0, 0]
+
+
+@pytest.mark.slow
+def test_a_real_partial_sum_is_refused_by_name_on_every_rank(ranks):
+    for rank in ranks:
+        assert rank["partial"]["refused"].startswith("`loss` is Partial")
+
+
+@pytest.mark.slow
+def test_a_real_optimizer_s_values_and_scalar_steps_are_planned_once(ranks):
+    written, metadata = global_plan([plan for plan, _ in told(ranks, "fsdp")])
+    writers = [
+        rank
+        for rank, plan in enumerate(written)
+        for item in plan.items
+        if item.index.fqn == "optim.state.up.weight.step"
+    ]
+    assert len(writers) == 1
+    assert metadata.state_dict_metadata["optim.state.up.weight.step"].size == ()
+    assert metadata.state_dict_metadata["optim.state.up.weight.exp_avg"].size == (6, 3)
+
+
+def test_a_nested_state_dict_is_looked_up_by_its_flat_names():
+    sd = {"model": {"w": torch.ones(2)}, "groups": [{"lr": 0.1}]}
+    flat, _ = flatten(sd)
+    found = {i.index.fqn: find_object(flat, i.source) for i in local_plan(sd).items}
+    assert found["model.w"] is sd["model"]["w"]
+    assert found["groups.0.lr"] == 0.1

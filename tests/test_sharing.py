@@ -1,0 +1,147 @@
+"""share_reads: what several ranks need is read once, and everybody still gets all of it."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardplan.planning import (
+    LoadPlan,
+    Mesh,
+    Replicate,
+    Shard,
+    TensorSpec,
+    decode_plan,
+    encode_plan,
+    global_load_plan,
+    global_plan,
+    load_plan,
+    local_plan,
+    share_reads,
+)
+from shardplan.planning.oracles import assert_read_once
+from shardplan.planning.strategies import save_plans
+
+
+def worlds(specs):
+    return st.tuples(save_plans(tensors=specs), save_plans(tensors=specs))
+
+
+TENSORS = {"w": TensorSpec((5, 3)), "b": TensorSpec((4,), "int8"), "s": TensorSpec(()), "v": None}
+
+
+def shared(saved, wanted, **options):
+    metadata = global_plan(saved)[1]
+    plans = tuple(load_plan(metadata, plan) for plan in wanted)
+    return metadata, plans, global_load_plan(plans, share_reads(metadata, **options))
+
+
+def read_cells(plans):
+    """Name every saved element that is read from storage, once per read of it."""
+    found = []
+    for plan in plans:
+        for read in plan.items:
+            is_value = read.storage_index.offset is None
+            start = () if is_value else np.add(read.storage_index.offset, read.storage_offsets)
+            shape = () if is_value else read.lengths
+            found += [
+                (read.storage_index.fqn, *np.add(start, cell).tolist())
+                for cell in np.ndindex(*shape)
+            ]
+    return found
+
+
+@given(worlds(TENSORS))
+def test_no_byte_is_read_from_storage_twice(pair):
+    _, _, after = shared(*pair, min_bytes=1)
+    # One rank may need an element in two places of its own; it is still read for both at once.
+    for plan in after:
+        own = LoadPlan(plan.items)
+        mine, others = set(read_cells([own])), [p for p in after if p is not plan]
+        assert mine.isdisjoint(read_cells(others))
+
+
+@given(worlds(TENSORS))
+def test_every_rank_still_gets_every_element_once(pair):
+    metadata, _, after = shared(*pair, min_bytes=1)
+    for rank, (plan, wanted) in enumerate(zip(after, pair[1], strict=True)):
+        received = [t.read for t in plan.transfers if t.target == rank]
+        assert_read_once(metadata, wanted, LoadPlan([*plan.items, *received]))
+
+
+@given(worlds(TENSORS))
+def test_both_ends_know_of_every_transfer(pair):
+    _, _, after = shared(*pair, min_bytes=1)
+    sent = [t for rank, plan in enumerate(after) for t in plan.transfers if t.source == rank]
+    received = [t for rank, plan in enumerate(after) for t in plan.transfers if t.target == rank]
+    assert sorted(map(repr, sent)) == sorted(map(repr, received))
+    assert len(sent) + len(received) == sum(len(plan.transfers) for plan in after)
+    assert all(t.source != t.target for t in sent)
+
+
+@given(worlds(TENSORS))
+def test_a_sender_reads_what_it_sends(pair):
+    _, _, after = shared(*pair, min_bytes=1)
+    for rank, plan in enumerate(after):
+        own = {(r.storage_index, r.storage_offsets, r.lengths) for r in plan.items}
+        for t in plan.transfers:
+            if t.source == rank:
+                assert (t.read.storage_index, t.read.storage_offsets, t.read.lengths) in own
+
+
+def replicated(ranks, **options):
+    specs = {f"w{i}": TensorSpec((64,), "float32", [Replicate()]) for i in range(3 * ranks)}
+    plans = [local_plan(specs, mesh=Mesh(dp=ranks), rank=rank) for rank in range(ranks)]
+    return shared(plans, plans, **options)
+
+
+def test_readers_of_replicated_tensors_share_the_work_evenly():
+    _, _, after = replicated(4, min_bytes=1)
+    assert [len(plan.items) for plan in after] == [3, 3, 3, 3]
+    assert all(len(plan.transfers) == 3 * 3 + 9 for plan in after)
+
+
+def test_small_pieces_and_few_readers_are_left_alone():
+    _, before, after = replicated(2, min_bytes=64 * 4 + 1)
+    assert after == before
+    _, before, after = replicated(2, min_bytes=1, min_readers=3)
+    assert after == before
+
+
+def test_reads_that_overlap_in_part_are_cut_where_they_part():
+    """Two ranks want rows 0 to 4 and 2 to 6 of one saved chunk: three pieces, the middle shared."""
+    saved = [local_plan({"w": TensorSpec((6, 2))})]
+    metadata = global_plan(saved)[1]
+    mesh = Mesh(dp=2)
+    specs = {"w": TensorSpec((6, 2), "float32", [Shard(0)])}
+    plans = []
+    for rank, rows in enumerate(((0, 4), (2, 6))):
+        plan = local_plan(specs, mesh=mesh, rank=rank)
+        item = plan.items[0]
+        chunk = type(item.tensor_data.chunk)((rows[0], 0), (rows[1] - rows[0], 2))
+        data = type(item.tensor_data)(chunk, item.tensor_data.properties, (6, 2))
+        plans.append(type(plan)([type(item)(type(item.index)("w"), item.type, data)]))
+    loads = tuple(load_plan(metadata, plan) for plan in plans)
+    after = share_reads(metadata, min_bytes=1)(loads)
+    assert sorted(read_cells(after)) == [("w", r, c) for r in range(6) for c in range(2)]
+    assert sum(len(plan.transfers) for plan in after) == 2
+
+
+@given(worlds(TENSORS))
+def test_transfers_survive_encoding(pair):
+    _, _, after = shared(*pair, min_bytes=1)
+    for plan in after:
+        assert decode_plan(encode_plan(plan)) == plan
+
+
+def test_without_passes_every_rank_reads_for_itself():
+    _, before, _ = replicated(2, min_bytes=1)
+    assert global_load_plan(before) == before
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_disjoint_reads_are_not_touched(ranks):
+    specs = {"w": TensorSpec((6,), "float32", [Shard(0)])}
+    plans = [local_plan(specs, mesh=Mesh(dp=ranks), rank=rank) for rank in range(ranks)]
+    _, before, after = shared(plans, plans, min_bytes=1)
+    assert after == before
