@@ -6,6 +6,7 @@ and what will the checkpoint be?) and `load_plan` (which saved bytes fill this s
 """
 
 from .check import check, find_issues
+from .chunking import dedup_replicas, split_chunks, split_replicas
 from .codec import (
     decode_metadata,
     decode_plan,
@@ -18,10 +19,15 @@ from .dtypes import dtype_name, is_exact_cast, itemsize
 from .errors import CodecError, Issue, NotFoundError, PlanError, RefusedError
 from .flatten import flatten, unflatten
 from .frozen import FrozenDict, freeze
-from .layout import Mesh, Replicate, Shard, StridedShard, TensorSpec, local_chunks
+from .keys import cast, drop, rename, select
+from .layout import Mesh, Only, Replicate, Shard, StridedShard, TensorSpec, local_chunks
 from .load import global_load_plan, load_plan, resolve_overlaps
+from .models import LLAMA_TP, llama, llama3_8b, llama3_405b
 from .overlap import Overlap, fills, gaps, overlap
-from .passes import Pass, chain, dedup_replicas
+from .passes import Pass, annotate, chain, named_chain, partition
+from .placed import SpecLayout
+from .presets import adam, expert_parallel, fsdp, fsdp_tp, hsdp, pipeline, tensor_parallel
+from .ranges import ByteRanges, Requests, byte_ranges, coalesce
 from .records import (
     BytesMetadata,
     Chunk,
@@ -37,15 +43,19 @@ from .records import (
     TensorMetadata,
     TensorProperties,
     TensorWriteData,
+    Transfer,
     WriteItem,
     WriteItemType,
 )
 from .save import global_plan, local_plan
+from .sharing import share_reads
 from .tiling import Boxes, Grid, Tiling, tile
+from .topology import WorldPlans, world_metadata, world_plans
 from .values import find_object, find_shard
 
 __all__ = [
     "Boxes",
+    "ByteRanges",
     "BytesMetadata",
     "Chunk",
     "CodecError",
@@ -53,12 +63,14 @@ __all__ = [
     "Grid",
     "Issue",
     "KeyReport",
+    "LLAMA_TP",
     "LoadItemType",
     "LoadPlan",
     "Mesh",
     "Metadata",
     "MetadataIndex",
     "NotFoundError",
+    "Only",
     "Overlap",
     "Pass",
     "Plan",
@@ -66,8 +78,10 @@ __all__ = [
     "ReadItem",
     "RefusedError",
     "Replicate",
+    "Requests",
     "SavePlan",
     "Shard",
+    "SpecLayout",
     "StorageMeta",
     "StridedShard",
     "TensorMetadata",
@@ -75,17 +89,26 @@ __all__ = [
     "TensorSpec",
     "TensorWriteData",
     "Tiling",
+    "Transfer",
+    "WorldPlans",
     "WriteItem",
     "WriteItemType",
+    "adam",
+    "annotate",
+    "byte_ranges",
+    "cast",
     "chain",
     "check",
+    "coalesce",
     "decode_metadata",
     "decode_plan",
     "decode_plans",
     "dedup_replicas",
+    "drop",
     "dtype_name",
     "encode_metadata",
     "encode_plan",
+    "expert_parallel",
     "fills",
     "find_issues",
     "find_object",
@@ -93,16 +116,33 @@ __all__ = [
     "fingerprint",
     "flatten",
     "freeze",
+    "fsdp",
+    "fsdp_tp",
     "gaps",
     "global_load_plan",
     "global_plan",
+    "hsdp",
     "is_exact_cast",
     "itemsize",
+    "llama",
+    "llama3_405b",
+    "llama3_8b",
     "load_plan",
     "local_chunks",
     "local_plan",
+    "named_chain",
     "overlap",
+    "partition",
+    "pipeline",
+    "rename",
     "resolve_overlaps",
+    "select",
+    "share_reads",
+    "split_chunks",
+    "split_replicas",
+    "tensor_parallel",
     "tile",
     "unflatten",
+    "world_metadata",
+    "world_plans",
 ]

@@ -157,6 +157,10 @@ class WriteItem:
         object.__setattr__(self, "index", index)
         if self.source.offset is None:
             object.__setattr__(self, "source", attrs.evolve(self.source, offset=offset))
+        elif offset is None or len(self.source.offset) != len(offset):
+            raise ValueError(
+                f"`{self.source.fqn}`: source says offset {self.source.offset}, its chunk {offset}"
+            )
 
     @property
     def nbytes(self) -> int:
@@ -200,6 +204,11 @@ class ReadItem:
                 object.__setattr__(self, name, attrs.evolve(index, offset=(0,) * len(offsets)))
             elif not is_tensor and index.offset is not None:
                 raise ValueError(f"`{index.fqn}`: a BYTE_IO read has no offset {index.offset}")
+            elif index.offset is not None and len(index.offset) != len(offsets):
+                raise ValueError(
+                    f"`{index.fqn}`: {name} says offset {index.offset}, which does not fit "
+                    f"lengths {self.lengths}"
+                )
 
     @property
     def numel(self) -> int:

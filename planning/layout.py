@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import attrs
@@ -21,12 +21,14 @@ from .tiling import Chunk, as_ints
 
 __all__ = [
     "Mesh",
+    "Only",
     "Placement",
     "Replicate",
     "Run",
     "Shard",
     "StridedShard",
     "TensorSpec",
+    "holds",
     "local_chunks",
     "local_runs",
     "shard_runs",
@@ -60,7 +62,29 @@ class Replicate:
     """Hold the whole tensor on every rank of a mesh axis."""
 
 
-Placement = Shard | StridedShard | Replicate
+def _coordinates(values: int | Iterable[int]) -> tuple[int, ...]:
+    return (values,) if isinstance(values, int) else tuple(sorted(set(as_ints(values))))
+
+
+@attrs.frozen
+class Only:
+    """Hold the tensor only at some coordinates of a mesh axis; its other ranks hold nothing of it.
+
+    This places what DTensor has no placement for, because it gives each part of the world a mesh of
+    its own: the keys of a pipeline stage, or those of one expert. A tensor that several stages tie
+    lies at several coordinates.
+
+    Attributes:
+        coordinates: Where it is held, ascending; one may be given as a number.
+
+    >>> Only(2), Only([3, 0])
+    (Only(coordinates=(2,)), Only(coordinates=(0, 3)))
+    """
+
+    coordinates: tuple[int, ...] = attrs.field(converter=_coordinates)
+
+
+Placement = Shard | StridedShard | Replicate | Only
 
 
 class Mesh:
@@ -81,6 +105,9 @@ class Mesh:
         object.__setattr__(self, "axes", FrozenDict({k: int(n) for k, n in sizes.items()}))
 
     def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError("a Mesh cannot change; make a new one")
+
+    def __delattr__(self, name: str) -> None:
         raise AttributeError("a Mesh cannot change; make a new one")
 
     @property
@@ -225,7 +252,7 @@ def local_runs(
     if len(placements) != len(mesh_shape):
         raise ValueError(f"{len(placements)} placements do not fit a mesh of shape {mesh_shape}")
     for parts, ours, placement in zip(mesh_shape, coordinate, placements, strict=True):
-        if isinstance(placement, Replicate):
+        if isinstance(placement, (Replicate, Only)):
             continue
         if not isinstance(placement, (Shard, StridedShard)):
             raise RefusedError(f"{placement!r} is no placement that can be saved")
@@ -237,6 +264,19 @@ def local_runs(
 
 
 _cached_runs = lru_cache(maxsize=1 << 16)(shard_runs)
+
+
+def holds(coordinate: Sequence[int], placements: Sequence[Placement]) -> bool:
+    """Tell whether the rank at ``coordinate`` is one that may hold a part at all; see `Only`.
+
+    >>> holds((1, 0), [Only(0), Shard(0)])
+    False
+    """
+    return all(
+        at in placement.coordinates
+        for at, placement in zip(coordinate, placements, strict=False)
+        if isinstance(placement, Only)
+    )
 
 
 def local_chunks(
@@ -251,6 +291,8 @@ def local_chunks(
     (Chunk(offsets=(6,), sizes=(1,)), Chunk(offsets=(11,), sizes=(1,)))
     """
     runs = local_runs(shape, mesh_shape, coordinate, placements)
+    if not holds(coordinate, placements):
+        return ()
     return tuple(
         Chunk([at for at, _ in box], [n for _, n in box]) for box in itertools.product(*runs)
     )

@@ -24,6 +24,7 @@ from .layout import (
     Shard,
     StridedShard,
     TensorSpec,
+    holds,
     local_chunks,
     local_runs,
 )
@@ -72,7 +73,7 @@ def held(name: str, value: Any, mesh: Mesh | None = None, rank: int = 0) -> Held
     properties = _properties(name, value)
     size = as_ints(value.shape)
     chunks = _chunks(name, value, mesh, rank)
-    if chunks is None or (0 in size and not _is_elsewhere(value)):
+    if chunks is None or (0 in size and not _is_elsewhere(value, mesh, rank)):
         whole = Chunk([0] * len(size), size)  # an empty tensor has one empty chunk, on every rank
         return Held(properties, size, (whole,), chunks is not None)
     return Held(properties, size, tuple(c for c in chunks if c.numel), True)
@@ -96,10 +97,12 @@ def _chunks(name: str, value: Any, mesh: Mesh | None, rank: int) -> Sequence[Chu
     return None
 
 
-def _is_elsewhere(value: Any) -> bool:
-    """Tell whether a tensor lives on a mesh that this rank is not part of."""
-    mesh = getattr(value, "device_mesh", None)
-    return mesh is not None and mesh.get_coordinate() is None
+def _is_elsewhere(value: Any, mesh: Mesh | None = None, rank: int = 0) -> bool:
+    """Tell whether a tensor lives on ranks that this one is not among."""
+    if isinstance(value, TensorSpec):
+        return mesh is not None and not holds(mesh.coordinate(rank), value.placements)
+    device_mesh = getattr(value, "device_mesh", None)
+    return device_mesh is not None and device_mesh.get_coordinate() is None
 
 
 def _is_dtensor(value: object) -> bool:

@@ -1,0 +1,157 @@
+"""Reads as byte ranges: which bytes of a file a read needs, and which ranges to fetch as one.
+
+A saved chunk lies row-major in its file. A box out of it is one range if it spans the chunk's
+trailing axes, and several otherwise. Storage only ever executes what is decided here.
+"""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+
+from .overlap import expand
+from .packing import Ints
+
+__all__ = ["ByteRanges", "Requests", "byte_ranges", "coalesce"]
+
+
+@attrs.frozen(eq=False)
+class ByteRanges:
+    """Bytes that lie together in a file; one row a range, in order of read, then of place.
+
+    Attributes:
+        read: Which read the range belongs to.
+        start: Where it starts in the file, in bytes.
+        length: How long it is, in bytes.
+        into: Where it goes in the read's own box, laid out row-major, in bytes.
+    """
+
+    read: Ints
+    start: Ints
+    length: Ints
+    into: Ints
+
+    def __len__(self) -> int:
+        return len(self.read)
+
+
+def byte_ranges(
+    offsets: Ints, lengths: Ints, extents: Ints, itemsize: Ints, begin: Ints
+) -> ByteRanges:
+    """Return the byte ranges of some boxes of saved chunks.
+
+    Args:
+        offsets: Where each box starts, relative to its chunk; one row a box.
+        lengths: How large each box is.
+        extents: How large the chunk is that it lies in.
+        itemsize: Bytes an element takes.
+        begin: Where the chunk begins in its file, in bytes.
+
+    >>> one = lambda *n: np.array([n])
+    >>> r = byte_ranges(one(1, 0), one(2, 4), one(6, 4), np.array([4]), np.array([100]))
+    >>> r.start.tolist(), r.length.tolist()  # whole rows lie together
+    ([116], [32])
+    >>> r = byte_ranges(one(1, 2), one(2, 2), one(6, 4), np.array([4]), np.array([100]))
+    >>> r.start.tolist(), r.length.tolist(), r.into.tolist()
+    ([124, 140], [8, 8], [0, 8])
+    """
+    boxes, axes = lengths.shape
+    run = np.ones(boxes, np.int64)  # elements that lie together
+    strides = np.ones((boxes, axes), np.int64)  # elements of the chunk that one step skips
+    counts = np.ones((boxes, axes), np.int64)  # steps along each axis from run to run
+    whole = np.ones(boxes, bool)  # whether all later axes are spanned
+    step = np.ones(boxes, np.int64)
+    for axis in reversed(range(axes)):
+        strides[:, axis] = step
+        step = step * extents[:, axis]
+        counts[:, axis] = np.where(whole, 1, lengths[:, axis])
+        run = np.where(whole, run * lengths[:, axis], run)
+        whole = whole & (lengths[:, axis] == extents[:, axis])
+    real = lengths.all(axis=1) if axes else np.ones(boxes, bool)
+    read, cell = expand(np.where(real[:, None], counts, 0) if axes else counts)
+    place = ((offsets[read] + cell) * strides[read]).sum(axis=1)
+    length = run[read] * itemsize[read]
+    number = np.arange(len(read)) - np.searchsorted(read, read)  # of a range among its read's
+    return ByteRanges(read, begin[read] + place * itemsize[read], length, number * length)
+
+
+@attrs.frozen(eq=False)
+class Requests:
+    """Ranges to fetch in one go each; one row a request.
+
+    Attributes:
+        file: Which file it fetches from.
+        start, length: Which bytes, in the file's frame.
+        members: Per range (in the order given), which request brings it.
+    """
+
+    file: Ints
+    start: Ints
+    length: Ints
+    members: Ints
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+
+def coalesce(
+    file: Ints,
+    start: Ints,
+    length: Ints,
+    *,
+    max_gap: int = 1 << 16,
+    max_waste: float = 0.1,
+    max_bytes: int = 1 << 26,
+) -> Requests:
+    """Join ranges of the same file where a request costs more than the gap between them.
+
+    Args:
+        file: Which file each range lies in; ranges come in any order.
+        start: Where each starts, in bytes.
+        length: How long each is, in bytes.
+        max_gap: The widest gap to read over, in bytes.
+        max_waste: The largest share of the two neighbours' bytes that the gap may be.
+        max_bytes: Requests do not grow past this (a longer range stays whole).
+
+    >>> r = coalesce(*map(np.array, ([0, 0, 0], [0, 100, 900], [96, 100, 10])))
+    >>> r.start.tolist(), r.length.tolist(), r.members.tolist()
+    ([0, 900], [200, 10], [0, 0, 1])
+    """
+    order = np.lexsort((start, file))
+    file, start, length = file[order], start[order], length[order]
+    joins = np.zeros(len(order), bool)
+    if len(order):
+        reach = _reach(file, start + length)
+        gap = start[1:] - reach[:-1]
+        near = (gap <= max_gap) & (gap <= max_waste * (length[1:] + length[:-1]))
+        joins[1:] = (file[1:] == file[:-1]) & near
+        joins = _bounded(joins, start, start + length, max_bytes)
+    number = np.cumsum(~joins) - 1
+    members = np.empty(len(order), np.int64)
+    members[order] = number
+    first = np.flatnonzero(~joins)
+    if not len(first):
+        return Requests(file, start, length, members)
+    ends = np.maximum.reduceat(start + length, first)
+    return Requests(file[first], start[first], ends - start[first], members)
+
+
+def _reach(file: Ints, ends: Ints) -> Ints:
+    """Return how far the ranges of a file reach, up to and including each of them."""
+    shift = int(ends.max()) + 1
+    number = np.cumsum(np.diff(file, prepend=file[0]) != 0)  # files apart, so that none leaks
+    return np.maximum.accumulate(ends + number * shift) - number * shift
+
+
+def _bounded(joins: Ints, start: Ints, ends: Ints, max_bytes: int) -> Ints:
+    """Cut runs of joined ranges that would fetch more than ``max_bytes``."""
+    bounded = joins.copy()
+    first = np.flatnonzero(~joins)
+    total = np.maximum.reduceat(ends, first) - start[first]
+    for run in np.flatnonzero(total > max_bytes).tolist():
+        stop = first[run + 1] if run + 1 < len(first) else len(joins)
+        begin = first[run]
+        for row in range(begin + 1, stop):
+            if ends[row] - start[begin] > max_bytes:
+                bounded[row], begin = False, row
+    return bounded
