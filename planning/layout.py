@@ -56,6 +56,10 @@ class StridedShard:
     dim: int
     split_factor: int = 1
 
+    def __attrs_post_init__(self) -> None:
+        if self.split_factor < 1:
+            raise ValueError(f"split_factor must be at least 1, not {self.split_factor}")
+
 
 @attrs.frozen
 class Replicate:
@@ -171,6 +175,10 @@ class TensorSpec:
     shape: tuple[int, ...] = attrs.field(converter=as_ints)
     dtype: str = attrs.field(default="float32", converter=dtype_name)
     placements: tuple[Placement, ...] = attrs.field(default=(), converter=tuple)
+
+    def __attrs_post_init__(self) -> None:
+        if any(n < 0 for n in self.shape):
+            raise ValueError(f"a tensor cannot have the shape {self.shape}: an axis is negative")
 
     @property
     def nbytes(self) -> int:

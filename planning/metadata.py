@@ -88,7 +88,7 @@ class Entries(Mapping[str, TensorMetadata | BytesMetadata]):
         if isinstance(entries, Entries):
             return entries
         props: dict[TensorProperties, int] = {}
-        layouts: dict[tuple[tuple[int, ...], bytes], int] = {}
+        layouts: dict[tuple[tuple[int, ...], tuple[int, ...], bytes], int] = {}
         distinct: list[Layout] = []
         rows = []
         for name, entry in entries.items():
@@ -98,7 +98,8 @@ class Entries(Mapping[str, TensorMetadata | BytesMetadata]):
                 rows.append((-1, -1))
                 continue
             boxes = np.concatenate([entry.chunks.offsets, entry.chunks.sizes]).tobytes()
-            number = layouts.setdefault((entry.size, boxes), len(distinct))
+            key = (entry.size, entry.chunks.offsets.shape, boxes)
+            number = layouts.setdefault(key, len(distinct))
             if number == len(distinct):
                 distinct.append(Layout(entry.size, entry.chunks))
             rows.append((props.setdefault(entry.properties, len(props)), number))

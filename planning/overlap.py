@@ -238,7 +238,8 @@ def fills(tiling: Tiling, shape: Sequence[int]) -> bool:
     volume = math.prod(shape)
     if tiling.volume() != volume or volume == 0:
         return tiling.volume() == volume
-    inside = all(e <= n for e, n in zip(tiling.bounds().ends, shape, strict=True))
+    ends = tiling.bounds().ends
+    inside = len(ends) == len(shape) and all(e <= n for e, n in zip(ends, shape, strict=True))
     return inside and not self_overlaps(tiling, limit=1)
 
 

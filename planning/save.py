@@ -117,9 +117,11 @@ def global_plan(
     world = World.of(as_pass(passes)(World.of(plans)))
     data, issues = _planner_data(world)
     issues += world_issues(world)
-    issues += duplicates(world)
+    if not world.rows.issues:  # replicas stay where ranks disagree: no pass can sort them out
+        issues += duplicates(world)
     if issues:
         raise PlanError(issues)
+    world = world.keep(np.ones(len(world.rows), bool))  # chunks without elements have no row
     rows = world.rows
     layouts, which = rows.layouts
     entries = Entries(rows.names, rows.props, rows.prop, layouts, which)

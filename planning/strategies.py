@@ -22,6 +22,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -125,10 +126,16 @@ def tilings(shape: Sequence[int], *, max_chunks: int = 12) -> SearchStrategy[Til
     >>> find(tilings((2, 3)), lambda tiling: len(tiling) == 3)
     Grid(0:2, 0:1:2:3)
     """
+    return _tilings(tuple(shape), max_chunks)
+
+
+# Strategies are values: making one costs more than drawing from it, so those that recur are kept.
+@lru_cache(maxsize=1 << 12)
+def _tilings(shape: tuple[int, ...], max_chunks: int) -> SearchStrategy[Tiling]:
     whole = Chunk([0] * len(shape), shape)
     if math.prod(shape) < 2:
         return st.just(tile_chunks([whole]))
-    boxes = _splits(whole, max_chunks) | _grids(tuple(shape), max_chunks)
+    boxes = _splits(whole, max_chunks) | _grids(shape, max_chunks)
     return (boxes | boxes.flatmap(st.permutations)).map(tile_chunks)
 
 
@@ -204,11 +211,16 @@ def placements(mesh: Mesh, shape: Sequence[int]) -> SearchStrategy[tuple[Placeme
     >>> find(placements(Mesh(dp=2, tp=2), (4, 4)), lambda placed: Shard(1) in placed)
     (Replicate(), Shard(dim=1))
     """
+    return _placements(len(mesh.names), len(shape))
+
+
+@lru_cache(maxsize=1 << 8)
+def _placements(count: int, ndim: int) -> SearchStrategy[tuple[Placement, ...]]:
     one: SearchStrategy[Placement] = st.just(Replicate())
-    if shape:
-        dims = st.integers(0, len(shape) - 1)
+    if ndim:
+        dims = st.integers(0, ndim - 1)
         one |= st.builds(Shard, dims) | st.builds(StridedShard, dims, st.integers(1, 4))
-    return st.tuples(*(one for _ in mesh.names))
+    return st.tuples(*(one for _ in range(count)))
 
 
 def tensor_specs(
@@ -228,14 +240,11 @@ def tensor_specs(
     >>> find(tensor_specs(), lambda spec: len(spec.shape) == 2)
     TensorSpec(shape=(0, 0), dtype='float32', placements=())
     """
-    kinds = dtypes() if dtype is None else dtype
-    return (shapes() if shape is None else shape).flatmap(
-        lambda size: st.builds(
-            TensorSpec,
-            st.just(size),
-            kinds,
-            st.just(()) if mesh is None else placements(mesh, size),
-        )
+    sizes, kinds = (shapes() if shape is None else shape), (dtypes() if dtype is None else dtype)
+    if mesh is None:
+        return st.builds(TensorSpec, sizes, kinds)
+    return sizes.flatmap(
+        lambda size: st.builds(TensorSpec, st.just(size), kinds, placements(mesh, size))
     )
 
 
@@ -356,7 +365,7 @@ def _save_plans(
     for name, what in draw(tensors).items():
         index = MetadataIndex(name)
         if not isinstance(what, TensorSpec):
-            for rank in draw(_some_ranks(where)):
+            for rank in draw(_some_ranks(len(where))):
                 plans[rank].append(WriteItem(index, WriteItemType.BYTE_IO))
             continue
         kind, held = draw(_holdings(what, where))
@@ -369,8 +378,9 @@ def _save_plans(
     return tuple(map(SavePlan, plans))
 
 
-def _some_ranks(mesh: Mesh) -> SearchStrategy[list[int]]:
-    return st.sets(st.integers(0, len(mesh) - 1), min_size=1).map(sorted)
+@lru_cache(maxsize=1 << 8)
+def _some_ranks(count: int) -> SearchStrategy[list[int]]:
+    return st.sets(st.integers(0, count - 1), min_size=1).map(sorted)
 
 
 @st.composite
@@ -387,9 +397,9 @@ def _holdings(
         return WriteItemType.SHARD, held
     if how == "cut":
         for chunk in draw(tilings(spec.shape)):
-            for rank in draw(_some_ranks(mesh)):
+            for rank in draw(_some_ranks(len(mesh))):
                 held[rank].append(chunk)
         return WriteItemType.SHARD, held
-    for rank in draw(_some_ranks(mesh)):
+    for rank in draw(_some_ranks(len(mesh))):
         held[rank].append(Chunk([0] * len(spec.shape), spec.shape))
     return WriteItemType.TENSOR, held

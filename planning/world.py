@@ -85,7 +85,7 @@ class Rows:
         """The distinct layouts, and which of them each tensor has (-1: it is no tensor)."""
         boxes = np.concatenate([self.offsets, self.sizes], axis=1)
         starts, is_tensor = self.start.tolist(), (self.prop >= 0).tolist()
-        numbers: dict[tuple[tuple[int, ...], bytes], int] = {}
+        numbers: dict[tuple[tuple[int, ...], int, bytes], int] = {}
         found: list[Layout] = []
         which = []
         for tensor, shape in enumerate(self.shapes):
@@ -93,7 +93,9 @@ class Rows:
                 which.append(-1)
                 continue
             rows = slice(starts[tensor], starts[tensor + 1])
-            number = numbers.setdefault((shape, boxes[rows].tobytes()), len(found))
+            # Without axes there are no bytes to tell one chunk from none: the count does.
+            key = (shape, starts[tensor + 1] - starts[tensor], boxes[rows].tobytes())
+            number = numbers.setdefault(key, len(found))
             if number == len(found):
                 axes = len(shape)
                 found.append(
@@ -197,14 +199,22 @@ def _concatenate(world: World, table: _Table, width: int) -> Rows:
 
 def _by_place(rows: Rows) -> Rows:
     """Sort the rows of each tensor by place; ranks that hold rising offsets are sorted already."""
-    falls = (rows.tensor[1:] == rows.tensor[:-1]) & (rows.place[1:] < rows.place[:-1])
-    if not falls.any():
+    same = rows.tensor[1:] == rows.tensor[:-1]
+    rows = _sort_where(rows, same & (rows.place[1:] < rows.place[:-1]))
+    # Chunks of several sizes at one place collide; replicas among them must still lie together.
+    tied = same & (rows.place[1:] == rows.place[:-1])
+    return _sort_where(rows, tied & ~rows.repeats[1:], *rows.sizes.T)
+
+
+def _sort_where(rows: Rows, wrong: npt.NDArray[np.bool_], *minor: Ints) -> Rows:
+    """Sort those tensors by place, then by ``minor`` columns, that have a row after a wrong one."""
+    if not wrong.any():
         return rows
     unsorted = np.zeros(len(rows.names), bool)
-    unsorted[rows.tensor[1:][falls]] = True
+    unsorted[rows.tensor[1:][wrong]] = True
     at = np.flatnonzero(unsorted[rows.tensor])
     order = np.arange(len(rows))
-    order[at] = at[np.lexsort((rows.place[at], rows.tensor[at]))]
+    order[at] = at[np.lexsort((*(m[at] for m in minor), rows.place[at], rows.tensor[at]))]
     return rows.take(order)
 
 

@@ -1,0 +1,347 @@
+"""How is a picture written down? SVG elements as text, colours, scales, and the card around them.
+
+Everything is text made from numbers: no scripts, no styles from elsewhere, no ids (a notebook may
+show many pictures on one page), and the same input gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import html
+import unicodedata
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final
+
+import attrs
+
+from ..text import human_bytes
+
+__all__ = ["Picture"]
+
+INK: Final = "#1f2328"
+MUTED: Final = "#59636e"
+PAPER: Final = "#ffffff"
+EDGE: Final = "#d1d9e0"
+EMPTY: Final = "#eceff2"
+
+# Okabe and Ito's colours, which people with any colour vision tell apart; grey for their black.
+PALETTE: Final = (
+    "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#9aa4ae",
+)  # fmt: skip
+GREYS: Final = ("#d8dee4", "#b6bfc8")
+
+# Viridis: even steps of lightness, so that it also reads in grey and with any colour vision.
+_VIRIDIS: Final = (
+    "#440154", "#482878", "#3e4989", "#31688e", "#26828e",
+    "#1f9e89", "#35b779", "#6ece58", "#b5de2b", "#fde725",
+)  # fmt: skip
+
+MARGIN: Final = 20.0
+TOP: Final = 64.0  # where the drawing on a card begins
+_LINE: Final = 17.0
+
+
+@attrs.frozen(repr=False)
+class Picture:
+    """A drawing as SVG text; Jupyter shows it, ``str()`` gives the text.
+
+    Attributes:
+        svg: The whole SVG document.
+        title: What is shown.
+        caption: How to read it.
+
+    >>> Picture("<svg/>", "w", "Four chunks.")
+    Picture: w. Four chunks.
+    """
+
+    svg: str
+    title: str
+    caption: str
+
+    def __str__(self) -> str:
+        return self.svg
+
+    def _repr_svg_(self) -> str:
+        return self.svg
+
+    def __repr__(self) -> str:
+        return f"Picture: {self.title}. {self.caption}".rstrip()
+
+
+def number(value: float) -> str:
+    """Write a coordinate: two decimals at most, none where there are none.
+
+    >>> number(12.0), number(1 / 3), number(-0.001)
+    ('12', '0.33', '0')
+    """
+    short = f"{value:.2f}".rstrip("0").rstrip(".")
+    return "0" if short == "-0" else short
+
+
+def clean(text: str) -> str:
+    r"""Replace what cannot be printed, and so may not be in XML or would reorder the text.
+
+    >>> clean("a\x00b")
+    'a�b'
+    """
+    return "".join(c if c.isprintable() else "\ufffd" for c in text)
+
+
+def element(tag: str, *children: str, **attributes: float | str | None) -> str:
+    """Write one element; children are SVG already, attributes are escaped here.
+
+    >>> element("g", element("path", d="M0 0", stroke_width=1.5))
+    '<g><path d="M0 0" stroke-width="1.5"/></g>'
+    """
+    words = [tag]
+    for key, value in attributes.items():
+        if value is None:
+            continue
+        shown = clean(value) if isinstance(value, str) else number(value)
+        words.append(f'{key.rstrip("_").replace("_", "-")}="{html.escape(shown)}"')
+    head = " ".join(words)
+    return f"<{head}>{''.join(children)}</{tag}>" if children else f"<{head}/>"
+
+
+def rect(
+    x: float, y: float, width: float, height: float, fill: str, tip: str = "", **more: float | str
+) -> str:
+    """Draw a box; ``tip`` is shown when the pointer rests on it.
+
+    >>> rect(0, 0, 2, 1, "#fff", tip="a < b")
+    '<rect x="0" y="0" width="2" height="1" fill="#fff"><title>a &lt; b</title></rect>'
+    """
+    told = [tag("title", tip)] if tip else []
+    return element("rect", *told, x=x, y=y, width=width, height=height, fill=fill, **more)
+
+
+def tag(name: str, words: str, **attributes: float | str | None) -> str:
+    """Write an element that holds text.
+
+    >>> tag("title", "<w>")
+    '<title>&lt;w&gt;</title>'
+    """
+    return element(name, html.escape(clean(words), quote=False), **attributes)
+
+
+def text(
+    x: float, y: float, words: str, *, anchor: str = "start", **more: float | str | None
+) -> str:
+    """Write words; ``y`` is their base line."""
+    return tag("text", words, x=x, y=y, text_anchor=None if anchor == "start" else anchor, **more)
+
+
+def line(x1: float, y1: float, x2: float, y2: float, stroke: str, **more: float | str) -> str:
+    """Draw a straight line."""
+    return element("line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=stroke, **more)
+
+
+def width_of(words: str, size: float) -> float:
+    """Estimate how wide some words are, in the widest of the usual fonts.
+
+    >>> round(width_of("rank 0", 10)), round(width_of("重み", 10))
+    (33, 20)
+    """
+    return size * sum(map(_width, words))
+
+
+def _width(char: str) -> float:
+    """Return the width of a character in ems."""
+    if char in _NARROW:
+        return 0.38
+    if char in "mwMW@%…→" or unicodedata.east_asian_width(char) in "WF":
+        return 1.0
+    return 0.64
+
+
+_NARROW: Final = frozenset(" .,:;'|!fijlrt[]()·")
+
+
+def elide(words: str, width: float, size: float) -> str:
+    """Shorten words from the middle until they fit: both ends of a tensor's name tell most.
+
+    >>> elide("model.layers.10.mlp.weight", 100, 10)
+    'model.la….weight'
+    """
+    words = clean(words)
+    if width_of(words, size) <= width:
+        return words
+    keep = min(len(words), int(width / (0.38 * size)) + 2)  # as many of the narrowest as fit
+    while keep > 1 and width_of(short := _shorten(words, keep), size) > width:
+        keep -= 1
+    return short if keep > 1 else "…"
+
+
+def _shorten(words: str, keep: int) -> str:
+    return f"{words[: keep // 2]}…{words[len(words) - (keep - keep // 2) + 1 :]}"
+
+
+def wrap(words: str, width: float, size: float) -> list[str]:
+    """Break a text into lines that fit; a word too long for any line is shortened.
+
+    >>> wrap("Each cell adds up 32 ranks.", 90, 10)
+    ['Each cell adds', 'up 32 ranks.']
+    """
+    lines: list[str] = []
+    for word in clean(words).split():
+        longer = f"{lines[-1]} {word}" if lines else word
+        if lines and width_of(longer, size) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(elide(word, width, size))
+    return lines
+
+
+def ramp(share: float) -> str:
+    """Return viridis at ``share`` of its length, dark at 0 and light at 1.
+
+    >>> ramp(0), ramp(0.5), ramp(1)
+    ('#440154', '#22908c', '#fde725')
+    """
+    at = min(max(share, 0.0), 1.0) * (len(_VIRIDIS) - 1)
+    low = min(int(at), len(_VIRIDIS) - 2)
+    pairs = zip(_channels(_VIRIDIS[low]), _channels(_VIRIDIS[low + 1]), strict=True)
+    return "#" + "".join(f"{round(a + (b - a) * (at - low)):02x}" for a, b in pairs)
+
+
+def ink_on(fill: str) -> str:
+    """Return black or white, whichever is read better on a colour.
+
+    >>> ink_on("#440154"), ink_on("#fde725")
+    ('#ffffff', '#000000')
+    """
+    return "#000000" if luminance(fill) > 0.179 else "#ffffff"
+
+
+def luminance(colour: str) -> float:
+    """Return how light a colour is, from 0 to 1, as WCAG 2 defines it."""
+    linear = [
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
+        for c in (v / 255 for v in _channels(colour))
+    ]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def _channels(colour: str) -> tuple[int, int, int]:
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+
+
+def block(count: int, most: int) -> int:
+    """Return how many neighbours to draw as one so that at most ``most`` remain.
+
+    A size that divides the count evenly is preferred, up to twice what is needed.
+
+    >>> block(8, 16), block(1024, 40), block(13, 4)
+    (1, 32, 4)
+    """
+    least = max(1, -(-count // most))
+    return next((k for k in range(least, 2 * least + 1) if count % k == 0), least)
+
+
+def thin(places: Sequence[float], gap: float) -> list[int]:
+    """Choose which of some ascending places to label, first and last always, so that none touch.
+
+    >>> thin([0, 4, 10, 19, 20], 8)
+    [0, 2, 4]
+    """
+    if not places:
+        return []
+    kept = [0]
+    last = len(places) - 1
+    for i in range(1, last):
+        if places[i] - places[kept[-1]] >= gap and places[last] - places[i] >= gap:
+            kept.append(i)
+    return [*kept, last] if last else kept
+
+
+def runs_text(values: Sequence[int]) -> str:
+    """Write ascending numbers the short way.
+
+    >>> runs_text([0, 1, 2, 3, 8]), runs_text([0, 1]), runs_text([0, 4, 8, 12, 16])
+    ('0–3, 8', '0, 1', '0, 4, … 16')
+    """
+    step = values[1] - values[0] if len(values) > 3 else 1
+    if step > 1 and all(b - a == step for a, b in pairwise(values)):
+        return f"{values[0]}, {values[1]}, … {values[-1]}"
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and value == runs[-1][1] + 1:
+            runs[-1][1] = value
+        else:
+            runs.append([value, value])
+    return ", ".join(
+        str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}–{b}" for a, b in runs
+    )
+
+
+def counted(count: int, noun: str) -> str:
+    """Write a number of things.
+
+    >>> counted(1, "rank"), counted(1024, "rank")
+    ('1 rank', '1,024 ranks')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def span_names(count: int, step: int, names: Sequence[str] = ()) -> list[str]:
+    """Name blocks of ranks, by their own names or by numbers.
+
+    >>> span_names(5, 2), span_names(2, 1, ["a", "b"])
+    (['0–1', '2–3', '4'], ['a', 'b'])
+    """
+    found = []
+    for low in range(0, count, step):
+        high = min(low + step, count) - 1
+        first, last = (names[i] if names else str(i) for i in (low, high))
+        found.append(first if low == high else f"{first}–{last}")
+    return found
+
+
+def byte_tick(count: float) -> str:
+    """Return a number of bytes without a needless decimal.
+
+    >>> byte_tick(2048), byte_tick(1536)
+    ('2 KiB', '1.5 KiB')
+    """
+    return human_bytes(count).replace(".0 ", " ")
+
+
+def card(title: str, subtitle: str, body: str, caption: str, size: tuple[float, float]) -> Picture:
+    """Put a drawing on paper of its own, so that it reads on light and dark pages alike.
+
+    Args:
+        title: What is shown, such as a tensor's name.
+        subtitle: One line about it.
+        body: The drawing, in the same coordinates; it begins below `TOP`.
+        caption: How to read it.
+        size: How wide the card is, and how far down the drawing reaches.
+    """
+    width, bottom = size
+    room = width - 2 * MARGIN
+    lines = wrap(caption, room, 12)
+    height = bottom + _LINE * len(lines) + MARGIN
+    parts = [
+        tag("title", title),
+        tag("desc", f"{subtitle}. {caption}"),
+        rect(0.5, 0.5, width - 1, height - 1, PAPER, stroke=EDGE, rx=6),
+        text(MARGIN, 30, elide(title, room, 16.5), font_size=15, font_weight=600, fill=INK),
+        text(MARGIN, 50, elide(subtitle, room, 12), font_size=12, fill=MUTED),
+        body,
+        *(
+            text(MARGIN, bottom + _LINE * (i + 1), words, font_size=12, fill=MUTED)
+            for i, words in enumerate(lines)
+        ),
+    ]
+    svg = element(
+        "svg",
+        *parts,
+        xmlns="http://www.w3.org/2000/svg",
+        width=width,
+        height=height,
+        viewBox=f"0 0 {number(width)} {number(height)}",
+        role="img",
+        font_family="system-ui, sans-serif",
+        font_size=11,
+        style="max-width:100%;height:auto",
+    )
+    return Picture(svg, clean(title), clean(caption))

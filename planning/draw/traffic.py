@@ -1,0 +1,358 @@
+"""Show me: who reads how much of what whom wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from ..columns import column
+from ..errors import PlanError
+from ..packing import Ints, readonly
+from ..records import LoadPlan, SavePlan
+from ..text import human_bytes
+from ..world import World
+from ..writers import Writers
+from .svg import (
+    EMPTY,
+    INK,
+    MARGIN,
+    MUTED,
+    TOP,
+    Picture,
+    block,
+    byte_tick,
+    card,
+    counted,
+    elide,
+    ink_on,
+    line,
+    ramp,
+    rect,
+    span_names,
+    text,
+    thin,
+    width_of,
+)
+
+__all__ = ["draw_traffic", "traffic_matrix"]
+
+_CELLS: Final = 32  # rows and columns of a heat map: more are drawn together
+
+
+def traffic_matrix(plans: Iterable[LoadPlan], writers: Writers | Iterable[SavePlan]) -> Ints:
+    """Add up how many stored bytes each rank reads of what each rank wrote.
+
+    Args:
+        plans: What is read: one plan per reading rank.
+        writers: Who wrote: one plan per writing rank, as `global_plan` returns them, or what
+            `writers_of` makes of them. A chunk that several ranks wrote counts for the lowest.
+
+    Returns:
+        Bytes: one row a writer, one column a reader.
+
+    >>> from shardplan.planning import Mesh, Shard, TensorSpec, global_plan, load_plan, local_plan
+    >>> sd = {"w": TensorSpec((6,), "float32", [Shard(0)])}
+    >>> two, three = ([local_plan(sd, mesh=Mesh(dp=n), rank=r) for r in range(n)] for n in (2, 3))
+    >>> writers, metadata = global_plan(two)
+    >>> traffic_matrix([load_plan(metadata, plan) for plan in three], writers)
+    array([[8, 4, 0],
+           [0, 4, 8]])
+
+    Raises:
+        PlanError: Writers disagree about a tensor.
+        ValueError: A read asks for a chunk that no writer wrote.
+    """
+    found = _Chunks.by(writers) if isinstance(writers, Writers) else _Chunks.of(World(writers))
+    columns = [found.read_by(plan) for plan in plans]
+    return readonly(np.array(columns, np.int64).reshape(-1, found.ranks).T)
+
+
+@attrs.frozen(eq=False)
+class _Chunks:
+    """Chunks that were written, to be found by tensor and by where they start.
+
+    Attributes:
+        ranks: How many ranks there are.
+        number: The number of each tensor, by name.
+        itemsize: Bytes of an element of each tensor.
+        strides: Per tensor, how far apart neighbours along each axis lie, in elements.
+        places: The distinct places at which chunks start, in elements of a row-major tensor.
+        keys: Tensor and place of each chunk as one number, ascending.
+        rank: Who wrote each chunk.
+    """
+
+    ranks: int
+    number: dict[str, int]
+    itemsize: Ints
+    strides: Ints
+    places: Ints
+    keys: Ints
+    rank: Ints
+
+    @classmethod
+    def of(cls, world: World) -> _Chunks:
+        """Take the chunks of all plans."""
+        rows = world.rows
+        if rows.issues:
+            raise PlanError(rows.issues)
+        itemsize = column([*(p.itemsize for p in rows.props), 0])[rows.prop]
+        numbers = {name: i for i, name in enumerate(rows.names)}
+        strides = _strides(rows.shapes)
+        return cls._sorted(
+            len(world), numbers, itemsize, strides, (rows.tensor, rows.place, rows.rank)
+        )
+
+    @classmethod
+    def by(cls, writers: Writers) -> _Chunks:
+        """Take the chunks of a checkpoint whose writers are known."""
+        entries = writers.entries
+        tensors = np.flatnonzero(entries.layout >= 0).tolist()
+        layouts = [entries.layouts[entries.layout[row]] for row in tensors]
+        numbers = {entries.names[row]: i for i, row in enumerate(tensors)}
+        itemsize = column([entries.props[entries.prop[row]].itemsize for row in tensors])
+        strides = _strides([layout.size for layout in layouts])
+        none = np.zeros((0, 3), np.int64)
+        parts = []
+        for i, (row, layout) in enumerate(zip(tensors, layouts, strict=True)):
+            place = layout.tiling.offsets @ strides[i, : len(layout.size)]
+            rank = writers.columns[writers.column[row]]
+            parts.append(np.stack([np.full(len(place), i), place, rank], axis=1))
+        chunks = np.concatenate([none, *parts]).T
+        ranks = int(writers.ranks.max(initial=-1)) + 1
+        return cls._sorted(ranks, numbers, itemsize, strides, (chunks[0], chunks[1], chunks[2]))
+
+    @classmethod
+    def _sorted(
+        cls,
+        ranks: int,
+        number: dict[str, int],
+        itemsize: Ints,
+        strides: Ints,
+        chunks: tuple[Ints, Ints, Ints],
+    ) -> _Chunks:
+        """Sort chunks, given by tensor, place and rank."""
+        tensor, place, rank = chunks
+        places, at = np.unique(place, return_inverse=True)
+        keys = tensor * len(places) + at
+        order = np.lexsort((rank, keys))
+        return cls(ranks, number, itemsize, strides, places, keys[order], rank[order])
+
+    def read_by(self, plan: LoadPlan) -> Ints:
+        """Add up what one plan reads of each writer's chunks, in bytes."""
+        items = plan.items.take(plan.items.numel > 0)
+        sums = np.zeros(self.ranks, np.int64)
+        if not len(items):
+            return sums
+        tensor = column([self.number.get(name, -1) for name in items.names])[items.storage]
+        axes = min(self.strides.shape[1], items.storage_anchor.shape[1])
+        place = (items.storage_anchor[:, :axes] * self.strides[tensor, :axes]).sum(axis=1)
+        at = np.searchsorted(self.places, place)
+        key = tensor * len(self.places) + at
+        row = np.searchsorted(self.keys, key)
+        known = (tensor >= 0) & (np.append(self.places, -1)[at] == place)
+        known &= np.append(self.keys, -1)[row] == key
+        for lost in np.flatnonzero(~known)[:1].tolist():
+            read = items[lost].storage_index
+            raise ValueError(
+                f"nobody wrote the chunk of `{read.fqn}` at {read.offset} that is read; pass the "
+                "plans that global_plan returned together with the metadata"
+            )
+        np.add.at(sums, self.rank[row], items.numel * self.itemsize[tensor])
+        return sums
+
+
+def _strides(shapes: Sequence[tuple[int, ...]]) -> Ints:
+    """Return, per tensor, how far apart neighbours along each axis lie; one spare row at the end.
+
+    >>> _strides([(2, 3), (4,)]).tolist()
+    [[3, 1], [1, 0], [0, 0]]
+    """
+    strides = np.zeros((len(shapes) + 1, max(map(len, shapes), default=0)), np.int64)
+    for tensor, shape in enumerate(shapes):
+        step = 1
+        for axis in reversed(range(len(shape))):
+            strides[tensor, axis], step = step, step * shape[axis]
+    return strides
+
+
+def draw_traffic(
+    traffic: npt.ArrayLike | Iterable[LoadPlan],
+    writers: Writers | Iterable[SavePlan] | None = None,
+    *,
+    source: str = "rank",
+    reader: str = "rank",
+    source_names: Sequence[str] = (),
+    title: str = "Traffic",
+) -> Picture:
+    """Draw who reads how many bytes of what whom wrote, as a heat map.
+
+    More than 32 rows or columns are added up in blocks, and the caption says of how many.
+
+    Args:
+        traffic: Bytes, one row a source and one column a reader; or one load plan per rank.
+        writers: With load plans: who wrote, as `traffic_matrix` takes it.
+        source: What a row is: ``"rank"``, ``"file"``, ``"node"``.
+        reader: What a column is.
+        source_names: A name for each row, such as a file's.
+        title: What is shown.
+
+    >>> draw_traffic([[8, 4, 0], [0, 4, 8]])
+    Picture: Traffic. 24 B in all; 4 of 6 pairs share bytes, rank 0 → rank 0 the most (8 B).
+
+    Raises:
+        ValueError: The matrix has no cells or negative ones, or its rows are not the names'.
+    """
+    matrix = _matrix(traffic, writers)
+    if source_names and len(source_names) != len(matrix):
+        raise ValueError(f"{len(source_names)} names do not fit {len(matrix)} rows of traffic")
+    steps = block(matrix.shape[0], _CELLS), block(matrix.shape[1], _CELLS)
+    sums = _sums(matrix, steps)
+    rows, columns = sums.shape
+    size = max(14.0, min(74.0, 480 / columns)), max(14.0, min(36.0, 448 / rows))
+    names = (
+        span_names(matrix.shape[0], steps[0], source_names),
+        span_names(matrix.shape[1], steps[1]),
+    )
+    gutter = min(300.0, max(width_of(name, 11) for name in names[0])) + 40
+    heat = _Heat(MARGIN + gutter, TOP + 44, *size, float(sums.max()))
+    right, bottom = heat.x + columns * size[0], heat.y + rows * size[1]
+    body = [
+        *heat.cells(sums, names, (source, reader)),
+        *heat.labels(names, (f"from {source}", f"to {reader}"), gutter),
+        *_scale_legend(right + 24, heat.y, max(110.0, min(200.0, bottom - heat.y - 26)), heat.most),
+    ]
+    full = max(420.0, right + 24 + 14 + 76 + MARGIN)
+    caption = _told(matrix, (source, reader), source_names) + _blocks_told(steps, source, reader)
+    about = f"{counted(matrix.shape[0], source)} → {counted(matrix.shape[1], reader)}"
+    end = max(bottom, heat.y + 136) + 8
+    return card(title, about, "".join(body), caption, (full, end))
+
+
+def _matrix(traffic: Any, writers: Writers | Iterable[SavePlan] | None) -> Ints:
+    """Return the bytes of a matrix or of plans."""
+    if writers is not None:
+        return _checked(traffic_matrix(traffic, writers))
+    if not isinstance(traffic, np.ndarray):
+        traffic = list(traffic)
+        if any(isinstance(plan, LoadPlan) for plan in traffic):
+            raise ValueError("load plans do not say who wrote; pass writers=, the plans written")
+    return _checked(np.asarray(traffic))
+
+
+def _checked(matrix: npt.NDArray[Any]) -> Ints:
+    if matrix.ndim != 2 or not matrix.size or matrix.min() < 0:
+        raise ValueError(
+            "expected bytes as a matrix, one row a source and one column a reader, none of them "
+            f"negative; got shape {matrix.shape}"
+        )
+    return matrix
+
+
+def _sums(matrix: Ints, steps: tuple[int, int]) -> Ints:
+    """Add up blocks of rows and columns.
+
+    >>> _sums(np.arange(6).reshape(2, 3), (1, 2))
+    array([[1, 2],
+           [7, 5]])
+    """
+    for axis, step in enumerate(steps):
+        matrix = np.add.reduceat(matrix, np.arange(0, matrix.shape[axis], step), axis=axis)
+    return matrix
+
+
+@attrs.frozen
+class _Heat:
+    """Where a heat map lies, how large its cells are, and the value of its darkest colour."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    most: float
+
+    def cells(
+        self, sums: Ints, names: tuple[list[str], list[str]], units: tuple[str, str]
+    ) -> list[str]:
+        """Draw the cells, with their bytes where these fit everywhere."""
+        words = [[byte_tick(v) for v in row] for row in sums.tolist()]
+        widest = max(width_of(w, 10) for row in words for w in row)
+        labelled = widest <= self.width - 6 and self.height >= 14
+        gap = 1.0 if self.width >= 20 else 0.5
+        drawn = []
+        for i, row in enumerate(sums.tolist()):
+            for j, value in enumerate(row):
+                x, y = self.x + j * self.width, self.y + i * self.height
+                fill = ramp(0.97 - 0.97 * value / self.most) if value else EMPTY
+                tip = f"{units[0]} {names[0][i]} → {units[1]} {names[1][j]}: {words[i][j]}"
+                size = self.width - gap, self.height - gap
+                drawn.append(rect(x, y, *size, fill, tip if value else "", class_="cell"))
+                if labelled and value:
+                    x, y = x + size[0] / 2, y + size[1] / 2 + 3.6
+                    ink = ink_on(fill)
+                    drawn.append(text(x, y, words[i][j], anchor="middle", font_size=10, fill=ink))
+        return drawn
+
+    def labels(
+        self, names: tuple[list[str], list[str]], titles: tuple[str, str], gutter: float
+    ) -> list[str]:
+        """Write the names of rows and columns, as many as fit, and what they are."""
+        rows = [self.y + (i + 0.5) * self.height for i in range(len(names[0]))]
+        columns = [self.x + (j + 0.5) * self.width for j in range(len(names[1]))]
+        widest = max(width_of(name, 11) for name in names[1]) + 8
+        drawn = [
+            text(
+                self.x - 8, rows[i] + 4, elide(names[0][i], gutter - 39, 11), anchor="end", fill=INK
+            )
+            for i in thin(rows, 13)
+        ]
+        drawn += [
+            text(columns[j], self.y - 8, names[1][j], anchor="middle", fill=INK)
+            for j in thin(columns, widest)
+        ]
+        middle = self.y + len(rows) * self.height / 2
+        x = MARGIN + 8
+        turn = f"rotate(-90 {x:.2f} {middle:.2f})"
+        drawn.append(text(x, middle, titles[0], anchor="middle", fill=MUTED, transform=turn))
+        middle = self.x + len(columns) * self.width / 2
+        return [*drawn, text(middle, self.y - 28, titles[1], anchor="middle", fill=MUTED)]
+
+
+def _scale_legend(x: float, y: float, height: float, most: float) -> list[str]:
+    """Draw the colour scale from most, on top, to nothing."""
+    if not most:
+        return []
+    steps = 30
+    drawn = [
+        rect(x, y + height * i / steps, 14, height / steps + 0.3, ramp(0.97 * i / (steps - 1)))
+        for i in range(steps)
+    ]
+    for share in (0.0, 0.5, 1.0):
+        at = y + height * share
+        drawn.append(line(x + 14, at, x + 18, at, MUTED))
+        drawn.append(text(x + 22, at + 4, byte_tick(most * (1 - share)), fill=INK))
+    none = y + height + 12
+    return [*drawn, rect(x, none, 14, 14, EMPTY), text(x + 22, none + 11, "none", fill=INK)]
+
+
+def _told(matrix: Ints, units: tuple[str, str], names: Sequence[str]) -> str:
+    """Say how much there is in all, and where most of it is."""
+    total, pairs = int(matrix.sum()), int(np.count_nonzero(matrix))
+    if not total:
+        return "Nothing is read."
+    row, column = (int(i) for i in np.unravel_index(int(matrix.argmax()), matrix.shape))
+    most = human_bytes(int(matrix[row, column]))
+    origin = elide(names[row], 360, 12) if names else f"{units[0]} {row}"
+    return (
+        f"{human_bytes(total)} in all; {pairs:,} of {matrix.size:,} pairs share bytes, "
+        f"{origin} → {units[1]} {column} the most ({most})."
+    )
+
+
+def _blocks_told(steps: tuple[int, int], source: str, reader: str) -> str:
+    if steps == (1, 1):
+        return ""
+    return f" Each cell adds up {counted(steps[0], source)} × {counted(steps[1], reader)}."

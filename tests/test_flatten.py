@@ -1,0 +1,103 @@
+"""Nested state dicts become flat ones and come back."""
+
+from collections import OrderedDict, namedtuple
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from shardplan.planning import PlanError, TensorSpec, flatten, local_plan, unflatten
+from shardplan.planning.strategies import state_dicts
+
+
+def same(a, b):
+    """Compare two trees, types of containers and dtypes of arrays included."""
+    if isinstance(a, np.ndarray):
+        return isinstance(b, np.ndarray) and a.dtype == b.dtype and np.array_equal(a, b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return list(map(repr, a)) == list(map(repr, b)) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+@given(state_dicts())
+def test_unflatten_undoes_flatten(sd):
+    assert same(unflatten(*flatten(sd)), sd)
+
+
+@given(state_dicts())
+def test_flat_leaves_are_the_very_objects_of_the_state_dict(sd):
+    flat, paths = flatten(sd)
+    assert flat.keys() == paths.keys()
+    for name, path in paths.items():
+        value = sd
+        for _, key in path:
+            value = value[key]
+        assert value is flat[name]
+
+
+@given(state_dicts())
+def test_no_leaf_is_a_container_that_holds_a_tensor(sd):
+    def tensors(value):
+        if isinstance(value, (np.ndarray, TensorSpec)):
+            return 1
+        inner = value.values() if isinstance(value, dict) else value
+        return sum(map(tensors, inner)) if isinstance(value, (dict, list, tuple)) else 0
+
+    flat, _ = flatten(sd)
+    leaves = [value for value in flat.values() if isinstance(value, (np.ndarray, TensorSpec))]
+    assert len(leaves) == tensors(sd)
+
+
+@given(state_dicts())
+def test_a_local_plan_names_every_leaf_once_and_in_order(sd):
+    flat, _ = flatten(sd)
+    assert [item.index.fqn for item in local_plan(sd).items] == sorted(flat)
+
+
+def test_two_ways_to_one_name_are_told_together():
+    sd = {"a": {"b": 1}, "a.b": 2, "c": [{"d": 3}], "c.0": {"d": 4}}
+    with pytest.raises(PlanError) as caught:
+        flatten(sd)
+    assert [issue.fqn for issue in caught.value.issues] == ["a.b", "c.0.d"]
+    assert {issue.kind for issue in caught.value.issues} == {"conflict"}
+    assert "['a']['b'] and ['a.b']" in str(caught.value)
+    assert "['c'][0]['d'] and ['c.0']['d']" in str(caught.value)
+    assert "rename" in str(caught.value)
+
+
+def test_a_number_and_its_text_are_two_keys_of_one_name():
+    with pytest.raises(PlanError, match=r"\[0\] and \['0'\]"):
+        flatten({0: "a", "0": "b"})
+
+
+def test_optimizer_state_keeps_its_whole_numbers_as_keys():
+    sd = {"state": {0: {"step": 1}, 1: {"step": 2}}, "param_groups": [{"params": [0, 1]}]}
+    flat, paths = flatten(sd)
+    assert list(flat) == ["state.0.step", "state.1.step", "param_groups.0.params"]
+    assert unflatten(flat, paths) == sd
+
+
+def test_subclasses_of_dict_and_tuple_come_back_equal():
+    pair = namedtuple("pair", "left right")
+    sd = {"model": OrderedDict(w=TensorSpec((2,))), "both": pair(TensorSpec((3,)), 1)}
+    assert unflatten(*flatten(sd)) == sd
+
+
+def test_leaves_without_a_path_stay_on_top():
+    flat, paths = flatten({"a": {"b": 1}})
+    assert unflatten({**flat, "x.y": 2}, paths) == {"a": {"b": 1}, "x.y": 2}
+
+
+def test_the_input_is_left_as_it_was():
+    sd = {"a": [{"b": 1}], "c": {}}
+    unflatten(*flatten(sd))["a"][0]["b"] = 9
+    assert sd == {"a": [{"b": 1}], "c": {}}
+
+
+def test_a_path_that_starts_at_no_dict_is_refused():
+    with pytest.raises(ValueError, match="starts at no dict"):
+        unflatten({"0": 1}, {"0": (("list", 0),)})
