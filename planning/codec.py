@@ -15,7 +15,7 @@ from .errors import CodecError, Issue
 from .frozen import from_json, to_json
 from .items import TensorProperties
 from .metadata import Entries, Layout, Metadata, StorageMeta
-from .packing import DAMAGE, flat, pack, readonly, unpack
+from .packing import DAMAGE, Ints, flat, pack, readonly, unpack
 from .reads import ReadItems, Transfers
 from .records import KeyReport, LoadPlan, Plan, SavePlan
 from .tiling import Boxes, Grid, Tiling
@@ -106,11 +106,33 @@ def decode_plans(blobs: Iterable[bytes]) -> tuple[Plan, ...]:
 def fingerprint(value: Plan | Metadata) -> str:
     """Return a digest of all that a plan or metadata says: equal values, equal digests.
 
-    >>> fingerprint(SavePlan([])) == fingerprint(SavePlan(()))
+    >>> from shardplan.planning import local_plan
+    >>> plan = local_plan({"a": 1, "b": 2})
+    >>> fingerprint(SavePlan(plan.items[:1])) == fingerprint(SavePlan([plan.items[0]]))
     True
     """
-    data = encode_metadata(value) if isinstance(value, Metadata) else encode_plan(value)
+    if isinstance(value, Metadata):
+        data = encode_metadata(attrs.evolve(value, state_dict_metadata=_sorted(value)))
+    else:
+        data = encode_plan(attrs.evolve(value, items=value.items.canonical()))  # type: ignore[misc]
     return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def _sorted(metadata: Metadata) -> Entries:
+    """Return the entries by name, tables in order of first use."""
+    entries = metadata.state_dict_metadata
+    names = sorted(entries.names)
+    row = column([entries.row_of[name] for name in names])
+    layout, layouts = _first_use(entries.layout[row], entries.layouts)
+    prop, props = _first_use(entries.prop[row], entries.props)
+    return Entries(tuple(names), props, prop, layouts, layout)
+
+
+def _first_use(numbers: Ints, table: Sequence[T]) -> tuple[Ints, tuple[T, ...]]:
+    """Number a table's rows in the order in which they are first used, and drop the others."""
+    order = list(dict.fromkeys(n for n in numbers.tolist() if n >= 0))
+    place = {n: i for i, n in enumerate(order)}
+    return column([place.get(n, -1) for n in numbers.tolist()]), tuple(table[n] for n in order)
 
 
 def encode_metadata(metadata: Metadata) -> bytes:

@@ -344,6 +344,17 @@ class WriteItems(Columns[WriteItem]):
             None if all(m.hint is None for m in moved) else readonly(np.concatenate(hints)),
         )
 
+    def canonical(self) -> WriteItems:
+        """Return equal items in the one form that equal items have: no hints, no spare rows."""
+        _, first, number = np.unique(self.row, return_index=True, return_inverse=True)
+        order = np.argsort(first, kind="stable")  # rows of the catalog in order of first use
+        rank = np.argsort(order, kind="stable")
+        heads = [self.catalog.heads[row] for row in self.row[first[order]].tolist()]
+        moved = self.recatalog(Catalog.of(heads), readonly(rank[number]))
+        same = np.array_equal(moved.offsets, moved.shard_offsets)
+        sources = None if same else moved.source_offsets
+        return attrs.evolve(moved, source_offsets=sources, hint=None)
+
     @property
     def shard_offsets(self) -> Ints:
         """Where the shard of the state dict that holds each item starts."""

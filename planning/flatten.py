@@ -54,7 +54,10 @@ def flatten(sd: Mapping[Any, Any]) -> tuple[dict[str, Any], FrozenDict[str, Path
 
 
 def unflatten(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any, Any]:
-    """Return the nested state dict that `flatten` was given (leaves without a path stay on top).
+    """Return the nested state dict that `flatten` was given.
+
+    Leaves without a path stay on top. Where leaves were left out, the others keep their places: a
+    list has None at a position of which nothing is there.
 
     >>> unflatten(*flatten({"a": {"b": 1}, "c": [{"d": 2}, 3]}))
     {'a': {'b': 1}, 'c': [{'d': 2}, 3]}
@@ -109,7 +112,7 @@ class _Positions(dict[int, Any]):
 
 def _settle(value: Any) -> Any:
     if isinstance(value, _Positions):
-        entries = [_settle(value[position]) for position in sorted(value)]
+        entries = [_settle(value.get(position)) for position in range(max(value) + 1)]
         return tuple(entries) if value.kind == "tuple" else entries
     return {k: _settle(v) for k, v in value.items()} if type(value) is dict else value
 

@@ -72,9 +72,9 @@ def freeze(value: Any) -> Any:
         return value
     if isinstance(value, (bytearray, memoryview)):
         return bytes(value)
-    if type(value) in (list, tuple):
+    if isinstance(value, list) or type(value) is tuple:
         return tuple(freeze(v) for v in value)
-    if type(value) in (set, frozenset):
+    if isinstance(value, (set, frozenset)):
         return frozenset(freeze(v) for v in value)
     if isinstance(value, dict):
         return FrozenDict(value)

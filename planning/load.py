@@ -81,7 +81,7 @@ def load_plan(
     fatal = [issue for issue in issues if _must(strict, issue.fqn)]
     if fatal:
         raise PlanError(fatal)
-    named = set(map(items.catalog.names.__getitem__, np.unique(items.row).tolist()))
+    named = set(items.catalog.names)  # a rank may know a tensor and hold nothing of it
     report = KeyReport(
         missing=[issue.fqn for issue in issues if issue.kind == "missing"],
         unexpected=[name for name in entries.names if name not in named],

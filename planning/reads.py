@@ -96,6 +96,17 @@ class ReadItems(Columns[ReadItem]):
         """Return the given rows (numbers, a mask or a slice), in that order."""
         return ReadItems(self.names, **{k: readonly(v[rows]) for k, v in self._columns.items()})
 
+    def canonical(self) -> ReadItems:
+        """Return equal reads in the one form that equal reads have: no hints, no spare names."""
+        return ReadItems.of(
+            attrs.evolve(
+                read,
+                dest_index=attrs.evolve(read.dest_index, index=None),
+                storage_index=attrs.evolve(read.storage_index, index=None),
+            )
+            for read in self
+        )
+
     @cached_property
     def numel(self) -> Ints:
         """How many elements each read copies; 0 for values that are no tensors."""

@@ -362,3 +362,27 @@ def test_reads_of_records_arrive_equal():
     back = decode_plan(encode_plan(LoadPlan(reads)))
     assert list(back.items) == reads
     assert back.items[0].dest_index.index == 3
+
+
+@given(save_plans())
+def test_equal_plans_have_equal_fingerprints_however_they_were_made(plans):
+    done, metadata = global_plan(plans)
+    for plan in (*plans, *done):
+        again = SavePlan(tuple(plan.items), plan.storage_data, plan.planner_data)
+        assert again == plan
+        assert fingerprint(again) == fingerprint(plan)
+        half = SavePlan(plan.items[::2])
+        assert fingerprint(half) == fingerprint(SavePlan(tuple(half.items)))
+    reads = load_plan(metadata, plans[0])
+    assert fingerprint(reads) == fingerprint(LoadPlan(tuple(reads.items), report=reads.report))
+
+
+@given(save_plans())
+def test_metadata_in_another_order_of_names_has_the_same_fingerprint(plans):
+    metadata = global_plan(plans)[1]
+    entries = metadata.state_dict_metadata
+    turned = Metadata(
+        {name: entries[name] for name in reversed(entries.names)}, metadata.planner_data
+    )
+    assert turned == metadata
+    assert fingerprint(turned) == fingerprint(metadata)
