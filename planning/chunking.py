@@ -152,7 +152,7 @@ def _split_items(items: WriteItems, max_bytes: int) -> WriteItems:
     step = items.sizes.copy()  # how far a piece reaches along each axis
     for axis in reversed(range(step.shape[1])):
         step[:, axis] = np.clip(max_bytes // inner, 1, np.maximum(items.sizes[:, axis], 1))
-        inner = inner * items.sizes[:, axis]
+        inner = inner * np.maximum(items.sizes[:, axis], 1)
     parts = np.maximum(-(-items.sizes // step), 1)
     row, cell = expand(parts)
     begin = cell * step[row]

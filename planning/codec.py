@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import attrs
 import numpy as np
 
-from .columns import Catalog, WriteItems, column, pack_names, unpack_names, within
+from .catalog import Catalog, column, pack_names, unpack_names, within
+from .columns import WriteItems
 from .errors import CodecError, Issue
 from .frozen import from_json, to_json
 from .items import TensorProperties

@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from .columns import Catalog, Head
+from .catalog import Catalog, Head
 from .dtypes import dtype_name, is_exact_cast
 from .errors import Issue, PlanError, nearest_names
 from .frozen import FrozenDict

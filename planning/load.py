@@ -9,8 +9,9 @@ from typing import Final, Literal
 import attrs
 import numpy as np
 
+from .catalog import Catalog, column
 from .check import layout_issues
-from .columns import Catalog, WriteItems, column
+from .columns import WriteItems
 from .errors import Issue, PlanError, nearest_names, region_text
 from .items import (
     LoadItemType,

@@ -9,7 +9,7 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from .columns import column
+from .catalog import column
 from .errors import NotFoundError, nearest_names
 from .frozen import freeze
 from .items import TensorProperties

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import attrs
 import numpy as np
 
-from .columns import WriteItems, merge_catalogs
+from .catalog import merge_catalogs
+from .columns import WriteItems
 from .errors import Issue, PlanError
 from .frozen import FrozenDict
 from .records import LoadPlan, SavePlan

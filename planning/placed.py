@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from .columns import column
+from .catalog import column
 from .layout import Mesh, Only, Placement, Replicate, Shard, StridedShard, holds, local_chunks
 from .packing import Ints, readonly
 from .tiling import Chunk, Tiling, tile

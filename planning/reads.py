@@ -9,7 +9,8 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from .columns import Columns, Index, column, pack_names, padded, unpack_names, within
+from .catalog import column, pack_names, padded, unpack_names, within
+from .columns import Columns, Index
 from .errors import CodecError
 from .items import LoadItemType, MetadataIndex, ReadItem
 from .packing import DAMAGE, Ints, flat, pack, readonly, unpack

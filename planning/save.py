@@ -8,9 +8,10 @@ from typing import Any
 import attrs
 import numpy as np
 
+from .catalog import Catalog, Head, column, padded
 from .check import duplicates, world_issues
 from .chunking import dedup_replicas
-from .columns import Catalog, Head, WriteItems, column, padded
+from .columns import WriteItems
 from .errors import Issue, PlanError, RefusedError
 from .flatten import clash, flatten
 from .frozen import FrozenDict

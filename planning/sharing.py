@@ -9,7 +9,8 @@ import attrs
 import numpy as np
 
 from .balance import assign
-from .columns import Catalog, Head, WriteItems, column
+from .catalog import Catalog, Head, column
+from .columns import WriteItems
 from .items import LoadItemType, WriteItemType
 from .metadata import Metadata, TensorMetadata
 from .overlap import overlap_many, self_overlaps

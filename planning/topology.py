@@ -15,8 +15,9 @@ from typing import Any, Final, overload
 import attrs
 import numpy as np
 
+from .catalog import Catalog, Head, column, padded
 from .check import layout_issues
-from .columns import Catalog, Head, WriteItems, column, padded
+from .columns import WriteItems
 from .errors import Issue, PlanError, RefusedError
 from .flatten import flatten
 from .frozen import FrozenDict, freeze
@@ -207,8 +208,6 @@ def world_plans(specs: Mapping[Any, Any], mesh: Mesh) -> WorldPlans:
 def _misfits(spec: TensorSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
     """Say what keeps a spec from lying on a mesh."""
     shape, placements = spec.shape, spec.placements
-    if any(n < 0 for n in shape):
-        yield "shape", f"has a negative length in its shape {shape}"
     if math.prod(shape) > _TOO_LARGE:
         yield "too_large", f"has an impossible shape: {shape} overflows 64 bits"
     if placements and len(placements) != len(mesh.shape):
@@ -218,8 +217,6 @@ def _misfits(spec: TensorSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
         if isinstance(placement, (Shard, StridedShard)):
             if not -len(shape) <= placement.dim < len(shape):
                 yield "shape", f"has no axis for {placement!r}: its shape is {shape}"
-            if getattr(placement, "split_factor", 1) < 1:
-                yield "shape", f"cannot be cut by {placement!r}: its split factor is below 1"
         elif isinstance(placement, Only):
             at = placement.coordinates
             if not at or not 0 <= at[0] <= at[-1] < ranks:

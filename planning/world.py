@@ -10,7 +10,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from .columns import Catalog, WriteItems, column, padded
+from .catalog import Catalog, column, padded
+from .columns import WriteItems
 from .errors import Issue, span
 from .items import TensorProperties
 from .metadata import Layout

@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns import column
+from ..catalog import column
 from ..errors import PlanError
 from ..packing import Ints, readonly
 from ..records import LoadPlan, SavePlan
