@@ -5,6 +5,8 @@ plans come out. Start with `local_plan` (what does this rank hold?), `global_pla
 and what will the checkpoint be?) and `load_plan` (which saved bytes fill this state dict?).
 """
 
+from typing import TYPE_CHECKING, Any
+
 from .check import check, find_issues
 from .chunking import dedup_replicas, split_chunks, split_replicas
 from .codec import (
@@ -26,7 +28,7 @@ from .models import LLAMA_TP, llama, llama3_8b, llama3_405b
 from .overlap import Overlap, fills, gaps, overlap
 from .passes import Pass, annotate, chain, named_chain, partition
 from .placed import SpecLayout
-from .presets import adam, expert_parallel, fsdp, fsdp_tp, hsdp, pipeline, tensor_parallel
+from .presets import Rule, adam, expert_parallel, fsdp, fsdp_tp, hsdp, pipeline, tensor_parallel
 from .ranges import ByteRanges, Requests, byte_ranges, coalesce
 from .records import (
     BytesMetadata,
@@ -53,12 +55,67 @@ from .tiling import Boxes, Grid, Tiling, tile
 from .topology import WorldPlans, world_metadata, world_plans
 from .values import find_object, find_shard
 
+if TYPE_CHECKING:
+    from .draw import (
+        Picture,
+        draw_bytes,
+        draw_reshard,
+        draw_tiling,
+        draw_traffic,
+        traffic_matrix,
+    )
+    from .reports import (
+        CostModel,
+        PlanDiff,
+        Report,
+        Why,
+        Writers,
+        explain,
+        plan_diff,
+        why,
+        writers_of,
+    )
+
+# Pictures and reports are loaded when they are first asked for: planning a save needs neither.
+_PICTURES = {
+    "Picture",
+    "draw_bytes",
+    "draw_reshard",
+    "draw_tiling",
+    "draw_traffic",
+    "traffic_matrix",
+}
+_REPORTS = {
+    "CostModel",
+    "PlanDiff",
+    "Report",
+    "Why",
+    "Writers",
+    "explain",
+    "plan_diff",
+    "why",
+    "writers_of",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PICTURES:
+        from . import draw as home
+    elif name in _REPORTS:
+        from . import reports as home
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = getattr(home, name)
+    return globals()[name]
+
+
 __all__ = [
     "Boxes",
     "ByteRanges",
     "BytesMetadata",
     "Chunk",
     "CodecError",
+    "CostModel",
     "FrozenDict",
     "Grid",
     "Issue",
@@ -73,12 +130,16 @@ __all__ = [
     "Only",
     "Overlap",
     "Pass",
+    "Picture",
     "Plan",
+    "PlanDiff",
     "PlanError",
     "ReadItem",
     "RefusedError",
     "Replicate",
+    "Report",
     "Requests",
+    "Rule",
     "SavePlan",
     "Shard",
     "SpecLayout",
@@ -90,9 +151,11 @@ __all__ = [
     "TensorWriteData",
     "Tiling",
     "Transfer",
+    "Why",
     "WorldPlans",
     "WriteItem",
     "WriteItemType",
+    "Writers",
     "adam",
     "annotate",
     "byte_ranges",
@@ -104,11 +167,16 @@ __all__ = [
     "decode_plan",
     "decode_plans",
     "dedup_replicas",
+    "draw_bytes",
+    "draw_reshard",
+    "draw_tiling",
+    "draw_traffic",
     "drop",
     "dtype_name",
     "encode_metadata",
     "encode_plan",
     "expert_parallel",
+    "explain",
     "fills",
     "find_issues",
     "find_object",
@@ -134,6 +202,7 @@ __all__ = [
     "overlap",
     "partition",
     "pipeline",
+    "plan_diff",
     "rename",
     "resolve_overlaps",
     "select",
@@ -142,7 +211,10 @@ __all__ = [
     "split_replicas",
     "tensor_parallel",
     "tile",
+    "traffic_matrix",
     "unflatten",
+    "why",
     "world_metadata",
     "world_plans",
+    "writers_of",
 ]

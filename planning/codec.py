@@ -114,8 +114,10 @@ def fingerprint(value: Plan | Metadata) -> str:
     """
     if isinstance(value, Metadata):
         data = encode_metadata(attrs.evolve(value, state_dict_metadata=_sorted(value)))
+    elif isinstance(value, SavePlan):
+        data = encode_plan(attrs.evolve(value, items=value.items.canonical()))
     else:
-        data = encode_plan(attrs.evolve(value, items=value.items.canonical()))  # type: ignore[misc]
+        data = encode_plan(attrs.evolve(value, items=value.items.canonical()))
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 

@@ -67,8 +67,8 @@ def byte_ranges(
         counts[:, axis] = np.where(whole, 1, lengths[:, axis])
         run = np.where(whole, run * lengths[:, axis], run)
         whole = whole & (lengths[:, axis] == extents[:, axis])
-    real = lengths.all(axis=1) if axes else np.ones(boxes, bool)
-    read, cell = expand(np.where(real[:, None], counts, 0) if axes else counts)
+    empty = (lengths == 0).any(axis=1, keepdims=True)
+    read, cell = expand(np.where(empty, 0, counts))
     place = ((offsets[read] + cell) * strides[read]).sum(axis=1)
     length = run[read] * itemsize[read]
     number = np.arange(len(read)) - np.searchsorted(read, read)  # of a range among its read's
@@ -140,7 +140,7 @@ def _reach(file: Ints, ends: Ints) -> Ints:
     """Return how far the ranges of a file reach, up to and including each of them."""
     shift = int(ends.max()) + 1
     number = np.cumsum(np.diff(file, prepend=file[0]) != 0)  # files apart, so that none leaks
-    return np.maximum.accumulate(ends + number * shift) - number * shift
+    return np.asarray(np.maximum.accumulate(ends + number * shift) - number * shift)
 
 
 def _bounded(joins: Ints, start: Ints, ends: Ints, max_bytes: int) -> Ints:

@@ -22,11 +22,11 @@ from .errors import Issue, PlanError, RefusedError
 from .flatten import flatten
 from .frozen import FrozenDict, freeze
 from .items import TensorProperties, WriteItemType
-from .layout import Mesh, Replicate, Shard, StridedShard, TensorSpec
+from .layout import Mesh, Only, Replicate, Shard, StridedShard, TensorSpec
 from .metadata import Entries, Layout, Metadata
 from .overlap import fills
 from .packing import Ints, readonly
-from .placed import Only, SpecLayout, spread
+from .placed import SpecLayout, spread
 from .records import SavePlan
 from .text import human_bytes, table
 from .tiling import Grid, Tiling, tile

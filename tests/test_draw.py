@@ -37,8 +37,8 @@ from shardplan.planning.draw import (
     traffic_matrix,
 )
 from shardplan.planning.draw import svg as drawing
+from shardplan.planning.reports.writers import writers_of
 from shardplan.planning.topology import world_plans
-from shardplan.planning.writers import writers_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 LIMIT = 300_000  # bytes of any picture

@@ -49,9 +49,9 @@ from shardplan.planning import (
     local_plan,
     topology,
 )
-from shardplan.planning.layout import shard_runs
+from shardplan.planning.layout import Only, shard_runs
 from shardplan.planning.models import LLAMA_TP, llama, llama3_8b, llama3_405b
-from shardplan.planning.placed import Only, SpecLayout, axis_runs
+from shardplan.planning.placed import SpecLayout, axis_runs
 from shardplan.planning.presets import (
     adam,
     expert_parallel,

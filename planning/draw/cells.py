@@ -20,10 +20,10 @@ from ..metadata import Metadata, TensorMetadata
 from ..overlap import fills, overlap
 from ..packing import Ints, readonly
 from ..records import SavePlan
+from ..reports.writers import Writers
 from ..tiling import Chunk, Grid, Tiling, tile, tile_chunks
 from ..topology import WorldPlans
 from ..world import World
-from ..writers import Writers
 from .svg import block
 
 __all__ = ["Cell", "Cut", "Window", "merged", "pieces", "seen"]

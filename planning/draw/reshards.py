@@ -10,9 +10,9 @@ import attrs
 
 from ..metadata import Metadata, TensorMetadata
 from ..records import SavePlan
+from ..reports.writers import Writers
 from ..tiling import Chunk
 from ..topology import WorldPlans
-from ..writers import Writers
 from .captions import about, remarks, tip_of
 from .cells import (
     Cell,

@@ -13,9 +13,9 @@ from ..catalog import column
 from ..errors import PlanError
 from ..packing import Ints, readonly
 from ..records import LoadPlan, SavePlan
+from ..reports.writers import Writers
 from ..text import human_bytes
 from ..world import World
-from ..writers import Writers
 from .svg import (
     EMPTY,
     INK,
