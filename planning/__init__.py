@@ -100,13 +100,17 @@ _REPORTS = {
 
 def __getattr__(name: str) -> Any:
     if name in _PICTURES:
-        from . import draw as home
+        from . import draw
+
+        value = getattr(draw, name)
     elif name in _REPORTS:
-        from . import reports as home
+        from . import reports
+
+        value = getattr(reports, name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = getattr(home, name)
-    return globals()[name]
+    globals()[name] = value
+    return value
 
 
 __all__ = [
