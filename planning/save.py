@@ -132,14 +132,13 @@ def global_plan(
 def _with_hints(world: World) -> tuple[SavePlan, ...]:
     """Let each item's hint tell which of the metadata's chunks it is."""
     rows = world.rows
-    counts = np.array([len(plan.items) for plan in world], np.int64)
-    first = np.cumsum(counts) - counts
-    hints = np.full(int(counts.sum()), -1, np.int64)
-    hints[first[rows.rank] + rows.item] = np.arange(len(rows)) - rows.start[rows.tensor]
+    hints = np.full(int(rows.first[-1]), -1, np.int64)
+    hints[rows.flat] = np.arange(len(rows)) - rows.spread(rows.start[:-1])
     hints = readonly(hints)
+    edges = rows.first.tolist()
     return tuple(
-        attrs.evolve(plan, items=attrs.evolve(plan.items, hint=hints[low : low + count]))
-        for plan, low, count in zip(world, first.tolist(), counts.tolist(), strict=True)
+        attrs.evolve(plan, items=attrs.evolve(plan.items, hint=hints[low:high]))
+        for plan, low, high in zip(world, edges[:-1], edges[1:], strict=True)
     )
 
 

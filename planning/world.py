@@ -35,10 +35,9 @@ class Rows:
             it is no tensor).
         shapes: Each tensor's global shape.
         start: Where each tensor's rows begin, and, last, where all rows end.
-        tensor: Which tensor each row belongs to.
-        rank, item: Whose row it is, and which of that plan's items.
+        first: Where each rank's items begin when all are laid end to end, and where they end.
+        flat: Which item each row is, in that numbering.
         offsets, sizes: The chunk, in the global frame, padded.
-        place: Where the chunk starts when the tensor is laid out row-major, in elements.
         issues: Faults for which no rows can be made: tensors on which ranks disagree.
     """
 
@@ -47,23 +46,49 @@ class Rows:
     prop: Ints
     shapes: tuple[tuple[int, ...], ...]
     start: Ints
-    tensor: Ints
-    rank: Ints
-    item: Ints
+    first: Ints
+    flat: Ints
     offsets: Ints
     sizes: Ints
-    place: Ints
     issues: tuple[Issue, ...]
 
     def __len__(self) -> int:
-        return len(self.tensor)
+        return len(self.flat)
 
     def take(self, rows: npt.NDArray[Any]) -> Rows:
         """Return the given rows (numbers or a mask), which must stay grouped by tensor."""
-        fields = ("tensor", "rank", "item", "offsets", "sizes", "place")
-        taken = {name: getattr(self, name)[rows] for name in fields}
-        start = np.searchsorted(taken["tensor"], np.arange(len(self.names) + 1))
-        return attrs.evolve(self, start=start, **taken)
+        start = np.searchsorted(self.tensor[rows], np.arange(len(self.names) + 1))
+        taken = (self.flat[rows], self.offsets[rows], self.sizes[rows])
+        return attrs.evolve(self, start=start, flat=taken[0], offsets=taken[1], sizes=taken[2])
+
+    def spread(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Give every row the value of its tensor."""
+        return np.repeat(values, np.diff(self.start))
+
+    @cached_property
+    def tensor(self) -> Ints:
+        """Which tensor each row belongs to."""
+        return self.spread(np.arange(len(self.names)))
+
+    @cached_property
+    def rank(self) -> Ints:
+        """Whose row it is."""
+        return np.repeat(np.arange(len(self.first) - 1), np.diff(self.first))[self.flat]
+
+    @cached_property
+    def item(self) -> Ints:
+        """Which of that rank's items it is."""
+        return self.flat - self.first[self.rank]
+
+    @cached_property
+    def place(self) -> Ints:
+        """Where the chunk starts when the tensor is laid out row-major, in elements."""
+        shape = padded(self.shapes, 1)
+        place, stride = np.zeros(len(self), np.int64), np.ones(len(shape), np.int64)
+        for axis in reversed(range(shape.shape[1])):
+            place += self.offsets[:, axis] * self.spread(stride)
+            stride = stride * shape[:, axis]
+        return place
 
     @cached_property
     def repeats(self) -> npt.NDArray[np.bool_]:
@@ -122,22 +147,20 @@ class World(tuple[SavePlan, ...]):
     def keep(self, mask: npt.NDArray[np.bool_]) -> World:
         """Return the world in which each rank holds only its rows that the mask marks."""
         rows = self.rows
-        counts = [len(plan.items) for plan in self]
-        first = np.cumsum([0, *counts])
-        kept = np.zeros(int(first[-1]), bool)
-        kept[first[rows.rank[mask]] + rows.item[mask]] = True
+        kept = np.zeros(int(rows.first[-1]), bool)
+        kept[rows.flat[mask]] = True
         if kept.all():
             return self
-        position = np.cumsum(kept) - kept  # of each kept item among all kept ones
+        edges = rows.first.tolist()
         plans = []
-        for plan, low, high in zip(self, first[:-1].tolist(), first[1:].tolist(), strict=True):
+        for plan, low, high in zip(self, edges[:-1], edges[1:], strict=True):
             mine = kept[low:high]
             plans.append(plan if mine.all() else attrs.evolve(plan, items=plan.items.take(mine)))
         world = World(plans)
+        position = np.concatenate([[0], np.cumsum(kept)])  # of each kept item among all kept ones
         view = rows.take(mask)
-        now_first = np.concatenate([position, [kept.sum()]])[first]
-        item = position[first[view.rank] + view.item] - now_first[view.rank]
-        world.__dict__["rows"] = attrs.evolve(view, item=item)  # sorted already: no second sort
+        view = attrs.evolve(view, first=position[rows.first], flat=position[view.flat])
+        world.__dict__["rows"] = view  # sorted already: no second sort
         return world
 
 
@@ -145,31 +168,37 @@ def _sort(world: World) -> Rows:
     """Lay all items end to end, group them by tensor, drop what cannot be placed, sort the rest."""
     table = _merge_catalogs([plan.items for plan in world])
     shape = padded(table.shapes, 1)
-    rows = _concatenate(world, table, shape.shape[1])
-    order = stable_order(rows.tensor, len(table.names))
+    tensor, offsets, sizes = _lay_out(world, table, shape.shape[1])
+    order = stable_order(tensor, len(table.names))
     if table.issues:
         bad = {issue.fqn for issue in table.issues}
         sound = np.array([name not in bad for name in table.names], bool)
-        order = order[sound[rows.tensor[order]]]
-    if not rows.sizes.all():  # empty chunks hold nothing; an empty tensor is still known by one
-        order = order[
-            np.all(rows.sizes[order], axis=1) | (shape == 0).any(axis=1)[rows.tensor[order]]
-        ]
-    rows = rows.take(order)
-    outside = np.any(rows.offsets + rows.sizes > shape[rows.tensor], axis=1)
-    if outside.any():
-        rows = _drop_strays(rows, outside)
-    strides = np.ones_like(shape)
-    for axis in reversed(range(shape.shape[1] - 1)):
-        strides[:, axis] = strides[:, axis + 1] * shape[:, axis + 1]
-    place = (rows.offsets * strides[rows.tensor]).sum(axis=1)
-    return _by_place(attrs.evolve(rows, place=place))
+        order = order[sound[tensor[order]]]
+    if not sizes.all():  # empty chunks hold nothing; an empty tensor is still known by one
+        is_empty = (shape == 0).any(axis=1)
+        order = order[np.all(sizes[order], axis=1) | is_empty[tensor[order]]]
+    count = np.bincount(tensor[order], minlength=len(table.names))
+    rows = Rows(
+        table.names,
+        table.props,
+        table.prop,
+        table.shapes,
+        start=np.concatenate([[0], np.cumsum(count)]),
+        first=np.cumsum([0, *(len(plan.items) for plan in world)]),
+        flat=order,
+        offsets=offsets[order],
+        sizes=sizes[order],
+        issues=table.issues,
+    )
+    outside = np.zeros(len(rows), bool)
+    for axis in range(shape.shape[1]):
+        outside |= rows.offsets[:, axis] + rows.sizes[:, axis] > rows.spread(shape[:, axis])
+    return _by_place(_drop_strays(rows, outside) if outside.any() else rows)
 
 
-def _concatenate(world: World, table: _Table, width: int) -> Rows:
-    """Make rows of all items, in order of rank, as each plan has them; not yet sorted or placed."""
-    counts = np.array([len(plan.items) for plan in world], np.int64)
-    total = int(counts.sum())
+def _lay_out(world: World, table: _Table, width: int) -> tuple[Ints, Ints, Ints]:
+    """Return the tensor and the chunk of every item of every rank, in order of rank."""
+    total = sum(len(plan.items) for plan in world)
     tensor = np.empty(total, np.int64)
     offsets, sizes = np.zeros((total, width), np.int64), np.ones((total, width), np.int64)
     low = 0
@@ -180,22 +209,7 @@ def _concatenate(world: World, table: _Table, width: int) -> Rows:
         offsets[rows, axes] = items.offsets[:, axes]
         sizes[rows, axes] = items.sizes[:, axes]
         low += len(items)
-    rank = np.repeat(np.arange(len(counts)), counts)
-    item = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
-    return Rows(
-        table.names,
-        table.props,
-        table.prop,
-        table.shapes,
-        np.zeros(0, np.int64),
-        tensor,
-        rank,
-        item,
-        offsets,
-        sizes,
-        np.zeros(total, np.int64),
-        table.issues,
-    )
+    return tensor, offsets, sizes
 
 
 def _by_place(rows: Rows) -> Rows:
