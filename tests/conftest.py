@@ -1,7 +1,10 @@
-"""Hypothesis profiles: quick by default, HYPOTHESIS_PROFILE=thorough on demand."""
+"""Hypothesis profiles, quick by default, and a real S3 endpoint on loopback."""
 
+import logging
 import os
+import threading
 
+import pytest
 from hypothesis import settings
 
 # In CI the quick examples are the same every time: a red run is then about the change.
@@ -12,3 +15,77 @@ settings.register_profile(
     "thorough", max_examples=2_000, deadline=None, derandomize=False, print_blob=True
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
+
+
+class S3Server:
+    """moto's server, with a log of requests and a way to refuse some of them.
+
+    Attributes:
+        endpoint: Its address.
+        options: What `open_store` needs to reach it.
+        requests: (method, path, query, range header, length) of each request so far.
+        refuse: Called with each request as logged; those it accepts are answered with 403.
+    """
+
+    bucket = "bucket"
+
+    def __init__(self):
+        server = pytest.importorskip("moto.server")
+        boto3 = pytest.importorskip("boto3")
+        from werkzeug.serving import make_server
+
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)
+        self.requests, self.refuse = [], None
+        self._app = server.DomainDispatcherApplication(server.create_backend_app)
+        self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+        self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
+        keys = {"access_key_id": "test", "secret_access_key": "test"}
+        self.options = keys | {
+            "endpoint": self.endpoint,
+            "region": "us-east-1",
+            "client_options": {"allow_http": True},
+        }
+        self.client = boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            region_name="us-east-1",
+            **{f"aws_{name}": value for name, value in keys.items()},
+        )
+        self.client.create_bucket(Bucket=self.bucket)
+
+    def _answer(self, environ, start_response):
+        names = ("REQUEST_METHOD", "PATH_INFO", "QUERY_STRING", "HTTP_RANGE", "CONTENT_LENGTH")
+        request = tuple(environ.get(name, "") for name in names)
+        self.requests.append(request)
+        if self.refuse and self.refuse(request):
+            environ["wsgi.input"].read(int(request[-1] or 0))
+            start_response("403 Forbidden", [("Content-Length", "0")])
+            return [b""]
+        return self._app(environ, start_response)
+
+    def unfinished_uploads(self):
+        """Return the names of files whose upload was begun and neither completed nor aborted."""
+        found = self.client.list_multipart_uploads(Bucket=self.bucket)
+        return [upload["Key"] for upload in found.get("Uploads", [])]
+
+    def close(self):
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+@pytest.fixture(scope="session")
+def s3_server():
+    server = S3Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def s3(s3_server):
+    """A real S3 endpoint over HTTP; its log is empty and it refuses nothing."""
+    s3_server.requests.clear()
+    yield s3_server
+    s3_server.refuse = None

@@ -1,0 +1,174 @@
+"""Which memory goes where? Buffers as flat bytes, cut and joined without copying."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "Buffer",
+    "Run",
+    "advance",
+    "bundles",
+    "byte_view",
+    "copy_into",
+    "gather",
+    "pieces",
+    "placed",
+    "total_bytes",
+    "wanted",
+]
+
+Buffer: TypeAlias = bytes | bytearray | memoryview | NDArray[Any]
+"""Contiguous memory of any type."""
+
+Run: TypeAlias = tuple[int, list[memoryview]]
+"""A byte offset in a file, and the memory that goes there, one view after another."""
+
+
+def byte_view(buffer: Buffer) -> memoryview:
+    """View contiguous memory as flat bytes.
+
+    >>> byte_view(np.array([[1, 2]], np.int16)).tolist()
+    [1, 0, 2, 0]
+
+    Raises:
+        ValueError: The elements do not lie one after another.
+    """
+    view = memoryview(cast(bytes, buffer))  # typed so for Python 3.11, where arrays are no buffers
+    if not view.c_contiguous:
+        raise ValueError(f"memory of shape {view.shape} is not contiguous: make it so first")
+    if not view.nbytes:
+        return memoryview(b"")  # a view of no elements cannot be cast
+    return view if view.format == "B" and view.ndim == 1 else view.cast("B")
+
+
+def wanted(ranges: Iterable[tuple[int, memoryview]]) -> list[tuple[int, memoryview]]:
+    """Return the ranges to read as flat views, in the order of the file, without empty ones.
+
+    >>> buffer = memoryview(bytearray(4))
+    >>> [
+    ...     (offset, view.nbytes)
+    ...     for offset, view in wanted([(9, buffer), (5, buffer[:0]), (2, buffer)])
+    ... ]
+    [(2, 4), (9, 4)]
+
+    Raises:
+        ValueError: An offset is negative, or memory to fill cannot be written to.
+    """
+    found = []
+    for offset, buffer in ranges:
+        view = byte_view(buffer)
+        if not view.nbytes:
+            continue
+        if offset < 0 or view.readonly:
+            wrong = f"offset {offset}" if offset < 0 else "memory that is read-only"
+            raise ValueError(f"cannot read into {view.nbytes} bytes: {wrong}")
+        found.append((offset, view))
+    return sorted(found, key=itemgetter(0))
+
+
+def total_bytes(parts: Iterable[Buffer]) -> int | None:
+    """Return the size of all parts, or None if they are yet to be made.
+
+    >>> total_bytes([b"abc", b"de"])
+    5
+    """
+    if not isinstance(parts, Sequence):
+        return None
+    return sum(byte_view(part).nbytes for part in parts)
+
+
+def pieces(parts: Iterable[Buffer], max_bytes: int) -> Iterator[memoryview]:
+    """Cut parts into views of at most ``max_bytes``, in order, leaving out empty ones.
+
+    >>> [bytes(piece) for piece in pieces([b"abcde", b"", b"f"], 2)]
+    [b'ab', b'cd', b'e', b'f']
+    """
+    for part in parts:
+        view = byte_view(part)
+        for start in range(0, view.nbytes, max_bytes):
+            yield view[start : start + max_bytes]
+
+
+def placed(views: Iterable[memoryview]) -> Iterator[tuple[int, memoryview]]:
+    """Pair each view with its offset, where one follows another.
+
+    >>> [offset for offset, _ in placed([memoryview(b"abc"), memoryview(b"d"), memoryview(b"e")])]
+    [0, 3, 4]
+    """
+    offset = 0
+    for view in views:
+        yield offset, view
+        offset += view.nbytes
+
+
+def gather(
+    ranges: Iterable[tuple[int, memoryview]], *, max_bytes: int, max_views: int
+) -> Iterator[Run]:
+    """Join ranges that follow one another in the file into runs that one system call can move.
+
+    Args:
+        ranges: Byte offsets in the file and flat views, none of them empty.
+        max_bytes: A run holds no more, so longer views are cut.
+        max_views: A run holds no more.
+
+    >>> views = [memoryview(text) for text in (b"abc", b"de", b"f")]
+    >>> runs = gather(zip([0, 3, 9], views), max_bytes=4, max_views=8)
+    >>> [(offset, [bytes(view) for view in run]) for offset, run in runs]
+    [(0, [b'abc', b'd']), (4, [b'e']), (9, [b'f'])]
+    """
+    start, end, run = 0, 0, list[memoryview]()
+    for offset, rest in ranges:
+        while rest.nbytes:
+            room = max_bytes - (end - start)
+            if run and (offset != end or not room or len(run) == max_views):
+                yield start, run
+                run = []
+            if not run:
+                start, end, room = offset, offset, max_bytes
+            view, rest = rest[:room], rest[room:]
+            run.append(view)
+            offset = end = end + view.nbytes
+    if run:
+        yield start, run
+
+
+def bundles(runs: Iterable[Run], max_bytes: int) -> Iterator[list[Run]]:
+    """Collect small runs into bundles worth a thread's while, of about ``max_bytes`` each.
+
+    >>> runs = [(offset, [memoryview(b"abc")]) for offset in (0, 10, 20)]
+    >>> [[offset for offset, _ in bundle] for bundle in bundles(runs, 6)]
+    [[0, 10], [20]]
+    """
+    bundle, held = list[Run](), 0
+    for run in runs:
+        bundle.append(run)
+        held += sum(view.nbytes for view in run[1])
+        if held >= max_bytes:
+            yield bundle
+            bundle, held = [], 0
+    if bundle:
+        yield bundle
+
+
+def advance(views: Sequence[memoryview], done: int) -> list[memoryview]:
+    """Return what is left of some views once their first ``done`` bytes have been moved.
+
+    >>> [bytes(view) for view in advance([memoryview(b"abc"), memoryview(b"de")], 4)]
+    [b'e']
+    """
+    for position, view in enumerate(views):
+        if done < view.nbytes:
+            return [view[done:], *views[position + 1 :]]
+        done -= view.nbytes
+    return []
+
+
+def copy_into(destination: memoryview, source: Any) -> None:
+    """Copy bytes of equal length, letting other threads run meanwhile."""
+    np.copyto(np.frombuffer(destination, np.uint8), np.frombuffer(source, np.uint8))

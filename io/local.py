@@ -1,0 +1,278 @@
+"""Local files: bytes move straight between the disk and the caller's memory."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Final
+
+from .buffers import (
+    Buffer,
+    Run,
+    advance,
+    bundles,
+    byte_view,
+    gather,
+    pieces,
+    placed,
+    total_bytes,
+    wanted,
+)
+from .kernel import IOV_MAX, reserve_space, start_writeback, sync_folder
+from .pool import Pool, default_pool
+from .stores import StoreError, check_path, from_os_error, short, wrong_size
+
+__all__ = ["TEMPORARY", "LocalStore"]
+
+TEMPORARY: Final = ".tmp"
+"""How the name of a file ends that a killed `LocalStore.replace` leaves behind."""
+
+_STEP: Final = 32 << 20  # bytes a system call moves: much below Linux's limit of 2 GiB
+_ATTEMPTS: Final = 5
+
+
+class LocalStore:
+    """A folder on a disk.
+
+    Reads are spread over the pool's threads. A file is written by one thread, since file systems
+    let only one write into a file at a time; the disk is kept busy from the first bytes on, so
+    that little is left to wait for in the end. Write several files at once to use more threads.
+
+    Symbolic links are followed when reading, as other tools' caches need it. A link is not
+    followed when writing: the file takes its place.
+
+    Args:
+        root: The folder; it is made when something is first written.
+        pool: Where reads run, by default the shared one.
+
+    >>> import tempfile
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> store = LocalStore(folder.name)
+    >>> store.write("a/b.bin", [b"012", b"345"])
+    6
+    >>> odd = bytearray(1), bytearray(2)
+    >>> store.read("a/b.bin", [(5, memoryview(odd[0])), (1, memoryview(odd[1]))])
+    3
+    >>> odd, store.list(recursive=False)
+    ((bytearray(b'5'), bytearray(b'12')), ('a/',))
+    >>> folder.cleanup()
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, pool: Pool | None = None) -> None:
+        self._root = os.path.abspath(root)
+        self._pool = pool
+        self._lock = threading.Lock()
+        self._unsynced: set[str] = set()
+
+    @property
+    def url(self) -> str:
+        """The folder, as an absolute path."""
+        return self._root
+
+    @property
+    def staging(self) -> int:
+        """No memory is needed beside the caller's."""
+        return 0
+
+    def __repr__(self) -> str:
+        return f"LocalStore({self._root!r})"
+
+    def read(self, path: str, ranges: Sequence[tuple[int, memoryview]]) -> int:
+        """Fill buffers from a file; see `Store.read`."""
+        file = self._locate(path)
+        asked = wanted(ranges)
+        if not asked:
+            return 0
+        runs = gather(asked, max_bytes=_STEP, max_views=IOV_MAX)
+        bundled = list(bundles(runs, _STEP))
+        with _reported("read", file), _closing(os.open(file, os.O_RDONLY | os.O_CLOEXEC)) as fd:
+            _check_size(fd, file, asked)
+            if len(bundled) == 1:
+                return _read_runs(fd, file, bundled[0])
+            pool = self._pool or default_pool()
+            return sum(pool.map(lambda runs: _read_runs(fd, file, runs), bundled))
+
+    def write(
+        self, path: str, parts: Iterable[Buffer], *, nbytes: int | None = None, sync: bool = True
+    ) -> int:
+        """Write a file whole; see `Store.write`."""
+        file = self._locate(path)
+        nbytes = total_bytes(parts) if nbytes is None else nbytes
+        with _reported("write", file), self._created(file) as fd:
+            reserve_space(fd, nbytes or 0)
+            written = 0
+            runs = gather(placed(pieces(parts, _STEP)), max_bytes=_STEP, max_views=IOV_MAX)
+            for offset, views in runs:
+                written += _write_run(fd, offset, views)
+                start_writeback(fd, offset, written - offset)
+            if nbytes not in {None, written}:
+                raise wrong_size(file, nbytes or 0, written)
+            if sync:
+                os.fsync(fd)
+            return written
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Publish a small file at once and durably; see `Store.replace`."""
+        file = self._locate(path)
+        temporary = f"{file}.{secrets.token_hex(8)}{TEMPORARY}"
+        with _reported("replace", file):
+            with self._created(temporary) as fd:
+                _write_run(fd, 0, [byte_view(data)] if data else [])
+                os.fsync(fd)
+            try:
+                os.replace(temporary, file)
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(temporary)
+                raise
+            self.sync()
+
+    def size(self, path: str) -> int:
+        """Return the size of a file in bytes."""
+        file = self._locate(path)
+        with _reported("measure", file):
+            return os.stat(file).st_size
+
+    def exists(self, path: str) -> bool:
+        """Say whether there is such a file."""
+        return os.path.isfile(self._locate(path))
+
+    def list(self, prefix: str = "", *, recursive: bool = True) -> tuple[str, ...]:
+        """Return the files below a folder, sorted; see `Store.list`."""
+        folder = self._locate(prefix) if prefix else self._root
+        with _reported("list", folder):
+            found = _walk(folder, f"{prefix}/" if prefix else "", recursive)
+            return tuple(sorted(found))
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Delete files, and folders thereby emptied; see `Store.delete`."""
+        files = [self._locate(path) for path in paths]
+        for file in files:
+            with _reported("delete", file), suppress(FileNotFoundError):
+                os.unlink(file)
+        for folder in {os.path.dirname(file) for file in files}:
+            self._remove_empty(folder)
+
+    def sync(self) -> None:
+        """Make durable the names of all files written so far; see `Store.sync`."""
+        with self._lock:
+            folders, self._unsynced = self._unsynced, set()
+        try:
+            for folder in sorted(folders):
+                with _reported("sync", folder), suppress(FileNotFoundError):
+                    sync_folder(folder)
+        except BaseException:
+            with self._lock:
+                self._unsynced |= folders
+            raise
+
+    def _locate(self, path: str) -> str:
+        return os.path.join(self._root, check_path(path, root=self._root))
+
+    @contextmanager
+    def _created(self, file: str) -> Iterator[int]:
+        """Open a new file for writing, and remove it again if the block fails."""
+        with _closing(self._create(file)) as fd:
+            try:
+                yield fd
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(file)
+                raise
+
+    def _create(self, file: str) -> int:
+        """Open a file that is not there yet: folders are made, an old file is taken away."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        folder = os.path.dirname(file)
+        for _ in range(_ATTEMPTS):  # a concurrent delete may remove the folder once more
+            try:
+                self._make_folder(folder)
+                return os.open(file, flags, 0o666)
+            except FileNotFoundError:
+                continue
+            except FileExistsError:
+                with suppress(FileNotFoundError):
+                    os.unlink(file)
+        return os.open(file, flags, 0o666)
+
+    def _make_folder(self, folder: str) -> None:
+        new, made = folder, {folder}
+        while not os.path.isdir(new):  # a new folder's name is part of its parent
+            new = os.path.dirname(new)
+            made.add(new)
+        os.makedirs(folder, exist_ok=True)
+        with self._lock:
+            self._unsynced |= made
+
+    def _remove_empty(self, folder: str) -> None:
+        while folder != self._root:
+            try:
+                os.rmdir(folder)
+            except OSError:
+                return
+            folder = os.path.dirname(folder)
+
+
+@contextmanager
+def _reported(operation: str, file: str) -> Iterator[None]:
+    try:
+        yield
+    except StoreError:
+        raise
+    except OSError as error:
+        raise from_os_error(operation, file, error) from error
+
+
+@contextmanager
+def _closing(fd: int) -> Iterator[int]:
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _check_size(fd: int, file: str, asked: Sequence[tuple[int, memoryview]]) -> None:
+    size = os.fstat(fd).st_size
+    for offset, view in asked:
+        if offset + view.nbytes > size:
+            raise short(file, offset, view.nbytes, size)
+
+
+def _read_runs(fd: int, file: str, runs: Sequence[Run]) -> int:
+    total = 0
+    for offset, views in runs:
+        end = offset + sum(view.nbytes for view in views)
+        total += end - offset
+        while views:
+            done = os.preadv(fd, views, offset)
+            if not done:  # the file was longer a moment ago
+                raise short(file, offset, end - offset, os.fstat(fd).st_size)
+            offset, views = offset + done, advance(views, done)
+    return total
+
+
+def _write_run(fd: int, offset: int, views: Sequence[memoryview]) -> int:
+    start = offset
+    while views:
+        done = os.pwritev(fd, views, offset)
+        offset, views = offset + done, advance(views, done)
+    return offset - start
+
+
+def _walk(folder: str, prefix: str, recursive: bool) -> Iterator[str]:
+    try:
+        entries = list(os.scandir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for entry in entries:
+        if not entry.is_dir():
+            yield prefix + entry.name
+        elif entry.is_symlink():
+            continue  # a second name of a folder, such as `latest`
+        elif recursive:
+            yield from _walk(entry.path, f"{prefix}{entry.name}/", recursive)
+        else:
+            yield f"{prefix}{entry.name}/"

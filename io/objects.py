@@ -1,0 +1,269 @@
+"""Object stores, through obstore: S3, Google Cloud Storage, Azure, and plain memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import chain
+from typing import Any, Final
+
+from .buffers import Buffer, Run, bundles, copy_into, gather, pieces, total_bytes, wanted
+from .pool import Pool, default_pool
+from .stores import MissingFileError, StoreError, check_path, denied, missing, short, wrong_size
+
+try:
+    import obstore
+    from obstore import exceptions
+    from obstore.store import MemoryStore, from_url
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "object stores and memory:// need obstore: pip install 'shardplan[objects]'", name="obstore"
+    ) from error
+
+__all__ = ["ObjectStore", "open_objects"]
+
+_PART_SIZE: Final = 8 << 20
+_PARTS_IN_FLIGHT: Final = 8
+_MAX_PARTS: Final = 10_000  # S3 takes no more in one upload
+
+_memories: dict[str, MemoryStore] = {}
+_lock = threading.Lock()
+
+
+def open_objects(
+    url: str, *, pool: Pool | None = None, part_size: int = _PART_SIZE, **options: Any
+) -> ObjectStore:
+    """Open ``s3://``, ``gs://``, ``az://`` or ``memory://``; see `open_store`.
+
+    >>> open_objects("memory://shared").write("a", [b"abc"])
+    3
+    >>> open_objects("memory://shared").size("a")
+    3
+    """
+    url = url.rstrip("/") if not url.endswith("://") else url
+    scheme, _, rest = url.partition("://")
+    if scheme.lower() == "memory":
+        if options:
+            raise TypeError(f"memory:// takes no options, but got {', '.join(options)}")
+        name, _, prefix = rest.partition("/")
+        with _lock:
+            memory = _memories.setdefault(name, MemoryStore())
+        return ObjectStore(memory, url, prefix=prefix, pool=pool, part_size=part_size)
+    with _reported("open", url):
+        inner = from_url(url, **options)
+    return ObjectStore(inner, url, pool=pool, part_size=part_size)
+
+
+class ObjectStore:
+    """A bucket, or a folder in one.
+
+    Reads ask for the exact ranges and copy them into place; writes go up in parts, several at
+    once, and what was half sent is withdrawn on an error. A file appears when its last byte has
+    arrived, so every write is atomic here, and there is nothing to sync.
+
+    Args:
+        inner: The store, as obstore opened it.
+        url: Its name in messages.
+        prefix: A folder within ``inner`` that is the root of this store.
+        pool: Where reads run, by default the shared one.
+        part_size: How many bytes go into one request. S3 wants at least 5 MiB to write, and at
+            most 10,000 parts, so parts of a file beyond 80 GB are larger.
+    """
+
+    def __init__(
+        self,
+        inner: Any,
+        url: str,
+        *,
+        prefix: str = "",
+        pool: Pool | None = None,
+        part_size: int = _PART_SIZE,
+    ) -> None:
+        if part_size < 1:
+            raise ValueError(f"a part needs at least a byte, not {part_size}")
+        self._inner, self._url, self._pool = inner, url, pool
+        self._root = f"{check_path(prefix, root=url)}/" if prefix else ""
+        self._part_size = part_size
+
+    @property
+    def url(self) -> str:
+        """The bucket and folder."""
+        return self._url
+
+    @property
+    def staging(self) -> int:
+        """Bytes on their way are held in memory, a few parts of them."""
+        return _PARTS_IN_FLIGHT * self._part_size
+
+    def __repr__(self) -> str:
+        return f"ObjectStore({self._url!r})"
+
+    def read(self, path: str, ranges: Sequence[tuple[int, memoryview]]) -> int:
+        """Fill buffers from a file; see `Store.read`."""
+        key = self._key(path)
+        runs = gather(wanted(ranges), max_bytes=self._part_size, max_views=1)
+        bundled = list(bundles(runs, self._part_size))
+
+        def fetch(bundle: Sequence[Run]) -> int:
+            return self._fetch(key, self._name(path), bundle)
+
+        if len(bundled) == 1:
+            return fetch(bundled[0])
+        pool = self._pool or default_pool()
+        return sum(pool.map(fetch, bundled, nbytes=_nbytes))
+
+    def write(
+        self, path: str, parts: Iterable[Buffer], *, nbytes: int | None = None, sync: bool = True
+    ) -> int:
+        """Write a file whole; see `Store.write`. It is durable whatever ``sync`` says."""
+        key, url = self._key(path), self._name(path)
+        nbytes = total_bytes(parts) if nbytes is None else nbytes
+        size = max(self._part_size, -(-(nbytes or 0) // _MAX_PARTS))
+        stream = _Stream(pieces(parts, size), nbytes, url)
+        first = stream.take(size)
+        with _reported("write", url):
+            if stream.nbytes <= size:
+                obstore.put(self._inner, key, b"".join(first), use_multipart=False)
+            else:
+                obstore.put(
+                    self._inner,
+                    key,
+                    chain(first, stream),
+                    use_multipart=True,
+                    chunk_size=size,
+                    max_concurrency=max(1, self.staging // size - 1),  # one more is being filled
+                )
+        return stream.nbytes
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Publish a small file at once, by a single request; see `Store.replace`."""
+        with _reported("replace", self._name(path)):
+            obstore.put(self._inner, self._key(path), data, use_multipart=False)
+
+    def size(self, path: str) -> int:
+        """Return the size of a file in bytes."""
+        with _reported("measure", self._name(path)):
+            return obstore.head(self._inner, self._key(path))["size"]
+
+    def exists(self, path: str) -> bool:
+        """Say whether there is such a file."""
+        try:
+            self.size(path)
+        except MissingFileError:
+            return False
+        return True
+
+    def list(self, prefix: str = "", *, recursive: bool = True) -> tuple[str, ...]:
+        """Return the files below a folder, sorted; see `Store.list`."""
+        folder = self._key(prefix) if prefix else self._root.rstrip("/")
+        with _reported("list", self._name(prefix)):
+            found = _below(self._inner, folder or None, recursive)
+            return tuple(sorted(key.removeprefix(self._root) for key in found))
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Delete files; see `Store.delete`."""
+        keys = [self._key(path) for path in paths]
+        with _reported("delete", self._url):
+            try:
+                obstore.delete(self._inner, keys)
+            except FileNotFoundError:  # some services mind, and then leave the others alone
+                for key in keys:
+                    with suppress(FileNotFoundError):
+                        obstore.delete(self._inner, key)
+
+    def sync(self) -> None:
+        """Do nothing: what was written is durable already."""
+
+    def _key(self, path: str) -> str:
+        return self._root + check_path(path, root=self._url)
+
+    def _name(self, path: str) -> str:
+        return f"{self._url}/{path}"
+
+    def _fetch(self, key: str, url: str, bundle: Sequence[Run]) -> int:
+        """Copy a few ranges into place; neighbours share a request."""
+        starts = [offset for offset, _ in bundle]
+        lengths = [views[0].nbytes for _, views in bundle]
+        with _reported("read", url):
+            try:
+                fetched = obstore.get_ranges(
+                    self._inner, key, starts=starts, lengths=lengths, coalesce=0
+                )
+            except exceptions.GenericError:  # which is what a range past the end gives
+                self._check_size(key, url, starts, lengths)
+                raise
+            if [len(data) for data in fetched] != lengths:
+                self._check_size(key, url, starts, lengths)
+                raise StoreError("read", url, "the store sent fewer bytes than it was asked for")
+        for data, (_, views) in zip(fetched, bundle, strict=True):
+            copy_into(views[0], data)
+        return sum(lengths)
+
+    def _check_size(
+        self, key: str, url: str, starts: Sequence[int], lengths: Sequence[int]
+    ) -> None:
+        size = obstore.head(self._inner, key)["size"]
+        for start, length in zip(starts, lengths, strict=True):
+            if start + length > size:
+                raise short(url, start, length, size)
+
+
+class _Stream:
+    """Pieces on their way, counted, and checked against the size that was announced."""
+
+    def __init__(self, pieces: Iterable[memoryview], expected: int | None, url: str) -> None:
+        self._pieces, self._expected, self._url = iter(pieces), expected, url
+        self.nbytes = 0
+
+    def __iter__(self) -> Iterator[memoryview]:
+        return self
+
+    def __next__(self) -> memoryview:
+        piece = next(self._pieces, None)
+        if piece is None:
+            if self._expected not in {None, self.nbytes}:
+                raise wrong_size(self._url, self._expected or 0, self.nbytes)
+            raise StopIteration
+        self.nbytes += piece.nbytes
+        return piece
+
+    def take(self, nbytes: int) -> list[memoryview]:
+        """Return the next pieces, until more than ``nbytes`` have been taken or all have."""
+        taken = []
+        while self.nbytes <= nbytes and (piece := next(self, None)) is not None:
+            taken.append(piece)
+        return taken
+
+
+def _nbytes(bundle: Sequence[Run]) -> int:
+    return sum(view.nbytes for _, views in bundle for view in views)
+
+
+def _below(inner: Any, folder: str | None, recursive: bool) -> Iterator[str]:
+    if recursive:
+        for batch in obstore.list(inner, folder):
+            yield from (found["path"] for found in batch)
+        return
+    found = obstore.list_with_delimiter(inner, folder)
+    yield from (entry["path"] for entry in found["objects"])
+    yield from (f"{name}/" for name in found["common_prefixes"])
+
+
+@contextmanager
+def _reported(operation: str, url: str) -> Iterator[None]:
+    try:
+        yield
+    except StoreError:
+        raise
+    except FileNotFoundError as error:
+        raise missing(operation, url) from error
+    except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+        raise denied(operation, url, _first_line(error)) from error
+    except exceptions.BaseError as error:
+        raise StoreError(operation, url, _first_line(error)) from error
+
+
+def _first_line(error: BaseException) -> str:
+    """Leave out what obstore adds for its own developers."""
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,229 @@
+"""How much at once? One bounded pool of threads with a memory budget that is kept."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from types import TracebackType
+from typing import Any, Final, TypeVar
+
+__all__ = ["Pool", "default_pool"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_MAX_BYTES: Final = 256 << 20
+_QUEUED: Final = 4  # pieces of work per thread that may be waiting for one
+
+
+class Pool:
+    """Threads that share a budget of memory.
+
+    Each piece of work names its cost in bytes. Whoever hands it in waits until it fits, in the
+    order of arrival, so the sum of what is in flight never exceeds the budget. Work larger than
+    the whole budget runs, but alone.
+
+    Work that itself hands in work does it there and then, on its own thread and its own
+    reservation: a pool never waits for itself.
+
+    Attributes:
+        max_workers: How many threads there are at most.
+        max_bytes: The budget.
+        peak_bytes: The most that was ever reserved at once; above the budget only if a single
+            piece of work was.
+
+    >>> with Pool(max_workers=4, max_bytes=100) as pool:
+    ...     squares = pool.map(lambda n: n * n, range(5), nbytes=60)
+    >>> squares, pool.peak_bytes
+    ([0, 1, 4, 9, 16], 60)
+    """
+
+    def __init__(self, *, max_workers: int | None = None, max_bytes: int = _MAX_BYTES) -> None:
+        self.max_workers = _default_workers() if max_workers is None else max_workers
+        if self.max_workers < 1 or max_bytes < 1:
+            raise ValueError(
+                f"a pool needs a thread and a byte, not {self.max_workers} and {max_bytes}"
+            )
+        self.max_bytes = max_bytes
+        self.peak_bytes = 0
+        self._held_bytes = 0
+        self._held_items = 0
+        self._changed = threading.Condition()
+        self._line: deque[object] = deque()
+        self._closed = False
+        self._thread = threading.local()
+        self._executor = ThreadPoolExecutor(
+            self.max_workers, "shardplan", initializer=self._mark_worker
+        )
+
+    def submit(self, work: Callable[[], R], *, nbytes: int = 0) -> Future[R]:
+        """Hand in one piece of work, waiting until it fits into the budget.
+
+        Args:
+            work: What to call.
+            nbytes: Its cost: the memory it holds until it returns.
+
+        Returns:
+            Its result to come. Cancelling it gives the reservation back.
+
+        Raises:
+            RuntimeError: The pool is closed.
+        """
+        if self._closed:
+            raise RuntimeError("this pool is closed: make another, or use default_pool()")
+        if self._is_worker():
+            return _done(work)
+        self._reserve(nbytes)
+        try:
+            future = self._executor.submit(work)
+        except RuntimeError:  # the interpreter is exiting and starts no work in threads any more
+            try:
+                return _done(work)
+            finally:
+                self._release(nbytes)
+        except BaseException:
+            self._release(nbytes)
+            raise
+        future.add_done_callback(lambda _: self._release(nbytes))
+        return future
+
+    def map(
+        self,
+        work: Callable[[T], R],
+        items: Iterable[T],
+        *,
+        nbytes: int | Callable[[T], int] = 0,
+    ) -> list[R]:
+        """Do the same work for each item, and return the results in order.
+
+        Items are asked for as room appears, so they may be made on the fly. When one fails, no
+        other is started, those under way are waited for, and the first error is raised.
+
+        Args:
+            work: What to do with an item.
+            items: The items; light ones, for their own memory is not counted.
+            nbytes: The cost of each, or a function that tells the cost of an item.
+        """
+        failures: list[BaseException] = []
+
+        def guarded(item: T) -> R | None:
+            if failures:
+                return None
+            try:
+                return work(item)
+            except BaseException as error:
+                failures.append(error)
+                return None
+
+        futures: list[Future[Any]] = []
+        try:
+            for item in items:
+                cost = nbytes(item) if callable(nbytes) else nbytes
+                futures.append(self.submit(partial(guarded, item), nbytes=cost))
+                if failures:
+                    break
+            wait(futures)
+        except BaseException as error:  # from `items`, or an interrupt: the memory is still in use
+            failures.append(error)
+            wait(futures)
+            raise
+        if failures:
+            raise failures[0]
+        return [future.result() for future in futures]
+
+    def close(self) -> None:
+        """Wait for what is under way and end the threads; nothing more can be handed in."""
+        self._closed = True
+        self._executor.shutdown()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        held = f"{self._held_bytes} of {self.max_bytes} bytes in flight"
+        return f"Pool({self.max_workers} threads, {held}, peak {self.peak_bytes})"
+
+    def _mark_worker(self) -> None:
+        self._thread.is_worker = True
+
+    def _is_worker(self) -> bool:
+        return getattr(self._thread, "is_worker", False)
+
+    def _fits(self, nbytes: int) -> bool:
+        if self._held_items >= self.max_workers * (1 + _QUEUED):
+            return False
+        return not nbytes or not self._held_bytes or self._held_bytes + nbytes <= self.max_bytes
+
+    def _reserve(self, nbytes: int) -> None:
+        if nbytes < 0:
+            raise ValueError(f"work cannot cost {nbytes} bytes")
+        ticket = object()
+        with self._changed:
+            self._line.append(ticket)
+            try:
+                self._changed.wait_for(lambda: self._line[0] is ticket and self._fits(nbytes))
+                self._held_bytes += nbytes
+                self._held_items += 1
+                self.peak_bytes = max(self.peak_bytes, self._held_bytes)
+            finally:
+                self._line.remove(ticket)
+                self._changed.notify_all()
+
+    def _release(self, nbytes: int) -> None:
+        with self._changed:
+            self._held_bytes -= nbytes
+            self._held_items -= 1
+            self._changed.notify_all()
+
+
+def _default_workers() -> int:
+    return max(8, min(32, os.cpu_count() or 1))
+
+
+def _done(work: Callable[[], R]) -> Future[R]:
+    """Do the work here, and return it as a future that is done."""
+    future: Future[R] = Future()
+    try:
+        future.set_result(work())
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
+_lock = threading.Lock()
+_default: Pool | None = None
+
+
+def default_pool() -> Pool:
+    """Return the pool that is used where none is given; it is made when first asked for.
+
+    >>> default_pool() is default_pool()
+    True
+    """
+    global _default
+    with _lock:
+        if _default is None:
+            _default = Pool()
+        return _default
+
+
+def _forget_default() -> None:
+    """Threads do not survive a fork, so the child makes its own pool."""
+    global _default, _lock
+    _lock, _default = threading.Lock(), None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_default)

@@ -1,0 +1,300 @@
+"""Where do the bytes live? What a store can do, how one is opened, and how it says no.
+
+A store is a folder of files, on a disk or in a bucket, with as few verbs as saving and loading
+need. Names are relative to its root and use forward slashes everywhere. Nothing is renamed, and
+nothing but `Store.replace` promises to be atomic.
+"""
+
+from __future__ import annotations
+
+import errno as codes
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, Literal, Protocol, runtime_checkable
+from urllib.parse import unquote, urlsplit
+
+from .buffers import Buffer
+
+__all__ = ["MissingFileError", "Store", "StoreError", "check_path", "open_store"]
+
+Kind = Literal["missing", "denied", "full", "short", "path", "stopped", "other"]
+
+_OBJECTS: Final = ("s3", "gs", "az", "memory")
+_MISSING: Final = "check the name, or see what is there with `list`"
+_DENIED: Final = "check who owns the folder, or the credentials in use"
+_FULL: Final = "free some space, or save elsewhere; what was half written has been removed"
+
+
+@runtime_checkable
+class Store(Protocol):
+    """A folder of files that can be read by ranges, written whole, listed and deleted.
+
+    All methods may be called from several threads at once. Failures are `StoreError`.
+    """
+
+    @property
+    def url(self) -> str:
+        """The root, as a person would write it."""
+        ...
+
+    @property
+    def staging(self) -> int:
+        """Bytes of memory that one call holds at most, beside the caller's own buffers.
+
+        Work in a `Pool` that calls a store counts this in its cost.
+        """
+        ...
+
+    def read(self, path: str, ranges: Sequence[tuple[int, memoryview]]) -> int:
+        """Fill buffers from a file, each from its offset, and return how many bytes were read.
+
+        Just those bytes are asked for. A range of no bytes asks for nothing.
+
+        Args:
+            path: The file.
+            ranges: Pairs of a byte offset in the file and the writable memory to fill from there.
+
+        Raises:
+            MissingFileError: There is no such file.
+            StoreError: A range reaches past the end of the file, or the store fails. The buffers
+                may then have been filled in part.
+        """
+        ...
+
+    def write(
+        self, path: str, parts: Iterable[Buffer], *, nbytes: int | None = None, sync: bool = True
+    ) -> int:
+        """Write a file whole, and return its size in bytes.
+
+        The parts follow one another in the file and are not joined in memory. They may be made on
+        the fly: each is asked for once, and dropped when it is written. Several are on their way
+        at once, so do not refill a buffer that was handed over. A file of that name is replaced,
+        but not atomically: choose a name that nobody reads yet.
+
+        Args:
+            path: The file; folders are made as needed.
+            parts: Contiguous buffers of any type.
+            nbytes: The size to come, if known. Space is reserved by it, and a file of any other
+                size is refused. Tell it where ``parts`` is an iterator of many gigabytes.
+            sync: Whether the bytes must have reached the disk on return. Its name reaches the
+                disk with `sync`.
+
+        Raises:
+            StoreError: The disk is full, or the store fails. Nothing is left of the file.
+        """
+        ...
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Publish a small file at once and durably: readers see the old bytes or the new ones."""
+        ...
+
+    def size(self, path: str) -> int:
+        """Return the size of a file in bytes."""
+        ...
+
+    def exists(self, path: str) -> bool:
+        """Say whether there is such a file; a folder is not a file."""
+        ...
+
+    def list(self, prefix: str = "", *, recursive: bool = True) -> tuple[str, ...]:
+        """Return the files below a folder, sorted; none if there is no such folder.
+
+        Args:
+            prefix: A folder; the empty name is the root.
+            recursive: If false, folders are named instead of entered, with a slash at the end.
+        """
+        ...
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Delete files, and folders thereby emptied; a file that is not there is no error."""
+        ...
+
+    def sync(self) -> None:
+        """Return when the names of all files written so far would survive a loss of power."""
+        ...
+
+
+class StoreError(OSError):
+    """A store that could not do what was asked.
+
+    Attributes:
+        operation: What was tried, such as ``read``.
+        url: The file or folder concerned.
+        reason: What went wrong.
+        remedy: What to try next; may be empty.
+        kind: ``missing``, ``denied`` (no permission), ``full`` (no space), ``short`` (the file
+            ends too early), ``path`` (a name that no store accepts), ``stopped`` (a fault that a
+            test injected), or ``other``.
+
+    >>> print(StoreError("read", "s3://bucket/a", "no such file", remedy="check the name"))
+    cannot read s3://bucket/a: no such file; check the name
+    """
+
+    def __init__(
+        self,
+        operation: str,
+        url: str,
+        reason: str,
+        *,
+        remedy: str = "",
+        kind: Kind = "other",
+        errno: int | None = None,
+    ) -> None:
+        super().__init__(errno, reason, url)
+        self.operation, self.url, self.reason = operation, url, reason
+        self.remedy, self.kind = remedy, kind
+
+    def __str__(self) -> str:
+        remedy = f"; {self.remedy}" if self.remedy else ""
+        return f"cannot {self.operation} {self.url}: {self.reason}{remedy}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self)._again, (
+            (self.operation, self.url, self.reason, self.remedy, self.kind, self.errno),
+        )
+
+    @classmethod
+    def _again(cls, state: tuple[Any, ...]) -> StoreError:
+        operation, url, reason, remedy, kind, errno = state
+        return cls(operation, url, reason, remedy=remedy, kind=kind, errno=errno)
+
+
+class MissingFileError(StoreError, FileNotFoundError):
+    """A file that is not there; its ``kind`` is ``missing``."""
+
+
+def missing(operation: str, url: str) -> MissingFileError:
+    """Make the error for a file that is not there."""
+    return MissingFileError(
+        operation, url, "no such file", remedy=_MISSING, kind="missing", errno=codes.ENOENT
+    )
+
+
+def denied(operation: str, url: str, reason: str) -> StoreError:
+    """Make the error for what this user may not do."""
+    reason = f"permission denied ({reason})"
+    return StoreError(operation, url, reason, remedy=_DENIED, kind="denied", errno=codes.EACCES)
+
+
+def short(url: str, offset: int, length: int, size: int) -> StoreError:
+    """Make the error for a range that reaches past the end of its file.
+
+    >>> print(short("a.bin", offset=90, length=20, size=100))
+    cannot read a.bin: bytes 90 to 110 were asked for, but the file has 100; it was cut short, or
+    replaced since the plan was made: verify the checkpoint
+    """
+    reason = f"bytes {offset} to {offset + length} were asked for, but the file has {size}"
+    remedy = "it was cut short, or replaced since the plan was made: verify the checkpoint"
+    return StoreError("read", url, reason, remedy=remedy, kind="short")
+
+
+def wrong_size(url: str, expected: int, written: int) -> StoreError:
+    """Make the error for parts that add up to another size than was announced."""
+    reason = f"{expected} bytes were announced, but the parts have {written}"
+    return StoreError("write", url, reason, remedy="correct `nbytes` or the parts")
+
+
+def from_os_error(operation: str, url: str, error: OSError) -> StoreError:
+    """Say in our words what the operating system reported.
+
+    >>> error = from_os_error("write", "/ckpt/a.bin", OSError(codes.ENOSPC, "No space left"))
+    >>> error.kind
+    'full'
+    >>> print(error)
+    cannot write /ckpt/a.bin: disk full (No space left); free some space, or save elsewhere; ...
+    """
+    if isinstance(error, StoreError):
+        return error
+    text = error.strerror or str(error) or type(error).__name__
+    match error.errno:
+        case codes.ENOENT:
+            return missing(operation, url)
+        case codes.EACCES | codes.EPERM | codes.EROFS:
+            return denied(operation, url, text)
+        case codes.ENOSPC | codes.EDQUOT:
+            reason, code = f"disk full ({text})", error.errno
+            return StoreError(operation, url, reason, remedy=_FULL, kind="full", errno=code)
+        case code:
+            return StoreError(operation, url, text, errno=code)
+
+
+def check_path(path: str, *, root: str = "") -> str:
+    """Return ``path`` if it names something inside a store, and raise if it does not.
+
+    Names may come from a manifest that a stranger wrote, so nothing is repaired: a name that is
+    absolute, climbs out, or is spelled in two ways is refused.
+
+    >>> check_path("step-100/a.safetensors")
+    'step-100/a.safetensors'
+    >>> check_path("../secret")
+    Traceback (most recent call last):
+    shardplan.io.stores.StoreError: cannot use '../secret': it leaves the folder; ...
+    """
+    if not path or path.startswith("/"):
+        reason = "the name is empty" if not path else "it is absolute"
+    elif ".." in path.split("/"):
+        reason = "it leaves the folder"
+    elif {"", "."} & set(path.split("/")):
+        reason = "it has an empty step"
+    elif "\\" in path or any(ord(c) < 32 or ord(c) == 127 for c in path):
+        reason = "it holds a backslash or a control character"
+    else:
+        return path
+    inside = f" in {root}" if root else ""
+    remedy = "give a name relative to the store's root, such as 'step-100/model.safetensors'"
+    raise StoreError("use", f"{path!r}{inside}", reason, remedy=remedy, kind="path")
+
+
+def open_store(url: str | os.PathLike[str] | Store, **options: Any) -> Store:
+    """Open a folder of files, wherever it is. Nothing is read, made or checked yet.
+
+    Args:
+        url: A local path, ``file://``, ``s3://bucket/folder``, ``gs://bucket/folder``,
+            ``az://container/folder``, or ``memory://name``, which is one store per name for as
+            long as the process lives. A store comes back as it is.
+        **options: ``pool`` (a `Pool`) for any store. Object stores also take ``part_size`` and
+            what obstore takes for that service: ``endpoint="http://…"``, ``region=…``,
+            ``client_options={…}``; what is not given comes from the usual environment variables.
+
+    Raises:
+        ValueError: The scheme is none of these.
+        ModuleNotFoundError: An object store was asked for and obstore is not installed.
+
+    >>> store = open_store("memory://example")
+    >>> store.write("folder/a", [b"abc", b"", b"def"])
+    6
+    >>> middle = bytearray(2)
+    >>> store.read("folder/a", [(2, memoryview(middle))])
+    2
+    >>> middle, store.list()
+    (bytearray(b'cd'), ('folder/a',))
+    """
+    if isinstance(url, Store):
+        if options:
+            raise TypeError(f"an open store takes no options, but got {', '.join(options)}")
+        return url
+    text = os.fspath(url)
+    if "://" not in text:
+        return _open_local(text, options)
+    scheme = text.partition("://")[0].lower()
+    if scheme == "file":
+        return _open_local(_local_path(text), options)
+    if scheme not in _OBJECTS:
+        known = ", ".join(f"{s}://" for s in ("file", *_OBJECTS))
+        raise ValueError(f"cannot open {text}: the scheme must be one of {known}, or none")
+    from .objects import open_objects  # obstore is optional
+
+    return open_objects(text, **options)
+
+
+def _open_local(path: str, options: dict[str, Any]) -> Store:
+    from .local import LocalStore  # which imports this module
+
+    return LocalStore(path, **options)
+
+
+def _local_path(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.netloc not in {"", "localhost"}:
+        raise ValueError(f"cannot open {url}: a local path has three slashes, as in file:///tmp")
+    return unquote(parts.path)

@@ -1,0 +1,248 @@
+"""What if the disk fails here? Stores that count what is asked of them, and stores that fail.
+
+They wrap any store, and are meant for your tests as much as for ours.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
+
+import attrs
+
+from .buffers import Buffer, byte_view
+from .stores import Store, StoreError
+
+__all__ = ["CountingStore", "FaultyStore", "InjectedError", "Operation"]
+
+
+@attrs.frozen
+class Operation:
+    """One call of a store.
+
+    Attributes:
+        name: The method: ``read``, ``write``, ``replace``, ``size``, ``exists``, ``list``,
+            ``delete`` or ``sync``.
+        path: The file or folder; the empty name where there is none. Each deleted file is an
+            operation of its own.
+        nbytes: How many bytes were read or written.
+        ranges: For a read, its byte offsets and lengths.
+    """
+
+    name: str
+    path: str = ""
+    nbytes: int = 0
+    ranges: tuple[tuple[int, int], ...] = ()
+
+
+class CountingStore:
+    """A store that remembers what was asked of it, once it succeeded.
+
+    Attributes:
+        operations: All calls so far, in the order in which they ended.
+
+    >>> from shardplan.io.stores import open_store
+    >>> store = CountingStore(open_store("memory://counting"))
+    >>> store.write("a", [bytes(1000)])
+    1000
+    >>> store.read("a", [(100, memoryview(bytearray(10)))])
+    10
+    >>> store.bytes_read(), store.bytes_written("a"), store.operations[-1].ranges
+    (10, 1000, ((100, 10),))
+    """
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+        self.operations: list[Operation] = []  # appended to by any thread
+        self.url, self.staging = inner.url, inner.staging
+
+    def clear(self) -> None:
+        """Forget the calls so far."""
+        self.operations.clear()
+
+    def bytes_read(self, path: str | None = None) -> int:
+        """Return how many bytes were read, of one file or of all."""
+        return self._total({"read"}, path)
+
+    def bytes_written(self, path: str | None = None) -> int:
+        """Return how many bytes were written, into one file or into all."""
+        return self._total({"write", "replace"}, path)
+
+    def read(self, path: str, ranges: Sequence[tuple[int, memoryview]]) -> int:
+        """Count a read."""
+        done = self.inner.read(path, ranges)
+        asked = tuple((offset, view.nbytes) for offset, view in ranges)
+        self.operations.append(Operation("read", path, done, asked))
+        return done
+
+    def write(
+        self, path: str, parts: Iterable[Buffer], *, nbytes: int | None = None, sync: bool = True
+    ) -> int:
+        """Count a write."""
+        done = self.inner.write(path, parts, nbytes=nbytes, sync=sync)
+        self.operations.append(Operation("write", path, done))
+        return done
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Count a replacement."""
+        self.inner.replace(path, data)
+        self.operations.append(Operation("replace", path, len(data)))
+
+    def size(self, path: str) -> int:
+        """Count a question for a size."""
+        size = self.inner.size(path)
+        self.operations.append(Operation("size", path))
+        return size
+
+    def exists(self, path: str) -> bool:
+        """Count a question for a file."""
+        found = self.inner.exists(path)
+        self.operations.append(Operation("exists", path))
+        return found
+
+    def list(self, prefix: str = "", *, recursive: bool = True) -> tuple[str, ...]:
+        """Count a listing."""
+        found = self.inner.list(prefix, recursive=recursive)
+        self.operations.append(Operation("list", prefix))
+        return found
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Count each deleted file."""
+        paths = tuple(paths)
+        self.inner.delete(paths)
+        self.operations.extend(Operation("delete", path) for path in paths)
+
+    def sync(self) -> None:
+        """Count a sync."""
+        self.inner.sync()
+        self.operations.append(Operation("sync"))
+
+    def _total(self, names: set[str], path: str | None) -> int:
+        counted = (o for o in self.operations if o.name in names and path in {None, o.path})
+        return sum(operation.nbytes for operation in counted)
+
+
+class InjectedError(StoreError):
+    """The failure that a `FaultyStore` was asked for; its ``kind`` is ``stopped``."""
+
+
+class FaultyStore:
+    """A store that fails at one chosen change: a write, a replacement, a deletion or a sync.
+
+    Run once without a fault to learn how many changes there are, then once for each of them:
+    whatever is found in the store afterwards must still load.
+
+    Args:
+        inner: The store to change.
+        fail_at: Which change fails, counted from 0; none if left out.
+        mode: ``"raise"`` fails this once. ``"stop"`` acts like a kill: this call and every later
+            one raises, reads too, and nothing more reaches the store.
+        landed: How much of the failing change happens all the same, from 0 to 1: that share of a
+            file's bytes, or of the files to delete. A replacement is atomic, so it happens only
+            if this is 1: done, but the answer was lost.
+
+    Attributes:
+        changes: How many changes were asked for.
+
+    >>> from shardplan.io.stores import open_store
+    >>> store = open_store("memory://faulty")
+    >>> FaultyStore(store, fail_at=0).write("a", [b"abc", b"def"])
+    Traceback (most recent call last):
+    shardplan.io.testing.InjectedError: cannot write a: change 0 fails, as the test wants it
+    >>> store.list(), store.size("a")
+    (('a',), 3)
+    """
+
+    def __init__(
+        self,
+        inner: Store,
+        *,
+        fail_at: int | None = None,
+        mode: Literal["raise", "stop"] = "raise",
+        landed: float = 0.5,
+    ) -> None:
+        if mode not in {"raise", "stop"} or not 0 <= landed <= 1:
+            raise ValueError(f"mode is raise or stop, landed from 0 to 1; not {mode}, {landed}")
+        self.inner = inner
+        self.changes = 0
+        self.url, self.staging = inner.url, inner.staging
+        self._fail_at, self._mode, self._landed = fail_at, mode, landed
+        self._stopped = False
+        self._lock = threading.Lock()
+
+    def read(self, path: str, ranges: Sequence[tuple[int, memoryview]]) -> int:
+        """Read, unless stopped."""
+        self._check("read", path)
+        return self.inner.read(path, ranges)
+
+    def write(
+        self, path: str, parts: Iterable[Buffer], *, nbytes: int | None = None, sync: bool = True
+    ) -> int:
+        """Write, or write the first bytes and fail."""
+        if self._fails("write", path):
+            views = [byte_view(part) for part in parts]
+            keep = int(self._landed * sum(view.nbytes for view in views))
+            self.inner.write(path, list(_first_bytes(views, keep)), sync=sync)
+            raise self._error("write", path)
+        return self.inner.write(path, parts, nbytes=nbytes, sync=sync)
+
+    def replace(self, path: str, data: bytes) -> None:
+        """Replace, or fail before or after."""
+        fails = self._fails("replace", path)
+        if not fails or self._landed == 1:
+            self.inner.replace(path, data)
+        if fails:
+            raise self._error("replace", path)
+
+    def size(self, path: str) -> int:
+        """Tell the size, unless stopped."""
+        self._check("measure", path)
+        return self.inner.size(path)
+
+    def exists(self, path: str) -> bool:
+        """Look for a file, unless stopped."""
+        self._check("find", path)
+        return self.inner.exists(path)
+
+    def list(self, prefix: str = "", *, recursive: bool = True) -> tuple[str, ...]:
+        """List, unless stopped."""
+        self._check("list", prefix)
+        return self.inner.list(prefix, recursive=recursive)
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Delete, or delete the first few and fail."""
+        paths = tuple(paths)
+        fails = self._fails("delete", ", ".join(paths))
+        self.inner.delete(paths[: int(self._landed * len(paths))] if fails else paths)
+        if fails:
+            raise self._error("delete", ", ".join(paths))
+
+    def sync(self) -> None:
+        """Sync, or fail."""
+        if self._fails("sync", self.url):
+            raise self._error("sync", self.url)
+        self.inner.sync()
+
+    def _check(self, operation: str, path: str) -> None:
+        if self._stopped:
+            raise InjectedError(operation, path, "the store was stopped before", kind="stopped")
+
+    def _fails(self, operation: str, path: str) -> bool:
+        """Count a change, and say whether it is the one to fail."""
+        with self._lock:
+            self._check(operation, path)
+            fails = self.changes == self._fail_at
+            self.changes += 1
+            self._stopped = fails and self._mode == "stop"
+            return fails
+
+    def _error(self, operation: str, path: str) -> InjectedError:
+        reason = f"change {self._fail_at} fails, as the test wants it"
+        return InjectedError(operation, path, reason, kind="stopped")
+
+
+def _first_bytes(views: Iterable[memoryview], nbytes: int) -> Iterator[memoryview]:
+    for view in views:
+        yield view[:nbytes]
+        nbytes -= min(nbytes, view.nbytes)

@@ -1,0 +1,189 @@
+"""The pool keeps its budget, raises the first error once, and never waits for itself."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardplan.io.pool import Pool
+
+
+class Gauge:
+    """Adds up what is in flight by itself, as a check on the pool's own counter."""
+
+    def __init__(self):
+        self.lock, self.now, self.most, self.together = threading.Lock(), 0, 0, []
+
+    def hold(self, nbytes):
+        with self.lock:
+            self.now += nbytes
+            self.most = max(self.most, self.now)
+            self.together.append((nbytes, self.now))
+        time.sleep(0.0005)
+        with self.lock:
+            self.now -= nbytes
+        return nbytes
+
+
+@given(st.lists(st.integers(0, 120), max_size=30), st.integers(1, 6))
+def test_the_budget_is_kept_and_larger_work_runs_alone(costs, workers):
+    gauge = Gauge()
+    with Pool(max_workers=workers, max_bytes=100) as pool:
+        assert pool.map(gauge.hold, costs, nbytes=lambda cost: cost) == costs
+    assert gauge.most <= pool.peak_bytes <= max([100, *costs])
+    costly = [(cost, now) for cost, now in gauge.together if cost]  # free work goes beside any
+    assert all(now <= 100 or now == cost for cost, now in costly)
+
+
+def test_the_budget_is_shared_by_all_who_hand_in_work():
+    gauge = Gauge()
+    with Pool(max_workers=8, max_bytes=100) as pool:
+        callers = [
+            threading.Thread(target=pool.map, args=(gauge.hold, [30] * 20), kwargs={"nbytes": 30})
+            for _ in range(4)
+        ]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+    assert 30 < gauge.most <= pool.peak_bytes <= 90
+
+
+def test_work_runs_at_the_same_time():
+    barrier = threading.Barrier(4, timeout=10)
+    with Pool(max_workers=4) as pool:
+        assert len(pool.map(lambda _: barrier.wait(), range(4))) == 4
+
+
+def test_items_are_asked_for_as_room_appears():
+    made = []
+    gate = threading.Event()
+
+    def items():
+        for n in range(1000):
+            made.append(n)
+            yield n
+
+    with Pool(max_workers=2, max_bytes=10) as pool:
+        thread = threading.Thread(
+            target=pool.map, args=(lambda _: gate.wait(10), items()), kwargs={"nbytes": 5}
+        )
+        thread.start()
+        time.sleep(0.05)
+        assert len(made) <= 3
+        gate.set()
+        thread.join()
+    assert len(made) == 1000
+
+
+def test_the_first_error_is_raised_once_after_the_others_ended():
+    started, ended = [], []
+    both = threading.Barrier(2, timeout=10)
+
+    def work(n):
+        started.append(n)
+        if n < 2:
+            both.wait()
+        if n == 0:
+            raise ValueError("first")
+        time.sleep(0.05)
+        ended.append(n)
+        raise KeyError("second")
+
+    with Pool(max_workers=2) as pool:
+        with pytest.raises(ValueError, match="first"):
+            pool.map(work, range(100))
+        assert set(started) - {0} == set(ended)
+        assert len(started) < 10
+        assert pool.map(abs, [-1]) == [1]
+
+
+def test_an_error_among_the_items_is_raised_after_the_work_ended():
+    ended = []
+
+    def items():
+        yield 1
+        raise KeyError("no more")
+
+    def work(n):
+        time.sleep(0.02)
+        ended.append(n)
+
+    with Pool(max_workers=2) as pool:
+        with pytest.raises(KeyError, match="no more"):
+            pool.map(work, items())
+        assert ended in ([1], [])
+        assert repr(pool).startswith("Pool(2 threads, 0 of")
+
+
+def test_work_that_hands_in_work_does_not_wait_for_itself():
+    with Pool(max_workers=1, max_bytes=10) as pool:
+        inner = pool.map(lambda n: pool.map(lambda m: n * m, [1, 2], nbytes=10), [3, 4], nbytes=10)
+        assert inner == [[3, 6], [4, 8]]
+        nested = pool.submit(lambda: pool.submit(lambda: 5, nbytes=10).result(), nbytes=10)
+        assert nested.result() == 5
+
+
+def test_a_cancelled_piece_of_work_gives_its_room_back():
+    gate = threading.Event()
+    with Pool(max_workers=1, max_bytes=100) as pool:
+        pool.submit(lambda: gate.wait(10), nbytes=50)
+        waiting = pool.submit(lambda: None, nbytes=50)
+        assert waiting.cancel()
+        assert pool.submit(lambda: gate.set(), nbytes=50).cancel()
+        gate.set()
+    assert repr(pool).startswith("Pool(1 threads, 0 of 100 bytes")
+
+
+def test_a_closed_pool_says_so():
+    with Pool() as pool:
+        pass
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit(lambda: 1)
+
+
+@pytest.mark.parametrize("wrong", [{"max_workers": 0}, {"max_bytes": 0}])
+def test_a_pool_of_nothing_is_refused(wrong):
+    with pytest.raises(ValueError, match="needs a thread and a byte"):
+        Pool(**wrong)
+
+
+def test_negative_cost_is_refused():
+    with Pool() as pool, pytest.raises(ValueError, match="-1"):
+        pool.submit(lambda: 1, nbytes=-1)
+
+
+def test_a_thread_that_outlives_the_program_s_end_still_gets_its_work_done():
+    code = (
+        "import threading, time\n"
+        "from shardplan.io.pool import default_pool\n"
+        "default_pool().map(abs, [1])\n"
+        "def late():\n"
+        "    threading.main_thread().join()\n"
+        "    time.sleep(0.2)\n"
+        "    print(default_pool().map(abs, [-1, -2]))\n"
+        "threading.Thread(target=late).start()\n"
+    )
+    run = [sys.executable, "-P", "-c", code]
+    done = subprocess.run(run, check=True, capture_output=True, text=True, timeout=60)
+    assert (done.stdout.strip(), done.stderr) == ("[1, 2]", "")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")
+def test_a_forked_child_gets_a_pool_that_works():
+    code = (
+        "import os\n"
+        "from shardplan.io.pool import default_pool\n"
+        "default_pool().map(abs, range(100))\n"
+        "child = os.fork()\n"
+        "if child == 0: os._exit(sum(default_pool().map(abs, [-3, -4])))\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    run = [sys.executable, "-P", "-W", "ignore", "-c", code]
+    done = subprocess.run(run, check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "7"
