@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import heapq
+from typing import Final
 
 import numpy as np
 
 from .packing import Ints
 
 __all__ = ["assign"]
+
+_EVEN: Final = 1.05  # max over mean: from here on it is worth looking for better
+_GOOD: Final = 1.001  # and from here on it is not
+_FEW: Final = 256  # chunks that are held more than once, at the most
+_STEPS: Final = 20_000
 
 
 def assign(group: Ints, rank: Ints, weight: Ints, ranks: int) -> Ints:
@@ -63,4 +69,44 @@ def assign(group: Ints, rank: Ints, weight: Ints, ranks: int) -> Ints:
         chosen[number] = low + i
         load[r] += weights[number]
         heapq.heapreplace(heap, (load[r], r, i))
+    _even_out(chosen, first, count, rank, weight[first], np.array(load, np.int64))
     return chosen
+
+
+def _even_out(chosen: Ints, first: Ints, count: Ints, rank: Ints, weight: Ints, load: Ints) -> None:
+    """Look for a better choice where greed came out uneven and there are few chunks to choose.
+
+    Where there are many, greed is even already. The search tries the heaviest chunk first, on its
+    least loaded holder first, leaves what cannot beat the best so far, and is cut off after a fixed
+    number of steps, so that it is quick and always finds the same.
+    """
+    shared = np.flatnonzero(count > 1)
+    mean = load.sum() / max(len(load), 1)
+    if not 0 < len(shared) <= _FEW or load.max() <= _EVEN * mean:
+        return
+    np.subtract.at(load, rank[chosen[shared]], weight[shared])  # what is not ours to move
+    shared = shared[np.argsort(-weight[shared], kind="stable")]
+    holders = [list(range(first[g], first[g] + count[g])) for g in shared.tolist()]
+    weights, ranks, base = weight[shared].tolist(), rank.tolist(), load.tolist()
+    now = base.copy()
+    for group, w in zip(shared.tolist(), weights, strict=True):
+        now[ranks[chosen[group]]] += w
+    best, found, steps = max(now), None, 0
+    stack: list[tuple[int, list[int], tuple[int, ...]]] = [(0, base, ())]
+    while stack and steps < _STEPS and best > _GOOD * mean:
+        steps += 1
+        depth, loads, rows = stack.pop()
+        if max(loads) >= best:
+            continue  # a better one was found meanwhile
+        if depth == len(weights):
+            best, found = max(loads), rows
+            continue
+        for row in sorted(
+            holders[depth], key=lambda r: -loads[ranks[r]]
+        ):  # the last is tried first
+            if max(loads[ranks[row]] + weights[depth], max(base)) < best:
+                after = loads.copy()
+                after[ranks[row]] += weights[depth]
+                stack.append((depth + 1, after, (*rows, row)))
+    if found is not None:
+        chosen[shared] = found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+import attrs
 import numpy as np
 
 from .errors import Issue, PlanError, region_text, span
@@ -16,8 +17,8 @@ from .world import Rows, World
 
 __all__ = ["check", "find_issues"]
 
-# Faults of one kind told for one tensor; a broken sharding repeats itself.
-_PER_TENSOR: Final = 8
+# Faults of one kind told for one tensor: a broken sharding repeats itself.
+_PER_TENSOR: Final = 64
 
 
 def find_issues(subject: Metadata | SavePlan | Iterable[SavePlan]) -> tuple[Issue, ...]:
@@ -59,25 +60,31 @@ def world_issues(world: World) -> list[Issue]:
         rows = rows.take(~rows.repeats)
     layouts, which = rows.layouts
     issues = list(rows.issues)
-    faulty = {issue.fqn for issue in rows.issues}
+    faulty = {issue.fqn: issue.kind for issue in rows.issues}
     for number, layout in enumerate(layouts):
         if fills(layout.tiling, layout.size):
             continue
         for tensor in np.flatnonzero(which == number).tolist():
-            if rows.names[tensor] not in faulty:
-                issues.extend(_cover_issues(rows, tensor, layout))
+            kind = faulty.get(rows.names[tensor])
+            found = _cover_issues(rows, tensor, layout) if kind in (None, "out_of_bounds") else ()
+            # Where a chunk has strayed, the gap that it leaves goes without saying.
+            issues.extend(i for i in found if kind is None or i.kind != "gap")
     return sorted(issues, key=lambda issue: (issue.fqn, issue.kind))
 
 
 def duplicates(world: World) -> list[Issue]:
     """Report chunks that several plans would write: after all passes there must be none."""
     rows = world.rows
+    first = np.flatnonzero(~rows.repeats)
+    end = np.append(first[1:], len(rows))
     issues = []
-    for row in np.flatnonzero(rows.repeats)[:_PER_TENSOR].tolist():
-        tensor = int(rows.tensor[row])
+    for low, high in zip(
+        first[end - first > 1].tolist(), end[end - first > 1].tolist(), strict=True
+    ):
+        tensor = int(rows.tensor[low])
         name, axes = rows.names[tensor], len(rows.shapes[tensor])
-        ranks = rows.rank[[row - 1, row]].tolist()
-        box = (tuple(rows.offsets[row, :axes].tolist()), tuple(rows.sizes[row, :axes].tolist()))
+        ranks = sorted(set(rows.rank[low:high].tolist()))
+        box = (tuple(rows.offsets[low, :axes].tolist()), tuple(rows.sizes[low, :axes].tolist()))
         text = f"`{name}`: {region_text(*box, rows.shapes[tensor])} would be written by "
         text += f"{span(ranks)}; add dedup_replicas() to the passes"
         issues.append(Issue("overlap", name, text, ranks, box))
@@ -88,14 +95,23 @@ def _cover_issues(rows: Rows, tensor: int, layout: Layout) -> Iterable[Issue]:
     """Say which chunks of one tensor collide and what no rank holds."""
     name, size, tiling = rows.names[tensor], layout.size, layout.tiling
     ranks = rows.rank[int(rows.start[tensor]) : int(rows.start[tensor + 1])].tolist()
-    for a, b in self_overlaps(tiling, _PER_TENSOR):
+    for number, (a, b) in enumerate(self_overlaps(tiling, _PER_TENSOR), 1):
         both = sorted({ranks[a], ranks[b]})
-        yield _collision(name, size, tiling[a], tiling[b], both)
-    holders = f"{span(ranks)}: {tiling.volume():,} of {_volume(size):,} elements"
-    for gap in gaps(tiling, Chunk((0,) * len(size), size), _PER_TENSOR):
+        yield _last(_collision(name, size, tiling[a], tiling[b], both), number)
+    holders = f"{span(ranks)} hold other parts" if ranks else "nobody holds any of it"
+    for number, gap in enumerate(gaps(tiling, Chunk((0,) * len(size), size), _PER_TENSOR), 1):
         where = region_text(gap.offsets, gap.sizes, size)
         text = f"no rank holds {where} of `{name}` ({holders}); is a rank or a shard left out?"
-        yield Issue("gap", name, text, sorted(set(ranks)), (gap.offsets, gap.sizes))
+        issue = Issue("gap", name, text, sorted(set(ranks)), (gap.offsets, gap.sizes))
+        yield _last(issue, number)
+
+
+def _last(issue: Issue, number: int) -> Issue:
+    """Have the last fault that is told of a tensor say so."""
+    if number < _PER_TENSOR:
+        return issue
+    text = f"{issue.message} (there are more: the first {number} are told)"
+    return attrs.evolve(issue, message=text)
 
 
 def _collision(
@@ -106,7 +122,8 @@ def _collision(
     shared = tuple(h - o for h, o in zip(high, low, strict=True))
     kind = "conflict" if a.offsets == b.offsets else "overlap"
     who = f" ({span(ranks)})" if ranks else ""
-    text = f"`{name}`: chunks {_box(a)} and {_box(b)}{who} share {region_text(low, shared, size)}"
+    text = f"`{name}`: chunks {_box(a)} and {_box(b)}{who} share {region_text(low, shared, size)}; "
+    text += "is an offset or a size wrong, or one name used for two tensors?"
     return Issue(kind, name, text, ranks, (low, shared))
 
 
@@ -138,7 +155,3 @@ def layout_issues(name: str, layout: Layout) -> Iterable[Issue]:
 
 def _box(chunk: Chunk) -> str:
     return "[" + ", ".join(f"{o}:{e}" for o, e in zip(chunk.offsets, chunk.ends, strict=True)) + "]"
-
-
-def _volume(size: Sequence[int]) -> int:
-    return int(np.prod(size, dtype=np.int64))

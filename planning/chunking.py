@@ -6,6 +6,7 @@ from typing import Literal
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
 from .balance import assign
 from .columns import WriteItems
@@ -59,9 +60,10 @@ def split_replicas(min_bytes: int = 1 << 20) -> Pass[SavePlan]:
     """Have each holder of a replicated chunk write its share of it.
 
     Shares are cut along the first axis that is long enough, so that they are as even as can be.
+    What stays whole is left for `dedup_replicas`.
 
     Args:
-        min_bytes: Chunks whose shares would be smaller than this stay whole (see `dedup_replicas`).
+        min_bytes: The smallest share: where there are too many holders, only some get one.
 
     >>> from shardplan.planning import TensorSpec, local_plan
     >>> plan = local_plan({"w": TensorSpec((5, 4))})
@@ -79,40 +81,51 @@ def split_replicas(min_bytes: int = 1 << 20) -> Pass[SavePlan]:
         group = _groups(rows)
         holders = np.bincount(group)[group]
         first = np.flatnonzero(~rows.repeats)
-        part = np.arange(len(rows)) - first[group]  # which of the holders a row is
-        long = rows.sizes >= holders[:, None]
-        splits = (holders > 1) & (rows.nbytes // holders >= min_bytes) & long.any(axis=1)
-        at = np.flatnonzero(splits & (rows.prop[rows.tensor] >= 0))
-        if not len(at):
+        shares = np.clip(rows.nbytes // min_bytes, 1, holders)
+        # Where not all holders get a share, the next chunk goes on with those that got none.
+        turn = np.cumsum(shares[first]) - shares[first]
+        part = (np.arange(len(rows)) - first[group] - turn[group]) % holders
+        long = rows.sizes >= shares[:, None]
+        splits = (shares > 1) & long.any(axis=1) & (rows.prop[rows.tensor] >= 0)
+        if not splits.any():
             return world
-        axis = long[at].argmax(axis=1)
-        size = rows.sizes[at, axis]
-        low, high = (size * (part[at] + i) // holders[at] for i in (0, 1))
-        offsets, sizes = rows.offsets.copy(), rows.sizes.copy()
-        offsets[at, axis] += low
-        sizes[at, axis] = high - low
-        return _replace(world, at, offsets[at], sizes[at])
+        keeps = ~splits | (part < shares)
+        at, part, shares, axis = (
+            column[splits & keeps] for column in (rows.flat, part, shares, long.argmax(axis=1))
+        )
+        row = np.arange(len(at))
+        offsets, sizes = rows.offsets[splits & keeps], rows.sizes[splits & keeps]
+        size = sizes[row, axis]
+        offsets[row, axis] += size * part // shares
+        sizes[row, axis] = size * (part + 1) // shares - size * part // shares
+        return _replace(world, at, offsets, sizes, keeps)
 
     return split
 
 
-def _replace(world: World, at: Ints, offsets: Ints, sizes: Ints) -> tuple[SavePlan, ...]:
-    """Give some rows of the world other chunks, of the same shards."""
-    order = np.argsort(world.rows.rank[at], kind="stable")
-    ranks, edges = np.unique(world.rows.rank[at][order], return_index=True)
-    plans = list(world)
-    for rank, chosen in zip(ranks.tolist(), np.split(order, edges[1:]), strict=True):
-        items = plans[rank].items
-        where, axes = world.rows.item[at[chosen]], items.offsets.shape[1]
+def _replace(
+    world: World, at: Ints, offsets: Ints, sizes: Ints, keeps: npt.NDArray[np.bool_]
+) -> tuple[SavePlan, ...]:
+    """Give some items (by their number among all) other chunks of their shards; drop some rows."""
+    first = world.rows.first
+    dropped = np.zeros(int(first[-1]), bool)
+    dropped[world.rows.flat[~keeps]] = True
+    order = np.argsort(at, kind="stable")
+    edges = np.searchsorted(at[order], first)
+    plans = []
+    for rank, plan in enumerate(world):
+        mine, items = order[edges[rank] : edges[rank + 1]], plan.items
+        where, axes = at[mine] - first[rank], items.offsets.shape[1]
         now_offsets, now_sizes = items.offsets.copy(), items.sizes.copy()
-        now_offsets[where], now_sizes[where] = offsets[chosen, :axes], sizes[chosen, :axes]
+        now_offsets[where], now_sizes[where] = offsets[mine, :axes], sizes[mine, :axes]
         items = attrs.evolve(
             items,
             offsets=readonly(now_offsets),
             sizes=readonly(now_sizes),
             source_offsets=items.shard_offsets,
         )
-        plans[rank] = attrs.evolve(plans[rank], items=items)
+        stay = ~dropped[first[rank] : first[rank + 1]]
+        plans.append(attrs.evolve(plan, items=items if stay.all() else items.take(stay)))
     return tuple(plans)
 
 

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from .errors import Issue, PlanError
 from .frozen import FrozenDict
-from .values import is_tensor
 
-__all__ = ["Path", "flatten", "unflatten"]
+__all__ = ["Path", "flatten", "is_tensor", "unflatten"]
 
 Step = tuple[str, Any]
 Path = tuple[Step, ...]
@@ -39,6 +40,10 @@ def flatten(sd: Mapping[Any, Any]) -> tuple[dict[str, Any], FrozenDict[str, Path
     Raises:
         PlanError: Two leaves would get the same name; every clash is told, with both ways to it.
     """
+    if not isinstance(sd, Mapping):
+        raise TypeError(
+            f"a state dict is a mapping from names to values, not a {type(sd).__name__}"
+        )
     flat: dict[str, Any] = {}
     paths: dict[str, Path] = {}
     issues = []
@@ -73,6 +78,21 @@ def unflatten(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any, A
             node = node.setdefault(key, {} if kind == "dict" else _Positions(kind))
         node[path[-1][1]] = leaf
     return {key: _settle(value) for key, value in root.items()}
+
+
+def is_tensor(value: object) -> bool:
+    """Tell whether a value is saved element by element rather than as a whole.
+
+    >>> is_tensor(np.zeros(3)), is_tensor(np.float32(1)), is_tensor(np.array(["a"]))
+    (True, False, False)
+    """
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "biufc" and value.dtype.itemsize <= 16
+    if isinstance(value, (np.generic, type)):
+        return False
+    if hasattr(value, "__create_chunk_list__"):
+        return True  # without shape or dtype it is refused by name, never taken for a plain value
+    return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
 def _is_leaf(value: Any) -> bool:

@@ -78,6 +78,8 @@ def freeze(value: Any) -> Any:
         return frozenset(freeze(v) for v in value)
     if isinstance(value, dict):
         return FrozenDict(value)
+    if hasattr(value, "tolist") and hasattr(value, "dtype"):
+        return freeze(value.tolist())  # an array or a numpy scalar
     return value
 
 

@@ -145,6 +145,8 @@ class WriteItem:
 
     def __attrs_post_init__(self) -> None:
         data = self.tensor_data
+        if not isinstance(self.type, WriteItemType):
+            raise TypeError(f"`{self.index.fqn}`: type must be a WriteItemType, not {self.type!r}")
         if (data is None) != (self.type is WriteItemType.BYTE_IO):
             what = "needs" if data is None else "cannot have"
             raise ValueError(f"`{self.index.fqn}`: a {self.type.name} item {what} tensor_data")
@@ -189,6 +191,12 @@ class ReadItem:
     lengths: tuple[int, ...] = attrs.field(converter=as_ints)
 
     def __attrs_post_init__(self) -> None:
+        if not isinstance(self.type, LoadItemType):
+            raise TypeError(
+                f"`{self.dest_index.fqn}`: type must be a LoadItemType, not {self.type!r}"
+            )
+        if min((*self.dest_offsets, *self.storage_offsets, *self.lengths), default=0) < 0:
+            raise ValueError(f"`{self.dest_index.fqn}`: an offset or a length is negative")
         if not len(self.dest_offsets) == len(self.storage_offsets) == len(self.lengths):
             raise ValueError(
                 f"`{self.dest_index.fqn}`: offsets {self.dest_offsets} and {self.storage_offsets} "

@@ -12,12 +12,13 @@ from typing import Any
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
 from .catalog import Catalog, Head
 from .dtypes import dtype_name, is_exact_cast
 from .errors import Issue, PlanError, nearest_names
 from .frozen import FrozenDict
-from .packing import readonly
+from .packing import Ints, readonly
 from .passes import Pass
 from .records import SavePlan
 
@@ -57,6 +58,9 @@ def rename(how: Renaming, *, required: bool = True) -> Pass[SavePlan]:
             matches = _same if isinstance(how, Mapping) else _searches
             _demand("rename", names, {key: matches(key) for key in keys})
         new = {name: _renamed(how, name) for name in names}
+        for old, name in new.items():
+            if not isinstance(name, str):
+                raise TypeError(f"rename: `{old}` must become a string, not {name!r}")
         _refuse_collisions(new)
         return _edit(plans, lambda head: (new[head[0]], *head[1:]))
 
@@ -151,6 +155,9 @@ def _kind(dtype: str) -> str:
 
 
 def _filter(what: str, patterns: Sequence[Pattern], keep: bool, required: bool) -> Pass[SavePlan]:
+    for p in patterns:
+        if not isinstance(p, str) and not callable(p):
+            raise TypeError(f"{what} takes patterns (strings) or functions, not {p!r}")
     tests = {p if isinstance(p, str) else repr(p): _globs(p) for p in patterns}
 
     def run(plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
@@ -185,16 +192,20 @@ def _renamed(how: Renaming, name: str) -> str:
     return name
 
 
-def _heads(plans: Sequence[SavePlan]) -> list[Head]:
-    """Return the distinct rows of all catalogs that items refer to, each catalog read once."""
-    used: dict[int, tuple[Catalog, Any]] = {}
+def _used(plans: Sequence[SavePlan]) -> dict[int, tuple[Catalog, npt.NDArray[np.bool_]]]:
+    """Return, by identity, every catalog and which of its rows items refer to."""
+    used: dict[int, tuple[Catalog, npt.NDArray[np.bool_]]] = {}
     for plan in plans:
         catalog = plan.items.catalog
         _, mask = used.setdefault(id(catalog), (catalog, np.zeros(len(catalog), bool)))
         mask[plan.items.row] = True
-    return list(
-        dict.fromkeys(c.heads[row] for c, mask in used.values() for row in np.flatnonzero(mask))
-    )
+    return used
+
+
+def _heads(plans: Sequence[SavePlan]) -> list[Head]:
+    """Return the distinct rows of all catalogs that items refer to, each catalog read once."""
+    rows = (c.heads[row] for c, mask in _used(plans).values() for row in np.flatnonzero(mask))
+    return list(dict.fromkeys(rows))
 
 
 def _names(plans: Sequence[SavePlan]) -> set[str]:
@@ -244,42 +255,45 @@ def _refuse_losses(casts: Sequence[tuple[Head, str]]) -> None:
 
 def _edit(plans: tuple[SavePlan, ...], edit: Edit) -> tuple[SavePlan, ...]:
     """Rewrite every catalog once; items of rows that are gone go with them."""
-    catalogs: dict[int, tuple[Catalog, Catalog, Any]] = {}
+    catalogs = {at: (mask, *_edit_catalog(c, mask, edit)) for at, (c, mask) in _used(plans).items()}
     datas: dict[tuple[int, int], Any] = {}
     done = []
     for plan in plans:
         old = plan.items.catalog
-        if id(old) not in catalogs:
-            catalogs[id(old)] = (old, *_edit_catalog(old, edit))
-        _, new, number = catalogs[id(old)]
+        mask, new, number = catalogs[id(old)]
         row = number[plan.items.row]
         items = plan.items if (row >= 0).all() else plan.items.take(row >= 0)
         key = (id(plan.planner_data), id(old))
         if key not in datas:
-            datas[key] = _edit_paths(plan.planner_data, old, new, number)
+            kept = {
+                n
+                for n, at in zip(old.names, number.tolist(), strict=True)
+                if at >= 0 and new.names[at] == n
+            }
+            gone = {old.names[at] for at in np.flatnonzero(mask).tolist()} - kept
+            datas[key] = _without_paths(plan.planner_data, gone)
         items = items.recatalog(new, readonly(row[row >= 0]))
         done.append(attrs.evolve(plan, items=items, planner_data=datas[key]))
     return tuple(done)
 
 
-def _edit_catalog(catalog: Catalog, edit: Edit) -> tuple[Catalog, Any]:
-    """Return the new catalog, and the new number of each old row (-1: it is gone)."""
+def _edit_catalog(
+    catalog: Catalog, mask: npt.NDArray[np.bool_], edit: Edit
+) -> tuple[Catalog, Ints]:
+    """Return the new catalog of the rows in use, and each old row's number in it (-1: gone)."""
     heads: dict[Head, int] = {}
     number = np.full(len(catalog), -1, np.int64)
-    for row, head in enumerate(catalog.heads):
-        after = edit(head)
+    for row in np.flatnonzero(mask).tolist():
+        after = edit(catalog.heads[row])
         if after is not None:
             number[row] = heads.setdefault(after, len(heads))
     return Catalog.of(tuple(heads)), number
 
 
-def _edit_paths(data: Any, old: Catalog, new: Catalog, number: Any) -> Any:
-    """Keep the paths of names that are still there; a renamed key has no nested place."""
+def _without_paths(data: Any, gone: set[str]) -> Any:
+    """Drop the paths of names that are gone; a renamed key has no nested place."""
     if not isinstance(data, Mapping) or "paths" not in data:
         return data
-    gone = {
-        n for n, at in zip(old.names, number.tolist(), strict=True) if at < 0 or new.names[at] != n
-    }
     paths = {name: path for name, path in data["paths"].items() if name not in gone}
     rest = {k: v for k, v in data.items() if k != "paths"}
     return FrozenDict({**rest, **({"paths": paths} if paths else {})}) or None

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from operator import index
 
 import attrs
 
@@ -104,9 +105,10 @@ class Mesh:
 
     def __init__(self, axes: Mapping[str, int] | None = None, /, **named: int) -> None:
         sizes = {**(axes or {}), **named}
-        if any(int(n) < 1 for n in sizes.values()):
+        sizes = {name: index(n) for name, n in sizes.items()}
+        if any(n < 1 for n in sizes.values()):
             raise ValueError(f"every mesh axis needs at least one rank, not {sizes}")
-        object.__setattr__(self, "axes", FrozenDict({k: int(n) for k, n in sizes.items()}))
+        object.__setattr__(self, "axes", FrozenDict(sizes))
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("a Mesh cannot change; make a new one")

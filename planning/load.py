@@ -30,7 +30,7 @@ from .tiling import Chunk, Grid, pad, tile, tile_chunks
 
 __all__ = ["global_load_plan", "load_plan", "resolve_overlaps"]
 
-Strict = bool | Sequence[str]
+Strict = bool | str | Sequence[str]
 _TENSOR: Final = LoadItemType.TENSOR.value
 _BYTES: Final = LoadItemType.BYTE_IO.value
 _SUGGESTED: Final = 8  # missing names that get a "nearest" hint
@@ -50,9 +50,9 @@ def load_plan(
         metadata: The checkpoint.
         plan: What this rank holds: `local_plan` of its state dict, after any passes. Its names and
             dtypes are the checkpoint's, its sources the state dict's.
-        strict: Whether every chunk must be filled: True, False, or patterns (``"model.*"``) of the
-            names that must be. What need not be and cannot be is left alone and reported. Names in
-            the checkpoint that are not wanted are never an error.
+        strict: Whether every chunk must be filled: True, False, or a pattern (``"model.*"``), or
+            several, of the names that must be. What need not be and cannot be is left alone and
+            reported. Names in the checkpoint that are not wanted are never an error.
         dtype: ``"same"`` takes a stored dtype other than the plan's for a mistake, ``"cast"`` for a
             wish to cast.
         shape: ``"same"`` takes another global shape for a mistake; ``"overlap"`` fills the elements
@@ -64,10 +64,12 @@ def load_plan(
     Raises:
         PlanError: Something that must be filled cannot be; every reason is told.
     """
-    if dtype not in ("same", "cast") or shape not in ("same", "overlap"):
-        raise ValueError(
-            f'dtype {dtype!r} is not "same" or "cast", or shape {shape!r} not "same" or "overlap"'
-        )
+    if dtype not in ("same", "cast"):
+        raise ValueError(f'dtype must be "same" or "cast", not {dtype!r}')
+    if shape not in ("same", "overlap"):
+        raise ValueError(f'shape must be "same" or "overlap", not {shape!r}')
+    if not isinstance(plan, SavePlan):
+        raise TypeError(f"load_plan needs a plan, not a {type(plan).__name__}; try local_plan(it)")
     entries, items = metadata.state_dict_metadata, plan.items
     match = _match(entries, items.catalog, np.unique(items.row), dtype, shape)
     entry = match.entry[items.row]
@@ -79,7 +81,8 @@ def load_plan(
     pieces = overlap_many([x.tiling for x in entries.layouts], layout, *boxes)
     issues = match.issues + _damage(entries, match.entry)
     issues += _uncovered(items, wanted, pieces, boxes, match.shared)
-    fatal = [issue for issue in issues if _must(strict, issue.fqn)]
+    must = _patterns(strict, items.catalog.names)
+    fatal = [issue for issue in issues if any(fnmatchcase(issue.fqn, p) for p in must)]
     if fatal:
         raise PlanError(fatal)
     named = set(items.catalog.names)  # a rank may know a tensor and hold nothing of it
@@ -131,10 +134,18 @@ def global_load_plan(
     return as_pass(passes)(tuple(plans))
 
 
-def _must(strict: Strict, name: str) -> bool:
-    if isinstance(strict, bool):
-        return strict
-    return any(fnmatchcase(name, pattern) for pattern in strict)
+def _patterns(strict: Strict, names: Iterable[str]) -> tuple[str, ...]:
+    """Return the patterns of names that must be filled; one that matches nothing is a mistake."""
+    if isinstance(strict, (bool, int)):
+        return ("*",) if strict else ()
+    patterns = (strict,) if isinstance(strict, str) else tuple(strict)
+    unmatched = [p for p in patterns if not any(fnmatchcase(name, p) for name in names)]
+    if unmatched:
+        raise PlanError(
+            Issue("unmatched", p, f"strict: {p!r} matches no name that is wanted")
+            for p in unmatched
+        )
+    return patterns
 
 
 @attrs.frozen(eq=False)
@@ -163,7 +174,7 @@ def _match(entries: Entries, catalog: Catalog, rows: Ints, dtype: str, shape: st
         if at < 0:
             near = nearest_names(name, entries.names) if len(match.issues) < _SUGGESTED else ()
             hint = f"; nearest: {', '.join(near)}" if near else ""
-            text = f"`{name}` is not in the checkpoint{hint}"
+            text = f"`{name}` is not in the checkpoint{hint}; strict=False leaves it as it is"
             match.issues.append(Issue("missing", name, text))
             continue
         saved = entries.record(at)

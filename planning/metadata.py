@@ -36,6 +36,10 @@ class TensorMetadata:
     size: tuple[int, ...] = attrs.field(converter=as_ints)
     chunks: Tiling = attrs.field(converter=tile_chunks)
 
+    def __attrs_post_init__(self) -> None:
+        if any(n < 0 for n in self.size):
+            raise ValueError(f"a tensor cannot have the shape {self.size}: an axis is negative")
+
 
 @attrs.frozen
 class BytesMetadata:

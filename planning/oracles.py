@@ -198,8 +198,8 @@ def assert_read_once(
     Args:
         metadata: The checkpoint.
         target: What is to be filled: a rank's plan, or chunks by name.
-        reads: A load plan, or its items.
-        rank: Whose reads these are, for the message.
+        reads: A load plan, or its items. What others read for this rank counts, if `rank` is given.
+        rank: Whose reads these are.
 
     >>> from shardplan.planning import TensorSpec, global_plan, load_plan, local_plan
     >>> plan = local_plan({"w": TensorSpec((3,))})
@@ -212,6 +212,8 @@ def assert_read_once(
     Raises:
         AssertionError: One is not; the message names the key, the element and the rank.
     """
+    if isinstance(reads, LoadPlan):
+        reads = [*reads.items, *(t.read for t in reads.transfers if t.target == rank)]
     trace = trace_reads(metadata, target, reads)
     whose = "" if rank is None else f" on rank {rank}"
     for shard, name, chunk in _wanted(target):

@@ -50,6 +50,8 @@ def overlap(a: Tiling, b: Tiling) -> Overlap:
     >>> list(zip(pieces.box.tolist(), pieces.chunk.tolist(), pieces.offsets[:, 0].tolist()))
     [(0, 0, 0), (1, 0, 2), (1, 1, 3), (2, 1, 4)]
     """
+    if len(a) and len(b) and a.ndim != b.ndim:
+        raise ValueError(f"a tiling of {a.ndim} axes cannot overlap one of {b.ndim}")
     return overlap_many((a,), np.zeros(len(b), np.int64), b.offsets, b.sizes)
 
 

@@ -35,6 +35,9 @@ def chain(*passes: Pass[P]) -> Pass[P]:
     Raises:
         ValueError: When run, if a pass returns more or fewer plans than it was given.
     """
+    for step in passes:
+        if not callable(step):
+            raise TypeError(f"a pass is a function from plans to plans, not {step!r}")
 
     def run(plans: tuple[P, ...]) -> tuple[P, ...]:
         for step in passes:
@@ -80,7 +83,7 @@ def _name(step: Pass[P]) -> str:
 
 def as_pass(passes: Pass[P] | Iterable[Pass[P]]) -> Pass[P]:
     """Return one pass, given one or several."""
-    return passes if callable(passes) else chain(*passes)
+    return chain(passes) if callable(passes) else chain(*passes)
 
 
 def annotate(note: Callable[[SavePlan], Mapping[str, Any]]) -> Pass[SavePlan]:
@@ -98,7 +101,9 @@ def annotate(note: Callable[[SavePlan], Mapping[str, Any]]) -> Pass[SavePlan]:
     """
 
     def add(plan: SavePlan) -> SavePlan:
-        extra = dict(note(plan))
+        extra = note(plan)
+        if not isinstance(extra, Mapping):
+            raise TypeError(f"annotate needs a mapping of names to data, not {extra!r}")
         if "paths" in extra:
             raise ValueError('planner_data["paths"] holds the nested keys; use another name')
         return attrs.evolve(plan, planner_data=FrozenDict({**(plan.planner_data or {}), **extra}))

@@ -13,7 +13,7 @@ from .check import duplicates, world_issues
 from .chunking import dedup_replicas
 from .columns import WriteItems
 from .errors import Issue, PlanError, RefusedError
-from .flatten import clash, flatten
+from .flatten import clash, flatten, is_tensor
 from .frozen import FrozenDict
 from .items import WriteItemType
 from .layout import Mesh
@@ -21,7 +21,7 @@ from .metadata import Entries, Metadata
 from .packing import readonly
 from .passes import Pass, as_pass
 from .records import SavePlan
-from .values import held, is_tensor
+from .values import held
 from .world import World
 
 __all__ = ["DEFAULT_PASSES", "global_plan", "local_plan"]

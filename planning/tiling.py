@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from operator import index
 from typing import Any, overload
 
 import attrs
@@ -25,7 +26,7 @@ __all__ = ["Boxes", "Chunk", "Grid", "Tiling", "tile", "tile_chunks"]
 
 def as_ints(values: Iterable[int]) -> tuple[int, ...]:
     """Return ``values`` as a tuple of plain ints (a torch.Size or a numpy row may come in)."""
-    return tuple([int(v) for v in values])
+    return tuple([index(v) for v in values])
 
 
 @attrs.frozen

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
-import numpy as np
 
 from .dtypes import dtype_name
 from .errors import NotFoundError, RefusedError, nearest_names
+from .flatten import flatten, is_tensor
 from .items import MetadataIndex, TensorProperties
 from .layout import (
     Mesh,
@@ -30,7 +30,7 @@ from .layout import (
 )
 from .tiling import Chunk, as_ints
 
-__all__ = ["Held", "find_object", "find_shard", "held", "is_tensor"]
+__all__ = ["Held", "find_object", "find_shard", "held"]
 
 
 @attrs.frozen
@@ -50,19 +50,6 @@ class Held:
     sharded: bool
 
 
-def is_tensor(value: object) -> bool:
-    """Tell whether a value is saved element by element rather than as a whole.
-
-    >>> is_tensor(np.zeros(3)), is_tensor(np.float32(1)), is_tensor(np.array(["a"]))
-    (True, False, False)
-    """
-    if isinstance(value, np.ndarray):
-        return value.dtype.kind in "biufc" and value.dtype.itemsize <= 16
-    if isinstance(value, (np.generic, type)):
-        return False
-    return hasattr(value, "shape") and hasattr(value, "dtype")
-
-
 def held(name: str, value: Any, mesh: Mesh | None = None, rank: int = 0) -> Held:
     """Describe a tensor; ``mesh`` and ``rank`` place a `TensorSpec` that has placements.
 
@@ -70,6 +57,10 @@ def held(name: str, value: Any, mesh: Mesh | None = None, rank: int = 0) -> Held
         RefusedError: There is no right way to save it: a partial sum, a sparse layout, a dtype that
             no checkpoint can carry, a DTensor whose local tensor does not fit its placements.
     """
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        raise RefusedError(
+            f"`{name}` has chunks, but a {type(value).__name__} lacks shape or dtype"
+        )
     properties = _properties(name, value)
     size = as_ints(value.shape)
     chunks = _chunks(name, value, mesh, rank)
@@ -171,20 +162,17 @@ def _starts(runs: Sequence[tuple[int, int]]) -> list[int]:
     return [sum(n for _, n in runs[:i]) for i in range(len(runs))]
 
 
-def find_object(sd: Mapping[str, Any], index: MetadataIndex) -> Any:
-    """Return what ``index`` names in a flat state dict: a value, or the shard at an offset.
+def find_object(sd: Mapping[Any, Any], index: MetadataIndex) -> Any:
+    """Return what ``index`` names in a state dict, flat or nested: a value, or a shard.
 
+    >>> import numpy as np
     >>> find_object({"w": np.arange(3), "step": 7}, MetadataIndex("step"))
     7
 
     Raises:
         NotFoundError: No such name, or no shard at that offset; the nearest ones are told.
     """
-    if index.fqn not in sd:
-        near = nearest_names(index.fqn, sd)
-        hint = f"; nearest: {', '.join(near)}" if near else ""
-        raise NotFoundError(f"`{index.fqn}` is not in the state dict{hint}", near)
-    value = sd[index.fqn]
+    value = _named(sd, index.fqn)
     if is_tensor(value):
         return find_shard(sd, index)
     if index.offset is not None:
@@ -194,21 +182,34 @@ def find_object(sd: Mapping[str, Any], index: MetadataIndex) -> Any:
     return value
 
 
-def find_shard(sd: Mapping[str, Any], index: MetadataIndex) -> Any:
+def _named(sd: Mapping[Any, Any], name: str) -> Any:
+    """Return the value of a flattened key; a flat state dict is not walked."""
+    if name in sd and not isinstance(sd[name], Mapping):
+        return sd[name]
+    flat = flatten(sd)[0]
+    if name not in flat:
+        near = nearest_names(name, flat) or tuple(sorted(flat)[:3])
+        hint = f"; nearest: {', '.join(near)}" if near else ""
+        raise NotFoundError(f"`{name}` is not in the state dict{hint}", near)
+    return flat[name]
+
+
+def find_shard(sd: Mapping[Any, Any], index: MetadataIndex) -> Any:
     """Return the tensor memory that starts at ``index.offset`` of the named tensor.
 
     The position in ``index.index`` is probed first. A plain tensor is its own only shard, at the
     origin, and needs no offset.
 
+    >>> import numpy as np
     >>> find_shard({"w": np.arange(3)}, MetadataIndex("w", (0,)))
     array([0, 1, 2])
 
     Raises:
         NotFoundError: No such name, or no shard at that offset; the ones that exist are told.
     """
-    value = sd[index.fqn] if index.fqn in sd else find_object(sd, index)
+    value = _named(sd, index.fqn)
     if not is_tensor(value):
-        return find_object(sd, attrs.evolve(index, offset=index.offset or ()))
+        raise NotFoundError(f"`{index.fqn}` is no tensor but a {type(value).__name__}")
     if _is_dtensor(value):
         pairs = _dtensor_chunks(index.fqn, value)
         local = value.to_local() if hasattr(value, "to_local") else value._local_tensor

@@ -326,18 +326,19 @@ def _conflict(
     name: str, variants: dict[_Variant, list[int]], which: list[int], plans: list[WriteItems]
 ) -> Issue:
     """Say what each side of a disagreement holds, and who is on it."""
-    sides, everyone = [], []
-    for (is_bytes, dtype, size), numbers in sorted(variants.items()):
+    sides = []
+    for (is_bytes, dtype, size), numbers in variants.items():
         ranks = [
             rank
             for rank, items in enumerate(plans)
             if which[rank] in numbers and _holds(items, name, (is_bytes, dtype, size))
         ]
         what = "a value that is no tensor" if is_bytes else f"{dtype} of shape {list(size)}"
-        sides.append(f"{span(ranks)}: {what}")
-        everyone.extend(ranks)
-    text = f"`{name}` is not the same tensor everywhere ({'; '.join(sides)})"
-    return Issue("conflict", name, f"{text}; give them different names", sorted(set(everyone)))
+        sides.append((ranks, f"{span(ranks)}: {what}"))
+    told = "; ".join(text for _, text in sorted(sides))
+    everyone = {rank for ranks, _ in sides for rank in ranks}
+    text = f"`{name}` is not the same tensor everywhere ({told})"
+    return Issue("conflict", name, f"{text}; give them different names", sorted(everyone))
 
 
 def _holds(items: WriteItems, name: str, variant: _Variant) -> bool:
@@ -349,7 +350,7 @@ def _holds(items: WriteItems, name: str, variant: _Variant) -> bool:
 
 
 def _drop_strays(rows: Rows, outside: npt.NDArray[np.bool_]) -> Rows:
-    """Report chunks that leave their tensor, and leave those tensors out."""
+    """Report chunks that leave their tensor, and leave them out."""
     issues = list(rows.issues)
     for row in np.flatnonzero(outside).tolist():
         name, shape = rows.names[rows.tensor[row]], rows.shapes[rows.tensor[row]]
@@ -357,8 +358,6 @@ def _drop_strays(rows: Rows, outside: npt.NDArray[np.bool_]) -> Rows:
         text = (
             f"`{name}`: rank {rows.rank[row]} holds a chunk at {low} of sizes {extent}, which is "
         )
-        text += f"outside shape {shape}"
+        text += f"outside shape {shape}; is it of another tensor?"
         issues.append(Issue("out_of_bounds", name, text, [rows.rank[row]], (low, extent)))
-    stray = np.zeros(len(rows.names), bool)
-    stray[rows.tensor[outside]] = True
-    return attrs.evolve(rows.take(~stray[rows.tensor]), issues=tuple(issues))
+    return attrs.evolve(rows.take(~outside), issues=tuple(issues))

@@ -122,7 +122,7 @@ def test_what_need_not_be_filled_is_reported_and_left_alone():
         (True, {"model.w", "model.b", "step"}),
         (["model.*"], {"model.w", "model.b"}),
         (["*.b", "st?p"], {"model.b", "step"}),
-        (["optim.*"], set()),
+        ("model.*", {"model.w", "model.b"}),
         ([], set()),
         (False, set()),
     ],
@@ -135,6 +135,16 @@ def test_patterns_say_which_names_must_be_filled(strict, fatal):
         report = load_plan(metadata, WANTED, strict=strict).report
         assert report.missing == ("model.w", "step")
         assert [i.fqn for i in report.mismatched] == ["model.b"]
+
+
+def test_a_strict_pattern_that_matches_nothing_is_no_way_to_switch_strictness_off():
+    with pytest.raises(PlanError, match=r"strict: 'optim.\*' matches no name that is wanted"):
+        load_plan(saved(step=1), WANTED, strict=["model.*", "optim.*"])
+
+
+def test_a_state_dict_in_place_of_a_plan_is_told_how_to_become_one():
+    with pytest.raises(TypeError, match=r"not a dict; try local_plan\(it\)"):
+        load_plan(saved(step=1), {"step": 1})
 
 
 def test_names_that_are_not_wanted_are_never_an_error():
