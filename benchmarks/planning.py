@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ from shardplan.planning import (
     split_chunks,
     split_replicas,
 )
+from shardplan.planning.draw import svg
 from shardplan.planning.text import table
 
 HERE = Path(__file__).parent
@@ -231,7 +233,7 @@ def compare_passes(ranks: int, tensors: int) -> None:
             cost, _ = seconds(lambda step=step, plans=plans: step(plans), repeat=3)
             rows.append((name, f"{cost:.3f} s", f"{cost / whole:.2f}"))
         loads = tuple(load_plan(metadata, plan) for plan in plans)
-        cost, _ = seconds(lambda: share_reads(metadata, min_bytes=1)(loads), repeat=3)
+        cost, _ = seconds(partial(share_reads(metadata, min_bytes=1), loads), repeat=3)
         rows.append(("share_reads", f"{cost:.3f} s", f"{cost / whole:.2f}"))
         print(f"\npasses over {ranks} ranks x {tensors:,} tensors, {label}")
         print(table(("pass", "time", "of the global plan"), rows))
@@ -256,10 +258,11 @@ def growth(tensors: int, largest: int) -> None:
         ranks *= 4
     rows = [(f"{n:,}", f"{s:.3f} s", f"{1e9 * s / n:.0f} ns", f"{g:.2f} GiB") for n, s, g in points]
     per_chunk = [s / n for n, s, _ in points]
+    print("\ngrowth of the coordinator's work: cost per chunk")
+    print(f"varies {max(per_chunk) / min(per_chunk):.2f}x between all sizes,")
     print(
-        f"\ngrowth of the coordinator's work; cost per chunk varies {max(per_chunk) / min(per_chunk):.2f}x,"
+        f"and is {per_chunk[-1] / per_chunk[0]:.2f}x at the largest size what it is at the smallest"
     )
-    print(f"the largest costs {per_chunk[-1] / per_chunk[0]:.2f}x the smallest per chunk")
     print(table(("chunks", "time", "per chunk", "peak memory"), rows))
     picture = HERE / "planning-growth.svg"
     picture.write_text(growth_svg(points))
@@ -275,32 +278,33 @@ def growth_svg(points: list[tuple[int, float, float]]) -> str:
     def at(chunks: float, cost: float) -> tuple[float, float]:
         x = left + (np.log10(chunks) - x0) / (x1 - x0) * (wide - left - 30)
         y = top + (y1 - np.log10(cost)) / (y1 - y0) * (high - top - 60)
-        return round(float(x), 1), round(float(y), 1)
+        return float(x), float(y)
+
+    def say(x: float, y: float, words: str, anchor: str = "middle", size: int = 12) -> str:
+        style = {"text-anchor": anchor, "font-size": size, "font-family": "sans-serif"}
+        return svg.element("text", words, x=x, y=y, **style)
 
     unit = points[0][1] / points[0][0]
     ends = [at(n, n * unit) for n in (points[0][0], points[-1][0])]
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" font-family="system-ui, sans-serif" font-size="12">',
-        "<title>Coordinator time over chunks</title>",
-        f'<rect width="{wide}" height="{high}" fill="#fff"/>',
-        f'<text x="{left}" y="22" font-size="14">Coordinator: decode, dedup, plan, validate, encode</text>',
-        f'<line x1="{ends[0][0]}" y1="{ends[0][1]}" x2="{ends[1][0]}" y2="{ends[1][1]}" stroke="#999" stroke-dasharray="5 4"/>',
+        svg.element("rect", width=wide, height=high, fill="#ffffff"),
+        say(left, 22, "Coordinator: decode, dedup, plan, validate, encode", "start", 14),
+        svg.line(*ends[0], *ends[1], "#999999"),
+        say((left + wide) / 2, high - 10, "chunks (grey: equal cost per chunk)"),
     ]
     for power in range(int(y0), int(y1) + 1):
         _, y = at(points[0][0], 10.0**power)
-        parts.append(f'<line x1="{left}" y1="{y}" x2="{wide - 30}" y2="{y}" stroke="#eee"/>')
-        parts.append(f'<text x="{left - 8}" y="{y + 4}" text-anchor="end">{10.0**power:g} s</text>')
-    line = " ".join(f"{x},{y}" for x, y in (at(n, s) for n, s, _ in points))
-    parts.append(f'<polyline points="{line}" fill="none" stroke="#0072b2" stroke-width="2"/>')
-    for n, s, _ in points:
-        x, y = at(n, s)
-        parts.append(f'<circle cx="{x}" cy="{y}" r="4" fill="#0072b2"/>')
-        parts.append(f'<text x="{x}" y="{y - 10}" text-anchor="middle">{s:.2f} s</text>')
-        parts.append(f'<text x="{x}" y="{high - 32}" text-anchor="middle">{n:,}</text>')
-    parts.append(
-        f'<text x="{(left + wide) / 2}" y="{high - 10}" text-anchor="middle">chunks (dashed: equal cost per chunk)</text>'
-    )
-    return "\n".join([*parts, "</svg>"]) + "\n"
+        parts.append(svg.line(left, y, wide - 30, y, "#dddddd"))
+        parts.append(say(left - 8, y + 4, f"{10.0**power:g} s", "end"))
+    places = [at(n, s) for n, s, _ in points]
+    for (ax, ay), (bx, by) in pairwise(places):
+        parts.append(svg.line(ax, ay, bx, by, "#0072b2"))
+    for (n, s, _), (x, y) in zip(points, places, strict=True):
+        parts.append(svg.element("circle", cx=x, cy=y, r=4, fill="#0072b2"))
+        parts.append(say(x, y - 10, f"{s:.2f} s"))
+        parts.append(say(x, high - 32, f"{n:,}"))
+    space = {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"0 0 {wide} {high}"}
+    return svg.element("svg", *parts, **space) + "\n"
 
 
 def main() -> None:

@@ -1,8 +1,45 @@
-"""Ranks: where the processes of a job exchange their plans.
+"""Ranks: collectives that survive a failing rank, and name it.
 
-Empty so far. Collectives arrive here; planning does not need them.
+A `Comm` is a group of ranks that exchange bytes: `solo()` is a group of one, `torch_comm()` a
+process group of torch.distributed, and `run_ranks` runs ranks as threads. On top of it, a step
+(`reduce_scatter`, `all_reduce`, `all_gather`, `broadcast`) either succeeds on every rank or raises
+the same `CheckpointError` on every rank. Torch is imported only by `torch_comm`.
 
->>> import shardplan.dist
->>> shardplan.dist.__name__
-'shardplan.dist'
+>>> from shardplan.dist import all_reduce, run_ranks
+>>> run_ranks(4, lambda comm: all_reduce(comm, "add up", lambda: comm.rank, sum))
+[6, 6, 6, 6]
 """
+
+from .comm import Comm, solo
+from .errors import CheckpointError, Failure, LostRanksError
+from .steps import (
+    all_gather,
+    all_keys,
+    all_reduce,
+    broadcast,
+    decode_json,
+    encode_json,
+    reduce_scatter,
+)
+from .threads import run_ranks
+from .torch_comm import torch_comm
+
+__all__ = [
+    # who
+    "Comm",
+    "solo",
+    "torch_comm",
+    "run_ranks",
+    # what they do together
+    "reduce_scatter",
+    "all_reduce",
+    "all_gather",
+    "broadcast",
+    "all_keys",
+    "encode_json",
+    "decode_json",
+    # what can go wrong
+    "CheckpointError",
+    "Failure",
+    "LostRanksError",
+]

@@ -1,4 +1,27 @@
-"""Bytes: where plans are carried out against storage.
+"""Bytes: stores, the format, and carrying out the reads and writes that a plan says.
 
-Empty so far. Stores, formats and execution arrive here; planning does not need them.
+- Where do bytes go? `stores`, `local`, `objects`, `folders`, `pool`, `buffers`, `kernel`
+- What is in a file? `headers`, `manifest`, `values`, `checksums`
+- How is a plan carried out? `write`, `commit`, `read`, `fetch`, `arrays`
+- Is it sound, are two alike? `verify`, `scan`, `compare`, `progress`
+- How do I test against a failing store? `testing`
+
+torch is imported only by the modules that touch tensors.
 """
+
+from .errors import ExistsError, FormatError, LoadError, ValueRefusedError
+from .pool import Pool, default_pool
+from .stores import MissingFileError, Store, StoreError, open_store
+
+__all__ = [
+    "ExistsError",
+    "FormatError",
+    "LoadError",
+    "MissingFileError",
+    "Pool",
+    "Store",
+    "StoreError",
+    "ValueRefusedError",
+    "default_pool",
+    "open_store",
+]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Final, Literal
 
@@ -130,8 +130,53 @@ def global_load_plan(
 
     >>> global_load_plan([LoadPlan([])]) == (LoadPlan([]),)
     True
+
+    Raises:
+        PlanError: After the passes some shard would be given more or fewer elements than before.
     """
-    return as_pass(passes)(tuple(plans))
+    before = tuple(plans)
+    if not all(isinstance(plan, LoadPlan) for plan in before):
+        raise TypeError("global_load_plan needs load plans; load_plan(metadata, plan) makes them")
+    after = as_pass(passes)(before)
+    issues = [
+        issue
+        for rank, (old, new) in enumerate(zip(before, after, strict=True))
+        if old is not new
+        for issue in _changes(rank, old, new)
+    ]
+    if issues:
+        raise PlanError(issues)
+    return after
+
+
+def _changes(rank: int, old: LoadPlan, new: LoadPlan) -> Iterator[Issue]:
+    """Report shards that get more or fewer elements than the load plan of their rank gave them."""
+    mine = np.flatnonzero(new.transfers.target == rank)
+    received = new.transfers.reads.take(mine)
+    was, now = _filled(old.items), _filled(ReadItems.concat([new.items, received]))
+    for shard in sorted(was.keys() | now.keys()):
+        if was.get(shard, 0) != now.get(shard, 0):
+            name, at = shard
+            text = (
+                f"rank {rank} would fill {now.get(shard, 0):,} elements of `{name}` at {list(at)}, "
+            )
+            text += f"and needs {was.get(shard, 0):,}: a pass lost or doubled a read"
+            yield Issue("uncovered", name, text, [rank])
+
+
+def _filled(reads: ReadItems) -> dict[tuple[str, tuple[int, ...]], int]:
+    """Count the elements (of a value that is no tensor: the reads) that go to each shard."""
+    if not len(reads):
+        return {}
+    keys = np.concatenate([reads.dest[:, None], reads.dest_anchor], axis=1)
+    kinds = np.ascontiguousarray(keys).view([("", np.int64)] * keys.shape[1])[:, 0]
+    _, first, group = np.unique(kinds, return_index=True, return_inverse=True)
+    count = np.zeros(len(first), np.int64)
+    np.add.at(count, group, np.maximum(reads.numel, reads.type == _BYTES))
+    ndim = reads.ndim[first].tolist()
+    at = [tuple(row[:n]) for row, n in zip(reads.dest_anchor[first].tolist(), ndim, strict=True)]
+    names = [reads.names[n] for n in reads.dest[first].tolist()]
+    return dict(zip(zip(names, at, strict=True), count.tolist(), strict=True))
 
 
 def _patterns(strict: Strict, names: Iterable[str]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from .errors import NotFoundError, nearest_names
 from .frozen import freeze
 from .items import TensorProperties
 from .packing import Ints
-from .text import human_bytes, table
+from .text import counted, human_bytes, table
 from .tiling import Tiling, as_ints, tile_chunks
 
 __all__ = ["BytesMetadata", "Entries", "Layout", "Metadata", "StorageMeta", "TensorMetadata"]
@@ -217,9 +217,12 @@ class Metadata:
         entries = self.state_dict_metadata
         rows = [_row(name, entries[name]) for name in entries.names[:_SHOWN]]
         total = sum(_nbytes(entries.record(row)) for row in range(len(entries)))
-        title = f"Metadata: {len(entries):,} entries, {human_bytes(total)}"
+        title = f"Metadata: {counted(len(entries), 'entry')}, {human_bytes(total)}"
         more = [f"… {len(entries) - _SHOWN:,} more"] if len(entries) > _SHOWN else []
         return "\n".join([title, table(("name", "dtype", "shape", "chunks"), rows), *more])
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # for IPython, and for Hypothesis, which would list the columns
 
 
 def _row(name: str, entry: TensorMetadata | BytesMetadata) -> tuple[str, str, str, str]:

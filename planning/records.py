@@ -24,7 +24,7 @@ from .items import (
 )
 from .metadata import BytesMetadata, Entries, Layout, Metadata, StorageMeta, TensorMetadata
 from .reads import ReadItems, Transfer, Transfers
-from .text import human_bytes, table
+from .text import counted, human_bytes, table
 from .tiling import Chunk
 
 __all__ = [
@@ -101,8 +101,11 @@ class SavePlan:
 
     def __repr__(self) -> str:
         rows = [_write_row(item) for item in self.items[:_SHOWN]]
-        title = f"SavePlan: {len(self.items):,} items, {human_bytes(self.nbytes)}"
+        title = f"SavePlan: {counted(len(self.items), 'item')}, {human_bytes(self.nbytes)}"
         return _listing(title, ("name", "type", "dtype", "shape", "box"), rows, len(self.items))
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # for IPython, and for Hypothesis, which would list the columns
 
 
 @attrs.frozen
@@ -142,13 +145,17 @@ class LoadPlan:
     def __repr__(self) -> str:
         rows = [_read_row(item) for item in self.items[:_SHOWN]]
         keys = self.report
+        elements = int(self.items.numel.sum())
         title = (
-            f"LoadPlan: {len(self.items):,} reads, {int(self.items.numel.sum()):,} elements; "
+            f"LoadPlan: {counted(len(self.items), 'read')}, {counted(elements, 'element')}; "
             f"{len(keys.missing):,} missing, {len(keys.unexpected):,} unexpected, "
             f"{len(keys.mismatched):,} mismatched; {len(self.transfers):,} transfers"
         )
         head = ("name", "saved chunk", "at", "into", "at", "lengths")
         return _listing(title, head, rows, len(self.items))
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # for IPython, and for Hypothesis, which would list the columns
 
 
 Plan = SavePlan | LoadPlan

@@ -107,7 +107,7 @@ def global_plan(
     >>> sd, mesh = {"w": TensorSpec((6, 2), "float32", [Shard(0)])}, Mesh(dp=2)
     >>> _, metadata = global_plan(local_plan(sd, mesh=mesh, rank=r) for r in range(2))
     >>> metadata
-    Metadata: 1 entries, 48 B
+    Metadata: 1 entry, 48 B
     name  dtype    shape   chunks
     w     float32  [6, 2]  Grid(0:3:6, 0:2)
 

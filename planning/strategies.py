@@ -342,7 +342,7 @@ def save_plans(
     >>> from hypothesis import find
     >>> plans = find(save_plans(tensors={"w": TensorSpec((4,))}), lambda plans: len(plans) == 2)
     >>> plans[0]
-    SavePlan: 1 items, 16 B
+    SavePlan: 1 item, 16 B
     name  type    dtype    shape  box
     w     TENSOR  float32  [4]    [0:4]
     """

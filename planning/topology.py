@@ -19,7 +19,7 @@ from .catalog import Catalog, Head, column, padded
 from .check import layout_issues
 from .columns import WriteItems
 from .errors import Issue, PlanError, RefusedError
-from .flatten import flatten
+from .flatten import flatten, is_tensor
 from .frozen import FrozenDict, freeze
 from .items import TensorProperties, WriteItemType
 from .layout import Mesh, Only, Replicate, Shard, StridedShard, TensorSpec
@@ -30,7 +30,6 @@ from .placed import SpecLayout, spread
 from .records import SavePlan
 from .text import human_bytes, table
 from .tiling import Grid, Tiling, tile
-from .values import is_tensor
 
 __all__ = ["WorldPlans", "world_metadata", "world_plans"]
 
@@ -234,7 +233,7 @@ def world_metadata(plans: WorldPlans) -> Metadata:
 
     >>> specs = {"w": TensorSpec((13,), "float32", [StridedShard(0, split_factor=2), Shard(0)])}
     >>> world_metadata(world_plans(specs, Mesh(dp=3, tp=2)))
-    Metadata: 1 entries, 52 B
+    Metadata: 1 entry, 52 B
     name  dtype    shape  chunks
     w     float32  [13]   Grid(0:3:6:7:9:11:12:13)
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..records import SavePlan
-from ..text import human_bytes
+from ..text import counted, human_bytes
 from .svg import (
     EDGE,
     INK,
@@ -24,7 +24,6 @@ from .svg import (
     block,
     byte_tick,
     card,
-    counted,
     line,
     rect,
     span_names,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..text import human_bytes
+from ..text import counted, human_bytes
 from .cells import Cell, Cut, Window
-from .svg import counted, runs_text
+from .svg import runs_text
 
 __all__ = ["about", "named", "remarks", "tip_of", "whose"]
 

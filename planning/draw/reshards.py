@@ -11,6 +11,7 @@ import attrs
 from ..metadata import Metadata, TensorMetadata
 from ..records import SavePlan
 from ..reports.writers import Writers
+from ..text import counted
 from ..tiling import Chunk
 from ..topology import WorldPlans
 from .captions import about, remarks, tip_of
@@ -58,7 +59,6 @@ from .svg import (
     TOP,
     Picture,
     card,
-    counted,
     rect,
     runs_text,
     text,

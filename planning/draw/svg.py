@@ -274,15 +274,6 @@ def runs_text(values: Sequence[int]) -> str:
     )
 
 
-def counted(count: int, noun: str) -> str:
-    """Write a number of things.
-
-    >>> counted(1, "rank"), counted(1024, "rank")
-    ('1 rank', '1,024 ranks')
-    """
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def span_names(count: int, step: int, names: Sequence[str] = ()) -> list[str]:
     """Name blocks of ranks, by their own names or by numbers.
 

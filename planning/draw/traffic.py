@@ -14,7 +14,7 @@ from ..errors import PlanError
 from ..packing import Ints, readonly
 from ..records import LoadPlan, SavePlan
 from ..reports.writers import Writers
-from ..text import human_bytes
+from ..text import counted, human_bytes
 from ..world import World
 from .svg import (
     EMPTY,
@@ -26,7 +26,6 @@ from .svg import (
     block,
     byte_tick,
     card,
-    counted,
     elide,
     ink_on,
     line,

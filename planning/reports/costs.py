@@ -31,14 +31,15 @@ def _not_negative(instance: object, attribute: attrs.Attribute[Any], value: floa
 class CostModel:
     """How fast things move: a stated guess, not a measurement.
 
-    A rank takes ``bytes / storage_bandwidth + requests * request_latency / parallel_requests +
-    sent / network_bandwidth`` seconds. All together take as long as the slowest rank, but no less
-    than ``all bytes / storage_total``.
+    A rank takes ``bytes / storage_bandwidth + rounds * request_latency + moved /
+    network_bandwidth`` seconds: ``parallel_requests`` requests make a round, and what it sends or
+    receives, whichever is more, is moved. All together take as long as the slowest rank, but no
+    less than ``all bytes / storage_total``.
 
     Attributes:
         storage_bandwidth: Bytes a second between one rank and storage.
         storage_total: Bytes a second between all ranks together and storage.
-        network_bandwidth: Bytes a second that one rank sends to other ranks.
+        network_bandwidth: Bytes a second between one rank and the others, each way.
         request_latency: Seconds that storage takes to answer a request.
         parallel_requests: How many requests a rank has under way at a time.
 
@@ -52,11 +53,11 @@ class CostModel:
     request_latency: float = attrs.field(default=1e-3, validator=_not_negative)
     parallel_requests: int = attrs.field(default=16, validator=_positive)
 
-    def seconds(self, nbytes: Any, requests: Any, sent: Any) -> Any:
+    def seconds(self, nbytes: Any, requests: Any, moved: Any) -> Any:
         """Return how long a rank takes; numbers or columns of them."""
         storage = nbytes / self.storage_bandwidth
-        waiting = requests * (self.request_latency / self.parallel_requests)
-        return storage + waiting + sent / self.network_bandwidth
+        rounds = -(-requests // self.parallel_requests)
+        return storage + rounds * self.request_latency + moved / self.network_bandwidth
 
 
 @attrs.frozen

@@ -133,7 +133,8 @@ def _report(
     writers: Writers | None,
 ) -> Report:
     """Add times and warnings to what was counted."""
-    seconds = model.seconds(traffic.nbytes, traffic.requests, traffic.sent)
+    moved = np.maximum(traffic.sent, traffic.received)
+    seconds = model.seconds(traffic.nbytes, traffic.requests, moved)
     ranks = RankCosts(
         rank=readonly(np.arange(len(seconds))),
         nbytes=readonly(traffic.nbytes),
@@ -147,8 +148,8 @@ def _report(
     )
     files = None
     if traffic.files is not None:
-        moved = (traffic.files, traffic.file_nbytes, traffic.file_requests, traffic.readers)
-        files = FileCosts(*map(readonly, moved))
+        columns = (traffic.files, traffic.file_nbytes, traffic.file_requests, traffic.readers)
+        files = FileCosts(*map(readonly, columns))
     totals = _totals(traffic, ranks, model)
     warnings = tuple(_warnings(kind, ranks, files, totals))
     return Report(kind, ranks, files, totals, model, warnings, metadata, plans, writers)

@@ -1,0 +1,193 @@
+"""Save and load speed, as ratios of what the disk and torch DCP do in the same run.
+
+    python -P benchmarks/io.py --gib 2 --folder /tmp
+
+Both sides move the same bytes, with a warm page cache, several times in turn; the median counts.
+"""
+
+import argparse
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+import shardplan
+import shardplan.planning
+from shardplan.io.stores import open_store
+from shardplan.io.testing import CountingStore
+
+TENSORS = 32
+GOALS = {
+    "save / raw write": 0.85,
+    "save / torch DCP": 1.25,
+    "load / raw readinto": 0.7,
+    "load / torch DCP": 4.0,
+}
+
+
+def state_dict(gib):
+    rows = max(int(gib * 2**30) // 4 // TENSORS // 1024, 1)
+    generator = torch.Generator().manual_seed(0)
+    return {
+        f"layers.{i}.weight": torch.randint(
+            -(2**31), 2**31 - 1, (rows, 1024), dtype=torch.int32, generator=generator
+        ).view(torch.float32)
+        for i in range(TENSORS)
+    }
+
+
+def zeros(sd):
+    return {name: torch.zeros_like(tensor) for name, tensor in sd.items()}
+
+
+def raw_write(sd, path):
+    path.mkdir()
+    with open(path / "raw.bin", "wb", buffering=0) as file:
+        for tensor in sd.values():
+            view = memoryview(tensor.view(torch.uint8).numpy()).cast("B")
+            while view:
+                view = view[file.write(view[: 1 << 30]) :]
+        os.fsync(file.fileno())
+
+
+def raw_read(sd, path):
+    with open(path / "raw.bin", "rb", buffering=0) as file:
+        for tensor in sd.values():
+            view = memoryview(tensor.view(torch.uint8).numpy()).cast("B")
+            while view:
+                view = view[file.readinto(view[: 1 << 30]) :]
+
+
+def dcp_save(sd, path):
+    dcp.save(sd, storage_writer=dcp.FileSystemWriter(path, sync_files=True), no_dist=True)
+
+
+def dcp_load(sd, path):
+    dcp.load(sd, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+
+
+def timed(work, *args):
+    os.sync()
+    start = time.perf_counter()
+    work(*args)
+    return time.perf_counter() - start
+
+
+def measure_saves(sd, folder, rounds):
+    ways = {"raw": raw_write, "dcp": dcp_save, "ours": shardplan.save}
+    times = {name: [] for name in ways}
+    for turn in range(rounds):
+        for name, way in ways.items():
+            path = folder / name
+            shutil.rmtree(path, ignore_errors=True)
+            times[name].append(timed(way, sd, path))
+        print("  save", {name: round(values[turn], 3) for name, values in times.items()})
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def measure_loads(target, folder, rounds):
+    ways = {"raw": raw_read, "dcp": dcp_load, "ours": shardplan.load}
+    times = {name: [] for name in ways}
+    for turn in range(rounds):
+        for name, way in ways.items():
+            times[name].append(timed(way, target, folder / name))
+        print("  load", {name: round(values[turn], 3) for name, values in times.items()})
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def measure_slice(folder, name):
+    store = CountingStore(open_store(folder / "ours"))
+    tensor = shardplan.open_checkpoint(store)[name]
+    shares = {}
+    for axis, length in enumerate(tensor.shape):
+        store.clear()
+        part = slice(length // 3, length // 3 + max(length // 100, 1))
+        got = tensor[(slice(None),) * axis + (part,)]
+        files = store.bytes_read() / tensor.nbytes
+        shares[f"axis {axis}"] = (got.numel() * 4 / tensor.nbytes, files)
+    return shares
+
+
+class PeakMemory:
+    """The most memory that a block of code holds beyond what it started with."""
+
+    def __enter__(self):
+        self._before = self.peak = _resident()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self):
+        while not self._stop.wait(0.002):
+            self.peak = max(self.peak, _resident())
+
+    def __exit__(self, *error):
+        self._stop.set()
+        self._thread.join()
+        self.mib = (max(self.peak, _resident()) - self._before) / 2**20
+
+
+def _resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def measure_memory(gib, folder):
+    """Save and load in a fresh process, tensors in place, and see how far memory rises."""
+    sd = state_dict(gib)
+    shardplan.save({"warm": torch.ones(1)}, folder / "warm", overwrite=True)
+    cast = shardplan.planning.cast("bfloat16")
+    works = {
+        "save": lambda: shardplan.save(sd, folder / "plain"),
+        "load": lambda: shardplan.load(sd, folder / "plain"),
+        "save cast": lambda: shardplan.save(sd, folder / "cast", planner=cast),
+        "load cast": lambda: shardplan.load(sd, folder / "cast", planner=cast),
+    }
+    for name, work in works.items():
+        with PeakMemory() as memory:
+            work()
+        print(f"{name:10} peak {memory.mib:4.0f} MiB beyond the state dict   wanted at most 256")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gib", type=float, default=2.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--memory", action="store_true", help="only measure memory")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        folder = Path(name)
+        if args.memory:
+            measure_memory(args.gib, folder)
+            return
+        sd = state_dict(args.gib)
+        saves = measure_saves(sd, folder, args.rounds)
+        loads = measure_loads(zeros(sd), folder, args.rounds)
+        ratios = {
+            "save / raw write": saves["raw"] / saves["ours"],
+            "save / torch DCP": saves["dcp"] / saves["ours"],
+            "load / raw readinto": loads["raw"] / loads["ours"],
+            "load / torch DCP": loads["dcp"] / loads["ours"],
+        }
+        for label, ratio in ratios.items():
+            print(f"{label:22} {ratio:6.2f}   wanted {GOALS[label]}")
+        for label, (asked, read) in measure_slice(folder, next(iter(sd))).items():
+            print(f"1% slice, {label}: {asked:.3%} asked for, {read:.3%} of the tensor read")
+    command = [sys.executable, "-P", __file__, "--memory", "--gib", str(args.gib)]
+    subprocess.run([*command, "--folder", str(args.folder)], check=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""What a group of ranks can do together: `Comm`, and `solo`, a group of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import attrs
+
+__all__ = ["Comm", "solo"]
+
+
+class Comm(Protocol):
+    """A group of ranks that exchange bytes. Every rank calls the same methods in the same order.
+
+    Each method is a meeting: it returns only if all ranks came to it, and raises `LostRanksError`,
+    which names those that did not, on all that did. After that the comm is of no further use, and
+    says so at once. Only bytes travel, so that nothing received can run code.
+
+    Attributes:
+        rank: This rank's place in the group, from 0.
+        world_size: How many ranks the group has.
+        coordinator: The place of the rank that gathers and scatters.
+        ranks: Per place in the group, the rank's number in the whole job; errors use these.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the group."""
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the group has."""
+
+    @property
+    def coordinator(self) -> int:
+        """The place of the rank that gathers and scatters."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Per place in the group, the rank's number in the whole job."""
+
+    def gather(self, data: bytes) -> list[bytes] | None:
+        """Return every rank's bytes, by rank, on the coordinator; None on the others."""
+
+    def scatter(self, parts: Sequence[bytes] | None) -> bytes:
+        """Return this rank's part of what the coordinator gives, one part per rank."""
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """Return, on every rank, what the coordinator gives."""
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Return every rank's bytes, by rank, on every rank."""
+
+    def barrier(self) -> None:
+        """Return once all ranks have come."""
+
+    def leave(self, reason: str) -> None:
+        """Tell the others, without waiting for them, that this rank will come to no meeting."""
+
+
+@attrs.frozen
+class Solo:
+    """The group of one rank; see `solo`."""
+
+    rank: int = 0
+    world_size: int = 1
+    coordinator: int = 0
+    ranks: Sequence[int] = (0,)
+
+    def gather(self, data: bytes) -> list[bytes] | None:
+        """Return the bytes in a list."""
+        return [as_bytes(data)]
+
+    def scatter(self, parts: Sequence[bytes] | None) -> bytes:
+        """Return the only part."""
+        return as_parts(parts, 1)[0]
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """Return the bytes."""
+        return as_bytes(data)
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Return the bytes in a list."""
+        return [as_bytes(data)]
+
+    def barrier(self) -> None:
+        """Return."""
+
+    def leave(self, reason: str) -> None:
+        """Tell nobody."""
+
+
+def solo() -> Comm:
+    """Return the comm of a job of one rank; it needs no process group.
+
+    >>> comm = solo()
+    >>> comm.rank, comm.world_size, comm.gather(b"plan")
+    (0, 1, [b'plan'])
+    """
+    return Solo()
+
+
+def as_bytes(data: object) -> bytes:
+    """Return ``data`` as bytes, or raise TypeError: objects do not travel.
+
+    >>> as_bytes(memoryview(b"abc"))
+    b'abc'
+    """
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        raise TypeError(
+            f"only bytes travel between ranks, and this is a {type(data).__name__}; "
+            "encode it first, or use a step with encode and decode"
+        )
+    return bytes(data)
+
+
+def as_parts(parts: Sequence[bytes] | None, world_size: int) -> list[bytes]:
+    """Return what a coordinator scatters as a list of bytes, one part per rank, or raise.
+
+    >>> as_parts([b"a"], world_size=2)
+    Traceback (most recent call last):
+    ValueError: scatter takes one part for each of 2 ranks, and 1 came
+    """
+    if parts is None or len(parts) != world_size:
+        came = "none" if parts is None else len(parts)
+        raise ValueError(f"scatter takes one part for each of {world_size} ranks, and {came} came")
+    return [as_bytes(part) for part in parts]

@@ -1,0 +1,293 @@
+"""How ranks find out who is there: meetings held in a key-value store, with a verdict each.
+
+Every collective starts with a meeting. A rank that comes writes the key ``<number>/<rank>``; when
+the coordinator has seen all of them it writes the verdict ``<number>/verdict``, and only then do
+bytes flow. The verdict is written once, by compare-and-set, and everyone obeys it: so whoever
+notices first that a rank is missing, or leaves, can call the meeting off for all, and a rank that
+comes late learns that it was given up. A few bytes can ride along, to the coordinator as a note and
+back as its answer, which spares small collectives any further message.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import attrs
+
+from .errors import LostRanksError
+
+__all__ = ["Meetings", "Store", "Worker"]
+
+T = TypeVar("T")
+
+GRACE = 2.0
+"""Seconds beyond the timeout that a rank gives to the coordinator's verdict, or to the store."""
+
+
+class Store(Protocol):
+    """The part of torch's key-value store that meetings use."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Write a value."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Tell whether all keys are there."""
+
+    def multi_get(self, keys: list[str], /) -> list[bytes]:
+        """Return the values of keys that are there."""
+
+    def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
+        """Write a value if the key has the expected one ("" for none); return what it now has."""
+
+    def delete_key(self, key: str, /) -> bool:
+        """Remove a key."""
+
+
+Answer = Callable[[list[bytes | None]], bytes | None]
+"""What the coordinator says when all have come, given their notes; None if it says nothing."""
+
+
+class StuckError(TimeoutError):
+    """A call that did not return in time; it may still be running."""
+
+
+class Worker:
+    """A thread that makes calls which may block for ever, so that its owner never does.
+
+    The owner waits in Python, where Ctrl-C works and time runs out.
+
+    >>> Worker().call(lambda: 6 * 7, limit=5)
+    42
+    """
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]]
+        self._calls = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def call(self, function: Callable[[], T], limit: float) -> T:
+        """Return or raise what ``function`` does; raise StuckError after ``limit`` seconds."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="shardplan-comm", daemon=True)
+            self._thread.start()
+        answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
+        self._calls.put((function, answer))
+        try:
+            value, error = answer.get(timeout=limit)
+        except queue.Empty:
+            raise StuckError(f"no reply in {limit:g} s") from None
+        if error is not None:
+            raise error
+        return value  # type: ignore[return-value]
+
+    def post(self, function: Callable[[], object]) -> None:
+        """Have ``function`` called after the calls made so far, whatever becomes of it."""
+        self._calls.put((function, queue.SimpleQueue()))
+
+    def close(self) -> None:
+        """Let the thread end after the calls it was given."""
+        if self._thread is not None:
+            self._calls.put((_stop, queue.SimpleQueue()))
+
+    def _serve(self) -> None:
+        while True:
+            function, answer = self._calls.get()
+            if function is _stop:
+                return
+            try:
+                answer.put((function(), None))
+            except BaseException as error:
+                answer.put((None, error))
+            del function, answer
+
+
+def _stop() -> None:
+    """Mark the end of a worker's calls."""
+
+
+@attrs.define
+class Meetings:
+    """This rank's view of the meetings of its group.
+
+    Attributes:
+        store: Where the meetings are held, private to them.
+        rank: This rank's place in the group.
+        coordinator: The place of the rank that gives verdicts.
+        ranks: Per place, the global rank, for messages.
+        timeout: Seconds that the others are waited for.
+        host: The global rank in whose process the store lives; None if it is not a rank's.
+        number: How many meetings this rank has come to.
+        lost: Who was lost, once someone was: no meeting takes place after that.
+        worker: The thread that talks to the store.
+        interrupted: Tells that thread to stop waiting.
+    """
+
+    store: Store
+    rank: int
+    coordinator: int
+    ranks: Sequence[int]
+    timeout: float
+    host: int | None = 0
+    number: int = 0
+    lost: LostRanksError | None = None
+    worker: Worker = attrs.field(factory=Worker)
+    interrupted: bool = False
+
+    def meet(
+        self, topic: str, note: bytes | None, answer: Answer
+    ) -> tuple[list[bytes | None], bytes | None]:
+        """Return once every rank has come for this topic.
+
+        Args:
+            topic: What the meeting is for; the same on all ranks.
+            note: A few bytes for the coordinator.
+            answer: Called on the coordinator, with all notes, by rank.
+
+        Returns:
+            All notes (on the coordinator; elsewhere an empty list), and the answer (everywhere).
+
+        Raises:
+            LostRanksError: Some did not come, or came for something else; every rank that came
+                gets the same error, and so does one that comes later.
+        """
+        if self.lost is not None:
+            raise LostRanksError(self.lost.reasons)
+        self.number += 1
+        lost, notes, said = self._ask(
+            lambda: self._hold(topic, note, answer), 2 * (self.timeout + GRACE)
+        )
+        if lost:
+            raise self.lose(lost)
+        return notes, said
+
+    def lose(self, reasons: Mapping[int, str]) -> LostRanksError:
+        """Note that ranks are lost, tell those that meet now or next, and return the error."""
+        self.lost = LostRanksError(reasons)
+        numbers = (self.number, self.number + 1)
+        # If the store is gone as well, there is no one to tell.
+        with contextlib.suppress(LostRanksError):
+            self._ask(lambda: [self._decide(n, reasons) for n in numbers], GRACE)
+        self.lost = LostRanksError(reasons)
+        return LostRanksError(reasons)
+
+    def leave(self, reason: str) -> None:
+        """Call off the meeting that is being held, or else the next one; see `Comm.leave`."""
+        self.interrupted = True
+        if self.lost is None:
+            self.lose({self.ranks[self.rank]: reason})
+
+    def close(self) -> None:
+        """Stay until the others have read the last verdict: the store may end with this process."""
+        others = [place for place in range(len(self.ranks)) if place != self.rank]
+        if self.number and self.lost is None:
+            with contextlib.suppress(LostRanksError):
+                if self.rank == self.coordinator:
+                    self._ask(lambda: self._wait(lambda: not self._here(others), GRACE), 2 * GRACE)
+                else:
+                    self._ask(lambda: None, GRACE)  # What was posted has been done by then.
+        self.worker.close()
+
+    def _hold(
+        self, topic: str, note: bytes | None, answer: Answer
+    ) -> tuple[dict[int, str], list[bytes | None], bytes | None]:
+        """Come, wait for the verdict or give it, and return who is lost, the notes, the answer."""
+        mine = self._key(self.rank)
+        self.store.set(mine, json.dumps([topic, _text(note)]))
+        notes: list[bytes | None] = []
+        if self.rank == self.coordinator:
+            lost, notes = self._preside(topic)
+            said = None if lost else answer(notes)
+            lost, said = self._decide(self.number, lost, said)
+            old = f"{self.number - 1}/verdict"  # Who is here has read it.
+            self.worker.post(lambda: (self.store.delete_key(mine), self.store.delete_key(old)))
+        else:
+            lost, said = self._decide(self.number, self._attend(topic))
+            self.worker.post(lambda: self.store.delete_key(mine))
+        return lost, notes, said
+
+    def _preside(self, topic: str) -> tuple[dict[int, str], list[bytes | None]]:
+        """As the coordinator: wait for everyone; return who is lost, and all notes."""
+        keys = [self._key(place) for place in range(len(self.ranks))]
+        self._wait(lambda: self.store.check(keys) or self._decided(), self.timeout)
+        if not self.store.check(keys):
+            return self._absent(topic), []
+        came = [json.loads(text) for text in self.store.multi_get(keys)]
+        astray = {
+            rank: f"came to {other} while rank {self.ranks[self.rank]} came to {topic}"
+            for rank, (other, _) in zip(self.ranks, came, strict=True)
+            if other != topic
+        }
+        return astray, [_bytes(note) for _, note in came]
+
+    def _attend(self, topic: str) -> dict[int, str]:
+        """As any other rank: wait for the verdict, and return who is lost if none comes."""
+        if self._wait(self._decided, self.timeout):
+            return {}
+        if not self._here([self.coordinator]):
+            return self._absent(topic)
+        # It came later than this rank, and may wait as long for the others.
+        if self._wait(self._decided, self.timeout + GRACE / 2):
+            return {}
+        return {self.ranks[self.coordinator]: f"came to {topic} and then fell silent"}
+
+    def _absent(self, topic: str) -> dict[int, str]:
+        here = set(self._here(range(len(self.ranks))))
+        reason = f"did not come to {topic} within {self.timeout:g} s"
+        return {rank: reason for place, rank in enumerate(self.ranks) if place not in here}
+
+    def _here(self, places: Iterable[int]) -> list[int]:
+        return [place for place in places if self.store.check([self._key(place)])]
+
+    def _decided(self) -> bool:
+        return self.store.check([f"{self.number}/verdict"])
+
+    def _decide(
+        self, number: int, lost: Mapping[int, str], said: bytes | None = None
+    ) -> tuple[dict[int, str], bytes | None]:
+        """Give a verdict unless one was given; return the one that holds."""
+        mine = json.dumps([list(lost.items()), _text(said)])
+        holds, text = json.loads(self.store.compare_set(f"{number}/verdict", "", mine))
+        return {int(rank): str(reason) for rank, reason in holds}, _bytes(text)
+
+    def _wait(self, ready: Callable[[], bool], seconds: float) -> bool:
+        """Ask again and again, less often as time passes, until ready or out of time."""
+        start = time.monotonic()
+        # Many ranks ask one server: the longest pause grows with their number.
+        longest = max(0.05, len(self.ranks) / 10_000)
+        while not ready():
+            passed = time.monotonic() - start
+            if passed >= seconds or self.interrupted:
+                return False
+            time.sleep(min(max(passed / 8, 0.0001), longest, seconds - passed))
+        return True
+
+    def _ask(self, question: Callable[[], T], limit: float) -> T:
+        """Talk to the store; if it is gone, the rank in whose process it lived is lost."""
+        try:
+            return self.worker.call(question, limit)
+        except (RuntimeError, OSError) as error:
+            what = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        if self.host is None:
+            rank, reason = self.ranks[self.coordinator], "cannot be reached: gone is the store"
+        else:
+            rank, reason = self.host, "is lost, and with it the store"
+        self.lost = LostRanksError({rank: f"{reason} through which the ranks meet ({what})"})
+        raise LostRanksError(self.lost.reasons)
+
+    def _key(self, place: int) -> str:
+        return f"{self.number}/{place}"
+
+
+def _text(data: bytes | None) -> str | None:
+    return None if data is None else base64.b64encode(data).decode("ascii")
+
+
+def _bytes(text: str | None) -> bytes | None:
+    return None if text is None else base64.b64decode(text)

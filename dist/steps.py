@@ -1,0 +1,308 @@
+"""Steps that all ranks take together, and that fail on all of them if they fail on one.
+
+A step maps on every rank, reduces on the coordinator, and hands the result back. Whatever raises
+on the way, and wherever, is caught, sent as text, and raised as one `CheckpointError` everywhere;
+the comm can be used again after that. A step ends when all ranks have decoded the result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import attrs
+
+from shardplan.planning import CodecError, flatten
+from shardplan.planning.frozen import from_json, to_json
+
+from .comm import Comm
+from .errors import CheckpointError, Failure, LostRanksError
+
+__all__ = [
+    "all_gather",
+    "all_keys",
+    "all_reduce",
+    "broadcast",
+    "decode_json",
+    "encode_json",
+    "reduce_scatter",
+]
+
+T = TypeVar("T")
+
+Encode = Callable[[Any], bytes]
+Decode = Callable[[bytes], Any]
+
+_DONE, _FAILED = b"+", b"-"
+
+
+def encode_json(value: Any) -> bytes:
+    """Encode plain data so that `decode_json` gives it back, tuples and bytes included.
+
+    >>> decode_json(encode_json({"sizes": (1, 2), "raw": b"x"}))
+    FrozenDict({'sizes': (1, 2), 'raw': b'x'})
+
+    Raises:
+        CodecError: The value holds what only pickle could carry.
+    """
+    return json.dumps(to_json(value), separators=(",", ":")).encode()
+
+
+def decode_json(data: bytes) -> Any:
+    """Decode what `encode_json` made, into immutable values.
+
+    Raises:
+        CodecError: The bytes are something else.
+    """
+    try:
+        return from_json(json.loads(data))
+    except CodecError:
+        raise
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise CodecError(f"these bytes are no typed JSON: {error}") from error
+
+
+def reduce_scatter(
+    comm: Comm,
+    step: str,
+    map: Callable[[], Any],
+    reduce: Callable[[list[Any]], Sequence[Any]],
+    *,
+    encode: Encode = encode_json,
+    decode: Decode = decode_json,
+    encode_result: Encode | None = None,
+    decode_result: Decode | None = None,
+) -> Any:
+    """Map on every rank, reduce all values on the coordinator, and give each rank its result.
+
+    Args:
+        comm: The ranks.
+        step: The step's name, for errors.
+        map: Called on every rank; what it returns goes to the coordinator.
+        reduce: Called on the coordinator with every rank's value, by rank; returns one result per
+            rank.
+        encode: Turns a value into bytes. By default values are plain data: see `encode_json`.
+        decode: Turns the bytes back.
+        encode_result: The same for results; by default, as for values.
+        decode_result: The same for results; by default, as for values.
+
+    Returns:
+        This rank's result.
+
+    Raises:
+        CheckpointError: Anything above raised on any rank, or a rank was lost; on every rank.
+
+    >>> from shardplan.dist import run_ranks
+    >>> run_ranks(
+    ...     3,
+    ...     lambda comm: reduce_scatter(
+    ...         comm, "share out", lambda: comm.rank, lambda ranks: [10 * r for r in ranks]
+    ...     ),
+    ... )
+    [0, 10, 20]
+    """
+    encode_result, decode_result = encode_result or encode, decode_result or decode
+    with _together(comm, step) as here:
+        gathered = comm.gather(here.frame(lambda: encode(map())))
+        parts = None
+        if gathered is not None:
+            parts = here.frames(lambda: _reduced(here, gathered, decode, reduce, encode_result))
+        mine = comm.scatter(parts)
+        return here.agreed(lambda: decode_result(here.opened(mine)))
+
+
+def all_reduce(
+    comm: Comm,
+    step: str,
+    map: Callable[[], Any],
+    reduce: Callable[[list[Any]], Any],
+    *,
+    encode: Encode = encode_json,
+    decode: Decode = decode_json,
+    encode_result: Encode | None = None,
+    decode_result: Decode | None = None,
+) -> Any:
+    """Map on every rank, reduce all values on the coordinator, and give every rank the result.
+
+    Arguments and errors are those of `reduce_scatter`; but ``reduce`` returns one result.
+
+    >>> from shardplan.dist import solo
+    >>> all_reduce(solo(), "count bytes", lambda: 12, sum)
+    12
+    """
+    encode_result, decode_result = encode_result or encode, decode_result or decode
+    with _together(comm, step) as here:
+        gathered = comm.gather(here.frame(lambda: encode(map())))
+        whole = None
+        if gathered is not None:
+            values = gathered
+            whole = here.frame(
+                lambda: encode_result(reduce(here.decoded(values, decode))),
+            )
+        result = comm.broadcast(whole)
+        return here.agreed(lambda: decode_result(here.opened(result)))
+
+
+def all_gather(
+    comm: Comm,
+    step: str,
+    map: Callable[[], Any],
+    *,
+    encode: Encode = encode_json,
+    decode: Decode = decode_json,
+) -> list[Any]:
+    """Map on every rank, and give every rank all values, by rank.
+
+    Arguments and errors are those of `reduce_scatter`.
+
+    >>> from shardplan.dist import run_ranks
+    >>> run_ranks(2, lambda comm: all_gather(comm, "who is here", lambda: f"rank {comm.rank}"))
+    [['rank 0', 'rank 1'], ['rank 0', 'rank 1']]
+    """
+    with _together(comm, step) as here:
+        gathered = comm.all_gather(here.frame(lambda: encode(map())))
+        return here.agreed(lambda: here.decoded(gathered, decode))
+
+
+def broadcast(
+    comm: Comm,
+    step: str,
+    fn: Callable[[], Any],
+    *,
+    encode: Encode = encode_json,
+    decode: Decode = decode_json,
+) -> Any:
+    """Call ``fn`` on the coordinator only, and give every rank its result.
+
+    The other arguments and the errors are those of `reduce_scatter`.
+
+    >>> from shardplan.dist import solo
+    >>> broadcast(solo(), "read metadata", lambda: {"step": 100})
+    FrozenDict({'step': 100})
+    """
+    with _together(comm, step) as here:
+        mine = comm.rank == comm.coordinator
+        whole = comm.broadcast(here.frame(lambda: encode(fn())) if mine else None)
+        return here.agreed(lambda: decode(here.opened(whole)))
+
+
+def all_keys(comm: Comm, sd: Mapping[Any, Any]) -> list[str]:
+    """Return the names of all leaves of every rank's state dict, sorted, each once.
+
+    >>> from shardplan.dist import run_ranks
+    >>> run_ranks(2, lambda comm: all_keys(comm, {"stage": {str(comm.rank): 0}, "step": 7}))[0]
+    ['stage.0', 'stage.1', 'step']
+    """
+
+    def union(keys: list[Sequence[str]]) -> list[str]:
+        return sorted({key for part in keys for key in part})
+
+    return list(all_reduce(comm, "all_keys", lambda: sorted(flatten(sd)[0]), union))
+
+
+class _ToldError(Exception):
+    """Failures that a frame brought; they are raised as they are."""
+
+    def __init__(self, failures: Sequence[Failure]) -> None:
+        self.failures = failures
+        super().__init__(failures)
+
+
+@contextlib.contextmanager
+def _together(comm: Comm, step: str) -> Iterator[_Here]:
+    """Take a step; ranks that are lost become failures of it, and who is interrupted says so."""
+    try:
+        yield _Here(comm, step)
+    except LostRanksError as error:
+        raise CheckpointError(error.failures(step)) from None
+    except Exception:
+        raise
+    except BaseException as error:
+        comm.leave(f"left {step}: {type(error).__name__}")
+        raise
+
+
+@attrs.frozen
+class _Here:
+    """One rank within one step: it turns what is done into frames, and frames into errors."""
+
+    comm: Comm
+    step: str
+
+    def frame(self, work: Callable[[], bytes]) -> bytes:
+        """Return the bytes that ``work`` does, or what it raised, ready to be sent."""
+        return self.frames(lambda: [work()])[0]
+
+    def frames(self, work: Callable[[], Sequence[bytes]]) -> list[bytes]:
+        """Return one frame per part of what ``work`` returns; if it raised, one per rank."""
+        try:
+            return [b"".join((_DONE, _only_bytes(part))) for part in work()]
+        except _ToldError as told:
+            failures = list(told.failures)
+        except Exception as error:
+            failures = [Failure.of(error, self.comm.ranks[self.comm.rank], self.step)]
+        return [_FAILED + encode_json([attrs.astuple(f) for f in failures])] * self.comm.world_size
+
+    def opened(self, *frames: bytes) -> Any:
+        """Return the bytes of a frame, or raise all failures of the frames."""
+        failures = [
+            Failure(*fields)
+            for frame in frames
+            if frame[:1] == _FAILED
+            for fields in decode_json(frame[1:])
+        ]
+        if failures:
+            raise _ToldError(failures)
+        return frames[0][1:]
+
+    def decoded(self, frames: Sequence[bytes], decode: Decode) -> list[Any]:
+        """Return every rank's value, or raise all failures; say whose bytes do not decode."""
+        self.opened(*frames)
+        values = []
+        for rank, frame in zip(self.comm.ranks, frames, strict=True):
+            try:
+                values.append(decode(frame[1:]))
+            except Exception as error:
+                error.add_note(f"while decoding what rank {rank} sent in the step {self.step!r}")
+                raise
+        return values
+
+    def agreed(self, work: Callable[[], T]) -> T:
+        """Return what ``work`` does once it is known to have succeeded on all ranks."""
+        results: list[T] = []
+
+        def attempt() -> bytes:
+            results.append(work())
+            return b""
+
+        told = self.comm.all_gather(self.frame(attempt))
+        try:
+            self.opened(*told)
+        except _ToldError as error:
+            raise CheckpointError(dict.fromkeys(error.failures)) from None
+        return results[0]
+
+
+def _reduced(
+    here: _Here,
+    gathered: Sequence[bytes],
+    decode: Decode,
+    reduce: Callable[[list[Any]], Sequence[Any]],
+    encode: Encode,
+) -> list[bytes]:
+    """Return the encoded result of each rank; there must be one for each."""
+    results = reduce(here.decoded(gathered, decode))
+    if len(results) != here.comm.world_size:
+        raise ValueError(
+            f"reduce returned {len(results)} results for {here.comm.world_size} ranks; "
+            "it must return one per rank, by rank"
+        )
+    return [encode(result) for result in results]
+
+
+def _only_bytes(data: object) -> bytes:
+    if not isinstance(data, bytes):
+        raise TypeError(f"encode must return bytes, and returned a {type(data).__name__}")
+    return data

@@ -1,0 +1,240 @@
+"""Ranks that are threads of one process, for tests and notebooks: `run_ranks`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import attrs
+
+from .comm import Comm, as_bytes, as_parts
+from .errors import CheckpointError, Failure, LostRanksError
+
+__all__ = ["run_ranks"]
+
+T = TypeVar("T")
+
+
+def run_ranks(
+    n: int, fn: Callable[[Comm], T], *, timeout: float = 60.0, coordinator: int = 0
+) -> list[T]:
+    """Run ``fn(comm)`` on n threads, each with the comm of one rank, and return their results.
+
+    What they exchange, and what they are told when one of them fails, is what processes would be.
+    A rank whose function has returned or raised is lost to those that still wait for it, at once.
+
+    Args:
+        n: How many ranks.
+        fn: What each rank does; it learns from its comm which rank it is.
+        timeout: Seconds that a rank is waited for in a collective; and, once some rank has failed,
+            seconds until those that do not come back are given up (their threads run on).
+        coordinator: The rank that gathers and scatters.
+
+    Returns:
+        What ``fn`` returned, by rank.
+
+    Raises:
+        CheckpointError: Some ranks failed; it names all of them. The first one's own exception is
+            the ``__cause__``. KeyboardInterrupt and SystemExit come through as they are.
+
+    >>> run_ranks(3, lambda comm: comm.all_gather(b"%d" % comm.rank))
+    [[b'0', b'1', b'2'], [b'0', b'1', b'2'], [b'0', b'1', b'2']]
+    """
+    if n < 1 or not 0 <= coordinator < n:
+        raise ValueError(f"expected at least one rank and a coordinator among them, not {n} ranks")
+    room = _Room(n, timeout)
+    results: dict[int, T] = {}
+    errors: dict[int, BaseException] = {}
+    threads = [
+        threading.Thread(
+            target=_run,
+            args=(fn, ThreadComm(rank, coordinator, room), results, errors),
+            name=f"rank-{rank}",
+            daemon=True,
+        )
+        for rank in range(n)
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        _join(threads, errors, timeout)
+    except BaseException:
+        room.lose(dict.fromkeys(range(n), "was interrupted"))
+        raise
+    if errors or len(results) < n:
+        raise _merged(n, results, errors, timeout)
+    return [results[rank] for rank in range(n)]
+
+
+def _run(
+    fn: Callable[[Comm], T],
+    comm: ThreadComm,
+    results: dict[int, T],
+    errors: dict[int, BaseException],
+) -> None:
+    try:
+        results[comm.rank] = fn(comm)
+        comm.leave("had already returned")
+    except BaseException as error:
+        errors[comm.rank] = error
+        failure = Failure.of(error, comm.rank, "run_ranks")
+        comm.leave(f"left: {failure.type}: {failure.text}")
+
+
+def _join(
+    threads: Sequence[threading.Thread], errors: dict[int, BaseException], timeout: float
+) -> None:
+    """Wait for all threads, or for as long as the timeout once one of them has failed."""
+    deadline = None
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(0.02)
+            if errors and deadline is None:
+                # The others may first have to find out, which takes them as long.
+                deadline = time.monotonic() + timeout
+            if deadline is not None and time.monotonic() > deadline:
+                return
+
+
+def _merged(
+    n: int, results: dict[int, Any], errors: dict[int, BaseException], timeout: float
+) -> BaseException:
+    """Return one error for all ranks: what each of those to blame did, by itself or as told."""
+    for error in errors.values():
+        if not isinstance(error, Exception):
+            return error
+    told: dict[int, Failure] = {}
+    own: dict[int, Failure] = {}
+    for rank, error in sorted(errors.items()):
+        if isinstance(error, CheckpointError):
+            told |= {failure.rank: failure for failure in error.failures}
+        elif isinstance(error, LostRanksError):
+            told |= {failure.rank: failure for failure in error.failures("run_ranks")}
+        else:
+            own[rank] = Failure.of(error, rank, "run_ranks")
+    text = f"did not return within {timeout:g} s after another rank had failed"
+    silent = {r: Failure(r, "run_ranks", "LostRank", text) for r in range(n)}
+    missing = {r: f for r, f in silent.items() if r not in results and r not in errors}
+    merged = CheckpointError((missing | told | own).values())
+    merged.__cause__ = next((errors[rank] for rank in own), None)
+    return merged
+
+
+class _Room:
+    """Where the threads meet: what each brought to each meeting, and who is gone."""
+
+    def __init__(self, n: int, timeout: float) -> None:
+        self.n = n
+        self.timeout = timeout
+        self.changed = threading.Condition()
+        self.brought: dict[int, dict[int, tuple[str, Any]]] = {}
+        self.verdicts: dict[int, dict[int, str]] = {}
+        self.gone: dict[int, str] = {}
+
+    def lose(self, reasons: dict[int, str]) -> None:
+        with self.changed:
+            self.gone = reasons | self.gone
+            self.changed.notify_all()
+
+    def meet(self, number: int, rank: int, topic: str, data: Any) -> dict[int, Any]:
+        """Return what every rank brought to this meeting, or raise LostRanksError."""
+        with self.changed:
+            brought = self.brought.setdefault(number, {})
+            brought[rank] = (topic, data)
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: self._over(number), self.timeout)
+            lost = self.verdicts.setdefault(number, self._lost(number, topic))
+            # Who has come to this meeting has taken what it needed from the last one.
+            self.brought.pop(number - 2, None)
+            self.verdicts.pop(number - 2, None)
+        if lost:
+            raise LostRanksError(lost)
+        return {place: data for place, (_, data) in brought.items()}
+
+    def _over(self, number: int) -> bool:
+        brought = self.brought[number]
+        absent_for_ever = self.gone.keys() - brought.keys()
+        return number in self.verdicts or len(brought) == self.n or bool(absent_for_ever)
+
+    def _lost(self, number: int, topic: str) -> dict[int, str]:
+        brought = self.brought[number]
+        gone = {rank: why for rank, why in self.gone.items() if rank not in brought}
+        if gone:
+            return gone
+        absent = sorted(set(range(self.n)) - brought.keys())
+        if absent:
+            return dict.fromkeys(absent, f"did not come to {topic} within {self.timeout:g} s")
+        first = brought[0][0]
+        return {
+            rank: f"came to {other} while rank 0 came to {first}"
+            for rank, (other, _) in sorted(brought.items())
+            if other != first
+        }
+
+
+@attrs.define(eq=False, repr=False)
+class ThreadComm:
+    """A comm among threads; see `run_ranks`."""
+
+    rank: int
+    coordinator: int
+    _room: _Room
+    _number: int = 0
+    _lost: LostRanksError | None = None
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self._room.n
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks' numbers."""
+        return range(self._room.n)
+
+    def gather(self, data: bytes) -> list[bytes] | None:
+        """Return every rank's bytes on the coordinator; None on the others."""
+        found = self._meet("gather", lambda: as_bytes(data))
+        return self._listed(found) if self.rank == self.coordinator else None
+
+    def scatter(self, parts: Sequence[bytes] | None) -> bytes:
+        """Return this rank's part of what the coordinator gives."""
+        mine = self.rank == self.coordinator
+        found = self._meet("scatter", lambda: as_parts(parts, self.world_size) if mine else None)
+        return as_bytes(found[self.coordinator][self.rank])
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """Return, on every rank, what the coordinator gives."""
+        mine = self.rank == self.coordinator
+        found = self._meet("broadcast", lambda: as_bytes(data) if mine else None)
+        return as_bytes(found[self.coordinator])
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """Return every rank's bytes on every rank."""
+        return self._listed(self._meet("all_gather", lambda: as_bytes(data)))
+
+    def barrier(self) -> None:
+        """Return once all ranks have come."""
+        self._meet("barrier", lambda: None)
+
+    def leave(self, reason: str) -> None:
+        """Tell the others that this rank will come to no meeting."""
+        self._room.lose({self.rank: reason})
+
+    def _meet(self, topic: str, data: Callable[[], object]) -> dict[int, Any]:
+        if self._lost is not None:
+            raise LostRanksError(self._lost.reasons)
+        self._number += 1
+        try:
+            return self._room.meet(self._number, self.rank, topic, data())
+        except LostRanksError as error:
+            self._lost = error
+            raise
+        except BaseException as error:
+            self.leave(f"left {topic}: {type(error).__name__}: {error}")
+            raise
+
+    def _listed(self, found: dict[int, Any]) -> list[bytes]:
+        return [found[rank] for rank in range(self.world_size)]

@@ -1,0 +1,137 @@
+"""Bytes between processes: messages of any size over a gloo group, in CPU memory."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol
+
+import attrs
+
+from .meeting import GRACE, Worker
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import Work
+
+__all__ = ["Wire", "join", "split"]
+
+PIECE = 64 << 20
+"""Bytes that go as one message: below what gloo and the kernel count in 32 bits."""
+
+_SIZE = struct.Struct("<Q")
+
+
+class Messages(Protocol):
+    """The part of a gloo group, or of the bare connections of one, that a wire uses."""
+
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Work:
+        """Begin to send."""
+
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Work:
+        """Begin to receive."""
+
+
+@attrs.frozen
+class Wire:
+    """Sends and receives bytes; both sides are known to be there, and may still die.
+
+    Attributes:
+        group: A gloo group, or the bare connections of one.
+        tag: Tells these messages from all others between the same ranks.
+        timeout: Seconds that one message may take.
+        worker: Waits, so that this thread can be interrupted.
+    """
+
+    group: Messages
+    tag: int
+    timeout: float
+    worker: Worker = attrs.field(factory=Worker)
+
+    def send(self, parts: Mapping[int, bytes]) -> dict[int, str]:
+        """Send each place its bytes, and return what went wrong, by place."""
+        messages = {
+            place: [_view(_SIZE.pack(len(data))), *_pieces(_view(data))]
+            for place, data in parts.items()
+        }
+        works = {
+            place: [self.group.send([piece], place, self.tag) for piece in pieces]
+            for place, pieces in messages.items()
+        }
+        return self._finish(works)
+
+    def receive(self, places: Sequence[int]) -> tuple[dict[int, bytes], dict[int, str]]:
+        """Return what each place sent, and what went wrong, by place."""
+        import torch
+
+        sizes = {place: torch.zeros(_SIZE.size, dtype=torch.uint8) for place in places}
+        failed = self._finish({p: [self.group.recv([t], p, self.tag)] for p, t in sizes.items()})
+        found = {
+            place: torch.empty(_SIZE.unpack(_bytes(size))[0], dtype=torch.uint8)
+            for place, size in sizes.items()
+            if place not in failed
+        }
+        works = {
+            place: [self.group.recv([piece], place, self.tag) for piece in _pieces(data)]
+            for place, data in found.items()
+        }
+        failed |= self._finish(works)
+        return {p: _bytes(data) for p, data in found.items() if p not in failed}, failed
+
+    def _finish(self, works: Mapping[int, Sequence[Work]]) -> dict[int, str]:
+        """Wait for all messages; return, per place to which one failed, the reason."""
+        failed: dict[int, str] = {}
+        for place, messages in works.items():
+            try:
+                for work in messages:
+                    self._wait(work)
+            except (RuntimeError, OSError) as error:
+                failed[place] = f"is lost: {str(error).splitlines()[0][:200]}"
+        return failed
+
+    def _wait(self, work: Work) -> None:
+        limit = timedelta(seconds=self.timeout)
+        self.worker.call(lambda: work.wait(limit), self.timeout + GRACE)
+
+
+def _pieces(data: Tensor) -> list[Tensor]:
+    return [data[start : start + PIECE] for start in range(0, len(data), PIECE)]
+
+
+def _view(data: bytes) -> Tensor:
+    """Return a tensor that is the memory of ``data``, for reading; torch would warn or copy."""
+    import torch
+
+    if not data:
+        return torch.empty(0, dtype=torch.uint8)
+    address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value
+    memory = (ctypes.c_uint8 * len(data)).from_address(address or 0)
+    memory.owner = data  # type: ignore[attr-defined]
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.numpy().tobytes()
+
+
+def join(parts: Sequence[bytes]) -> bytes:
+    """Return many byte strings as one that `split` takes apart.
+
+    >>> split(join([b"ab", b"", b"c"]))
+    [b'ab', b'', b'c']
+    """
+    sizes = struct.pack(f"<{len(parts) + 1}Q", len(parts), *map(len, parts))
+    return b"".join((sizes, *parts))
+
+
+def split(data: bytes) -> list[bytes]:
+    """Return the byte strings that `join` was given."""
+    (count,) = _SIZE.unpack_from(data)
+    sizes = struct.unpack_from(f"<{count}Q", data, _SIZE.size)
+    parts, start = [], _SIZE.size * (count + 1)
+    for size in sizes:
+        parts.append(data[start : start + size])
+        start += size
+    return parts

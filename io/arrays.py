@@ -1,0 +1,195 @@
+"""Tensor memory as bytes: out of it without a copy where possible, and into it.
+
+The only place that knows how torch lays out a tensor. A numpy array is taken as the torch tensor
+that shares its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from shardplan.planning import dtype_name
+
+__all__ = [
+    "as_tensor",
+    "can_cast",
+    "dump",
+    "empty",
+    "memory",
+    "run_bytes",
+    "runs",
+    "same_dtype",
+    "store",
+    "torch_dtype",
+    "window",
+]
+
+Bytes = npt.NDArray[np.uint8]
+
+# Elements of the same width that torch can move, whatever they mean.
+_RAW: Final[dict[int, torch.dtype]] = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.complex128,
+}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return torch's dtype of that name.
+
+    >>> torch_dtype("bfloat16")
+    torch.bfloat16
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"torch {torch.__version__} has no dtype {name}; a newer one may have")
+    return dtype
+
+
+def as_tensor(value: Any, *, writable: bool = False) -> torch.Tensor:
+    """Return a torch tensor that shares memory with a value, or (if only read) holds its elements.
+
+    >>> as_tensor(np.arange(3)[::-1]).tolist()
+    [2, 1, 0]
+
+    Raises:
+        TypeError: The value has no elements here, or they cannot be written to.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.device.type == "meta":
+            raise TypeError("is on the meta device and has no elements; materialise it first")
+        return value.detach()
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"is a {type(value).__qualname__}, which holds no elements")
+    shared = value.dtype.isnative and value.flags.writeable and min(value.strides, default=0) >= 0
+    if shared:
+        return torch.from_numpy(value)
+    if writable:
+        raise TypeError("is a numpy array that is read-only, reversed or of foreign byte order")
+    return torch.from_numpy(np.array(value, value.dtype.newbyteorder("="), order="C"))
+
+
+def empty(shape: Sequence[int], dtype: str, device: Any = "cpu") -> torch.Tensor:
+    """Return a new tensor whose elements are not set yet."""
+    return torch.empty(tuple(shape), dtype=torch_dtype(dtype), device=device)
+
+
+@cache
+def can_cast(source: str, target: str) -> bool:
+    """Tell whether torch can turn one dtype into another.
+
+    >>> can_cast("float32", "bfloat16"), can_cast("float32", "float4_e2m1fn_x2")
+    (True, False)
+    """
+    if source == target:
+        return True
+    try:
+        raw = torch.zeros(16, dtype=torch.uint8).view(torch_dtype(source))
+        raw.to(torch_dtype(target))
+    except (RuntimeError, TypeError, NotImplementedError):
+        return False
+    return True
+
+
+def window(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """Return a box of a tensor, sharing its memory (surplus axes of the box are ignored).
+
+    >>> window(torch.arange(6).reshape(2, 3), (0, 1), (2, 2)).tolist()
+    [[1, 2], [4, 5]]
+    """
+    box = zip(offsets, sizes, tensor.shape, strict=False)
+    for axis, (offset, size, extent) in enumerate(box):
+        if size != extent:
+            tensor = tensor.narrow(axis, offset, size)
+    return tensor
+
+
+def memory(tensor: torch.Tensor) -> memoryview | None:
+    """Return a tensor's elements as flat bytes without copying; None where they lie scattered.
+
+    >>> memory(torch.tensor([1, 2], dtype=torch.int16)).tolist()
+    [1, 0, 2, 0]
+    """
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return None
+    if tensor.is_conj() or tensor.is_neg():
+        return None  # the flag says that memory holds something else
+    if not tensor.numel():
+        return memoryview(b"")
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # an axis of one may have any stride
+    return flat.view(torch.uint8).numpy().data
+
+
+def dump(tensor: torch.Tensor, dtype: str) -> memoryview:
+    """Return a tensor's elements, cast to ``dtype``, row-major, as bytes: a copy if need be."""
+    target = torch_dtype(dtype)
+    if tensor.dtype != target:
+        tensor = tensor.resolve_conj().resolve_neg().to(target)
+    tensor = tensor.resolve_conj().resolve_neg()
+    tensor = _raw(tensor).to("cpu").contiguous()
+    view = memory(tensor)
+    assert view is not None
+    return view
+
+
+def store(tensor: torch.Tensor, data: Bytes, dtype: str) -> None:
+    """Fill a tensor from bytes that hold elements of ``dtype``, row-major, casting them."""
+    if not data.size:
+        return
+    source = torch.from_numpy(data).view(torch_dtype(dtype)).reshape(tensor.shape)
+    if source.dtype == tensor.dtype and not (tensor.is_conj() or tensor.is_neg()):
+        _raw(tensor).copy_(_raw(source))
+    else:
+        tensor.copy_(source)
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the same memory as elements of the same width that torch can surely copy."""
+    return tensor.view(_RAW[tensor.dtype.itemsize])
+
+
+def same_dtype(tensor: torch.Tensor, dtype: str) -> bool:
+    """Tell whether a tensor's elements are stored as they are."""
+    return dtype_name(tensor.dtype) == dtype
+
+
+def run_bytes(tensor: torch.Tensor) -> int:
+    """Return how many bytes of a tensor lie together, counted from its last axis.
+
+    >>> run_bytes(torch.zeros(4, 6)[:, :3]), run_bytes(torch.zeros(4, 6)[1:])
+    (12, 72)
+    """
+    run = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if size != 1 and stride != run:
+            break
+        run *= size
+    return run * tensor.dtype.itemsize
+
+
+def runs(tensor: torch.Tensor, length: int) -> list[memoryview]:
+    """Return a tensor's elements as views of ``length`` bytes each, row-major, without copying.
+
+    ``length`` is that of some of the last axes, all of which lie together; see `run_bytes`.
+
+    >>> [r.tolist() for r in runs(torch.arange(6, dtype=torch.uint8).reshape(2, 3)[:, 1:], 2)]
+    [[1, 2], [4, 5]]
+    """
+    width = tensor.dtype.itemsize
+    starts = np.zeros(1, np.int64)
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        starts = (starts[:, None] + np.arange(size) * (stride * width)).reshape(-1)
+        if len(starts) * length == tensor.numel() * width:
+            break
+    span = int(starts.max()) + length
+    whole = memory(tensor.as_strided((span // width,), (1,)))
+    assert whole is not None
+    return [whole[start : start + length] for start in starts.tolist()]

@@ -1,0 +1,212 @@
+"""How does a checkpoint come to exist? Its manifest is put in place, last and at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import attrs
+import numpy as np
+
+from shardplan.planning import Metadata, SavePlan, StorageMeta
+from shardplan.planning.blocks import BLOCK_BYTES
+from shardplan.planning.catalog import column
+from shardplan.planning.files import assign_files, save_id_of
+from shardplan.planning.metadata import Entries
+from shardplan.planning.packing import Ints, readonly
+
+from .checksums import Sums
+from .errors import ExistsError, FormatError
+from .manifest import MANIFEST, FileTable, Manifest, decode_manifest, encode_manifest
+from .stores import MissingFileError, Store, StoreError
+
+if TYPE_CHECKING:
+    from .write import Written  # needs torch, which reading a manifest does not
+
+__all__ = ["assemble", "leftovers", "publish", "read_manifest", "refuse_existing"]
+
+
+def assemble(
+    metadata: Metadata,
+    plans: Sequence[SavePlan],
+    written: Sequence[Written],
+    *,
+    save_id: str,
+    created: float = 0.0,
+    block_bytes: int = BLOCK_BYTES,
+) -> Manifest:
+    """Make the manifest of what all ranks wrote.
+
+    Args:
+        metadata: The checkpoint, as `global_plan` described it.
+        plans: The plans that `global_plan` returned, in rank order.
+        written: What `write_rank` returned, in rank order.
+        save_id: The name of the save.
+        created: When it was made, in seconds since 1970.
+        block_bytes: What `write_rank` was told.
+
+    Raises:
+        ValueError: Some chunk was written by nobody, or these are no plans of `global_plan`.
+    """
+    metadata = attrs.evolve(metadata, state_dict_metadata=_tensors_first(metadata))
+    entries = metadata.state_dict_metadata
+    values = {k: v for one in written for k, v in one.values.items()}
+    counts = [
+        len(entries.layouts[layout].tiling) if layout >= 0 else int(values[name][0] != "inline")
+        for name, layout in zip(entries.names, entries.layout.tolist(), strict=True)
+    ]
+    start = np.concatenate([[0], np.cumsum(column(counts))])
+    file, sums = _collect(metadata, plans, written, start, save_id)
+    if (file < 0).any():
+        lost = entries.names[int(np.searchsorted(start, np.argmin(file), "right")) - 1]
+        raise ValueError(
+            f"some of `{lost}` was written by nobody; were plans and results mixed up?"
+        )
+    places, place = _places(file, start)
+    made = [f for one in written for f in one.files]
+    files = FileTable(
+        tuple(f.name for f in made),
+        column([f.size for f in made]),
+        column([f.header for f in made]),
+        tuple(f.digest for f in made),
+    )
+    metadata = attrs.evolve(metadata, storage_meta=StorageMeta(save_id=save_id), version="1")
+    return Manifest(save_id, metadata, files, places, place, sums, values, created, block_bytes)
+
+
+def _collect(
+    metadata: Metadata,
+    plans: Sequence[SavePlan],
+    written: Sequence[Written],
+    start: Ints,
+    save_id: str,
+) -> tuple[Ints, Sums]:
+    """Return, per chunk of the checkpoint, the number of its file and its checksum."""
+    file = np.full(int(start[-1]), -1, np.int64)
+    sums = np.zeros(int(start[-1]), np.uint64)
+    first = 0  # how many files the ranks before have
+    for rank, (plan, one) in enumerate(zip(plans, written, strict=True)):
+        row, chunk = _chunks(plan, metadata)
+        stored = start[row + 1] > start[row]  # all but inline values
+        assigned = assign_files(plan, rank, save_id)
+        number = np.full(len(assigned.names) + 1, -1, np.int64)
+        for position, made in enumerate(one.files):
+            number[made.number] = first + position
+        at = (start[row] + chunk)[stored]
+        file[at], sums[at] = number[assigned.file[stored]], one.sums[stored]
+        first += len(one.files)
+    return file, sums
+
+
+def _tensors_first(metadata: Metadata) -> Entries:
+    entries = metadata.state_dict_metadata
+    order = np.argsort(entries.layout < 0, kind="stable")
+    names = tuple(entries.names[row] for row in order.tolist())
+    prop, layout = readonly(entries.prop[order]), readonly(entries.layout[order])
+    return Entries(names, entries.props, prop, entries.layouts, layout)
+
+
+def _chunks(plan: SavePlan, metadata: Metadata) -> tuple[Ints, Ints]:
+    """Return, per item, which entry it belongs to and which of its chunks it is."""
+    items, row_of = plan.items, metadata.state_dict_metadata.row_of
+    if len(items) and items.hint is None:
+        raise ValueError("these plans number no chunks; pass those that global_plan returned")
+    rows = column([row_of[name] for name in items.catalog.names])
+    if not len(items):
+        return column([]), column([])
+    return rows[items.row], np.maximum(items.hint if items.hint is not None else 0, 0)
+
+
+def _places(file: Ints, start: Ints) -> tuple[tuple[Ints, ...], Ints]:
+    """Find the distinct columns of file numbers, and which of them each entry has."""
+    distinct: dict[bytes, int] = {}
+    columns: list[Ints] = []
+    place = []
+    for low, high in zip(start[:-1].tolist(), start[1:].tolist(), strict=True):
+        key = file[low:high].tobytes()
+        number = distinct.setdefault(key, len(columns)) if low < high else -1
+        if number == len(columns):
+            columns.append(readonly(file[low:high].copy()))
+        place.append(number)
+    return tuple(columns), column(place)
+
+
+def read_manifest(store: Store) -> Manifest:
+    """Read the manifest of the checkpoint that a store holds.
+
+    Raises:
+        FormatError: There is none, or it is damaged.
+    """
+    try:
+        data = bytearray(store.size(MANIFEST))
+        store.read(MANIFEST, [(0, memoryview(data))])
+    except MissingFileError:
+        raise FormatError(
+            MANIFEST, f"there is no checkpoint in {store.url}: no save was ever committed there"
+        ) from None
+    return decode_manifest(bytes(data))
+
+
+def refuse_existing(store: Store, overwrite: bool) -> None:
+    """Refuse to save where a checkpoint is, unless asked to.
+
+    Raises:
+        ExistsError: There is one.
+    """
+    if not overwrite and store.exists(MANIFEST):
+        raise ExistsError(f"{store.url} holds a checkpoint; pass overwrite=True to replace it")
+
+
+def publish(store: Store, manifest: Manifest, *, overwrite: bool = False) -> tuple[str, ...]:
+    """Put the manifest in place, at which instant the checkpoint exists; then tidy up.
+
+    Args:
+        store: Where all data files have been written.
+        manifest: What to publish.
+        overwrite: Whether an older checkpoint may be replaced. It can be loaded up to the instant
+            at which the new one can.
+
+    Returns:
+        Files of the older checkpoint that could not be removed; `prune` will try again.
+
+    Raises:
+        ExistsError: There is a checkpoint, and it was not to be overwritten.
+    """
+    refuse_existing(store, overwrite)
+    old: Iterable[str] = ()
+    if overwrite:
+        # There may be none, or one that cannot be read: whatever it named is left to `prune`.
+        with suppress(FormatError):
+            old = read_manifest(store).files.names
+    data = encode_manifest(manifest)
+    store.sync()
+    store.replace(MANIFEST, data)
+    doomed = tuple(sorted(set(old) - set(manifest.files.names)))
+    try:
+        if doomed:
+            store.delete(doomed)
+    except StoreError:
+        return doomed
+    return ()
+
+
+def leftovers(store: Store) -> tuple[str, ...]:
+    """Name the files that a killed save left behind: no manifest speaks of them.
+
+    While a save is under way its files look just like that.
+    """
+    try:
+        known = set(read_manifest(store).files.names)
+    except FormatError:
+        if store.exists(MANIFEST):
+            return ()  # nobody can tell what a damaged manifest speaks of
+        known = set()
+    found = store.list(recursive=False)
+    return tuple(name for name in found if name not in known and _is_ours(name))
+
+
+def _is_ours(name: str) -> bool:
+    return save_id_of(name) is not None or (
+        name.startswith(f"{MANIFEST}.") and name.endswith(".tmp")
+    )

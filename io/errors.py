@@ -1,0 +1,98 @@
+"""What can be wrong with files, as errors that name the file and the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+__all__ = ["ExistsError", "FormatError", "LoadError", "ValueRefusedError"]
+
+
+class FormatError(ValueError):
+    """A file that is not what it should be: damaged, cut short, missing, or of a newer version.
+
+    Attributes:
+        file: Its name inside the checkpoint.
+        reason: What is wrong with it.
+        filled: If a load was stopped by it: keys that were filled entirely before.
+        touched: Keys of which some elements may have been overwritten. All others are as they were.
+
+    >>> raise FormatError("shardplan.json", "it is not JSON")
+    Traceback (most recent call last):
+    shardplan.io.errors.FormatError: shardplan.json: it is not JSON
+    """
+
+    def __init__(
+        self, file: str, reason: str, *, filled: Iterable[str] = (), touched: Iterable[str] = ()
+    ) -> None:
+        self.file = file
+        self.reason = reason
+        self.filled = tuple(sorted(filled))
+        self.touched = tuple(sorted(touched))
+        super().__init__(file, reason)
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.reason}{_progress(self.filled, self.touched)}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _format_error, (self.file, self.reason, self.filled, self.touched)
+
+
+class LoadError(RuntimeError):
+    """A load that something other than a bad file stopped half way: see its ``__cause__``.
+
+    Attributes:
+        filled: Keys of the state dict that were filled entirely, and verified if that was asked.
+        touched: Keys of which some elements may have been overwritten. All others are as they were.
+    """
+
+    def __init__(self, message: str, filled: Iterable[str], touched: Iterable[str]) -> None:
+        self.filled = tuple(sorted(filled))
+        self.touched = tuple(sorted(touched))
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        return f"{self.args[0]}{_progress(self.filled, self.touched)}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LoadError, (self.args[0], self.filled, self.touched)
+
+
+class ValueRefusedError(TypeError):
+    """Values of a state dict that no checkpoint can carry.
+
+    Attributes:
+        reasons: Key to reason, for every value refused.
+    """
+
+    def __init__(self, reasons: dict[str, str]) -> None:
+        self.reasons = dict(reasons)
+        super().__init__("; ".join(f"`{key}` {why}" for key, why in sorted(reasons.items())))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ValueRefusedError, (self.reasons,)
+
+
+class ExistsError(FileExistsError):
+    """A checkpoint that is already there, and was not to be overwritten."""
+
+
+def _format_error(
+    file: str, reason: str, filled: tuple[str, ...], touched: tuple[str, ...]
+) -> FormatError:
+    return FormatError(file, reason, filled=filled, touched=touched)
+
+
+def _progress(filled: tuple[str, ...], touched: tuple[str, ...]) -> str:
+    if not filled and not touched:
+        return ""
+    return (
+        f"; filled before that: {_listed(filled)}; possibly overwritten in part: "
+        f"{_listed(touched)}; all other keys are as they were"
+    )
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    shown = ", ".join(f"`{name}`" for name in names[:8])
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return f"{shown}{more}" if names else "none"

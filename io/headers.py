@@ -1,0 +1,286 @@
+"""Safetensors headers: eight bytes that say how long, then JSON that says what lies where.
+
+Each file says in its own header what is local to it: which bytes are which chunk, where the chunk
+starts in its tensor (in torch's own words, ``DCP_SHARDING_INFO``), and which save wrote it under
+which name. Checksums are not here but in the manifest: so a header is known before any data is, and
+a file is written in one pass, straight through, on any store.
+
+Dtypes that safetensors has no name for are stored as bytes, ``U8``, with one more axis: that of an
+element's bytes. The header says so, under ``encoded``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+
+from shardplan.planning import itemsize
+
+from .errors import FormatError
+
+__all__ = [
+    "MAX_HEADER",
+    "TORCH_NAMES",
+    "Header",
+    "Slot",
+    "build_header",
+    "header_length",
+    "parse_header",
+]
+
+MAX_HEADER: Final = 100_000_000
+"""The longest header in bytes; the safetensors library refuses longer ones, too."""
+
+# safetensors' name of a dtype to ours.
+TORCH_NAMES: Final[dict[str, str]] = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "U16": "uint16",
+    "I16": "int16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "U32": "uint32",
+    "I32": "int32",
+    "F32": "float32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F64": "float64",
+    "C64": "complex64",
+}
+_FILE_NAMES: Final = {ours: theirs for theirs, ours in TORCH_NAMES.items()}
+_ALIGN: Final = 8
+_MAX_NUMBER: Final = 1 << 62
+_RESERVED: Final = "__metadata__"
+
+
+@attrs.frozen
+class Slot:
+    """One chunk in a file.
+
+    Attributes:
+        name: The tensor's name.
+        dtype: Its dtype in the checkpoint, by torch's name.
+        shape: The chunk's sizes, in elements.
+        offsets: Where the chunk starts in the global tensor, in elements.
+        begin: Where its bytes begin, counted from the file's start.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    begin: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it takes."""
+        return math.prod(self.shape) * itemsize(self.dtype)
+
+
+@attrs.frozen
+class Header:
+    """What a file says about itself.
+
+    Attributes:
+        file: The name under which it was read.
+        slots: Its chunks by name, in order of their bytes.
+        length: Where data begins, in bytes from the file's start.
+        save_id: The save that wrote it; None for files of other programs.
+        name: The name under which it was written; None for files of other programs.
+        metadata: All that its ``__metadata__`` says, as text.
+    """
+
+    file: str
+    slots: Mapping[str, Slot]
+    length: int
+    save_id: str | None
+    name: str | None
+    metadata: Mapping[str, str]
+
+
+def build_header(file: str, slots: Sequence[Slot], save_id: str) -> tuple[bytes, tuple[int, ...]]:
+    """Return a file's header, and where the bytes of each slot begin.
+
+    Slots lie one after the other, in the order given; ``begin`` is computed, never read.
+
+    >>> header, begins = build_header("f", [Slot("w", "float32", (2, 3), (4, 0))], "s1")
+    >>> len(header) % 8, begins[0] == len(header)
+    (0, True)
+
+    Raises:
+        FormatError: The header would be longer than readers accept.
+    """
+    tensors: dict[str, Any] = {}
+    own: dict[str, Any] = {"version": 1, "file": file, "save_id": save_id}
+    own["encoded"] = {s.name: s.dtype for s in slots if s.dtype not in _FILE_NAMES}
+    sharding = {}
+    at, begins = 0, []
+    for slot in slots:
+        extra = () if slot.dtype in _FILE_NAMES else (itemsize(slot.dtype),)
+        sharding[slot.name] = {"saved_offsets": [*slot.offsets, *(0 for _ in extra)]}
+        begins.append(at)
+        tensors[slot.name] = {
+            "dtype": _FILE_NAMES.get(slot.dtype, "U8"),
+            "shape": [*slot.shape, *extra],
+            "data_offsets": [at, at := at + slot.nbytes],
+        }
+    metadata = {
+        "format": "pt",
+        "DCP_VERSION": "1.0",
+        "DCP_SHARDING_INFO": _dump(sharding),
+        "shardplan": _dump(own),
+    }
+    text = _dump({_RESERVED: metadata, **tensors}).encode()
+    text += b" " * (-len(text) % _ALIGN)
+    if len(text) > MAX_HEADER:
+        raise FormatError(
+            file, f"its header would take {len(text):,} bytes; save fewer keys a rank"
+        )
+    data = len(text).to_bytes(8, "little") + text
+    return data, tuple(len(data) + begin for begin in begins)
+
+
+def header_length(first: bytes, file: str, size: int) -> int:
+    """Return where a file's data begins, given its first eight bytes and its size.
+
+    >>> header_length((8).to_bytes(8, "little"), "f", 100)
+    16
+
+    Raises:
+        FormatError: The file is too short for the header that it promises.
+    """
+    if len(first) < 8:
+        raise FormatError(file, f"it has {size} bytes, too few for a safetensors header")
+    length = int.from_bytes(first[:8], "little")
+    if length > MAX_HEADER or length + 8 > size:
+        raise FormatError(
+            file, f"its header would take {length:,} bytes and the file has {size:,}; it is damaged"
+        )
+    return length + 8
+
+
+def parse_header(data: bytes, file: str, size: int) -> Header:
+    """Read a header and check all that it says against the file's size.
+
+    Args:
+        data: The file's first bytes: the whole header, at least.
+        file: The file's name, for errors.
+        size: The file's size in bytes.
+
+    >>> header, _ = build_header("f", [Slot("w", "float32", (2,), (4,))], "s1")
+    >>> parse_header(header, "f", len(header) + 8).slots["w"].offsets
+    (4,)
+
+    Raises:
+        FormatError: It is no JSON, names an unknown dtype, or its tensors do not fill the file
+            exactly: they overlap, leave holes, run past the end or disagree with their shapes.
+    """
+    length = header_length(data[:8], file, size)
+    table = _objects(_load(data[8:length], file, "its header"), file, "its header")
+    raw = _objects(table.pop(_RESERVED, {}), file, "its `__metadata__`")
+    metadata = {str(k): str(v) for k, v in raw.items()}
+    sharding = _section(metadata, "DCP_SHARDING_INFO", file)
+    own = _section(metadata, "shardplan", file)
+    encoded = _objects(own.get("encoded", {}), file, "encoded")
+    slots = []
+    for name, entry in table.items():
+        try:
+            slots.append(_slot(name, entry, sharding, encoded, length))
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise FormatError(
+                file, f"its header's entry for `{name}` is damaged: {error}"
+            ) from None
+    slots.sort(key=lambda slot: (slot.begin, slot.nbytes))
+    _check_cover(slots, file, length, size)
+    ids = (own.get("save_id"), own.get("file"))
+    save_id, written_as = (None if i is None else str(i) for i in ids)
+    return Header(file, {s.name: s for s in slots}, length, save_id, written_as, metadata)
+
+
+def _slot(
+    name: str, entry: Any, sharding: Mapping[str, Any], encoded: Mapping[str, Any], base: int
+) -> Slot:
+    """Read one entry, or raise any of the errors that damage leads to."""
+    shape, (begin, end) = _numbers(entry["shape"]), _numbers(entry["data_offsets"])
+    if entry["dtype"] not in TORCH_NAMES:
+        raise ValueError(f"unknown dtype {entry['dtype']!r}")
+    dtype = TORCH_NAMES[entry["dtype"]]
+    offsets = _numbers(sharding[name]["saved_offsets"]) if name in sharding else (0,) * len(shape)
+    if len(offsets) != len(shape):
+        raise ValueError(f"it starts at {offsets}, which does not fit its shape {shape}")
+    if name in encoded:
+        inner = str(encoded[name])
+        if dtype != "uint8" or not shape or shape[-1] != itemsize(inner):
+            raise ValueError(f"{entry['dtype']} of shape {shape} does not encode {inner}")
+        dtype, shape, offsets = inner, shape[:-1], offsets[:-1]
+    slot = Slot(name, dtype, shape, offsets, base + begin)
+    if end - begin != slot.nbytes:
+        raise ValueError(f"{end - begin} bytes do not hold {entry['dtype']} of shape {list(shape)}")
+    return slot
+
+
+def _check_cover(slots: Sequence[Slot], file: str, length: int, size: int) -> None:
+    """Refuse tensors that overlap, leave holes or do not end where the file ends."""
+    at = length
+    for slot in slots:
+        if slot.begin != at:
+            what = "overlap" if slot.begin < at else "leave a hole"
+            raise FormatError(file, f"its tensors {what} at byte {slot.begin:,}, `{slot.name}`")
+        at += slot.nbytes
+    if at != size:
+        what = "it is cut short" if at > size else "it runs on"
+        raise FormatError(file, f"its tensors end at byte {at:,} and the file at {size:,}: {what}")
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or any(
+        type(v) is not int or not 0 <= v < _MAX_NUMBER for v in values
+    ):
+        raise ValueError(f"expected a list of whole numbers, not {str(values)[:80]}")
+    return tuple(values)
+
+
+def _section(metadata: Mapping[str, str], key: str, file: str) -> dict[str, Any]:
+    text = metadata.get(key)
+    return {} if text is None else _objects(_load(text.encode(), file, key), file, key)
+
+
+def _objects(value: Any, file: str, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise FormatError(file, f"{what} is no JSON object but {str(value)[:80]!r}")
+    return value
+
+
+def _load(text: bytes, file: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(file, f"{what} is not JSON: {error}") from None
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def refused_name(name: str) -> str | None:
+    """Say why a tensor cannot have this name in a safetensors file; None where it can.
+
+    >>> refused_name("__metadata__")
+    'is a name that safetensors keeps for itself; rename it'
+    """
+    if name == _RESERVED:
+        return "is a name that safetensors keeps for itself; rename it"
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return "has a lone surrogate in its name, which UTF-8 cannot carry; rename it"
+    return None

@@ -1,0 +1,341 @@
+"""The manifest: all that is global about a checkpoint, in one JSON file.
+
+It is written last and replaced atomically: a checkpoint exists from the instant that its manifest
+does. Equal tilings, properties and columns of file numbers are written once, so that half a million
+chunks open at once. Decoding trusts nothing: every number is checked before it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, Final
+
+import attrs
+import numpy as np
+import xxhash
+
+from shardplan.planning import CodecError, Grid, Metadata, StorageMeta, TensorProperties
+from shardplan.planning.blocks import BLOCK_BYTES
+from shardplan.planning.catalog import column, within
+from shardplan.planning.frozen import from_json, to_json
+from shardplan.planning.metadata import Entries, Layout
+from shardplan.planning.packing import DAMAGE, Ints, readonly
+from shardplan.planning.tiling import Boxes, Tiling
+
+from .checksums import Sums, sums_from_hex, sums_to_hex
+from .errors import FormatError
+
+__all__ = ["MANIFEST", "VERSION", "FileTable", "Manifest", "decode_manifest", "encode_manifest"]
+
+MANIFEST: Final = "shardplan.json"
+VERSION: Final = 1
+_FORMAT: Final = "shardplan"
+_MAX_BYTES: Final = 1 << 60
+_HEAD: Final = re.compile(rb'\{"format":"shardplan","version":(\d+),"xxh3_64":"([0-9a-f]{16})",')
+_FILE: Final = re.compile(r"[^/\\\x00]+\.safetensors")
+
+
+@attrs.frozen(eq=False)
+class FileTable:
+    """A checkpoint's data files; one row each.
+
+    Attributes:
+        names: Their names inside the checkpoint.
+        sizes: Their sizes, in bytes.
+        headers: The lengths of their headers, in bytes: where data begins.
+        digests: The xxh3-64 of each header.
+    """
+
+    names: tuple[str, ...]
+    sizes: Ints
+    headers: Ints
+    digests: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+@attrs.frozen(eq=False, slots=False)
+class Manifest:
+    """A checkpoint, all but its bytes.
+
+    Attributes:
+        save_id: The save that made it.
+        metadata: Its tensors and values.
+        files: Its data files.
+        places: The distinct columns of file numbers, one number a chunk.
+        place: Per entry of the metadata, which of these columns it has; -1 for an inline value.
+        sums: The checksum of every chunk, by entry, then by chunk; see `sums_of`.
+        values: Values that are no tensors, by name: kind (see `StoredValue`), and the JSON data of
+            an inline one, or how many bytes another takes.
+        created: When it was made, in seconds since 1970.
+        block_bytes: The most bytes of a block; see `shardplan.planning.blocks`.
+    """
+
+    save_id: str
+    metadata: Metadata
+    files: FileTable
+    places: tuple[Ints, ...]
+    place: Ints
+    sums: Sums
+    values: Mapping[str, tuple[str, Any]]
+    created: float = 0.0
+    block_bytes: int = BLOCK_BYTES
+
+    @property
+    def entries(self) -> Entries:
+        """The metadata's entries, in columns."""
+        return self.metadata.state_dict_metadata
+
+    @cached_property
+    def start(self) -> Ints:
+        """Per entry, where its chunks start among all chunks; and how many chunks there are."""
+        counts = column([*map(len, self.places), 0])[self.place]
+        return readonly(np.concatenate([[0], np.cumsum(counts)]))
+
+    def sums_of(self, name: str) -> Sums:
+        """Return the checksum of each chunk of one entry; none for an inline value."""
+        row = self.entries.row_of[name]
+        return self.sums[self.start[row] : self.start[row + 1]]
+
+    @cached_property
+    def file_bytes(self) -> Ints:
+        """How many bytes the chunks of each file take, added up."""
+        return _file_bytes(self)
+
+    def files_of(self, name: str) -> Ints:
+        """Return the number of the file of each chunk of one entry; none for an inline value."""
+        place = self.place[self.entries.row_of[name]]
+        return column([]) if place < 0 else self.places[place]
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the manifest's JSON text, which starts with a checksum of what follows it."""
+    entries = manifest.entries
+    is_tensor = entries.layout >= 0
+    rows = np.flatnonzero(is_tensor)
+    files = manifest.files
+    body = {
+        "save_id": manifest.save_id,
+        "created": manifest.created,
+        "block_bytes": manifest.block_bytes,
+        "files": {
+            "names": list(files.names),
+            "sizes": files.sizes.tolist(),
+            "headers": files.headers.tolist(),
+            "xxh3_64": [f"{digest:016x}" for digest in files.digests],
+        },
+        "properties": [attrs.asdict(p) for p in entries.props],
+        "layouts": [_encode_layout(layout) for layout in entries.layouts],
+        "places": [p.tolist() for p in manifest.places],
+        "tensors": {
+            "names": [entries.names[row] for row in rows.tolist()],
+            "properties": entries.prop[rows].tolist(),
+            "layouts": entries.layout[rows].tolist(),
+            "places": manifest.place[rows].tolist(),
+        },
+        "values": {
+            name: [*manifest.values[name], int(manifest.place[entries.row_of[name]])]
+            for row, name in enumerate(entries.names)
+            if not is_tensor[row]
+        },
+        "planner_data": to_json(manifest.metadata.planner_data, "planner_data"),
+        "sums": sums_to_hex(manifest.sums),
+    }
+    text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")[1:]
+    return sign(text)
+
+
+def sign(body: bytes, version: int = VERSION) -> bytes:
+    """Put format, version and checksum before the rest of a manifest's text."""
+    digest = xxhash.xxh3_64_hexdigest(body)
+    head = f'{{"format":"{_FORMAT}","version":{version},"xxh3_64":"{digest}",'
+    return head.encode("ascii") + body
+
+
+def decode_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
+    """Read a manifest's text; see `encode_manifest`.
+
+    Raises:
+        FormatError: It is no manifest, of a newer version, or anything in it is impossible.
+    """
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(file, f"it is not JSON: {error}") from None
+    if not isinstance(body, dict) or body.get("format") != _FORMAT:
+        raise FormatError(file, f'it is no manifest: it does not say "format":"{_FORMAT}"')
+    if body.get("version") != VERSION:
+        raise FormatError(
+            file,
+            f"it has version {str(body.get('version'))[:20]}, and this program reads {VERSION}; "
+            "upgrade shardplan",
+        )
+    head = _HEAD.match(data)
+    if head is None or f"{xxhash.xxh3_64_intdigest(data[head.end() :]):016x}".encode() != head[2]:
+        raise FormatError(file, "its checksum does not fit its text: it was damaged or edited")
+    try:
+        return _decode(body)
+    except (CodecError, *DAMAGE) as error:
+        raise FormatError(file, f"it is damaged: {error}") from None
+
+
+def _decode(body: dict[str, Any]) -> Manifest:
+    files = _decode_files(body["files"])
+    props = tuple(TensorProperties(**p) for p in body["properties"])
+    layouts = tuple(map(_decode_layout, body["layouts"]))
+    places = tuple(_column(p, len(files), "a file number") for p in body["places"])
+    tensors, values = body["tensors"], body["values"]
+    names = (*tensors["names"], *values)
+    count = len(tensors["names"])
+    limits = {"properties": len(props), "layouts": len(layouts), "places": len(places)}
+    columns = [_column(tensors[key], limit, key) for key, limit in limits.items()]
+    if any(len(c) != count for c in columns) or len(set(names)) != len(names):
+        raise ValueError("its tensors' columns differ in length, or a name is there twice")
+    if not all(type(name) is str for name in names):
+        raise ValueError("a name is no text")
+    stored = {name: _decode_value(value, len(places)) for name, value in values.items()}
+    none = np.full(len(stored), -1, np.int64)
+    prop, layout = (readonly(np.concatenate([c, none])) for c in columns[:2])
+    place = np.concatenate([columns[2], column([at for _, _, at in stored.values()])])
+    manifest = Manifest(
+        _text(body["save_id"]),
+        Metadata(
+            Entries(names, props, prop, layouts, layout),
+            planner_data=from_json(body["planner_data"]),
+            storage_meta=StorageMeta(save_id=_text(body["save_id"])),
+            version=str(VERSION),
+        ),
+        files,
+        places,
+        readonly(place),
+        sums_from_hex(_text(body["sums"])),
+        {name: (kind, data) for name, (kind, data, _) in stored.items()},
+        float(body["created"]),
+        int(_column([body["block_bytes"]], _MAX_BYTES, "a block's size")[0]),
+    )
+    if manifest.block_bytes < 1 or len(manifest.sums) != manifest.start[-1]:
+        raise ValueError(f"{manifest.start[-1]} chunks have {len(manifest.sums)} checksums")
+    _check_bytes(manifest)
+    return manifest
+
+
+def _decode_files(table: dict[str, Any]) -> FileTable:
+    names = tuple(table["names"])
+    for name in names:
+        if type(name) is not str or not _FILE.fullmatch(name):
+            raise ValueError(f"{str(name)[:200]!r} is no name of a file inside the checkpoint")
+    sizes = _column(table["sizes"], _MAX_BYTES, "a file's size")
+    headers = _column(table["headers"], _MAX_BYTES, "a header's length")
+    digests = tuple(int(_text(d), 16) for d in table["xxh3_64"])
+    if not len(set(names)) == len(names) == len(sizes) == len(headers) == len(digests):
+        raise ValueError("its files' columns differ in length, or a file is there twice")
+    return FileTable(names, sizes, headers, digests)
+
+
+def _encode_layout(layout: Layout) -> dict[str, Any]:
+    tiling = layout.tiling
+    size = list(layout.size)
+    if isinstance(tiling, Grid):
+        return {"size": size, "cuts": [c.tolist() for c in tiling.cuts]}
+    return {"size": size, "offsets": tiling.offsets.tolist(), "sizes": tiling.sizes.tolist()}
+
+
+def _decode_layout(data: dict[str, Any]) -> Layout:
+    size = _column(data["size"], _MAX_BYTES, "a size")
+    if len(size) > 64 or size.astype(float).prod() >= _MAX_BYTES:
+        raise ValueError(f"a tensor of shape {size.tolist()} is impossible")
+    tiling: Tiling
+    if "cuts" in data:
+        cuts = tuple(_column(c, _MAX_BYTES, "a cut") for c in data["cuts"])
+        if len(cuts) != len(size) or any(
+            len(c) < 2 or c[-1] > end or (c[1:] <= c[:-1]).any()
+            for c, end in zip(cuts, size, strict=True)
+        ):
+            raise ValueError(f"the cuts of shape {size.tolist()} do not ascend inside it")
+        tiling = Grid(cuts)
+    else:
+        offsets, sizes = (_boxes(data[key], len(size)) for key in ("offsets", "sizes"))
+        if offsets.shape != sizes.shape or (offsets + sizes > size).any():
+            raise ValueError(f"chunks of shape {size.tolist()} lie outside of it")
+        tiling = Boxes(offsets, sizes)
+    return Layout(tuple(size.tolist()), tiling)
+
+
+def _boxes(rows: Any, axes: int) -> Ints:
+    array = np.array(rows, np.int64) if rows else np.zeros((0, axes), np.int64)
+    if array.shape != (len(rows), axes) or not within(array, _MAX_BYTES):
+        raise ValueError("a chunk's offsets or sizes are impossible")
+    return readonly(array)
+
+
+def _decode_value(value: Any, places: int) -> tuple[str, Any, int]:
+    kind, data, place = value
+    if kind not in ("inline", "json", "torch") or type(place) is not int:
+        raise ValueError(f"unknown kind of value {str(kind)[:20]!r}")
+    if not (-1 if kind == "inline" else 0) <= place < (0 if kind == "inline" else places):
+        raise ValueError("a value lies in no file")
+    if kind != "inline" and (type(data) is not int or not 0 <= data < _MAX_BYTES):
+        raise ValueError("a value's size is impossible")
+    return kind, data, place
+
+
+def _check_bytes(manifest: Manifest) -> None:
+    """Refuse sizes of files that their headers and chunks do not add up to."""
+    files = manifest.files
+    got = files.headers + manifest.file_bytes
+    for number in np.flatnonzero(got != files.sizes)[:1].tolist():
+        raise ValueError(
+            f"{files.names[number]} should have {files.sizes[number]} bytes, and its header and "
+            f"chunks take {got[number]}"
+        )
+
+
+def _file_bytes(manifest: Manifest) -> Ints:
+    """Add up, per file, the bytes of its chunks; tensors alike are counted, not visited."""
+    entries, limit = manifest.entries, float(manifest.files.sizes.sum())
+    keys = np.stack([manifest.place, entries.layout, entries.prop])[:, entries.layout >= 0]
+    kinds, counts = np.unique(keys, axis=1, return_counts=True)
+    volumes = [layout.tiling.sizes.prod(axis=1) for layout in entries.layouts]
+    width = column([p.itemsize for p in entries.props])
+    files, sizes = [column([])], [column([])]
+    for (place, layout, prop), count in zip(kinds.T.tolist(), counts.tolist(), strict=True):
+        where, volume = manifest.places[place], volumes[layout]
+        if len(where) != len(volume):
+            raise ValueError(f"{len(volume)} chunks lie in {len(where)} files")
+        if float(volume.sum(dtype=float)) * float(width[prop]) * count > limit:
+            raise ValueError("its chunks are larger than its files")
+        files.append(where)
+        sizes.append(volume * (width[prop] * count))
+    for name, (kind, data) in manifest.values.items():
+        if kind != "inline":
+            where = manifest.files_of(name)
+            if len(where) != 1:
+                raise ValueError(f"the value of `{name}` lies in {len(where)} files")
+            files.append(where)
+            sizes.append(column([data]))
+    every = np.concatenate(sizes)
+    if every.sum(dtype=float) > limit:
+        raise ValueError("its chunks are larger than its files")
+    total = np.zeros(len(manifest.files), np.int64)
+    np.add.at(total, np.concatenate(files), every)
+    return total
+
+
+def _column(values: Sequence[int], end: int, what: str) -> Ints:
+    """Return whole numbers as an array, all of them at least 0 and less than ``end``."""
+    if not isinstance(values, list) or not set(map(type, values)) <= {int}:
+        raise ValueError(f"{what} is no whole number")
+    array = column(values)
+    if not within(array, end):
+        raise ValueError(f"{what} is impossible: {array.min()} to {array.max()}, of {end}")
+    return array
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError(f"expected text, not {str(value)[:80]!r}")
+    return value

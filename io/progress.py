@@ -1,0 +1,46 @@
+"""How far is it? Bytes done of bytes in all, told by whichever thread is at it, one at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeAlias
+
+__all__ = ["Progress", "Tell"]
+
+Tell: TypeAlias = Callable[[int, int], object]
+"""Called with the bytes done and the bytes in all; what it raises stops the work."""
+
+
+class Progress:
+    """Counts bytes, and tells: 0 first, then ever more, and the total in the end.
+
+    Args:
+        total: How many bytes there will be.
+        tell: Whom to tell; never called by two threads at once.
+
+    >>> progress = Progress(10, print)
+    0 10
+    >>> progress.add(4)
+    4 10
+    >>> progress.finish()
+    10 10
+    """
+
+    def __init__(self, total: int, tell: Tell | None = None) -> None:
+        self._total, self._tell = total, tell
+        self._done = 0
+        self._lock = threading.Lock()
+        self.add(0)
+
+    def add(self, nbytes: int) -> None:
+        """Count some bytes as done."""
+        with self._lock:
+            self._done = min(self._done + nbytes, self._total)
+            if self._tell is not None:
+                self._tell(self._done, self._total)
+
+    def finish(self) -> None:
+        """Count all bytes as done."""
+        if self._done < self._total:
+            self.add(self._total)

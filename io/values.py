@@ -1,0 +1,219 @@
+"""Values that are no tensors, as JSON that keeps their types, or as bytes in a shard file.
+
+What JSON has no word for is an object with a single key that starts with ``$``. Values that JSON
+cannot carry are stored as ``torch.save`` writes them, but only if ``torch.load`` reads them with
+``weights_only=True``: loading a checkpoint never runs code. All else is refused by key.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal
+
+import attrs
+import numpy as np
+
+from .errors import FormatError, ValueRefusedError
+
+__all__ = ["StoredValue", "decode_value", "encode_value", "load_value", "store_values"]
+
+_INLINE_LIMIT: Final = 1 << 16
+_PLAIN_INT: Final = 1 << 63
+_NUMPY_KINDS: Final = "biufc"
+
+
+@attrs.frozen
+class StoredValue:
+    """A value as it is stored.
+
+    Attributes:
+        kind: ``"inline"``: JSON data in the manifest; ``"json"``: JSON text in a shard file;
+            ``"torch"``: what `torch.save` writes, in a shard file.
+        data: The JSON data, or the bytes.
+    """
+
+    kind: Literal["inline", "json", "torch"]
+    data: Any
+
+
+def store_values(values: Mapping[str, Any]) -> dict[str, StoredValue]:
+    """Encode every value, or refuse all those that cannot be, by key.
+
+    >>> store_values({"step": 7, "betas": (0.9, 0.99)})["betas"]
+    StoredValue(kind='inline', data={'$tuple': [0.9, 0.99]})
+
+    Raises:
+        ValueRefusedError: Some values can be stored in no safe way; all of them are named.
+    """
+    stored: dict[str, StoredValue] = {}
+    refused: dict[str, str] = {}
+    for key, value in values.items():
+        try:
+            stored[key] = _store(value)
+        except _Unfit as error:
+            refused[key] = str(error)
+    if refused:
+        raise ValueRefusedError(refused)
+    return stored
+
+
+def load_value(stored: StoredValue, file: str, key: str) -> Any:
+    """Return the value that was stored; ``file`` and ``key`` are for errors.
+
+    >>> load_value(StoredValue("inline", {"$tuple": [1]}), "shardplan.json", "t")
+    (1,)
+
+    Raises:
+        FormatError: The data is damaged.
+    """
+    try:
+        if stored.kind == "torch":
+            import torch
+
+            return torch.load(io.BytesIO(stored.data), weights_only=True)
+        return decode_value(json.loads(stored.data) if stored.kind == "json" else stored.data)
+    except Exception as error:  # torch.load fails in many ways
+        raise FormatError(file, f"the value of `{key}` is damaged: {error}") from error
+
+
+def _store(value: Any) -> StoredValue:
+    try:
+        data = encode_value(value)
+    except (_Unfit, RecursionError):
+        return StoredValue("torch", _torch_bytes(value))
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    if len(text) > _INLINE_LIMIT:
+        return StoredValue("json", text.encode("ascii"))
+    return StoredValue("inline", data)
+
+
+def _torch_bytes(value: Any) -> bytes:
+    import torch
+
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:  # pickling may fail in any way that a class thinks of
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise _Unfit(
+            f"is a {type(value).__module__}.{type(value).__qualname__}, which cannot be loaded "
+            f"without running code ({reason[:200]}); save plain values or tensors instead"
+        ) from None
+    return buffer.getvalue()
+
+
+class _Unfit(TypeError):
+    """A value that JSON cannot carry, or (its message says why) that nothing can."""
+
+
+def encode_value(value: Any) -> Any:
+    """Return a value as JSON data that `decode_value` turns back into an equal one, types kept.
+
+    >>> encode_value({"a": (1, 2.0, float("nan")), 3: b"x"})
+    {'$dict': [['a', {'$tuple': [1, 2.0, {'$float': 'nan'}]}], [3, {'$bytes': 'eA=='}]]}
+
+    Raises:
+        TypeError: JSON has no way to say it; subclasses of plain types count as other types.
+    """
+    kind = type(value)
+    if kind in (bool, str, type(None)):
+        return value
+    if kind is dict:
+        return _encode_dict(value)
+    encode = _ENCODERS.get(kind)
+    if encode is not None:
+        return encode(value)
+    if isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS and value.itemsize <= 8:
+        return {"$numpy": [value.dtype.name, _text(value.tobytes())]}
+    if isinstance(value, np.complex128):
+        return {"$numpy": [value.dtype.name, _text(value.tobytes())]}
+    raise _Unfit(f"is a {kind.__name__}")
+
+
+def _encode_dict(value: dict[Any, Any]) -> Any:
+    if all(type(k) is str and not k.startswith("$") for k in value):
+        return {k: encode_value(v) for k, v in value.items()}
+    return {"$dict": [[encode_value(k), encode_value(v)] for k, v in value.items()]}
+
+
+def _encode_int(value: int) -> Any:
+    return value if abs(value) < _PLAIN_INT else {"$int": hex(value)}
+
+
+def _encode_float(value: float) -> Any:
+    return value if math.isfinite(value) else {"$float": repr(value)}
+
+
+def _encode_set(value: set[Any] | frozenset[Any]) -> list[Any]:
+    return sorted(map(encode_value, value), key=json.dumps)
+
+
+def _text(data: bytes | bytearray) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _bytes(text: Any) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+_ENCODERS: Final[dict[type, Callable[[Any], Any]]] = {
+    int: _encode_int,
+    float: _encode_float,
+    complex: lambda v: {"$complex": [_encode_float(v.real), _encode_float(v.imag)]},
+    bytes: lambda v: {"$bytes": _text(v)},
+    bytearray: lambda v: {"$bytearray": _text(v)},
+    list: lambda v: [encode_value(x) for x in v],
+    tuple: lambda v: {"$tuple": [encode_value(x) for x in v]},
+    set: lambda v: {"$set": _encode_set(v)},
+    frozenset: lambda v: {"$frozenset": _encode_set(v)},
+    range: lambda v: {"$range": [v.start, v.stop, v.step]},
+}
+
+
+def _decode_numpy(body: Any) -> Any:
+    dtype = np.dtype(body[0])
+    if dtype.kind not in _NUMPY_KINDS or len(data := _bytes(body[1])) != dtype.itemsize:
+        raise ValueError(f"no numpy scalar: {str(body)[:80]}")
+    return np.frombuffer(data, dtype)[0]
+
+
+_DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
+    "$int": lambda body: int(body, 16),
+    "$float": float,
+    "$complex": lambda body: complex(decode_value(body[0]), decode_value(body[1])),
+    "$bytes": _bytes,
+    "$bytearray": lambda body: bytearray(_bytes(body)),
+    "$tuple": lambda body: tuple(map(decode_value, body)),
+    "$set": lambda body: set(map(decode_value, body)),
+    "$frozenset": lambda body: frozenset(map(decode_value, body)),
+    "$range": lambda body: range(*body),
+    "$dict": lambda body: {decode_value(k): decode_value(v) for k, v in body},
+    "$numpy": _decode_numpy,
+}
+
+
+def decode_value(data: Any) -> Any:
+    """Return the value that `encode_value` was given.
+
+    >>> decode_value({"$set": [1, 2]})
+    {1, 2}
+
+    Raises:
+        ValueError: An object carries an unknown ``$`` tag.
+    """
+    if isinstance(data, list):
+        return [decode_value(v) for v in data]
+    if not isinstance(data, dict):
+        return data
+    tag = next(iter(data)) if len(data) == 1 else ""
+    if not tag.startswith("$"):
+        return {k: decode_value(v) for k, v in data.items()}
+    if tag not in _DECODERS:
+        raise ValueError(f"unknown tag {tag!r}; was it written by a newer version?")
+    return _DECODERS[tag](data[tag])

@@ -1,0 +1,259 @@
+"""What is different between two checkpoints, however each of them was sharded?"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any, Final, Literal
+
+import attrs
+
+from shardplan.io.commit import read_manifest
+from shardplan.io.compare import TensorDiff, compare_tensors, same_value
+from shardplan.io.pool import Pool, default_pool
+from shardplan.io.progress import Progress, Tell
+from shardplan.io.read import Reader
+from shardplan.io.stores import Store, open_store
+from shardplan.planning import BytesMetadata, TensorMetadata, check
+from shardplan.planning.reports.sheet import Sheet, Table, human_seconds
+from shardplan.planning.text import human_bytes
+
+__all__ = ["Change", "CheckpointDiff", "diff"]
+
+_SHOWN: Final = 50
+_WIDE: Final = 60  # characters of a value that are shown
+_SIGNS: Final = {"added": "+", "removed": "-"}
+
+
+@attrs.frozen
+class Change:
+    """One way in which two checkpoints differ.
+
+    Attributes:
+        key: The name of the tensor or value.
+        what: ``added`` (only the second has it), ``removed`` (only the first has it), ``type``
+            (one has a tensor, the other a value of another kind), ``shape``, ``dtype`` or
+            ``values``.
+        before, after: Both sides: what is there, the shape, the dtype, the value, or the first
+            element that differs; None on the side that lacks it, and where it was not read.
+        elements: How many elements of a tensor differ; None if only checksums were compared.
+        first: Where the first of these is; None likewise.
+        chunks: How many of the first side's chunks differ; 0 for what is no tensor.
+    """
+
+    key: str
+    what: Literal["added", "removed", "type", "shape", "dtype", "values"]
+    before: Any = None
+    after: Any = None
+    elements: int | None = None
+    first: tuple[int, ...] | None = None
+    chunks: int = 0
+
+
+@attrs.frozen(repr=False)
+class CheckpointDiff:
+    """What differs between two checkpoints; true if anything does; printed as a table.
+
+    Attributes:
+        a, b: The checkpoints.
+        changes: All differences, by key.
+        keys: How many keys both have.
+        bytes_read: How many bytes of tensors were read to tell, of both.
+        seconds: How long it took.
+    """
+
+    a: str
+    b: str
+    changes: tuple[Change, ...]
+    keys: int = 0
+    bytes_read: int = 0
+    seconds: float = 0.0
+
+    def __bool__(self) -> bool:
+        return bool(self.changes)
+
+    @property
+    def added(self) -> tuple[str, ...]:
+        """Names that only the second checkpoint has."""
+        return tuple(c.key for c in self.changes if c.what == "added")
+
+    @property
+    def removed(self) -> tuple[str, ...]:
+        """Names that only the first checkpoint has."""
+        return tuple(c.key for c in self.changes if c.what == "removed")
+
+    @property
+    def changed(self) -> tuple[Change, ...]:
+        """How names differ that both have."""
+        return tuple(c for c in self.changes if c.what not in _SIGNS)
+
+    def __repr__(self) -> str:
+        return _sheet(self).text()
+
+    def _repr_html_(self) -> str:
+        return _sheet(self).html()
+
+
+def diff(
+    a: str | os.PathLike[str] | Store,
+    b: str | os.PathLike[str] | Store,
+    *,
+    values: bool = True,
+    locate: bool = False,
+    progress: Tell | None = None,
+    pool: Pool | None = None,
+) -> CheckpointDiff:
+    """Compare two checkpoints by key: names, shapes, dtypes and values.
+
+    Where both were cut alike, checksums tell, and no tensor is read. All other elements are read
+    from both and compared as bits, a few megabytes at a time. What is on the disk is taken to be
+    what was saved: `verify` tells whether it is.
+
+    Args:
+        a: The first checkpoint.
+        b: The second checkpoint.
+        values: Whether to compare values at all.
+        locate: Whether to read what checksums say differs, too: so that the number of differing
+            elements and the place of the first is told of every tensor, at the price of reading.
+        progress: Called as ``progress(done_bytes, total_bytes)``, from one thread at a time, with
+            ever more bytes done and all of them in the end; bytes of one side.
+        pool: The threads and the memory budget to use.
+
+    Returns:
+        All differences; false if there are none.
+
+    >>> import tempfile, torch
+    >>> from shardplan import save
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     w = torch.zeros(4, 3)
+    ...     _ = save({"w": w, "step": 7}, f"{folder}/a")
+    ...     w[2, 1] = 5
+    ...     _ = save({"w": w, "step": 8}, f"{folder}/b")
+    ...     found = diff(f"{folder}/a", f"{folder}/b", locate=True)
+    >>> for change in found.changes:
+    ...     print(change.key, change.what, change.before, change.after, change.first)
+    step values 7 8 None
+    w values 0.0 5.0 (2, 1)
+
+    Raises:
+        FormatError: One of them is no checkpoint, or damage was met.
+        PlanError: A checkpoint does not hold every element of its tensors.
+    """
+    start = time.perf_counter()
+    pool = pool or default_pool()
+    sides = []
+    for path in (a, b):
+        store = open_store(path)
+        manifest = read_manifest(store)
+        check(manifest.metadata)
+        sides.append(Reader(store, manifest, pool))
+    found, bytes_read = _compare(sides[0], sides[1], values, locate, progress)
+    shared = sides[0].manifest.entries.keys() & sides[1].manifest.entries.keys()
+    return CheckpointDiff(
+        sides[0].store.url,
+        sides[1].store.url,
+        tuple(sorted(found, key=lambda change: change.key)),
+        len(shared),
+        bytes_read,
+        time.perf_counter() - start,
+    )
+
+
+def _compare(
+    a: Reader, b: Reader, values: bool, locate: bool, tell: Tell | None
+) -> tuple[list[Change], int]:
+    changes = list(_structure(a, b))
+    if not values:
+        Progress(0, tell)
+        return changes, 0
+    changed = {change.key for change in changes}
+    shared = [name for name in a.manifest.entries if name not in changed]
+    tensors = [n for n in shared if isinstance(a.manifest.entries[n], TensorMetadata)]
+    found = compare_tensors(a, b, tensors, locate=locate, tell=tell)
+    changes += [_tensor_change(name, differs) for name, differs in found.differing.items()]
+    changes += _values(a, b, [n for n in shared if n in a.manifest.values])
+    return changes, found.bytes_read
+
+
+def _structure(a: Reader, b: Reader) -> Iterator[Change]:
+    """Compare names, kinds, shapes and dtypes."""
+    ours, theirs = a.manifest.entries, b.manifest.entries
+    for name in theirs.keys() - ours.keys():
+        yield Change(name, "added", after=_told(theirs[name]))
+    for name in ours:
+        old, new = ours[name], theirs.get(name)
+        if new is None:
+            yield Change(name, "removed", before=_told(old))
+        elif isinstance(old, TensorMetadata) and isinstance(new, TensorMetadata):
+            if old.size != new.size:
+                yield Change(name, "shape", old.size, new.size)
+            if old.properties.dtype != new.properties.dtype:
+                yield Change(name, "dtype", old.properties.dtype, new.properties.dtype)
+        elif type(old) is not type(new):
+            yield Change(name, "type", _told(old), _told(new))
+
+
+def _tensor_change(name: str, found: TensorDiff) -> Change:
+    return Change(
+        name, "values", found.before, found.after, found.elements, found.first, found.chunks
+    )
+
+
+def _values(a: Reader, b: Reader, names: list[str]) -> Iterator[Change]:
+    """Compare values that are no tensors; those stored alike are not read."""
+    for name in names:
+        ours, theirs = a.manifest.values[name], b.manifest.values[name]
+        sums = a.manifest.sums_of(name).tolist(), b.manifest.sums_of(name).tolist()
+        alike = a.manifest.block_bytes == b.manifest.block_bytes and sums[0] == sums[1]
+        if ours[0] != "inline" and ours == theirs and alike:
+            continue
+        old, new = a.value(name), b.value(name)
+        if not same_value(old, new):
+            yield Change(name, "values", old, new)
+
+
+def _told(entry: TensorMetadata | BytesMetadata) -> str:
+    if isinstance(entry, BytesMetadata):
+        return "value"
+    return f"{entry.properties.dtype} {list(entry.size)}"
+
+
+def _sheet(found: CheckpointDiff) -> Sheet:
+    cost = f"{human_bytes(found.bytes_read)} of tensors read in {human_seconds(found.seconds)}"
+    if not found.changes:
+        return Sheet(f"No difference: {found.keys:,} keys, {cost}")
+    changed = len({change.key for change in found.changed})
+    counts = len(found.added), len(found.removed), changed, found.keys - changed
+    title = "{:,} added, {:,} removed, {:,} changed, {:,} equal; {}".format(*counts, cost)
+    rows = [_row(change) for change in found.changes[:_SHOWN]]
+    more = len(found.changes) - _SHOWN
+    head = ("", "key", "what", "before", "after", "where")
+    sides = [f"before: {found.a}", f"after: {found.b}"]
+    notes = [f"… {more:,} more", *sides] if more > 0 else sides
+    return Sheet(title, [Table(head, rows)], notes)
+
+
+def _row(change: Change) -> tuple[str, ...]:
+    sides = (change.before, change.after)
+    before, after = ("" if s is None and change.chunks else _text(s) for s in sides)
+    if change.what in _SIGNS:
+        before, after = change.before or "", change.after or ""
+    elif change.what in ("shape", "dtype", "type"):
+        before, after = (str(list(s)) if isinstance(s, tuple) else str(s) for s in sides)
+    return _SIGNS.get(change.what, "~"), change.key, change.what, before, after, _where(change)
+
+
+def _text(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _WIDE else f"{text[:_WIDE]}…"
+
+
+def _where(change: Change) -> str:
+    if not change.chunks:
+        return ""
+    chunks = f"{change.chunks:,} chunk{'s' if change.chunks > 1 else ''}"
+    if change.elements is None or change.first is None:
+        return f"in {chunks}, by checksum"
+    many = f"{change.elements:,} elements, the first" if change.elements > 1 else "1 element"
+    return f"{many} at {list(change.first)}"

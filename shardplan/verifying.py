@@ -1,0 +1,189 @@
+"""Check every byte of a checkpoint, and tell all that is wrong with it."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Final
+
+import attrs
+
+from shardplan.io.commit import leftovers, read_manifest
+from shardplan.io.errors import FormatError
+from shardplan.io.manifest import MANIFEST, Manifest
+from shardplan.io.pool import Pool
+from shardplan.io.progress import Progress, Tell
+from shardplan.io.scan import Fault
+from shardplan.io.stores import Store, StoreError, open_store
+from shardplan.io.verify import Findings, check_files, check_manifest
+from shardplan.planning.reports.sheet import Sheet, Table, human_seconds
+from shardplan.planning.text import human_bytes
+
+__all__ = ["VerifyReport", "verify"]
+
+_SHOWN: Final = 50
+
+
+@attrs.frozen(repr=False)
+class VerifyReport:
+    """What a check of a whole checkpoint found; true if it is sound; printed as a table.
+
+    Attributes:
+        path: The checkpoint.
+        faults: All that is wrong: the manifest's faults first, then by file and place.
+        keys: Names of which some bytes are damaged, lost or could not be checked, sorted. If the
+            manifest cannot be read, nobody knows them.
+        leftovers: Files of killed saves (or of one under way); they do no harm, and `prune`
+            removes them.
+        files: How many data files there should be.
+        chunks: How many chunks were found to fit their checksums.
+        nbytes: How many bytes were read and checked.
+        seconds: How long it took.
+    """
+
+    path: str
+    faults: tuple[Fault, ...]
+    keys: tuple[str, ...] = ()
+    leftovers: tuple[str, ...] = ()
+    files: int = 0
+    chunks: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether every byte is what was saved."""
+        return not self.faults
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __repr__(self) -> str:
+        return _sheet(self).text()
+
+    def _repr_html_(self) -> str:
+        return _sheet(self).html()
+
+
+def verify(
+    path: str | os.PathLike[str] | Store,
+    *,
+    progress: Tell | None = None,
+    pool: Pool | None = None,
+) -> VerifyReport:
+    """Check every byte of a checkpoint: the manifest, the headers, and each chunk's checksum.
+
+    It does not stop at the first fault, and does not raise for any: print what it returns. Data is
+    streamed through small buffers, so that checkpoints of any size can be checked anywhere.
+
+    Args:
+        path: The checkpoint.
+        progress: Called as ``progress(done_bytes, total_bytes)``, from one thread at a time, with
+            ever more bytes done and all of them in the end. What it raises stops the check.
+        pool: The threads and the memory budget to use.
+
+    Returns:
+        All that is wrong, by key, file and byte range; true if nothing is.
+
+    >>> import tempfile, torch
+    >>> from shardplan import save
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> _ = save({"a": torch.zeros(2), "w": torch.ones(4, 3), "step": 7}, folder.name)
+    >>> report = verify(folder.name)
+    >>> report.ok, report.chunks
+    (True, 2)
+    >>> (file,) = (name for name in os.listdir(folder.name) if name.startswith("shard-"))
+    >>> with open(os.path.join(folder.name, file), "r+b") as damaged:
+    ...     _ = damaged.seek(-4, os.SEEK_END)
+    ...     _ = damaged.write(b"oops")
+    >>> for fault in verify(folder.name).faults:
+    ...     print(fault.kind, fault.key, fault.end - fault.begin, fault.file == file)
+    checksum w 48 True
+    >>> folder.cleanup()
+
+    Raises:
+        FormatError: There is no checkpoint.
+        StoreError: The store cannot tell whether there is one.
+    """
+    start = time.perf_counter()
+    store = open_store(path)
+    try:
+        manifest = read_manifest(store)
+        size = store.size(MANIFEST)
+    except (FormatError, StoreError) as error:
+        if not store.exists(MANIFEST):
+            raise
+        report = _without_manifest(store, error, progress)
+    else:
+        report = _with_manifest(store, manifest, size, progress, pool)
+    return attrs.evolve(report, seconds=time.perf_counter() - start)
+
+
+def _without_manifest(
+    store: Store, error: FormatError | StoreError, tell: Tell | None
+) -> VerifyReport:
+    Progress(0, tell)
+    return VerifyReport(store.url, (Fault("manifest", MANIFEST, error.reason),))
+
+
+def _with_manifest(
+    store: Store, manifest: Manifest, size: int, tell: Tell | None, pool: Pool | None
+) -> VerifyReport:
+    progress = Progress(size + int(manifest.files.sizes.sum()), tell)
+    contradictions = check_manifest(manifest)
+    progress.add(size)
+    found: Findings = check_files(store, manifest, progress, pool)
+    progress.finish()
+    keys = found.keys.union(fault.key for fault in contradictions if fault.key is not None)
+    return VerifyReport(
+        store.url,
+        contradictions + found.faults,
+        tuple(sorted(keys)),
+        _leftovers(store),
+        len(manifest.files),
+        found.chunks,
+        size + found.nbytes,
+    )
+
+
+def _leftovers(store: Store) -> tuple[str, ...]:
+    try:
+        return leftovers(store)
+    except StoreError:
+        return ()  # a note is not worth an error
+
+
+def _sheet(report: VerifyReport) -> Sheet:
+    count = len(report.faults)
+    verdict = "sound" if report.ok else _many(count, "fault")
+    speed = human_bytes(report.nbytes / report.seconds) if report.seconds else "?"
+    title = (
+        f"{report.path}: {verdict}; {_many(report.files, 'file')}, {human_bytes(report.nbytes)} "
+        f"checked in {human_seconds(report.seconds)} ({speed}/s)"
+    )
+    rows = [_row(fault) for fault in report.faults[:_SHOWN]]
+    tables = [Table(("fault", "key", "file", "bytes", "reason"), rows)] if rows else []
+    notes = [f"… {count - _SHOWN:,} more"] if count > _SHOWN else []
+    if report.keys:
+        keys = _many(len(report.keys), "key")
+        notes.append(f"{keys} cannot be loaded whole: {_listed(report.keys)}")
+    if report.leftovers:
+        notes.append(
+            f"{_many(len(report.leftovers), 'file')} of a killed save, or of one under way, which "
+            f"do no harm: {_listed(report.leftovers)}"
+        )
+    return Sheet(title, tables, notes)
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _row(fault: Fault) -> tuple[str, ...]:
+    span = f"{fault.begin:,} to {fault.end:,}" if fault.end else ""
+    return fault.kind, fault.key or "", fault.file, span, fault.reason
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - 8:,} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more

@@ -1,0 +1,525 @@
+"""Ranks that exchange bytes and take steps together: alone, as threads, and as real processes."""
+
+import importlib.util
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from shardplan.dist import (
+    CheckpointError,
+    Failure,
+    LostRanksError,
+    all_gather,
+    all_keys,
+    all_reduce,
+    reduce_scatter,
+    run_ranks,
+    solo,
+    torch_comm,
+)
+from shardplan.dist.meeting import Meetings, Worker
+from shardplan.planning import decode_plan, encode_plan, local_plan
+
+FOLDER = Path(__file__).parent / "ranks"
+WORLD = 4
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(f"ranks_{name}", FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+together = script("together")
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start(name, *arguments, log):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-P", FOLDER / f"{name}.py", *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+
+def run_processes(folder, commands):
+    """Run commands (script, arguments) at once; all must end well."""
+    logs = [(folder / f"log-{i}").open("w+") for i in range(len(commands))]
+    processes = [start(*command, log=log) for command, log in zip(commands, logs, strict=True)]
+    try:
+        codes = [process.wait(timeout=100) for process in processes]
+    finally:
+        for process, log in zip(processes, logs, strict=True):
+            process.kill()
+            process.wait()
+            log.close()
+    texts = [(folder / f"log-{i}").read_text() for i in range(len(commands))]
+    assert codes == [0] * len(commands), "\n".join(texts)
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """Run both scripts at once: a group of four that lives, and groups in which a rank exits."""
+    folder, port = tmp_path_factory.mktemp("real"), free_port()
+    ranks = [("together", r, WORLD, port, folder / f"told-{r}") for r in range(WORLD)]
+    run_processes(folder, [*ranks, ("exits", folder)])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def processes(real):
+    """Return, per rank of a group of four processes, what each case told."""
+    return [json.loads((real / f"told-{r}").read_text()) for r in range(WORLD)]
+
+
+@pytest.fixture(scope="module")
+def exits(real):
+    """Return, per case in which a process exits, what each survivor told."""
+    told = {}
+    for path in real.glob("*:*-*"):
+        if not path.name.startswith("store-"):
+            case, rank = path.name.rsplit("-", 1)
+            told.setdefault(case, {})[int(rank)] = json.loads(path.read_text())
+    return told
+
+
+KINDS = [
+    "solo",
+    *(f"threads-{n}" for n in (1, 2, 3, 5, 8)),
+    pytest.param("processes", marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture
+def tell(request):
+    """Return a function that gives, per rank, what a case tells on ranks of the given kind."""
+
+    def told(kind, case):
+        if kind == "processes":
+            return [rank[case] for rank in request.getfixturevalue("processes")]
+        if kind == "solo":
+            return [together.CASES[case](solo())]
+        return run_ranks(int(kind.removeprefix("threads-")), together.CASES[case], timeout=20)
+
+    return told
+
+
+# The contract, whatever the ranks are
+
+
+def guilty(step, fault, n):
+    """Return the ranks on which a fault strikes in a step."""
+    everyone, last, first = set(range(n)), {n - 1}, {0}
+    runs_map = first if step == "broadcast" else everyone
+    reduces = step in ("reduce_scatter", "all_reduce")
+    return {
+        "none": set(),
+        "map_on_the_last": last & runs_map,
+        "map_on_all_but_the_first": (everyone - first) & runs_map,
+        "map_on_the_coordinator": first,
+        "reduce": first if reduces else set(),
+        "encode_on_the_last": last & runs_map,
+        "encode_to_text": runs_map,
+        "decode_on_the_last": last,
+        "undecodable": first if reduces else everyone,
+    }[fault]
+
+
+@pytest.mark.parametrize("fault", together.FAULTS)
+@pytest.mark.parametrize("step", together.STEPS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_fails_on_all_ranks_alike_and_names_exactly_those_to_blame(tell, kind, step, fault):
+    told = tell(kind, f"{step}:{fault}")
+    blamed = guilty(step, fault, len(told))
+    if not blamed:
+        assert all("value" in rank for rank in told)
+        return
+    assert all(rank["failures"] == told[0]["failures"] for rank in told)
+    failures = told[0]["failures"]
+    assert {rank for rank, *_ in failures} == blamed
+    assert len(failures) == len(blamed)
+    for rank, step_name, kind_of_error, text, trace in failures:
+        assert step_name == "a step"
+        expected = {"encode_to_text": "TypeError", "undecodable": "CodecError"}
+        assert kind_of_error == expected.get(fault, "ValueError")
+        if kind_of_error == "ValueError":
+            assert text.startswith(f"{fault.split('_')[0]} failed on {rank}")
+        assert trace.startswith("Traceback")
+        assert kind_of_error in trace
+
+
+@pytest.mark.parametrize("fault", together.FAULTS)
+@pytest.mark.parametrize("step", together.STEPS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_go_on_together_after_a_step_that_failed(tell, kind, step, fault):
+    told = tell(kind, f"{step}:{fault}")
+    assert [rank["after"] for rank in told] == [len(told)] * len(told)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_give_each_rank_what_it_is_due(tell, kind):
+    def values(step):
+        return [rank["value"] for rank in tell(kind, f"{step}:none")]
+
+    scattered = values("reduce_scatter")
+    n = len(scattered)
+    assert scattered == [10 * (rank + 1) for rank in range(n)]
+    assert values("all_reduce") == [n * (n + 1) // 2] * n
+    assert values("all_gather") == [list(range(1, n + 1))] * n
+    assert values("broadcast") == [1] * n
+
+
+@pytest.mark.parametrize("size", together.SIZES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_payloads_of_any_size_arrive_whole(tell, kind, size):
+    if size > 1 << 20 and kind in ("threads-3", "threads-5", "threads-8"):
+        size = 1 << 20  # Threads pass references: more of them at more bytes show nothing new.
+    for rank in tell(kind, f"exchange:{size}"):
+        assert all(rank.values()), rank
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_keys_are_the_sorted_union_of_every_rank_s(tell, kind):
+    told = tell(kind, "keys")
+    layers = [f"model.layer.{rank}" for rank in range(len(told))]
+    assert told == [[*layers, "model.shared", "step"]] * len(told)
+
+
+# Processes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("name", together.COLLECTIVES)
+def test_a_process_that_stalls_is_named_in_time_and_is_told_when_it_comes(processes, name, victim):
+    told = [rank[f"stall:{name}:{victim}"] for rank in processes]
+    reason = {str(victim): f"did not come to {name} within 1 s"}
+    assert [rank["lost"] for rank in told] == [reason] * WORLD
+    assert [rank["again"] for rank in told] == [{"lost": reason}] * WORLD
+    assert max(rank["seconds"] for rank in told) < 1 + 3
+
+
+@pytest.mark.slow
+def test_a_process_that_comes_late_but_in_time_is_waited_for(processes):
+    told = [rank["late:all_gather:2"] for rank in processes]
+    assert [rank["value"] for rank in told] == [True] * WORLD
+    assert told[0]["seconds"] > 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", script("exits").CASES)
+def test_a_process_that_exits_is_named_by_all_survivors_in_time(exits, case):
+    victim = int(case.split(":")[1])
+    told = exits[case]
+    assert sorted(told) == sorted(set(range(WORLD)) - {victim})
+    assert [rank["named"] for rank in told.values()] == [[victim]] * (WORLD - 1)
+    assert max(rank["seconds"] for rank in told.values()) < 3 + 4
+
+
+@pytest.mark.slow
+def test_a_process_that_comes_for_something_else_is_named(processes):
+    for rank in processes:
+        assert rank["astray"]["lost"] == {"3": "came to barrier while rank 0 came to gather"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "victim", "error"), [("map", 2, "KeyboardInterrupt"), ("reduce", 0, "SystemExit")]
+)
+def test_an_interrupt_comes_through_and_the_others_learn_at_once(processes, where, victim, error):
+    told = [rank[f"interrupted:{where}"] for rank in processes]
+    assert told.pop(victim) == {"propagated": error}
+    for rank in told:
+        assert rank["failures"] == [[victim, "a step", "LostRank", f"left a step: {error}", ""]]
+        assert rank["seconds"] < 5
+
+
+@pytest.mark.slow
+def test_a_process_that_gives_nonsense_raises_and_the_others_learn_at_once(processes):
+    text = "scatter takes one part for each of 4 ranks, and 1 came"
+    first, *others = [rank["invalid"] for rank in processes]
+    assert first == {"propagated": text}
+    assert [rank["lost"] for rank in others] == [{"0": f"left: {text}"}] * 3
+
+
+@pytest.mark.slow
+def test_overlapping_groups_and_two_comms_of_one_group_work_at_the_same_time(processes):
+    members = {"low": [0, 1], "high": [2, 3], "odd": [1, 3], "world": [0, 1, 2, 3]}
+    for number, rank in enumerate(processes):
+        told = {k: v for k, v in rank["groups"].items() if k != "odd_failure"}
+        assert {k for k, ranks in members.items() if number in ranks} <= told.keys()
+        for name, exchanged in told.items():
+            ranks = exchanged.pop("ranks")
+            assert all(exchanged.values()), (name, exchanged)
+            assert ranks == members.get(name, ranks)
+
+
+@pytest.mark.slow
+def test_errors_name_global_ranks_not_places_in_the_group(processes):
+    for rank in (1, 3):
+        failures = processes[rank]["groups"]["odd_failure"]["failures"]
+        assert [row[:4] for row in failures] == [[3, "a step", "ValueError", "no"]]
+
+
+@pytest.mark.slow
+def test_a_group_without_gloo_gets_gloo_connections_once(processes):
+    for rank in processes[1:]:
+        assert rank["twin"]["shared"]
+        assert all(all(exchanged.values()) for exchanged in rank["twin"]["values"])
+
+
+@pytest.mark.slow
+def test_a_message_larger_than_a_piece_goes_in_many(processes):
+    assert all(all(rank["pieces"].values()) for rank in processes)
+
+
+@pytest.mark.slow
+def test_a_hundred_meetings_leave_no_more_in_the_store_than_fifty(processes):
+    for rank in processes:
+        after_fifty, after_a_hundred = rank["leftovers"]
+        assert after_a_hundred - after_fifty < 2 * WORLD  # Some may be at the next meeting already.
+
+
+# Threads
+
+
+def test_sixty_four_threads_take_a_step():
+    def fn(comm):
+        return reduce_scatter(comm, "double", lambda: comm.rank, lambda v: [2 * x for x in v])
+
+    assert run_ranks(64, fn) == [2 * rank for rank in range(64)]
+
+
+def test_plans_travel_as_bytes_through_the_codec():
+    def fn(comm):
+        plan = local_plan({f"key{comm.rank}": comm.rank})
+        codec = {"encode": encode_plan, "decode": decode_plan}
+        return all_gather(comm, "plans", lambda: plan, **codec) == [
+            local_plan({f"key{rank}": rank}) for rank in range(comm.world_size)
+        ]
+
+    assert run_ranks(3, fn) == [True] * 3
+
+
+def test_any_rank_can_be_the_coordinator():
+    def fn(comm):
+        return comm.gather(b"%d" % comm.rank)
+
+    assert run_ranks(3, fn, coordinator=2) == [None, None, [b"0", b"1", b"2"]]
+
+
+def test_a_rank_that_raises_surfaces_with_all_others_that_did():
+    def fn(comm):
+        if comm.rank in (1, 3):
+            raise ValueError(f"bad {comm.rank}")
+        comm.barrier()
+
+    with pytest.raises(CheckpointError, match=r"failed on ranks 1, 3 of the job") as caught:
+        run_ranks(4, fn)
+    assert [f.text for f in caught.value.failures] == ["bad 1", "bad 3"]
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_a_failed_step_surfaces_once_for_all_threads():
+    def fn(comm):
+        return all_reduce(comm, "divide", lambda: 1 / comm.rank, sum)
+
+    with pytest.raises(CheckpointError) as caught:
+        run_ranks(4, fn)
+    assert [(f.rank, f.step, f.type) for f in caught.value.failures] == [
+        (0, "divide", "ZeroDivisionError")
+    ]
+
+
+@pytest.mark.parametrize("name", together.COLLECTIVES)
+@pytest.mark.parametrize("how", ["returns", "raises"])
+def test_threads_that_wait_for_one_that_is_gone_are_released_and_name_it(name, how):
+    seen = {}
+
+    def fn(comm):
+        if comm.rank == 2:
+            if how == "raises":
+                raise ValueError("bad")
+            return
+        try:
+            together.collective(comm, name)
+        except LostRanksError as error:
+            seen[comm.rank] = error.reasons
+            if how == "raises":
+                raise
+
+    start = time.monotonic()
+    if how == "raises":
+        with pytest.raises(CheckpointError, match="ValueError: bad"):
+            run_ranks(4, fn, timeout=30)
+    else:
+        run_ranks(4, fn, timeout=30)
+    reason = {"returns": "had already returned", "raises": "left: ValueError: bad"}[how]
+    assert seen == {rank: {2: reason} for rank in (0, 1, 3)}
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("name", together.COLLECTIVES)
+def test_a_thread_that_stalls_is_named_in_time(name):
+    release = threading.Event()
+
+    def fn(comm):
+        if comm.rank == 1:
+            release.wait(20)
+        return together.collective(comm, name)
+
+    start = time.monotonic()
+    with pytest.raises(CheckpointError, match=f"did not come to {name} within 0.2 s") as caught:
+        run_ranks(3, fn, timeout=0.2)
+    release.set()
+    assert caught.value.ranks == (1,)
+    assert time.monotonic() - start < 5
+
+
+def test_a_thread_that_comes_late_but_in_time_is_waited_for():
+    def fn(comm):
+        time.sleep(0.3 * (comm.rank == 1))
+        return comm.all_gather(b"x")
+
+    assert run_ranks(3, fn, timeout=10) == [[b"x"] * 3] * 3
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("where", ["map", "reduce"])
+def test_an_interrupt_in_a_thread_reaches_the_caller_and_the_others_learn_of_it(interrupt, where):
+    seen = {}
+
+    def map(comm):
+        if where == "map" and comm.rank == 1:
+            raise interrupt
+        return 1
+
+    def reduce(values):
+        raise interrupt
+
+    def fn(comm):
+        try:
+            all_reduce(comm, "a step", lambda: map(comm), reduce)
+        except CheckpointError as error:
+            seen[comm.rank] = error.failures
+
+    with pytest.raises(interrupt):
+        run_ranks(3, fn)
+    victim = 1 if where == "map" else 0
+    told = Failure(victim, "a step", "LostRank", f"left a step: {interrupt.__name__}")
+    assert seen == {rank: (told,) for rank in range(3) if rank != victim}
+
+
+@pytest.mark.parametrize("bad", [None, "text", 7, [1]])
+def test_only_bytes_travel(bad):
+    with pytest.raises(TypeError, match="only bytes travel"):
+        solo().gather(bad)
+    with pytest.raises(CheckpointError, match="TypeError: only bytes travel"):
+        run_ranks(2, lambda comm: comm.all_gather(bad))
+
+
+def test_a_reduce_that_forgets_a_rank_is_told_so():
+    with pytest.raises(CheckpointError, match="reduce returned 1 results for 2 ranks"):
+        run_ranks(2, lambda comm: reduce_scatter(comm, "share", lambda: 1, lambda values: [1]))
+
+
+def test_keys_that_clash_on_one_rank_fail_all_keys_on_every_rank():
+    def fn(comm):
+        sd = {"a": {"b": 1}, "a.b": 2} if comm.rank == 1 else {}
+        return all_keys(comm, sd)
+
+    with pytest.raises(CheckpointError, match="rank 1, all_keys: PlanError"):
+        run_ranks(2, fn)
+
+
+# Errors
+
+
+def test_a_checkpoint_error_pickles_and_prints_one_line_per_rank():
+    failures = [
+        Failure(2, "write", "OSError", "full\nvery", "Trace 2"),
+        Failure(0, "write", "E", ""),
+    ]
+    error = pickle.loads(pickle.dumps(CheckpointError(failures)))
+    assert error.failures == tuple(reversed(failures))
+    assert str(error).splitlines() == [
+        "failed on ranks 0, 2 of the job",
+        "rank 0, write: E: ",
+        "rank 2, write: OSError: full … and 1 more lines",
+        "",
+        "--- rank 2 ---",
+        "Trace 2",
+    ]
+    lost = LostRanksError({1: "is gone"})
+    assert pickle.loads(pickle.dumps(lost)).reasons == lost.reasons
+
+
+def test_an_error_that_cannot_be_printed_is_still_told():
+    class Mute(Exception):
+        def __str__(self):
+            raise RuntimeError
+
+    def fn(comm):
+        def map():
+            raise Mute
+
+        return all_gather(comm, "speak", map)
+
+    with pytest.raises(CheckpointError, match="Mute: its message cannot be printed"):
+        fn(solo())
+
+
+def test_an_endless_message_is_cut_and_a_lone_surrogate_is_carried():
+    failure = Failure.of(ValueError("x" * 10**6 + "\ud800"), 0, "a step")
+    assert len(failure.text) < 21_000
+    assert "characters left out" in failure.text
+    failure.text.encode()
+
+
+# Without a process group
+
+
+def test_torch_comm_needs_a_process_group():
+    with pytest.raises(RuntimeError, match="call init_process_group, or use solo"):
+        torch_comm()
+
+
+def test_importing_dist_does_not_import_torch():
+    code = "import sys, shardplan.dist; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-I", "-c", code], check=False).returncode == 0
+
+
+def test_a_store_that_never_answers_does_not_hang_a_rank(monkeypatch):
+    monkeypatch.setattr("shardplan.dist.meeting.GRACE", 0.1)
+    release = threading.Event()
+
+    class Frozen:
+        def __getattr__(self, name):
+            return lambda *arguments: release.wait(20)
+
+    meetings = Meetings(Frozen(), 1, 0, [0, 1], timeout=0.1)
+    start = time.monotonic()
+    with pytest.raises(LostRanksError, match="rank 0 is lost, and with it the store"):
+        meetings.meet("gather", b"", lambda notes: b"")
+    assert time.monotonic() - start < 5
+    release.set()
+
+
+def test_a_worker_raises_what_its_call_raised():
+    worker = Worker()
+    with pytest.raises(ZeroDivisionError):
+        worker.call(lambda: 1 / 0, limit=5)
+    assert worker.call(lambda: 2, limit=5) == 2
+    worker.close()

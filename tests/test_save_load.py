@@ -1,0 +1,414 @@
+"""What was saved is what is loaded, bit for bit, however either side was cut."""
+
+import collections
+import subprocess
+import sys
+
+import attrs
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardplan
+from shardplan.io.commit import assemble, publish, read_manifest
+from shardplan.io.errors import ExistsError
+from shardplan.io.pool import Pool
+from shardplan.io.read import Reader
+from shardplan.io.stores import open_store
+from shardplan.io.testing import CountingStore
+from shardplan.io.write import write_rank
+from shardplan.loading import read_rank
+from shardplan.planning import (
+    Chunk,
+    NotFoundError,
+    PlanError,
+    TensorSpec,
+    cast,
+    chain,
+    global_plan,
+    load_plan,
+    rename,
+    split_chunks,
+)
+from shardplan.planning.dtypes import ITEMSIZE
+from shardplan.planning.strategies import save_plans, tensor_specs
+
+# torch says this once, whenever such a tensor is first copied.
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
+
+
+def random_tensor(spec):
+    count = int(np.prod(spec.shape, dtype=int)) * ITEMSIZE[spec.dtype]
+    if not count:
+        return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+    generator = np.random.default_rng([*spec.shape, len(spec.dtype)])
+    raw = generator.integers(0, 2 if spec.dtype == "bool" else 256, count, np.uint8)
+    return torch.from_numpy(raw).view(getattr(torch, spec.dtype)).reshape(spec.shape)
+
+
+def bits(tensor):
+    flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8).tolist()
+
+
+def box(tensor, chunk):
+    return tensor[tuple(slice(o, e) for o, e in zip(chunk.offsets, chunk.ends, strict=True))]
+
+
+class Shards:
+    """What one rank holds of a tensor, as boxes of its own memory."""
+
+    def __init__(self, shape, dtype, parts):
+        self.shape, self.dtype, self.parts = shape, dtype, parts
+
+    def __create_chunk_list__(self):
+        return list(self.parts)
+
+    def __get_tensor_shard__(self, index):
+        return next(t for c, t in self.parts.items() if c.offsets == tuple(index.offset))
+
+
+def rank_state(plan, tensors, make):
+    """Return the state dict of a rank that holds what its plan says."""
+    parts = collections.defaultdict(dict)
+    state = {}
+    for item in plan.items:
+        name = item.index.fqn
+        if item.tensor_data is None:
+            state[name] = f"value of {name}"
+        else:
+            chunk = item.tensor_data.chunk
+            parts[name][chunk] = make(box(tensors[name], chunk))
+    for name, boxes in parts.items():
+        state[name] = Shards(tensors[name].shape, tensors[name].dtype, boxes)
+    return state
+
+
+worlds = st.dictionaries(
+    st.text("abw.", min_size=1, max_size=3), tensor_specs() | st.none(), max_size=4
+)
+
+
+@given(st.data(), worlds, st.sampled_from([16, 1 << 24]), st.booleans())
+def test_any_world_loads_what_any_other_world_saved(data, specs, block_bytes, strided):
+    plans = data.draw(save_plans(tensors=specs))
+    tensors = {k: random_tensor(s) for k, s in specs.items() if isinstance(s, TensorSpec)}
+    store = open_store(f"memory://world-{data.draw(st.integers(0, 1 << 30))}")
+    store.delete(store.list())
+    final, metadata = global_plan(plans)
+    written = [
+        write_rank(
+            store,
+            rank_state(local, tensors, lambda t: t),
+            plan,
+            save_id="s",
+            rank=rank,
+            block_bytes=block_bytes,
+        )
+        for rank, (local, plan) in enumerate(zip(plans, final, strict=True))
+    ]
+    publish(store, assemble(metadata, final, written, save_id="s", block_bytes=block_bytes))
+    reader = Reader(store, read_manifest(store))
+    for plan in data.draw(save_plans(tensors=specs)):
+        state = rank_state(plan, tensors, blank_strided if strided else torch.empty_like)
+        stats, values = read_rank(reader, state, load_plan(metadata, plan))
+        assert stats.bytes_read >= stats.bytes_needed
+        for name, value in state.items():
+            if isinstance(value, Shards):
+                for chunk, shard in value.parts.items():
+                    assert bits(shard) == bits(box(tensors[name], chunk))
+            else:
+                assert values[name] == value
+
+
+def blank_strided(tensor):
+    """Make an empty tensor whose elements lie apart and, where it can be, transposed."""
+    if not tensor.numel():
+        return torch.empty_like(tensor)
+    wide = torch.zeros((*reversed(tensor.shape), 2), dtype=torch.uint8).repeat_interleave(
+        tensor.dtype.itemsize, -1
+    )
+    flat = wide.contiguous().view(tensor.dtype)[..., 0]
+    return flat.permute(tuple(reversed(range(tensor.ndim))))
+
+
+@pytest.mark.parametrize("dtype", sorted(ITEMSIZE))
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (3, 4)], ids=str)
+def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path, dtype, shape):
+    tensor = random_tensor(TensorSpec(shape, dtype))
+    shardplan.save({"w": tensor}, tmp_path)
+    target = {"w": torch.empty_like(tensor)}
+    shardplan.load(target, tmp_path)
+    found = shardplan.restore(tmp_path)["w"]
+    assert found.dtype == tensor.dtype
+    assert found.shape == tensor.shape
+    assert bits(found) == bits(target["w"]) == bits(tensor)
+
+
+def test_views_save_their_elements_and_not_their_buffers(tmp_path):
+    base = torch.arange(1_000_000, dtype=torch.float32)
+    sd = {"part": base[10:20], "step": base[::100_000], "wide": base[:6].reshape(2, 3).t()}
+    sd |= {"conj": torch.tensor([1 + 2j]).conj(), "neg": torch.tensor([1 + 2j]).conj().imag}
+    sd |= {"expanded": torch.ones(1).expand(4), "parameter": torch.nn.Parameter(base[:3])}
+    report = shardplan.save(sd, tmp_path)
+    assert report.nbytes < 4_000
+    found = shardplan.restore(tmp_path)
+    assert all(torch.equal(found[name], sd[name].detach()) for name in sd)
+
+
+def test_loads_fill_views_and_parameters_in_place(tmp_path):
+    shardplan.save({"a": torch.arange(6.0).reshape(2, 3), "p": torch.ones(2)}, tmp_path)
+    base = torch.zeros(3, 4)
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    shardplan.load({"a": base.t()[:2, :], "p": parameter}, tmp_path)
+    assert base.t()[:2].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert base.sum() == 15
+    assert parameter.tolist() == [1, 1]
+
+
+def test_numpy_arrays_of_any_layout_are_saved_and_plain_ones_filled(tmp_path):
+    sd = {"r": np.arange(6)[::-1], "f": np.asfortranarray(np.arange(6.0).reshape(2, 3))}
+    sd |= {"b": np.arange(3, dtype=">i4")}
+    shardplan.save(sd, tmp_path)
+    target = {"r": np.zeros(6, int), "f": np.zeros((2, 3)), "b": np.zeros(3, "i4")}
+    shardplan.load(target, tmp_path)
+    assert all(np.array_equal(target[name], sd[name]) for name in sd)
+    frozen = np.zeros(6, int)
+    frozen.flags.writeable = False
+    with pytest.raises(TypeError, match="read-only"):
+        shardplan.load({"r": frozen}, tmp_path)
+
+
+def test_nested_state_is_filled_in_place_to_the_leaves(tmp_path):
+    pair = collections.namedtuple("Pair", "x y")
+    saved = {"a": [{"t": torch.ones(2)}, 5], "b": (torch.ones(1), {"c": 7}), 3: pair(1, {"d": 2})}
+    shardplan.save(saved, tmp_path)
+    target = {
+        "a": [{"t": torch.zeros(2)}, 0],
+        "b": (torch.zeros(1), {"c": 0}),
+        3: pair(0, {"d": 0}),
+    }
+    inner = target["a"]
+    shardplan.load(target, tmp_path)
+    assert target["a"] is inner
+    assert (inner[0]["t"].tolist(), inner[1], target["b"][1], target[3]) == (
+        [1, 1],
+        5,
+        {"c": 7},
+        pair(1, {"d": 2}),
+    )
+    assert shardplan.restore(tmp_path)["a"][1] == 5
+
+
+def test_one_planner_customises_both_directions(tmp_path):
+    planner = chain(rename(lambda k: k.removeprefix("_orig_mod.")), cast("bfloat16"))
+    sd = {"_orig_mod.w": torch.randn(40, 30), "_orig_mod.n": torch.arange(3)}
+    shardplan.save(sd, tmp_path, planner=chain(planner, split_chunks(64)))
+    target = {k: torch.zeros_like(v) for k, v in sd.items()}
+    shardplan.load(target, tmp_path, planner=planner)
+    assert torch.equal(target["_orig_mod.w"], sd["_orig_mod.w"].bfloat16().float())
+    assert torch.equal(target["_orig_mod.n"], sd["_orig_mod.n"])
+    assert shardplan.open_checkpoint(tmp_path)["w"].dtype == torch.bfloat16
+
+
+def test_another_dtype_is_an_error_unless_a_cast_is_asked_for(tmp_path):
+    shardplan.save({"w": torch.tensor([1.5, 2.5])}, tmp_path)
+    target = {"w": torch.zeros(2, dtype=torch.float64)}
+    with pytest.raises(PlanError, match="float32"):
+        shardplan.load(target, tmp_path)
+    shardplan.load(target, tmp_path, dtype="cast")
+    assert target["w"].tolist() == [1.5, 2.5]
+
+
+def test_the_report_tells_what_did_not_fit(tmp_path):
+    shardplan.save({"a": torch.ones(4), "b": torch.ones(2), "c": 1}, tmp_path)
+    target = {"a": torch.zeros(6), "x": torch.zeros(1), "c": 0}
+    report = shardplan.load(target, tmp_path, strict=False, shape="overlap")
+    assert (report.missing, report.unexpected) == (("x",), ("b",))
+    assert [issue.fqn for issue in report.mismatched] == ["a"]
+    assert (target["a"].tolist(), target["c"]) == ([1, 1, 1, 1, 0, 0], 1)
+    assert report.bytes_read == report.bytes_needed == 16
+    assert "1 missing" in repr(report)
+    with pytest.raises(PlanError):
+        shardplan.load(target, tmp_path, strict=["x*"])
+
+
+def test_restore_makes_what_it_is_asked_for(tmp_path):
+    sd = {"m": {"w": torch.randn(3, 2), "b": torch.randn(2)}, "o": {"w": torch.randn(3)}, "n": 1}
+    shardplan.save(sd, tmp_path)
+    assert list(shardplan.restore(tmp_path, keys="m.*")) == ["m"]
+    with pytest.raises(NotFoundError, match="nearest"):
+        shardplan.restore(tmp_path, keys=["m.ww"])
+    target = {"m": {"w": torch.empty(3, 2, device="meta")}, "n": None}
+    found = shardplan.restore(tmp_path, target)
+    assert torch.equal(found["m"]["w"], sd["m"]["w"])
+    assert found["n"] == 1
+    wide = {"o": {"w": TensorSpec((3,), "float64")}}
+    assert torch.equal(
+        shardplan.restore(tmp_path, wide, dtype="cast")["o"]["w"], sd["o"]["w"].double()
+    )
+
+
+indices = st.slices(7) | st.integers(-7, 6)
+
+
+@given(st.tuples(indices, st.slices(5) | st.integers(-5, 4)), st.booleans())
+def test_a_saved_tensor_is_indexed_like_an_array(index, dots):
+    array = np.arange(35).reshape(7, 5)
+    store = open_store("memory://indexing")
+    if not store.list():
+        shardplan.save({"w": torch.from_numpy(array)}, store, planner=split_chunks(64))
+    saved = shardplan.open_checkpoint(store)["w"]
+    index = (index[0], ..., index[1]) if dots else index
+    assert np.array_equal(saved[index].numpy(), array[index])
+
+
+def test_a_saved_tensor_is_an_array(tmp_path):
+    shardplan.save({"w": torch.arange(6.0).reshape(2, 3), "s": torch.tensor(2)}, tmp_path)
+    checkpoint = shardplan.open_checkpoint(tmp_path)
+    saved = checkpoint["w"]
+    assert (saved.shape, saved.dtype, saved.ndim, len(saved)) == ((2, 3), torch.float32, 2, 2)
+    assert np.array_equal(np.asarray(saved), np.arange(6.0).reshape(2, 3))
+    assert checkpoint["s"].read() == 2
+    assert saved[1].tolist() == saved[-1, ...].tolist() == [3, 4, 5]
+    assert "[2, 3]" in repr(saved)
+    for wrong, error in ((5, IndexError), ((0, 0, 0), IndexError), ([0], TypeError)):
+        with pytest.raises(error):
+            saved[wrong]
+    with pytest.raises(KeyError, match="nearest"):
+        checkpoint["ww"]
+
+
+def test_bytes_read_are_the_bytes_needed(tmp_path):
+    tensor = torch.arange(1000 * 300, dtype=torch.float32).reshape(1000, 300)
+    shardplan.save({"w": tensor, "other": torch.zeros(1000)}, tmp_path, planner=split_chunks(10**5))
+    store = CountingStore(open_store(tmp_path))
+    saved = shardplan.open_checkpoint(store)["w"]
+    saved[0]
+    for index in (
+        (slice(10, 20), ...),
+        (slice(None), slice(7, 10)),
+        (slice(500, 900, 100), slice(0, 200)),
+        (-1, -1),
+    ):
+        saved[index]  # reads the headers
+        store.clear()
+        assert torch.equal(saved[index], tensor[index])
+        assert store.bytes_read() == tensor[index].numel() * 4
+
+
+def test_only_the_files_that_are_touched_are_opened(tmp_path):
+    sd = {"w": torch.arange(100.0)}
+    shardplan.save(sd, tmp_path, planner=split_chunks(40))
+    store = CountingStore(open_store(tmp_path))
+    assert shardplan.open_checkpoint(store)["w"][5:8].tolist() == [5, 6, 7]
+    assert len({o.path for o in store.operations if o.name == "read"}) == 2
+
+
+@pytest.mark.parametrize("columns", [1, 3, 1500])
+@pytest.mark.parametrize("dtype", ["same", "cast"])
+def test_large_tensors_are_read_in_blocks_wherever_they_lie(tmp_path, columns, dtype):
+    tensor = torch.randn(3000, 1600)
+    shardplan.save({"w": tensor}, tmp_path, planner=split_chunks(1 << 23))
+    wide = torch.zeros(3000, 1600, dtype=torch.float64 if dtype == "cast" else torch.float32)
+    shardplan.load({"w": wide}, tmp_path, dtype=dtype)
+    assert torch.equal(wide.float(), tensor)
+    across = torch.zeros(1600, 3000).t()
+    shardplan.load({"w": across}, tmp_path)
+    assert torch.equal(across, tensor)
+    saved = shardplan.open_checkpoint(tmp_path)["w"]
+    assert torch.equal(saved[:, 5 : 5 + columns], tensor[:, 5 : 5 + columns])
+
+
+def test_a_small_budget_of_memory_is_enough(tmp_path):
+    tensor = torch.randn(2000, 5000)
+    with Pool(max_workers=2, max_bytes=1 << 20) as pool:
+        shardplan.save({"w": tensor.t()}, tmp_path, pool=pool)
+        target = {"w": torch.zeros(5000, 2000)}
+        report = shardplan.load(target, tmp_path, pool=pool)
+    assert torch.equal(target["w"], tensor.t())
+    assert report.verified == 1
+
+
+def test_a_checkpoint_is_not_overwritten_unless_asked(tmp_path):
+    shardplan.save({"w": torch.zeros(2)}, tmp_path)
+    with pytest.raises(ExistsError, match="overwrite=True"):
+        shardplan.save({"w": torch.ones(2)}, tmp_path)
+    before = set(tmp_path.iterdir())
+    shardplan.save({"w": torch.ones(2)}, tmp_path, overwrite=True)
+    assert shardplan.restore(tmp_path)["w"].tolist() == [1, 1]
+    assert len(set(tmp_path.iterdir())) == len(before) == 2
+
+
+def test_optimizer_state_comes_back(tmp_path):
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    sd = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    shardplan.save(sd, tmp_path)
+    found = shardplan.restore(tmp_path)
+    model.load_state_dict(found["model"])
+    optimizer.load_state_dict(found["optimizer"])
+    assert found["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.999)
+
+
+def test_importing_the_package_loads_no_torch():
+    code = "import shardplan, sys; assert not {'torch', 'numpy'} & set(sys.modules); shardplan.save"
+    subprocess.run([sys.executable, "-I", "-c", code], check=True)
+
+
+def test_headers_and_manifest_need_no_torch():
+    code = (
+        "import sys, shardplan.io.headers, shardplan.io.manifest; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-I", "-c", code], check=True)
+
+
+def test_on_s3_only_the_bytes_asked_for_are_fetched(s3):
+    tensor = torch.arange(200_000, dtype=torch.int32).reshape(1000, 200)
+    store = open_store(f"s3://{s3.bucket}/reads", **s3.options)
+    shardplan.save({"w": tensor, "step": 3}, store, planner=split_chunks(1 << 18))
+    target = {"w": torch.zeros_like(tensor), "step": 0}
+    shardplan.load(target, store)
+    assert torch.equal(target["w"], tensor)
+    assert target["step"] == 3
+    counting = CountingStore(store)
+    saved = shardplan.open_checkpoint(counting)["w"]
+    saved[:10]
+    counting.clear()
+    s3.requests.clear()
+    assert torch.equal(saved[500:510], tensor[500:510])
+    assert counting.bytes_read() <= 1.1 * 10 * 200 * 4
+    shardplan.save({"w": tensor + 1}, store, overwrite=True)
+    assert torch.equal(shardplan.restore(store)["w"], tensor + 1)
+    assert len(store.list()) == 2
+
+
+def test_half_a_million_chunks_open_at_once(tmp_path):
+    # 512 ranks and 1,000 tensors, written down without their data.
+    import time
+
+    from shardplan.io.manifest import FileTable, Manifest, decode_manifest, encode_manifest
+    from shardplan.planning import Metadata, TensorMetadata, TensorProperties
+
+    ranks, count = 512, 1000
+    chunks = [Chunk((i, 0), (1, 8)) for i in range(ranks)]
+    entry = TensorMetadata(TensorProperties(), (ranks, 8), chunks)
+    metadata = Metadata({f"layers.{i}.weight": entry for i in range(count)})
+    table = FileTable(
+        tuple(f"shard-{i}.safetensors" for i in range(ranks)),
+        np.full(ranks, 8 + 32 * count),
+        np.full(ranks, 8),
+        (0,) * ranks,
+    )
+    sums = np.random.default_rng(0).integers(0, 1 << 63, ranks * count, np.uint64)
+    place = np.zeros(count, int)
+    data = encode_manifest(Manifest("s", metadata, table, (np.arange(ranks),), place, sums, {}))
+    start = time.process_time()
+    manifest = decode_manifest(data)
+    assert time.process_time() - start < 0.3
+    assert manifest.sums_of("layers.999.weight").tolist() == sums[-ranks:].tolist()
+    assert attrs.asdict(manifest.files, recurse=False)["names"] == table.names
