@@ -142,13 +142,20 @@ class Catalog:
             kind, ndim, prop = flat(arrays, "type", "ndim", "prop")
             size, prop = arrays["size"], readonly(prop - 1)
             fits = len({len(names), len(sources), len(kind), len(prop), len(ndim), len(size)}) == 1
+            spare = np.arange(size.shape[-1]) >= ndim[:, None]
+            if fits and size.ndim == 2 and ((size != 1) & spare).any():
+                raise ValueError("a shape reaches past its axes")
             if not fits or size.ndim != 2 or size.shape[1] > _MAX_AXES:
                 raise ValueError("its columns differ in length")
             if not within(ndim, size.shape[1] + 1):
                 raise ValueError("its columns differ in length")
             if not set(np.unique(kind).tolist()) <= _TYPES.keys() or not within(size, 1 << 62):
                 raise ValueError("unknown item type or negative size")
-            if not within(prop + 1, len(props) + 1) or ((prop < 0) != (kind == _BYTES)).any():
+            if (
+                not within(prop + 1, len(props) + 1)
+                or ((prop < 0) != (kind == _BYTES)).any()
+                or (ndim[kind == _BYTES] > 0).any()
+            ):
                 raise ValueError("properties do not fit the item types")
         except DAMAGE as error:
             raise CodecError(f"a catalog is damaged: {error}") from error

@@ -38,7 +38,7 @@ def find_issues(subject: Metadata | SavePlan | Iterable[SavePlan]) -> tuple[Issu
     ()
     """
     if isinstance(subject, Metadata):
-        return tuple(_metadata_issues(subject))
+        return tuple(sorted(_metadata_issues(subject), key=lambda i: (i.fqn, i.kind)))
     return tuple(world_issues(World.of((subject,) if isinstance(subject, SavePlan) else subject)))
 
 
@@ -69,7 +69,22 @@ def world_issues(world: World) -> list[Issue]:
             found = _cover_issues(rows, tensor, layout) if kind in (None, "out_of_bounds") else ()
             # Where a chunk has strayed, the gap that it leaves goes without saying.
             issues.extend(i for i in found if kind is None or i.kind != "gap")
+    issues += _merged_sources(world)
     return sorted(issues, key=lambda issue: (issue.fqn, issue.kind))
+
+
+def _merged_sources(world: World) -> Iterable[Issue]:
+    """Report values of one rank that would be saved under one name, as if they were replicas."""
+    rows = world.rows
+    twice = rows.repeats.copy()
+    twice[1:] &= rows.rank[1:] == rows.rank[:-1] if twice.any() else False
+    for row in np.flatnonzero(twice).tolist():
+        items = world[int(rows.rank[row])].items
+        pair = [items.catalog.sources[items.row[rows.item[at]]] for at in (row - 1, row)]
+        if pair[0] != pair[1]:
+            name, rank = rows.names[rows.tensor[row]], int(rows.rank[row])
+            text = f"`{name}` stands for `{pair[0]}` and `{pair[1]}` of rank {rank}; rename one"
+            yield Issue("conflict", name, text, [rank])
 
 
 def duplicates(world: World) -> list[Issue]:
@@ -139,13 +154,17 @@ def _metadata_issues(metadata: Metadata) -> Iterable[Issue]:
 def layout_issues(name: str, layout: Layout) -> Iterable[Issue]:
     """Say what is wrong with one stored tensor."""
     size, tiling = layout.size, layout.tiling
-    for chunk in tiling:
-        if len(chunk.sizes) != len(size) or any(
-            e > n for e, n in zip(chunk.ends, size, strict=True)
-        ):
-            text = f"`{name}`: the saved chunk {_box(chunk)} lies outside shape {list(size)}"
-            yield Issue("out_of_bounds", name, text, (), (chunk.offsets, chunk.sizes))
-            return
+    strays = [
+        chunk
+        for chunk in tiling
+        if len(chunk.sizes) != len(size)
+        or any(e > n for e, n in zip(chunk.ends, size, strict=True))
+    ]
+    for chunk in strays:
+        text = f"`{name}`: the saved chunk {_box(chunk)} lies outside shape {list(size)}"
+        yield Issue("out_of_bounds", name, text, (), (chunk.offsets, chunk.sizes))
+    if strays:
+        return
     for a, b in self_overlaps(tiling, _PER_TENSOR):
         yield _collision(name, size, tiling[a], tiling[b])
     for gap in gaps(tiling, Chunk((0,) * len(size), size), _PER_TENSOR):

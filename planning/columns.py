@@ -253,6 +253,9 @@ class WriteItems(Columns[WriteItem]):
             boxes = (offsets, sizes, offsets if sources is None else sources)
             if not within(row, len(catalog)) or any(b.shape != shape for b in boxes):
                 raise ValueError("its columns do not fit its catalog")
+            spare = np.arange(catalog.axes) >= catalog.ndim[row][:, None]
+            if any((b != fill)[spare].any() for b, fill in zip(boxes, (0, 1, 0), strict=True)):
+                raise ValueError("a chunk reaches past its tensor's axes")
             if not all(within(b, 1 << 62) for b in boxes):
                 raise ValueError("a negative offset or size")
             hint = readonly(flat(arrays, "hint")[0] - 1) if "hint" in arrays else None

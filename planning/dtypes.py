@@ -80,6 +80,15 @@ def itemsize(dtype: str) -> int:
     return ITEMSIZE[dtype_name(dtype)]
 
 
+def family(dtype: str) -> str:
+    """Return what kind of number a dtype holds.
+
+    >>> family("bfloat16"), family("int8"), family("float8_e8m0fnu")
+    ('float', 'int', 'scale')
+    """
+    return _TABLE[dtype_name(dtype)][1]
+
+
 def is_exact_cast(source: str, target: str) -> bool:
     """Tell whether every value of ``source`` survives a cast to ``target`` unchanged.
 

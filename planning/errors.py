@@ -10,6 +10,7 @@ import attrs
 __all__ = ["CodecError", "Issue", "NotFoundError", "PlanError", "RefusedError"]
 
 _SHOWN = 8
+_COMPARED = 2000  # names that a search for the nearest looks at
 
 
 def _ints(values: Iterable[int]) -> tuple[int, ...]:
@@ -22,7 +23,8 @@ class Issue:
 
     Attributes:
         kind: What sort of fault this is: ``overlap``, ``gap``, ``out_of_bounds``, ``conflict``,
-            ``too_large``, ``missing``, ``uncovered``, ``shape``, ``dtype`` or ``type``.
+            ``too_large``, ``missing``, ``uncovered``, ``shape``, ``dtype``, ``type``, ``lossy``,
+            ``unmatched`` (a pattern) or ``label`` (of a partition).
         fqn: The name, in the checkpoint, of the tensor or value concerned.
         message: A whole sentence for a person: what was expected, what came, what to try.
         ranks: The ranks concerned, ascending; empty where no rank is to blame.
@@ -78,7 +80,10 @@ def nearest_names(name: str, names: Iterable[str]) -> tuple[str, ...]:
     >>> nearest_names("layer.wieght", ["layer.weight", "layer.bias", "step"])
     ('layer.weight', 'layer.bias')
     """
-    return tuple(difflib.get_close_matches(name, list(names), n=3, cutoff=0.5))
+    known = list(names)
+    if len(known) > _COMPARED:  # comparing costs; in a large model the alike share an end
+        known = [n for n in known if n[:8] == name[:8] or n[-12:] == name[-12:]][:_COMPARED]
+    return tuple(difflib.get_close_matches(name, known, n=3, cutoff=0.5))
 
 
 def span(ranks: Sequence[int]) -> str:

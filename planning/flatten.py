@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -12,6 +12,8 @@ from .errors import Issue, PlanError
 from .frozen import FrozenDict
 
 __all__ = ["Path", "flatten", "is_tensor", "unflatten"]
+
+_LONGEST: Final = 1 << 20  # positions past this are damage, not a list of tensors
 
 Step = tuple[str, Any]
 Path = tuple[Step, ...]
@@ -67,17 +69,22 @@ def unflatten(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any, A
     >>> unflatten(*flatten({"a": {"b": 1}, "c": [{"d": 2}, 3]}))
     {'a': {'b': 1}, 'c': [{'d': 2}, 3]}
     """
-    root: dict[Any, Any] = {}
+    root = _Node("dict")
     for name, leaf in flat.items():
         path = paths.get(name, (("dict", name),))
         if not path or path[0][0] != "dict":
             raise ValueError(f"the path of `{name}` starts at no dict: {path}")
-        # Lists and tuples are collected as dicts by position, under a marker, and made at the end.
-        node: MutableMapping[Any, Any] = root
+        node = root
         for (_, key), (kind, _) in pairwise(path):
-            node = node.setdefault(key, {} if kind == "dict" else _Positions(kind))
+            inner = node.setdefault(key, _Node(kind))
+            if not isinstance(inner, _Node) or inner.kind != kind:
+                raise ValueError(f"`{name}` lies inside another value: {path}")
+            node = inner
+        if path[-1][1] in node:
+            raise ValueError(f"`{name}` is where another value is: {path}")
         node[path[-1][1]] = leaf
-    return {key: _settle(value) for key, value in root.items()}
+    settled: dict[Any, Any] = _settle(root)
+    return settled
 
 
 def is_tensor(value: object) -> bool:
@@ -122,8 +129,8 @@ def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
             yield from _leaves((*path, (kind, position)), inner)
 
 
-class _Positions(dict[int, Any]):
-    """The entries of a list or tuple that is being put together."""
+class _Node(dict[Any, Any]):
+    """A container that is being put together; by position, if it is a list or a tuple."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -131,10 +138,14 @@ class _Positions(dict[int, Any]):
 
 
 def _settle(value: Any) -> Any:
-    if isinstance(value, _Positions):
-        entries = [_settle(value.get(position)) for position in range(max(value) + 1)]
-        return tuple(entries) if value.kind == "tuple" else entries
-    return {k: _settle(v) for k, v in value.items()} if type(value) is dict else value
+    if not isinstance(value, _Node):
+        return value
+    if value.kind == "dict":
+        return {key: _settle(inner) for key, inner in value.items()}
+    if not all(isinstance(at, int) and at >= 0 for at in value) or max(value) > _LONGEST:
+        raise ValueError(f"positions {list(value)[:8]} are those of no {value.kind}")
+    entries = [_settle(value.get(position)) for position in range(max(value) + 1)]
+    return tuple(entries) if value.kind == "tuple" else entries
 
 
 def clash(name: str, first: Path, second: Path, ranks: Sequence[int] = ()) -> Issue:

@@ -76,8 +76,8 @@ def freeze(value: Any) -> Any:
         return tuple(freeze(v) for v in value)
     if isinstance(value, (set, frozenset)):
         return frozenset(freeze(v) for v in value)
-    if isinstance(value, dict):
-        return FrozenDict(value)
+    if isinstance(value, Mapping):
+        return FrozenDict(dict(value))
     if hasattr(value, "tolist") and hasattr(value, "dtype"):
         return freeze(value.tolist())  # an array or a numpy scalar
     return value

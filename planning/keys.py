@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .catalog import Catalog, Head
-from .dtypes import dtype_name, is_exact_cast
+from .dtypes import dtype_name, family, is_exact_cast
 from .errors import Issue, PlanError, nearest_names
 from .frozen import FrozenDict
 from .packing import Ints, readonly
@@ -54,9 +54,7 @@ def rename(how: Renaming, *, required: bool = True) -> Pass[SavePlan]:
     def run(plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
         names = _names(plans)
         if required and not callable(how):
-            keys = list(how) if isinstance(how, Mapping) else [pattern for pattern, _ in how]
-            matches = _same if isinstance(how, Mapping) else _searches
-            _demand("rename", names, {key: matches(key) for key in keys})
+            _demand_renames(how, _known(plans))
         new = {name: _renamed(how, name) for name in names}
         for old, name in new.items():
             if not isinstance(name, str):
@@ -131,8 +129,8 @@ def cast(
     def run(plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
         heads = _heads(plans)
         if required and by_pattern:
-            tensors = {head[0] for head in heads if head[3] is not None}
-            _demand("cast", tensors, {p: _globs(p) for p in table})
+            values = {head[0] for head in heads if head[3] is None}
+            _demand("cast", _known(plans) - values, {p: _globs(p) for p in table})
         if not lossy:
             _refuse_losses([(head, wanted) for head in heads if (wanted := target(head))])
 
@@ -148,10 +146,8 @@ def cast(
 
 
 def _kind(dtype: str) -> str:
-    for kind in ("complex", "float", "bool"):
-        if kind in dtype:
-            return kind
-    return "int"
+    """Return the kind of number a dtype has; only floats are rounded into each other unasked."""
+    return {"uint": "int", "float8fnuz": "float"}.get(family(dtype), family(dtype))
 
 
 def _filter(what: str, patterns: Sequence[Pattern], keep: bool, required: bool) -> Pass[SavePlan]:
@@ -162,7 +158,7 @@ def _filter(what: str, patterns: Sequence[Pattern], keep: bool, required: bool) 
 
     def run(plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
         if required:
-            _demand(what, _names(plans), tests)
+            _demand(what, _known(plans), tests)
         return _edit(
             plans, lambda head: head if any(t(head[0]) for t in tests.values()) == keep else None
         )
@@ -212,6 +208,13 @@ def _names(plans: Sequence[SavePlan]) -> set[str]:
     return {head[0] for head in _heads(plans)}
 
 
+def _known(plans: Sequence[SavePlan]) -> set[str]:
+    """Name all that ranks know of, also tensors of which they hold an empty part."""
+    return {
+        n for c in {id(p.items.catalog): p.items.catalog for p in plans}.values() for n in c.names
+    }
+
+
 def _demand(what: str, names: set[str], tests: Mapping[str, Callable[[str], bool]]) -> None:
     """Refuse patterns that match no name, all of them together."""
     issues = []
@@ -223,6 +226,16 @@ def _demand(what: str, names: set[str], tests: Mapping[str, Callable[[str], bool
             issues.append(Issue("unmatched", pattern, text))
     if issues:
         raise PlanError(issues)
+
+
+def _demand_renames(how: Mapping[str, str] | Sequence[tuple[str, str]], names: set[str]) -> None:
+    """Refuse names and expressions that match nothing, each tried on what the ones before made."""
+    if isinstance(how, Mapping):
+        _demand("rename", names, {key: _same(key) for key in how})
+        return
+    for pattern, replacement in how:
+        _demand("rename", names, {pattern: _searches(pattern)})
+        names = {re.sub(pattern, replacement, name) for name in names}
 
 
 def _refuse_collisions(new: Mapping[str, str]) -> None:

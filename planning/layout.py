@@ -143,6 +143,8 @@ class Mesh:
         """Return the rank at a coordinate; the inverse of `coordinate`."""
         rank = 0
         for at, size in zip(coordinate, self.shape, strict=True):
+            if not 0 <= at < size:
+                raise ValueError(f"{tuple(coordinate)} is not on {self!r}")
             rank = rank * size + at
         return rank
 
@@ -273,7 +275,7 @@ def local_runs(
     return tuple(_cached_runs(n, tuple(cut)) for n, cut in zip(shape, cuts, strict=True))
 
 
-_cached_runs = lru_cache(maxsize=1 << 16)(shard_runs)
+_cached_runs = lru_cache(maxsize=1 << 12)(shard_runs)
 
 
 def holds(coordinate: Sequence[int], placements: Sequence[Placement]) -> bool:

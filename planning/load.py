@@ -12,6 +12,7 @@ import numpy as np
 from .catalog import Catalog, column
 from .check import layout_issues
 from .columns import WriteItems
+from .dtypes import is_exact_cast
 from .errors import Issue, PlanError, nearest_names, region_text
 from .items import (
     LoadItemType,
@@ -26,7 +27,7 @@ from .overlap import Overlap, gaps, overlap_many, self_overlaps
 from .packing import Ints, readonly
 from .passes import Pass, as_pass
 from .records import KeyReport, LoadPlan, ReadItems, SavePlan
-from .tiling import Chunk, Grid, pad, tile, tile_chunks
+from .tiling import Chunk, pad, tile, tile_chunks
 
 __all__ = ["global_load_plan", "load_plan", "resolve_overlaps"]
 
@@ -72,6 +73,7 @@ def load_plan(
         raise TypeError(f"load_plan needs a plan, not a {type(plan).__name__}; try local_plan(it)")
     entries, items = metadata.state_dict_metadata, plan.items
     match = _match(entries, items.catalog, np.unique(items.row), dtype, shape)
+    damage = _damage(entries, match.entry)
     entry = match.entry[items.row]
     is_bytes = items.catalog.is_bytes[items.row]
     wanted = np.flatnonzero((entry >= 0) & ~is_bytes)
@@ -79,7 +81,7 @@ def load_plan(
     width = max(items.offsets.shape[1], max((len(x.size) for x in entries.layouts), default=0))
     boxes = [readonly(pad(c[wanted], width, v)) for c, v in ((items.offsets, 0), (items.sizes, 1))]
     pieces = overlap_many([x.tiling for x in entries.layouts], layout, *boxes)
-    issues = match.issues + _damage(entries, match.entry)
+    issues = match.issues + damage
     issues += _uncovered(items, wanted, pieces, boxes, match.shared)
     must = _patterns(strict, items.catalog.names)
     fatal = [issue for issue in issues if any(fnmatchcase(issue.fqn, p) for p in must)]
@@ -88,7 +90,7 @@ def load_plan(
     named = set(items.catalog.names)  # a rank may know a tensor and hold nothing of it
     report = KeyReport(
         missing=[issue.fqn for issue in issues if issue.kind == "missing"],
-        unexpected=[name for name in entries.names if name not in named],
+        unexpected=sorted(name for name in entries.names if name not in named),
         mismatched=[issue for issue in issues + match.notes if issue.kind != "missing"],
     )
     values = np.flatnonzero((entry >= 0) & is_bytes)
@@ -119,8 +121,12 @@ def resolve_overlaps(
     """
     if isinstance(target_chunks, SavePlan):
         return load_plan(metadata, target_chunks, dtype="cast").items
-    plan = _plan_of(metadata, target_chunks)
-    return load_plan(metadata, plan, dtype="cast").items
+    unknown = [name for name in target_chunks if name not in metadata.state_dict_metadata]
+    if unknown:
+        raise PlanError(
+            Issue("missing", name, f"`{name}` is not in the checkpoint") for name in sorted(unknown)
+        )
+    return load_plan(metadata, _plan_of(metadata, target_chunks), dtype="cast").items
 
 
 def global_load_plan(
@@ -226,6 +232,7 @@ def _match(entries: Entries, catalog: Catalog, rows: Ints, dtype: str, shape: st
         issue = _misfit(name, saved, properties, size, dtype)
         if issue is None:
             match.entry[row] = at
+            match.notes.extend(_losses(name, saved, properties))
         elif shape == "same" or issue.kind != "shape" or (both := _shared(saved, size)) is None:
             match.issues.append(issue)
         else:
@@ -233,6 +240,18 @@ def _match(entries: Entries, catalog: Catalog, rows: Ints, dtype: str, shape: st
             match.notes.append(issue)
             match.shared[row] = both
     return match
+
+
+def _losses(
+    name: str, saved: TensorMetadata | BytesMetadata, properties: TensorProperties | None
+) -> Iterator[Issue]:
+    """Say so where a cast that was asked for cannot keep every value."""
+    if isinstance(saved, BytesMetadata) or properties is None:
+        return
+    was, now = saved.properties.dtype, properties.dtype
+    if not is_exact_cast(was, now):
+        text = f"`{name}` is cast from {was} to {now}, which cannot hold every value"
+        yield Issue("lossy", name, text)
 
 
 def _shared(saved: TensorMetadata | BytesMetadata, size: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -268,15 +287,25 @@ def _misfit(
     return None
 
 
-def _damage(entries: Entries, rows: Ints) -> list[Issue]:
-    """Report saved chunks that collide: an element must be read from one place only."""
+def _damage(entries: Entries, entry: Ints) -> list[Issue]:
+    """Report saved chunks that collide or do not fit their shape, and leave those tensors out.
+
+    An element must be read from one place only. Layouts are looked at once, however many tensors
+    have them; a grid cannot collide.
+    """
     issues: list[Issue] = []
-    for row in np.unique(rows[rows >= 0]).tolist():
-        number = int(entries.layout[row])
-        if number < 0 or isinstance(entries.layouts[number].tiling, Grid):
+    bad: dict[int, bool] = {}
+    for at in np.flatnonzero(entry >= 0).tolist():
+        number = int(entries.layout[entry[at]])
+        if number < 0:
             continue
-        if self_overlaps(entries.layouts[number].tiling, limit=1):
-            issues += layout_issues(entries.names[row], entries.layouts[number])
+        if number not in bad:
+            layout = entries.layouts[number]
+            other_axes = len(layout.tiling) > 0 and layout.tiling.ndim != len(layout.size)
+            bad[number] = other_axes or bool(self_overlaps(layout.tiling, limit=1))
+        if bad[number]:
+            issues += layout_issues(entries.names[entry[at]], entries.layouts[number])
+            entry[at] = -1
     return issues
 
 
@@ -299,7 +328,7 @@ def _uncovered(
         if row in shared:  # past what both shapes have, nothing is expected
             ends = [min(o + s, n) for o, s, n in zip(offsets, sizes, shared[row], strict=True)]
             sizes = [max(e - o, 0) for o, e in zip(offsets, ends, strict=True)]
-        mine = pieces.box == short
+        mine = slice(*np.searchsorted(pieces.box, (short, short + 1)).tolist())
         filled = tile(pieces.offsets[mine, :axes], pieces.sizes[mine, :axes])
         for gap in gaps(filled, Chunk(offsets, sizes)):
             where = region_text(gap.offsets, gap.sizes, size)

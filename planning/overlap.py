@@ -20,6 +20,7 @@ __all__ = ["Overlap", "fills", "gaps", "overlap", "overlap_many", "self_overlaps
 
 # Pairs that a sweep tests at a time: bounds its memory to a few hundred MiB.
 _BLOCK: Final = 1 << 21
+_FAR: Final = 1 << 61  # cuts laid end to end must stay below what 64 bits hold
 
 
 @attrs.frozen(eq=False)
@@ -76,16 +77,24 @@ def overlap_many(
         return parts[0]
     empty = np.zeros(0, np.int64), np.zeros((0, offsets.shape[1]), np.int64)
     parts.append(Overlap(empty[0], empty[0], empty[1], empty[1], empty[1]))
-    columns = [np.concatenate(c) for c in zip(*(attrs.astuple(p) for p in parts), strict=True)]
+    columns = [np.concatenate(c) for c in zip(*map(_columns, parts), strict=True)]
     order = np.lexsort((columns[1], columns[0]))
     return Overlap(*(c[order] for c in columns))
 
 
 def _meet_grids(
-    tilings: Sequence[Tiling], which: npt.NDArray[Any], rows: Ints, offsets: Ints, sizes: Ints
+    tilings: Sequence[Tiling], numbers: npt.NDArray[Any], rows: Ints, offsets: Ints, sizes: Ints
 ) -> Overlap:
     """Bisect boxes into their grids: per axis, one search through all cuts laid end to end."""
+    which = numbers
     used, which = np.unique(which[rows], return_inverse=True)
+    if len(used) > 1 and _span(tilings, used) > _FAR:
+        half = len(used) // 2
+        halves = [rows[which < half], rows[which >= half]]
+        parts = [_meet_grids(tilings, numbers, part, offsets, sizes) for part in halves]
+        joined = [np.concatenate(c) for c in zip(*map(_columns, parts), strict=True)]
+        order = np.lexsort((joined[1], joined[0]))
+        return Overlap(*(c[order] for c in joined))
     offsets, ends = offsets[rows], offsets[rows] + sizes[rows]
     axes = offsets.shape[1]
     first = np.empty((len(rows), axes), np.int64)  # the first cell of each axis that a box meets
@@ -134,6 +143,17 @@ def expand(counts: Ints) -> tuple[Ints, Ints]:
     return row, cell
 
 
+def _span(tilings: Sequence[Tiling], used: Ints) -> int:
+    """Return how far the cuts of some grids would reach if they were laid end to end."""
+    axes = max((tilings[n].ndim for n in used.tolist()), default=0)
+    bounds = [tilings[n].bounds().ends for n in used.tolist()]
+    return max((sum(b[x] + 2 for b in bounds if x < len(b)) for x in range(axes)), default=0)
+
+
+def _columns(pieces: Overlap) -> tuple[Ints, ...]:
+    return pieces.box, pieces.chunk, pieces.offsets, pieces.sizes, pieces.anchors
+
+
 _UNIT: Final = np.array([0, 1], np.int64)
 
 
@@ -169,7 +189,9 @@ def _meet_boxes(tiling: Tiling, rows: Ints, offsets: Ints, sizes: Ints) -> Overl
     """Meet boxes with chunks that form no grid."""
     axes = offsets.shape[1]
     starts, extents = pad(tiling.offsets, axes, 0), pad(tiling.sizes, axes, 1)
-    box, chunk = _sweep(offsets, offsets + sizes, starts, starts + extents)
+    none = np.zeros(0, np.int64)
+    pairs = [(none, none), *_sweep(offsets, offsets + sizes, starts, starts + extents)]
+    box, chunk = (np.concatenate(side) for side in zip(*pairs, strict=True))
     order = np.lexsort((chunk, box))
     box, chunk = box[order], chunk[order]
     anchors = starts[chunk]
@@ -178,35 +200,46 @@ def _meet_boxes(tiling: Tiling, rows: Ints, offsets: Ints, sizes: Ints) -> Overl
     return Overlap(rows[box], chunk, low, high - low, anchors)
 
 
-def _sweep(a_low: Ints, a_high: Ints, b_low: Ints, b_high: Ints) -> tuple[Ints, Ints]:
-    """Return every pair (box of a, box of b) that share an element."""
+def _sweep(a_low: Ints, a_high: Ints, b_low: Ints, b_high: Ints) -> Iterator[tuple[Ints, Ints]]:
+    """Give, block by block, every pair (box of a, box of b) that share an element."""
     axes = a_low.shape[1]
     if axes == 0:
         pairs = np.indices((len(a_low), len(b_low))).reshape(2, -1)
-        return pairs[0], pairs[1]
+        yield pairs[0], pairs[1]
+        return
     plans = [_candidates(a_low[:, x], a_high[:, x], b_low[:, x], b_high[:, x]) for x in range(axes)]
-    order, first, counts = min(plans, key=lambda plan: int(plan[2].sum()))
-    found: list[tuple[Ints, Ints]] = []
-    for rows in _blocks(counts):
-        a = np.repeat(rows, counts[rows])
-        within = np.arange(len(a)) - np.repeat(np.cumsum(counts[rows]) - counts[rows], counts[rows])
-        b = order[first[a] + within]
-        meet = ((a_low[a] < b_high[b]) & (b_low[b] < a_high[a])).all(axis=1)
-        meet &= (a_low[a] < a_high[a]).all(axis=1) & (b_low[b] < b_high[b]).all(axis=1)
-        found.append((a[meet], b[meet]))
-    none = np.zeros(0, np.int64)
-    return np.concatenate([none, *(a for a, _ in found)]), np.concatenate(
-        [none, *(b for _, b in found)]
-    )
+    best = min(plans, key=lambda plan: sum(int(counts.sum()) for _, _, counts in plan))
+    for order, first, counts in best:
+        for rows in _blocks(counts):
+            each = counts[rows]
+            a = np.repeat(rows, each)
+            within = np.arange(len(a)) - np.repeat(np.cumsum(each) - each, each)
+            b = order[first[a] + within]
+            meet = ((a_low[a] < b_high[b]) & (b_low[b] < a_high[a])).all(axis=1)
+            meet &= (a_low[a] < a_high[a]).all(axis=1) & (b_low[b] < b_high[b]).all(axis=1)
+            yield a[meet], b[meet]
 
 
-def _candidates(a_low: Ints, a_high: Ints, b_low: Ints, b_high: Ints) -> tuple[Ints, Ints, Ints]:
-    """On one axis: an order of b, and per interval of a the run of that order it may meet."""
-    order = np.argsort(b_low, kind="stable")
-    reach = np.maximum.accumulate(b_high[order]) if len(order) else b_high
-    first = np.searchsorted(reach, a_low, side="right")
-    last = np.searchsorted(b_low[order], a_high, side="left")
-    return order, first, np.maximum(last - first, 0)
+def _candidates(
+    a_low: Ints, a_high: Ints, b_low: Ints, b_high: Ints
+) -> list[tuple[Ints, Ints, Ints]]:
+    """On one axis: orders of b, and per interval of a the run of each order that it may meet.
+
+    There is an order for each power of two of b's lengths. Intervals of one are so alike that where
+    they start tells, within a factor of two, where they end: one long box among short ones costs
+    nothing.
+    """
+    found = []
+    power = np.frexp((b_high - b_low).astype(np.float64))[1]
+    for number in np.unique(power).tolist():
+        mine = np.flatnonzero(power == number)
+        order = mine[np.argsort(b_low[mine], kind="stable")]
+        starts = b_low[order]
+        longest = int((b_high[mine] - b_low[mine]).max())
+        first = np.searchsorted(starts, a_low - longest, side="right")
+        last = np.searchsorted(starts, a_high, side="left")
+        found.append((order, first, np.maximum(last - first, 0)))
+    return found
 
 
 def _blocks(counts: Ints) -> Iterator[Ints]:
@@ -216,7 +249,7 @@ def _blocks(counts: Ints) -> Iterator[Ints]:
 
 
 def self_overlaps(tiling: Tiling, limit: int) -> list[tuple[int, int]]:
-    """Return up to ``limit`` pairs of chunks that share elements, in order.
+    """Return pairs of chunks that share elements, in order: all of them, or ``limit`` if more.
 
     >>> from shardplan.planning.tiling import tile
     >>> self_overlaps(tile([[0], [2], [6]], [[4], [4], [2]]), limit=9)
@@ -225,9 +258,12 @@ def self_overlaps(tiling: Tiling, limit: int) -> list[tuple[int, int]]:
     if isinstance(tiling, Grid) or len(tiling) < 2:
         return []
     low, high = tiling.offsets, tiling.offsets + tiling.sizes
-    a, b = _sweep(low, high, low, high)
-    pairs = np.stack([a, b], axis=1)[a < b]
-    return [(int(i), int(j)) for i, j in pairs[np.lexsort((pairs[:, 1], pairs[:, 0]))][:limit]]
+    found: list[tuple[int, int]] = []
+    for a, b in _sweep(low, high, low, high):
+        found.extend(zip(a[a < b].tolist(), b[a < b].tolist(), strict=True))
+        if len(found) >= limit:
+            break  # a broken sharding has more than anybody reads
+    return sorted(found)[:limit]
 
 
 def fills(tiling: Tiling, shape: Sequence[int]) -> bool:
@@ -284,6 +320,13 @@ def _gaps(low: Ints, high: Ints, start: Corner, end: Corner) -> Iterator[tuple[C
     axis = max(range(len(start)), key=lambda x: len(edges[x]), default=-1)
     if axis < 0 or len(edges[axis]) == 2:
         return  # a chunk spans all that is left
+    if all(len(e) == 2 for x, e in enumerate(edges) if x != axis):
+        order = np.argsort(low[:, axis], kind="stable")
+        reach = np.maximum.accumulate(np.append(start[axis], high[order, axis]))
+        begins = np.append(low[order, axis], end[axis])
+        for hole in np.flatnonzero(begins > reach).tolist():
+            yield _put(start, axis, int(reach[hole])), _put(end, axis, int(begins[hole]))
+        return
     held: dict[tuple[Corner, Corner], int] = {}  # an open gap's cross-section -> where it began
     for left, right in zip(edges[axis][:-1].tolist(), edges[axis][1:].tolist(), strict=True):
         span = (low[:, axis] <= left) & (high[:, axis] >= right)

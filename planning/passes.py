@@ -137,20 +137,22 @@ def partition(label: Callable[[str], str], passes: Mapping[str, Pass[SavePlan]])
         _known(plans, labels, passes)
         parts: list[list[WriteItems]] = [[] for _ in plans]
         data = [plan.planner_data for plan in plans]
+        stored = [plan.storage_data for plan in plans]
         for name, step in passes.items():
             chosen = {at: np.asarray(of == name) for at, of in by_catalog.items()}
             subset = [
-                SavePlan(p.items.take(chosen[id(p.items.catalog)][p.items.row]), p.storage_data, d)
-                for p, d in zip(plans, data, strict=True)
+                SavePlan(p.items.take(chosen[id(p.items.catalog)][p.items.row]), s, d)
+                for p, s, d in zip(plans, stored, data, strict=True)
             ]
             done = _run(step, tuple(subset), name)
             data = [plan.planner_data for plan in done]
+            stored = [plan.storage_data for plan in done]
             for mine, plan in zip(parts, done, strict=True):
                 mine.append(plan.items)
         merge = lru_cache(merge_catalogs)  # ranks share catalogs, by identity
         return tuple(
-            SavePlan(WriteItems.concat(mine, merge), plan.storage_data, d)
-            for mine, plan, d in zip(parts, plans, data, strict=True)
+            SavePlan(WriteItems.concat(mine, merge), storage, d)
+            for mine, storage, d in zip(parts, stored, data, strict=True)
         )
 
     return route

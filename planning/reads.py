@@ -20,6 +20,7 @@ __all__ = ["ReadItems", "Transfer", "Transfers"]
 
 _TYPES: Final = {t.value: t for t in LoadItemType}
 _BYTES: Final = LoadItemType.BYTE_IO.value
+_MAX_AXES: Final = 64
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)
@@ -176,6 +177,8 @@ class ReadItems(Columns[ReadItem]):
             ):
                 raise ValueError("its columns differ in length or axes")
             axes = columns["lengths"].shape[1]
+            if axes > _MAX_AXES:
+                raise ValueError(f"{axes} axes are more than an array can have")
             limits = {"type": 3, "ndim": axes + 1, "dest": len(names), "storage": len(names)}
             limits |= dict.fromkeys(boxes, 1 << 62)
             if not all(within(columns[k], end) for k, end in limits.items()):
@@ -238,6 +241,15 @@ class Transfers(Columns[Transfer]):
         ends = ((self.source, other.source), (self.target, other.target))
         return self.reads == other.reads and all(np.array_equal(a, b) for a, b in ends)
 
+    @classmethod
+    def concat(cls, parts: Sequence[Transfers]) -> Transfers:
+        """Return the transfers of several sequences, one after the other."""
+        parts = [part for part in parts if len(part)] or list(parts[:1])
+        if len(parts) == 1:
+            return parts[0]
+        ends = [np.concatenate([getattr(p, end) for p in parts]) for end in ("source", "target")]
+        return cls(ReadItems.concat([p.reads for p in parts]), *map(readonly, ends))
+
     def to_bytes(self) -> bytes:
         """Encode the columns."""
         reads = self.reads.to_bytes()
@@ -252,6 +264,8 @@ class Transfers(Columns[Transfer]):
             source, target = flat(arrays, "source", "target")
             if not len(reads) == len(source) == len(target):
                 raise ValueError("columns differ in length")
+            if not within(source, 1 << 31) or not within(target, 1 << 31):
+                raise ValueError("a rank is out of range")
         except DAMAGE as error:
             raise CodecError(f"a load plan's transfers are damaged: {error}") from error
         return cls(reads, source, target)

@@ -87,11 +87,14 @@ def _regions(plans: Sequence[LoadPlan], metadata: Metadata, catalog: Catalog) ->
 
 def _rows_of(names: tuple[str, ...], metadata: Metadata) -> Ints:
     row_of = metadata.state_dict_metadata.row_of
-    return column([row_of.get(name, -1) for name in names])
+    return column([row_of.get(name, -1) for name in names])  # names of the state dict have none
 
 
 def _region(reads: ReadItems, row_of: Ints, width: int) -> tuple[Ints, Ints, Ints]:
     row = row_of[reads.storage] if len(reads) else reads.storage
+    if (row < 0).any():
+        name = reads.names[int(reads.storage[(row < 0).argmax()])]
+        raise ValueError(f"share_reads: `{name}` is read but not in the metadata that was given")
     is_bytes = (reads.type == LoadItemType.BYTE_IO.value)[:, None]
     offsets = np.where(is_bytes, 0, reads.storage_anchor + reads.storage_offsets)
     sizes = np.where(is_bytes, 1, reads.lengths)
@@ -117,7 +120,8 @@ def _hand_over(
         stay[item[rows]] = False
         sent = sending[starts[number] : starts[number + 1]]
         both = np.concatenate([np.arange(rows.start, rows.stop), sent])
-        done.append(attrs.evolve(plan, items=plan.items.take(stay), transfers=transfers.take(both)))
+        moved = Transfers.concat([plan.transfers, transfers.take(both)])
+        done.append(attrs.evolve(plan, items=plan.items.take(stay), transfers=moved))
     return tuple(done)
 
 
@@ -139,9 +143,9 @@ def _cut(
 ) -> ReadItems:
     row, offsets, sizes = _region(reads, _rows_of(reads.names, metadata), catalog.axes)
     hit = np.flatnonzero([catalog.names[r] in grids for r in row.tolist()])
-    used = sorted({catalog.names[r] for r in row[hit].tolist()})
-    which = column([used.index(catalog.names[r]) for r in row[hit].tolist()])
-    pieces = overlap_many([grids[name] for name in used], which, offsets[hit], sizes[hit])
+    numbers, which = np.unique(row[hit], return_inverse=True)
+    used = [grids[catalog.names[number]] for number in numbers.tolist()]
+    pieces = overlap_many(used, which, offsets[hit], sizes[hit])
     # The untouched reads keep their place; a cut one is followed by its pieces, in order.
     whole = np.setdiff1d(np.arange(len(reads)), hit)
     taken = reads.take(np.concatenate([whole, hit[pieces.box]]))

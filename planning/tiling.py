@@ -116,6 +116,16 @@ class Tiling(Sequence[Chunk]):
         return int(self.sizes.prod(axis=1).sum())
 
 
+def _frozen(values: npt.ArrayLike) -> Ints:
+    """Return an array that nobody else writes to: the caller's own is copied."""
+    array = np.asarray(values, np.int64)
+    return readonly(array.copy()) if array.flags.writeable else array
+
+
+def _frozen_cuts(cuts: Iterable[npt.ArrayLike]) -> tuple[Ints, ...]:
+    return tuple(map(_frozen, cuts))
+
+
 @attrs.frozen(eq=False, repr=False, slots=False)
 class Grid(Tiling):
     """Chunks that cut every axis straight through, in row-major order.
@@ -130,7 +140,7 @@ class Grid(Tiling):
     Chunk(offsets=(0, 4), sizes=(3, 2))
     """
 
-    cuts: tuple[Ints, ...]
+    cuts: tuple[Ints, ...] = attrs.field(converter=_frozen_cuts)
 
     def __len__(self) -> int:
         return math.prod(len(c) - 1 for c in self.cuts)
@@ -181,8 +191,8 @@ class Boxes(Tiling):
     Boxes([0:4], [12:16])
     """
 
-    offsets: Ints
-    sizes: Ints
+    offsets: Ints = attrs.field(converter=_frozen)
+    sizes: Ints = attrs.field(converter=_frozen)
 
     def __len__(self) -> int:
         return len(self.offsets)
@@ -200,7 +210,7 @@ class Boxes(Tiling):
 
 
 def _grid(*cuts: Sequence[int]) -> Grid:
-    return Grid(tuple(readonly(np.asarray(c, np.int64)) for c in cuts))
+    return Grid(cuts)
 
 
 def _cuts_text(cuts: Ints) -> str:
@@ -226,12 +236,7 @@ def tile(offsets: npt.ArrayLike, sizes: npt.ArrayLike) -> Tiling:
         starts, extents = (a.reshape(0, 0) if a.size == 0 else a for a in (starts, extents))
     if starts.ndim != 2 or starts.shape != extents.shape:
         raise ValueError(f"offsets of shape {starts.shape} do not fit sizes of {extents.shape}")
-    return _as_grid(starts, extents) or Boxes(_own(starts, offsets), _own(extents, sizes))
-
-
-def _own(array: Ints, given: npt.ArrayLike) -> Ints:
-    """Return a read-only array that nobody else can write to: a copy, if it is the caller's own."""
-    return readonly(array.copy() if array is given and array.flags.writeable else array)
+    return _as_grid(starts, extents) or Boxes(starts, extents)
 
 
 def tile_chunks(chunks: Iterable[Any]) -> Tiling:

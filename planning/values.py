@@ -77,7 +77,10 @@ def _chunks(name: str, value: Any, mesh: Mesh | None, rank: int) -> Sequence[Chu
             return None
         if mesh is None:
             raise RefusedError(f"`{name}` is a TensorSpec with placements; pass mesh= and rank=")
-        return local_chunks(value.shape, mesh.shape, mesh.coordinate(rank), value.placements)
+        try:
+            return local_chunks(value.shape, mesh.shape, mesh.coordinate(rank), value.placements)
+        except (ValueError, RefusedError) as error:
+            raise RefusedError(f"`{name}`: {error}") from None
     if _is_dtensor(value):
         return [chunk for chunk, _ in _dtensor_chunks(name, value)]
     if hasattr(value, "local_shards"):
@@ -127,7 +130,9 @@ def placement_of(name: str, placement: Any) -> Placement:
             f"`{name}` is {placement!r}: a partial sum is not a value yet; "
             "redistribute it to Replicate() or Shard(dim) before saving"
         )
-    return Replicate()
+    if type(placement).__name__ == "Replicate":
+        return Replicate()
+    raise RefusedError(f"`{name}` has a placement that is not known: {placement!r}")
 
 
 def _dtensor_chunks(name: str, tensor: Any) -> list[tuple[Chunk, Chunk]]:

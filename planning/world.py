@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any, Final
 
@@ -274,21 +274,19 @@ class _Table:
 def _merge_catalogs(plans: list[WriteItems]) -> _Table:
     """Number all names, in sorted order, and find those on which ranks disagree."""
     which, catalogs, used = _distinct_catalogs(plans)
-    variants: dict[str, dict[_Variant, list[int]]] = {}
+    variants: dict[str, dict[_Variant, list[tuple[int, int]]]] = {}
     properties: dict[str, TensorProperties | None] = {}
     for number, (catalog, mask) in enumerate(zip(catalogs, used, strict=True)):
         for row in np.flatnonzero(mask).tolist():
             name, _, _, props, size = catalog.heads[row]
             variant = (props is None, "" if props is None else props.dtype, size)
-            variants.setdefault(name, {}).setdefault(variant, []).append(number)
+            variants.setdefault(name, {}).setdefault(variant, []).append((number, row))
             known = properties.setdefault(name, props)
             if props is not None and known is not None and props < known:
                 properties[name] = props
     names = tuple(sorted(variants))
     shapes = tuple(next(iter(variants[name]))[2] for name in names)
-    issues = [
-        _conflict(name, variants[name], which, plans) for name in names if len(variants[name]) > 1
-    ]
+    issues = list(_conflicts(variants, which, plans))
     sizes = np.array([float(np.prod(s, dtype=np.float64)) for s in shapes])
     for tensor in np.flatnonzero(sizes > _TOO_LARGE).tolist():
         text = f"`{names[tensor]}` has an impossible shape: {shapes[tensor]} overflows 64 bits"
@@ -322,31 +320,32 @@ def _distinct_catalogs(
     return which, catalogs, used
 
 
-def _conflict(
-    name: str, variants: dict[_Variant, list[int]], which: list[int], plans: list[WriteItems]
-) -> Issue:
+def _conflicts(
+    variants: dict[str, dict[_Variant, list[tuple[int, int]]]],
+    which: list[int],
+    plans: list[WriteItems],
+) -> Iterator[Issue]:
     """Say what each side of a disagreement holds, and who is on it."""
-    sides = []
-    for (is_bytes, dtype, size), numbers in variants.items():
-        ranks = [
-            rank
-            for rank, items in enumerate(plans)
-            if which[rank] in numbers and _holds(items, name, (is_bytes, dtype, size))
-        ]
-        what = "a value that is no tensor" if is_bytes else f"{dtype} of shape {list(size)}"
-        sides.append((ranks, f"{span(ranks)}: {what}"))
-    told = "; ".join(text for _, text in sorted(sides))
-    everyone = {rank for ranks, _ in sides for rank in ranks}
-    text = f"`{name}` is not the same tensor everywhere ({told})"
-    return Issue("conflict", name, f"{text}; give them different names", sorted(everyone))
-
-
-def _holds(items: WriteItems, name: str, variant: _Variant) -> bool:
-    for row in np.unique(items.row).tolist():
-        head, _, _, props, size = items.catalog.heads[row]
-        if head == name and (props is None, "" if props is None else props.dtype, size) == variant:
-            return True
-    return False
+    disputed = {name: sides for name, sides in sorted(variants.items()) if len(sides) > 1}
+    if not disputed:
+        return
+    ranks_of = [np.flatnonzero(np.equal(which, number)) for number in range(max(which) + 1)]
+    uses = []  # per catalog, one row a rank: which rows of the catalog it holds something of
+    for ranks in ranks_of:
+        uses.append(np.zeros((len(ranks), len(plans[int(ranks[0])].catalog)), bool))
+        for at, rank in enumerate(ranks.tolist()):
+            uses[-1][at, plans[rank].row] = True
+    for name, sides in disputed.items():
+        told = []
+        for (is_bytes, dtype, size), places in sides.items():
+            held = [ranks_of[number][uses[number][:, row]].tolist() for number, row in places]
+            ranks = sorted({rank for some in held for rank in some})
+            what = "a value that is no tensor" if is_bytes else f"{dtype} of shape {list(size)}"
+            told.append((ranks, f"{span(ranks)}: {what}"))
+        listing = "; ".join(text for _, text in sorted(told))
+        everyone = sorted({rank for ranks, _ in told for rank in ranks})
+        text = f"`{name}` is not the same tensor everywhere ({listing}); give them different names"
+        yield Issue("conflict", name, text, everyone)
 
 
 def _drop_strays(rows: Rows, outside: npt.NDArray[np.bool_]) -> Rows:

@@ -101,3 +101,18 @@ def test_the_input_is_left_as_it_was():
 def test_a_path_that_starts_at_no_dict_is_refused():
     with pytest.raises(ValueError, match="starts at no dict"):
         unflatten({"0": 1}, {"0": (("list", 0),)})
+
+
+def test_a_value_inside_another_value_is_refused_and_the_other_is_left_alone():
+    paths = {"a.b": (("dict", "a"), ("dict", "b"))}
+    leaf = {}
+    for flat in ({"a": leaf, "a.b": 1}, {"a.b": 1, "a": leaf}):
+        with pytest.raises(ValueError, match="`a"):
+            unflatten(flat, paths)
+    assert leaf == {}
+
+
+def test_positions_that_no_list_has_are_refused():
+    for position in ("zz", -1, 5 * 10**7):
+        with pytest.raises(ValueError, match="are those of no list"):
+            unflatten({"a": 1}, {"a": (("dict", "a"), ("list", position))})

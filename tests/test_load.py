@@ -275,3 +275,29 @@ def test_the_read_of_a_value_is_the_same_beside_any_tensors():
     alone, beside = {"step": 3}, {"step": 3, "w": TensorSpec((2, 2))}
     reads = [load_plan(saved(**sd), local_plan(sd)).items[0] for sd in (alone, beside)]
     assert reads[0] == reads[1]
+
+
+def test_saved_chunks_that_collide_are_left_alone_even_where_gaps_are_accepted():
+    chunks = [Chunk((0,), (4,)), Chunk((2,), (4,))]
+    metadata = Metadata({"w": TensorMetadata(TensorProperties(), (6,), chunks)})
+    plan = load_plan(metadata, local_plan({"w": TensorSpec((6,))}), strict=False)
+    assert len(plan.items) == 0
+    assert [issue.kind for issue in plan.report.mismatched] == ["overlap"]
+
+
+def test_saved_chunks_of_other_axes_than_their_tensor_are_no_answer():
+    metadata = Metadata({"w": TensorMetadata(TensorProperties(), (6,), [Chunk((0, 0), (6, 2))])})
+    with pytest.raises(PlanError, match="lies outside shape"):
+        load_plan(metadata, local_plan({"w": TensorSpec((6,))}))
+
+
+def test_a_cast_that_loses_a_digit_says_so():
+    metadata = saved(n=TensorSpec((2,), "int32"))
+    plan = load_plan(metadata, local_plan({"n": TensorSpec((2,), "float32")}), dtype="cast")
+    (note,) = plan.report.mismatched
+    assert note.message == "`n` is cast from int32 to float32, which cannot hold every value"
+
+
+def test_a_missing_name_is_told_even_if_nothing_of_it_is_wanted():
+    with pytest.raises(PlanError, match="`nope` is not in the checkpoint"):
+        resolve_overlaps(saved(step=1), {"nope": []})

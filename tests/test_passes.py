@@ -442,3 +442,40 @@ def test_a_plan_can_be_changed_by_hand_in_a_pass():
 
     plan = plan_of(w=((4,),))
     assert prefix((plan,)) == rename(lambda name: f"p.{name}")((plan,))
+
+
+def test_two_values_of_a_rank_under_one_name_are_no_replicas():
+    """Renamed apart from each other, in two parts, so that neither pass sees the collision."""
+    plan = plan_of(a=((4,),), b=((4,),))
+    to_x = rename(lambda _: "x")
+    with pytest.raises(PlanError, match="`x` stands for `a` and `b` of rank 0"):
+        global_plan([plan], chain(partition(lambda name: name, {"a": to_x, "b": to_x})))
+
+
+def test_expressions_are_tried_on_what_the_ones_before_made():
+    plan = plan_of(**{"a.w": ((2,),)})
+    assert names(rename([("^a", "b"), ("^b", "c")])((plan,))) == [["c.w"]]
+
+
+def test_a_rank_whose_shard_is_empty_still_knows_the_name():
+    specs = {"w": TensorSpec((2,), "float32", [Shard(0)])}
+    plan = local_plan(specs, mesh=Mesh(dp=3), rank=2)
+    assert len(plan.items) == 0
+    for step in (select("w"), cast({"w": "float16"}), rename({"w": "v"})):
+        assert len(step((plan,))[0].items) == 0
+
+
+@pytest.mark.parametrize("dtype", ["float8_e8m0fnu", "float4_e2m1fn_x2"])
+def test_scales_and_packed_numbers_are_not_cast_as_if_they_were_floats(dtype):
+    plan = plan_of(w=((2,), "float32"), s=((2,), dtype))
+    assert dtypes(cast("bfloat16")((plan,))[0]) == {"w": "bfloat16", "s": dtype}
+    with pytest.raises(PlanError, match="lossy=True"):
+        cast({"w": dtype})((plan,))
+
+
+def test_a_partition_keeps_what_its_parts_store():
+    def stamp(plans):
+        return tuple(attrs.evolve(plan, storage_data="mine") for plan in plans)
+
+    (done,) = partition(lambda _: "a", {"a": stamp})((plan_of(w=((2,),)),))
+    assert done.storage_data == "mine"

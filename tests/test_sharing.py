@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from shardplan.planning import (
     LoadPlan,
     Mesh,
+    PlanError,
     Replicate,
     Shard,
     TensorSpec,
@@ -145,3 +146,29 @@ def test_disjoint_reads_are_not_touched(ranks):
     plans = [local_plan(specs, mesh=Mesh(dp=ranks), rank=rank) for rank in range(ranks)]
     _, before, after = shared(plans, plans, min_bytes=1)
     assert after == before
+
+
+def test_sharing_twice_keeps_what_the_first_round_agreed():
+    metadata, before, _ = replicated(4, min_bytes=1)
+    some = share_reads(metadata, min_readers=4, min_bytes=1)
+    more = share_reads(metadata, min_readers=2, min_bytes=1)
+    assert global_load_plan(before, [some, more]) == global_load_plan(before, some)
+
+
+def test_a_pass_that_loses_a_read_is_caught_by_key_and_rank():
+    _, before, _ = replicated(2, min_bytes=1)
+
+    def lose(plans):
+        return (plans[0], LoadPlan(plans[1].items[1:]))
+
+    with pytest.raises(
+        PlanError, match=r"rank 1 would fill 0 elements of `w0` at \[0\], and needs 64"
+    ):
+        global_load_plan(before, lose)
+
+
+def test_reads_of_another_checkpoint_are_refused_by_name():
+    _, before, _ = replicated(2, min_bytes=1)
+    other = global_plan([local_plan({"x": TensorSpec((2,))})])[1]
+    with pytest.raises(ValueError, match="`w0` is read but not in the metadata"):
+        share_reads(other)(before)
