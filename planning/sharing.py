@@ -120,8 +120,8 @@ def _hand_over(
         stay[item[rows]] = False
         sent = sending[starts[number] : starts[number + 1]]
         both = np.concatenate([np.arange(rows.start, rows.stop), sent])
-        moved = Transfers.concat([plan.transfers, transfers.take(both)])
-        done.append(attrs.evolve(plan, items=plan.items.take(stay), transfers=moved))
+        every = Transfers.concat([plan.transfers, transfers.take(both)])
+        done.append(attrs.evolve(plan, items=plan.items.take(stay), transfers=every))
     return tuple(done)
 
 

@@ -339,11 +339,11 @@ def _conflicts(
         told = []
         for (is_bytes, dtype, size), places in sides.items():
             held = [ranks_of[number][uses[number][:, row]].tolist() for number, row in places]
-            ranks = sorted({rank for some in held for rank in some})
+            who = sorted({rank for some in held for rank in some})
             what = "a value that is no tensor" if is_bytes else f"{dtype} of shape {list(size)}"
-            told.append((ranks, f"{span(ranks)}: {what}"))
+            told.append((who, f"{span(who)}: {what}"))
         listing = "; ".join(text for _, text in sorted(told))
-        everyone = sorted({rank for ranks, _ in told for rank in ranks})
+        everyone = sorted({rank for who, _ in told for rank in who})
         text = f"`{name}` is not the same tensor everywhere ({listing}); give them different names"
         yield Issue("conflict", name, text, everyone)
 
