@@ -52,8 +52,9 @@ thorough: $(STAMP) ## run the tests with many more random examples
 demo: $(STAMP) ## run the demo
 	$(BIN)/python -P -m shardplan.demo
 
-bench: $(STAMP) ## compare planning with torch DCP
+bench: $(STAMP) ## compare planning, saving and loading with torch DCP
 	$(BIN)/python -P benchmarks/planning.py
+	$(BIN)/python -P benchmarks/io.py
 
 build: $(STAMP) ## build the wheel and the sdist into build/wheels (dist/ holds source)
 	@rm -rf build/wheels build/lib build/bdist.*

@@ -205,6 +205,11 @@ def compare_axes(tensors: int = 20, shards: int = 1024) -> None:
     print(table(("who", "long axis", "short axis", "ratio"), rows))
 
 
+def routes(count: int) -> dict[str, Any]:
+    """Return that many routes of a partition, none of which does anything."""
+    return {str(number): chain() for number in range(count)}
+
+
 def compare_passes(ranks: int, tensors: int) -> None:
     """What passes cost beside the global plan of the same world."""
     for label, mesh, placements in (
@@ -223,7 +228,8 @@ def compare_passes(ranks: int, tensors: int) -> None:
             "drop": drop("layers.1*"),
             "cast": cast("bfloat16"),
             "annotate": annotate(lambda plan: {"items": len(plan.items)}),
-            "partition": partition(lambda key: key[7], {str(n): chain() for n in range(10)}),
+            "partition, 2 ways": partition(lambda key: str(int(key[7]) % 2), routes(2)),
+            "partition, 10 ways": partition(lambda key: key[7], routes(10)),
             "split_chunks": split_chunks(1 << 20),
             "split_replicas": split_replicas(1 << 10),
             "dedup_replicas": dedup_replicas(),

@@ -136,13 +136,13 @@ class WriteItems(Columns[WriteItem]):
 
     def take(self, rows: Index | slice) -> WriteItems:
         """Return the given rows (numbers, a mask or a slice), in that order."""
-        return attrs.evolve(
-            self,
-            row=readonly(self.row[rows]),
-            offsets=readonly(self.offsets[rows]),
-            sizes=readonly(self.sizes[rows]),
-            source_offsets=_optional(self.source_offsets, rows),
-            hint=_optional(self.hint, rows),
+        return WriteItems(
+            self.catalog,
+            readonly(self.row[rows]),
+            readonly(self.offsets[rows]),
+            readonly(self.sizes[rows]),
+            _optional(self.source_offsets, rows),
+            _optional(self.hint, rows),
         )
 
     def recatalog(self, catalog: Catalog, row: Ints) -> WriteItems:
@@ -165,21 +165,29 @@ class WriteItems(Columns[WriteItem]):
 
         ``merge`` lets a caller who concatenates for many ranks remember what `merge_catalogs` gave.
         """
-        catalog, numbers = (merge or merge_catalogs)(*(part.catalog for part in parts))
-        moved = [p.recatalog(catalog, n[p.row]) for p, n in zip(parts, numbers, strict=True)]
+        moved = [part for part in parts if len(part)] or list(parts[:1])
         if not moved:
             return cls.of(())
+        catalog = moved[0].catalog
+        if any(part.catalog is not catalog for part in moved):
+            catalog, numbers = (merge or merge_catalogs)(*(part.catalog for part in moved))
+            moved = [p.recatalog(catalog, n[p.row]) for p, n in zip(moved, numbers, strict=True)]
+        if len(moved) == 1:
+            return moved[0]
         sources = None
         if any(m.source_offsets is not None for m in moved):
             sources = readonly(np.concatenate([m.shard_offsets for m in moved]))
-        hints = [np.full(len(m), -1) if m.hint is None else m.hint for m in moved]
+        hints = None
+        if any(m.hint is not None for m in moved):
+            every = [np.full(len(m), -1) if m.hint is None else m.hint for m in moved]
+            hints = readonly(np.concatenate(every))
         return cls(
             catalog,
             readonly(np.concatenate([m.row for m in moved])),
             readonly(np.concatenate([m.offsets for m in moved])),
             readonly(np.concatenate([m.sizes for m in moved])),
             sources,
-            None if all(m.hint is None for m in moved) else readonly(np.concatenate(hints)),
+            hints,
         )
 
     def canonical(self) -> WriteItems:

@@ -140,9 +140,10 @@ def partition(label: Callable[[str], str], passes: Mapping[str, Pass[SavePlan]])
         stored = [plan.storage_data for plan in plans]
         for name, step in passes.items():
             chosen = {at: np.asarray(of == name) for at, of in by_catalog.items()}
+            rows = [np.flatnonzero(chosen[id(p.items.catalog)][p.items.row]) for p in plans]
             subset = [
-                SavePlan(p.items.take(chosen[id(p.items.catalog)][p.items.row]), s, d)
-                for p, s, d in zip(plans, stored, data, strict=True)
+                SavePlan(p.items.take(mine), s, d)
+                for p, mine, s, d in zip(plans, rows, stored, data, strict=True)
             ]
             done = _run(step, tuple(subset), name)
             data = [plan.planner_data for plan in done]

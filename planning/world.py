@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any, Final
@@ -282,12 +283,14 @@ def _merge_catalogs(plans: list[WriteItems]) -> _Table:
             variant = (props is None, "" if props is None else props.dtype, size)
             variants.setdefault(name, {}).setdefault(variant, []).append((number, row))
             known = properties.setdefault(name, props)
-            if props is not None and known is not None and props < known:
+            if known is props or known is None or props is None:
+                continue
+            if props < known:
                 properties[name] = props
     names = tuple(sorted(variants))
     shapes = tuple(next(iter(variants[name]))[2] for name in names)
     issues = list(_conflicts(variants, which, plans))
-    sizes = np.array([float(np.prod(s, dtype=np.float64)) for s in shapes])
+    sizes = np.array([float(math.prod(s)) for s in shapes])
     for tensor in np.flatnonzero(sizes > _TOO_LARGE).tolist():
         text = f"`{names[tensor]}` has an impossible shape: {shapes[tensor]} overflows 64 bits"
         issues.append(Issue("too_large", names[tensor], text))
