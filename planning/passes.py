@@ -165,9 +165,9 @@ def _known(
     """Refuse names whose label has no pass: they would silently vanish."""
     stray: dict[str, str] = {}
     for plan, of in zip(plans, labels, strict=True):
-        for row in np.unique(plan.items.row).tolist():
-            if of[row] not in passes:
-                stray[plan.items.catalog.names[row]] = of[row]
+        lost = ~np.isin(of, list(passes))[plan.items.row] if len(of) else plan.items.row < 0
+        for row in np.unique(plan.items.row[lost]).tolist():
+            stray[plan.items.catalog.names[row]] = of[row]
     if stray:
         known = ", ".join(map(repr, passes))
         raise PlanError(
