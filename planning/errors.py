@@ -86,6 +86,15 @@ def nearest_names(name: str, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(difflib.get_close_matches(name, known, n=3, cutoff=0.5))
 
 
+def nearest_hint(near: Sequence[str]) -> str:
+    """Return the end of a message that tells what may have been meant; nothing if nothing may.
+
+    >>> nearest_hint(("layer.weight",)), nearest_hint(())
+    ('; nearest: layer.weight', '')
+    """
+    return f"; nearest: {', '.join(near)}" if near else ""
+
+
 def span(ranks: Sequence[int]) -> str:
     """Name ranks the short way.
 

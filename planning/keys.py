@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from .catalog import Catalog, Head
 from .dtypes import dtype_name, family, is_exact_cast
-from .errors import Issue, PlanError, nearest_names
+from .errors import Issue, PlanError, nearest_hint, nearest_names
 from .frozen import FrozenDict
 from .packing import Ints, readonly
 from .passes import Pass
@@ -221,7 +221,7 @@ def _demand(what: str, names: set[str], tests: Mapping[str, Callable[[str], bool
     for pattern, test in tests.items():
         if not any(map(test, names)):
             near = nearest_names(pattern, sorted(names))
-            hint = f"; nearest: {', '.join(near)}" if near else ""
+            hint = nearest_hint(near)
             text = f"{what}: {pattern!r} matches nothing{hint}; required=False allows that"
             issues.append(Issue("unmatched", pattern, text))
     if issues:

@@ -13,7 +13,7 @@ from .catalog import Catalog, column
 from .check import layout_issues
 from .columns import WriteItems
 from .dtypes import is_exact_cast
-from .errors import Issue, PlanError, nearest_names, region_text
+from .errors import Issue, PlanError, nearest_hint, nearest_names, region_text
 from .items import (
     LoadItemType,
     MetadataIndex,
@@ -224,7 +224,7 @@ def _match(entries: Entries, catalog: Catalog, rows: Ints, dtype: str, shape: st
         at = entries.row_of.get(name, -1)
         if at < 0:
             near = nearest_names(name, entries.names) if len(match.issues) < _SUGGESTED else ()
-            hint = f"; nearest: {', '.join(near)}" if near else ""
+            hint = nearest_hint(near)
             text = f"`{name}` is not in the checkpoint{hint}; strict=False leaves it as it is"
             match.issues.append(Issue("missing", name, text))
             continue

@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 
 from .catalog import column
-from .errors import NotFoundError, nearest_names
+from .errors import NotFoundError, nearest_hint, nearest_names
 from .frozen import freeze
 from .items import TensorProperties
 from .packing import Ints
@@ -209,7 +209,7 @@ class Metadata:
         entries = self.state_dict_metadata
         if name not in entries:
             near = nearest_names(name, entries.names)
-            hint = f"; nearest: {', '.join(near)}" if near else ""
+            hint = nearest_hint(near)
             raise NotFoundError(f"`{name}` is not in the checkpoint{hint}", near)
         return entries[name]
 

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import attrs
 
-from .errors import NotFoundError, nearest_names
+from .errors import NotFoundError, nearest_hint, nearest_names
 from .frozen import FrozenDict
 from .layout import Mesh, Only, Placement, Replicate, Shard, StridedShard, TensorSpec
 
@@ -308,7 +308,7 @@ def _match_all(patterns: Iterable[str], names: Iterable[str]) -> None:
     idle = [p for p in patterns if not any(fnmatchcase(name, p) for name in known)]
     if idle:
         near = nearest_names(idle[0], known)
-        hint = f"; nearest: {', '.join(near)}" if near else ""
+        hint = nearest_hint(near)
         raise NotFoundError(f"no parameter matches {_listing(idle)}{hint}", near)
 
 

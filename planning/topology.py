@@ -30,11 +30,11 @@ from .placed import SpecLayout, spread
 from .records import SavePlan
 from .text import human_bytes, table
 from .tiling import Grid, Tiling, tile
+from .world import TOO_LARGE
 
 __all__ = ["WorldPlans", "world_metadata", "world_plans"]
 
 _SHOWN: Final = 12
-_TOO_LARGE: Final = 1 << 61  # elements; past this, 64-bit arithmetic overflows
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)
@@ -207,7 +207,7 @@ def world_plans(specs: Mapping[Any, Any], mesh: Mesh) -> WorldPlans:
 def _misfits(spec: TensorSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
     """Say what keeps a spec from lying on a mesh."""
     shape, placements = spec.shape, spec.placements
-    if math.prod(shape) > _TOO_LARGE:
+    if math.prod(shape) > TOO_LARGE:
         yield "too_large", f"has an impossible shape: {shape} overflows 64 bits"
     if placements and len(placements) != len(mesh.shape):
         yield "shape", f"has {len(placements)} placements, which do not fit {mesh!r}"

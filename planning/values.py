@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 
 from .dtypes import dtype_name
-from .errors import NotFoundError, RefusedError, nearest_names
+from .errors import NotFoundError, RefusedError, nearest_hint, nearest_names
 from .flatten import flatten, is_tensor
 from .items import MetadataIndex, TensorProperties
 from .layout import (
@@ -194,7 +194,7 @@ def _named(sd: Mapping[Any, Any], name: str) -> Any:
     flat = flatten(sd)[0]
     if name not in flat:
         near = nearest_names(name, flat) or tuple(sorted(flat)[:3])
-        hint = f"; nearest: {', '.join(near)}" if near else ""
+        hint = nearest_hint(near)
         raise NotFoundError(f"`{name}` is not in the state dict{hint}", near)
     return flat[name]
 

@@ -23,7 +23,7 @@ from .tiling import tile
 __all__ = ["Rows", "World"]
 
 # Element counts past this would overflow the arithmetic below.
-_TOO_LARGE: Final = float(1 << 61)
+TOO_LARGE: Final = 1 << 61
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -291,7 +291,7 @@ def _merge_catalogs(plans: list[WriteItems]) -> _Table:
     shapes = tuple(next(iter(variants[name]))[2] for name in names)
     issues = list(_conflicts(variants, which, plans))
     sizes = np.array([float(math.prod(s)) for s in shapes])
-    for tensor in np.flatnonzero(sizes > _TOO_LARGE).tolist():
+    for tensor in np.flatnonzero(sizes > TOO_LARGE).tolist():
         text = f"`{names[tensor]}` has an impossible shape: {shapes[tensor]} overflows 64 bits"
         issues.append(Issue("too_large", names[tensor], text))
     number_of = {name: n for n, name in enumerate(names)}

@@ -14,7 +14,7 @@ from typing import Final
 import attrs
 import numpy as np
 
-from ..errors import NotFoundError, PlanError, nearest_names
+from ..errors import NotFoundError, PlanError, nearest_hint, nearest_names
 from ..items import MetadataIndex, TensorProperties
 from ..metadata import Metadata, TensorMetadata
 from ..overlap import fills, overlap
@@ -104,7 +104,7 @@ def cut_of(source: Metadata | Plans, fqn: str) -> Cut:
     if not rows.names:
         names = dict.fromkeys(name for plan in plans for name in plan.items.catalog.names)
         near = nearest_names(fqn, names)
-        hint = f"; nearest: {', '.join(near)}" if near else ""
+        hint = nearest_hint(near)
         raise NotFoundError(f"`{fqn}` is in none of the {len(plans):,} plans{hint}", near)
     if rows.prop[0] < 0:
         raise ValueError(f"`{fqn}` is a value that is no tensor: it has no chunks to draw")

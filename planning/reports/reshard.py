@@ -14,7 +14,7 @@ from typing import Final
 import attrs
 import numpy as np
 
-from ..errors import Issue, PlanError, nearest_names
+from ..errors import Issue, PlanError, nearest_hint, nearest_names
 from ..load import load_plan
 from ..metadata import Layout, Metadata, TensorMetadata
 from ..overlap import overlap_many
@@ -132,7 +132,7 @@ def _misfits(metadata: Metadata, world: WorldPlans) -> list[Issue]:
         saved, spec = entries.get(name), world.specs.get(name)
         if saved is None:
             near = nearest_names(name, entries.names) if len(issues) < _SUGGESTED else ()
-            hint = f"; nearest: {', '.join(near)}" if near else ""
+            hint = nearest_hint(near)
             issues.append(Issue("missing", name, f"`{name}` is not in the checkpoint{hint}"))
         elif isinstance(saved, TensorMetadata) != (spec is not None):
             kinds = ("a tensor", "a value that is no tensor")
