@@ -103,7 +103,8 @@ def compare_tensors(
     progress = Progress(sum(box.nbytes for box in boxes), tell)
     work = _Work(a, b, progress)
     for reader in (a, b):
-        reader.headers(int(n) for name, _ in unread for n in reader.manifest.files_of(name))
+        counts = ((name, len(_entry(reader, name).chunks)) for name, _ in unread)
+        reader.source.spots([(name, i) for name, count in counts for i in range(count)])
     cost = 4 * _BATCH + max(a.store.staging, b.store.staging)
     pieces = a.pool.map(work.run, _batches(boxes), nbytes=cost)
     progress.finish()
@@ -115,16 +116,19 @@ class _Matcher:
     """Finds the chunks that both sides have, and compares their checksums."""
 
     def __init__(self, a: Reader, b: Reader) -> None:
-        self._a, self._b = a.manifest, b.manifest
+        self._a, self._b = a.source, b.source
+        self._entries = a.metadata.state_dict_metadata, b.metadata.state_dict_metadata
         self._known: dict[tuple[int, int], Ints] = {}
 
     def settle(self, name: str) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
         """Tell of each chunk of the first side whether it is surely equal, or surely not."""
         ours, theirs = self._a.sums_of(name), self._b.sums_of(name)
         match = self._match(name)
+        if ours is None or theirs is None:
+            return np.zeros(len(match), bool), np.zeros(len(match), bool)
         both = match >= 0
         if self._a.block_bytes != self._b.block_bytes:  # only a single block is hashed alike
-            both &= _chunk_bytes(self._a.entries[name]) <= min(
+            both &= _chunk_bytes(self._entries[0][name]) <= min(
                 self._a.block_bytes, self._b.block_bytes
             )
         same = np.zeros(len(ours), bool)
@@ -133,11 +137,11 @@ class _Matcher:
 
     def _match(self, name: str) -> Ints:
         """Return which chunk of the second side is the same box; -1 where none is."""
-        rows = self._a.entries.row_of[name], self._b.entries.row_of[name]
-        key = int(self._a.entries.layout[rows[0]]), int(self._b.entries.layout[rows[1]])
+        ours, theirs = (int(side.layout[side.row_of[name]]) for side in self._entries)
+        key = ours, theirs
         if key not in self._known:
-            tilings = self._a.entries.layouts[key[0]].tiling, self._b.entries.layouts[key[1]].tiling
-            self._known[key] = _same_boxes(*tilings)
+            a, b = self._entries
+            self._known[key] = _same_boxes(a.layouts[ours].tiling, b.layouts[theirs].tiling)
         return self._known[key]
 
 
@@ -173,7 +177,7 @@ def _boxes(reader: Reader, unread: Sequence[tuple[str, Ints]]) -> Iterator[Box]:
 
 
 def _entry(reader: Reader, name: str) -> TensorMetadata:
-    entry = reader.manifest.entries[name]
+    entry = reader.metadata.state_dict_metadata[name]
     assert isinstance(entry, TensorMetadata)
     return entry
 
@@ -211,7 +215,7 @@ def _read(reader: Reader, batch: Sequence[Box]) -> tuple[list[torch.Tensor], int
     entries = {name: _entry(reader, name) for name in dict.fromkeys(box.name for box in batch)}
     tensors = [empty(box.chunk.sizes, entries[box.name].properties.dtype) for box in batch]
     at = {(box.name, box.chunk.offsets): number for number, box in enumerate(batch)}
-    items = load_plan(reader.manifest.metadata, _plan(entries, batch)).items
+    items = load_plan(reader.metadata, _plan(entries, batch)).items
 
     def dest(row: int) -> torch.Tensor:
         anchor = items.dest_anchor[row, : items.ndim[row]].tolist()

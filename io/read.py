@@ -1,12 +1,12 @@
 """How is a load plan carried out? Exactly the planned bytes are read, into the tensors themselves.
 
-A `Reader` knows one checkpoint. It reads the headers of the files that are touched, and no others;
-cuts the reads into blocks; and has threads fetch, check and deliver them.
+A `Reader` knows one checkpoint. It asks its `Source` where the chunks lie that are touched, and no
+others; cuts the reads into blocks; and has threads fetch, check and deliver them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -16,19 +16,16 @@ import torch
 from shardplan.planning import LoadItemType, LoadPlan, itemsize
 from shardplan.planning.blocks import Blocks, cut_blocks
 from shardplan.planning.catalog import column
-from shardplan.planning.metadata import TensorMetadata
 from shardplan.planning.packing import Ints
 from shardplan.planning.reads import ReadItems
 from shardplan.planning.tiling import pad
 
-from .checksums import combine, hash_views
+from .checksums import combine
 from .errors import FormatError, LoadError
 from .fetch import Fetch, Job
-from .headers import MAX_HEADER, Header, Slot, parse_header
-from .manifest import MANIFEST, Manifest
 from .pool import Pool, default_pool
-from .stores import MissingFileError, Store, StoreError
-from .values import StoredValue, load_value
+from .sources import Source
+from .stores import StoreError
 
 __all__ = ["ReadStats", "Reader"]
 
@@ -56,68 +53,18 @@ class ReadStats:
 
 
 class Reader:
-    """Reads one checkpoint; headers that were read are kept.
+    """Reads one checkpoint, of any format.
 
     Args:
-        store: Where it lies.
-        manifest: What it says of itself; see `read_manifest`.
+        source: The checkpoint; see `open_source`.
         pool: The threads and the memory budget to use.
     """
 
-    def __init__(self, store: Store, manifest: Manifest, pool: Pool | None = None) -> None:
-        self.store = store
-        self.manifest = manifest
+    def __init__(self, source: Source, pool: Pool | None = None) -> None:
+        self.source = source
+        self.store = source.store
+        self.metadata = source.metadata
         self.pool = pool or default_pool()
-        self._headers: dict[int, Header] = {}
-
-    def headers(self, numbers: Iterable[int]) -> Mapping[int, Header]:
-        """Read the headers of some files, and check that these are the files that were saved.
-
-        Raises:
-            FormatError: A file is missing, of another size, or its header is not the saved one.
-        """
-        new = [n for n in dict.fromkeys(numbers) if n not in self._headers]
-        if new:
-            self._headers.update(zip(new, self.pool.map(self._header, new), strict=True))
-        return self._headers
-
-    def _header(self, number: int) -> Header:
-        files = self.manifest.files
-        name, size = files.names[number], int(files.sizes[number])
-        length = min(int(files.headers[number]), MAX_HEADER + 8, size)
-        data = bytearray(length)
-        try:
-            found = self.store.size(name)
-            if found != size:
-                raise FormatError(name, f"it has {found:,} bytes and was saved with {size:,}")
-            self.store.read(name, [(0, memoryview(data))])
-        except MissingFileError:
-            raise FormatError(name, "it is missing") from None
-        if hash_views([memoryview(data)]) != files.digests[number]:
-            raise FormatError(name, "its header is damaged, or belongs to another file")
-        header = parse_header(bytes(data), name, size)
-        if (header.save_id, header.name) != (self.manifest.save_id, name):
-            raise FormatError(
-                name,
-                f"it was written as {header.name} by save {header.save_id}: files were swapped",
-            )
-        return header
-
-    def slot(self, name: str, chunk: int) -> tuple[int, Slot]:
-        """Return the file that holds a chunk, and its place there, checked against the manifest."""
-        number = int(self.manifest.files_of(name)[chunk])
-        header = self.headers([number])[number]
-        if name not in header.slots:
-            raise FormatError(header.file, f"it does not hold `{name}`")
-        slot, entry = header.slots[name], self.manifest.entries[name]
-        if isinstance(entry, TensorMetadata):
-            box = entry.chunks[chunk]
-            expected = (entry.properties.dtype, box.sizes, box.offsets)
-        else:
-            expected = ("uint8", (int(self.manifest.values[name][1]),), (0,))
-        if (slot.dtype, slot.shape, slot.offsets) != expected:
-            raise FormatError(header.file, f"its `{name}` is {slot}, not {expected}")
-        return number, slot
 
     def value(self, name: str, *, verify: bool = True) -> Any:
         """Return a value that is no tensor.
@@ -125,19 +72,7 @@ class Reader:
         Raises:
             FormatError: It is damaged.
         """
-        kind, data = self.manifest.values[name]
-        if kind == "inline":
-            return load_value(StoredValue("inline", data), MANIFEST, name)
-        number, slot = self.slot(name, 0)
-        file = self.manifest.files.names[number]
-        buffer = bytearray(slot.nbytes)
-        self.store.read(file, [(slot.begin, memoryview(buffer))])
-        limit = self.manifest.block_bytes
-        blocks = [memoryview(buffer)[i : i + limit] for i in range(0, len(buffer) or 1, limit)]
-        found = combine([hash_views([block]) for block in blocks])
-        if verify and found != int(self.manifest.sums_of(name)[0]):
-            raise FormatError(file, f"the value of `{name}` does not fit its checksum")
-        return load_value(StoredValue("json" if kind == "json" else "torch", buffer), file, name)
+        return self.source.value(name, verify=verify)
 
     def values(self, plan: LoadPlan, *, verify: bool = True) -> dict[str, Any]:
         """Return, by name in the state dict, the values that a plan reads."""
@@ -184,25 +119,34 @@ class Reader:
         keys = list(zip(items.storage.tolist(), items.storage_hint.tolist(), strict=True))
         distinct = {key: i for i, key in enumerate(dict.fromkeys(keys))}
         chunks = [(items.names[name], hint) for name, hint in distinct]
-        self.headers(int(self.manifest.files_of(name)[chunk]) for name, chunk in chunks)
-        spots = [self.slot(name, chunk) for name, chunk in chunks]
+        spots = self.source.spots(chunks)
         at = column([distinct[key] for key in keys])
         axes = max(items.lengths.shape[1], 1)
-        shapes = [(*slot.shape, *[1] * (axes - len(slot.shape))) for _, slot in spots]
+        shapes = [(*spot.extents, *[1] * (axes - len(spot.extents))) for spot in spots]
         extents = column(shapes, len(shapes), axes)[at]
         lengths, offsets = pad(items.lengths, axes, 1), pad(items.storage_offsets, axes, 0)
-        width = column([itemsize(slot.dtype) for _, slot in spots])[at]
+        turned = [row for row, i in enumerate(at.tolist()) if spots[i].axes is not None]
+        if turned:
+            lengths, offsets = lengths.copy(), offsets.copy()
+        for row in turned:  # stored in another order of axes: so is the box that is filled
+            order = spots[at[row]].axes
+            assert order is not None
+            tensors[row] = tensors[row].permute(order)
+            full = [*order, *range(len(order), axes)]
+            lengths[row], offsets[row] = lengths[row][full], offsets[row][full]
+        width = column([itemsize(spot.dtype) for spot in spots])[at]
+        hashed = [verify and self.source.sums_of(name) is not None for name, _ in chunks]
         job = Job(
             tensors=tensors,
-            files=self.manifest.files.names,
-            file=column([number for number, _ in spots])[at],
-            begin=column([slot.begin for _, slot in spots])[at],
-            dtypes=[spots[i][1].dtype for i in at.tolist()],
+            files=tuple(self.source.files),
+            file=column([spot.file for spot in spots])[at],
+            begin=column([spot.begin for spot in spots])[at],
+            dtypes=[spots[i].dtype for i in at.tolist()],
             itemsize=width,
             extents=extents,
             offsets=offsets,
-            whole=(lengths == extents).all(axis=1) & verify,
-            blocks=cut_blocks(lengths, width, self.manifest.block_bytes),
+            whole=(lengths == extents).all(axis=1) & np.array(hashed, bool)[at],
+            blocks=cut_blocks(lengths, width, self.source.block_bytes),
         )
         return job, [chunks[i] for i in at.tolist()]
 
@@ -215,7 +159,8 @@ class Reader:
         for row in np.flatnonzero(job.whole).tolist():
             name, number = chunk[row]
             found = combine([fetch.digests[b] for b in range(edges[row], edges[row + 1])])
-            if found != int(self.manifest.sums_of(name)[number]):
+            sums = self.source.sums_of(name)
+            if sums is not None and found != int(sums[number]):
                 nbytes = int(job.extents[row].prod() * job.itemsize[row])
                 first = int(job.begin[row])
                 damaged[row] = f"`{name}` (bytes {first:,} to {first + nbytes:,})"

@@ -11,10 +11,19 @@ import numpy as np
 import torch
 import xxhash
 
-from shardplan.planning import MetadataIndex, SavePlan, dtype_name, find_shard, flatten, itemsize
+from shardplan.planning import (
+    CodecError,
+    MetadataIndex,
+    SavePlan,
+    dtype_name,
+    find_shard,
+    flatten,
+    itemsize,
+)
 from shardplan.planning.blocks import BLOCK_BYTES, cut_blocks
 from shardplan.planning.catalog import column
 from shardplan.planning.files import FileAssignment, assign_files
+from shardplan.planning.packing import DAMAGE, pack, unpack
 
 from .arrays import as_tensor, can_cast, dump, memory, same_dtype, window
 from .checksums import Sums, combine, hash_views
@@ -68,6 +77,26 @@ class Written:
     def nbytes(self) -> int:
         """How many bytes the files have."""
         return sum(file.size for file in self.files)
+
+    def to_bytes(self) -> bytes:
+        """Encode it, for the rank that commits."""
+        head = {"files": [attrs.astuple(f) for f in self.files], "values": dict(self.values)}
+        return pack(head, {"sums": self.sums.astype("<u8").tobytes()})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Written:
+        """Decode it.
+
+        Raises:
+            CodecError: These bytes are something else.
+        """
+        head, arrays = unpack(data)
+        try:
+            files = tuple(WrittenFile(*fields) for fields in head["files"])
+            values = {name: (str(kind), data) for name, (kind, data) in head["values"].items()}
+            return cls(files, np.frombuffer(arrays["sums"], "<u8").astype(np.uint64), values)
+        except DAMAGE as error:
+            raise CodecError(f"a rank's report of what it wrote is damaged: {error}") from error
 
 
 @attrs.frozen(eq=False)

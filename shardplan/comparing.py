@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from typing import Any, Final, Literal
 
 import attrs
+import numpy as np
 
-from shardplan.io.commit import read_manifest
 from shardplan.io.compare import TensorDiff, compare_tensors, same_value
 from shardplan.io.pool import Pool, default_pool
 from shardplan.io.progress import Progress, Tell
 from shardplan.io.read import Reader
-from shardplan.io.stores import Store, open_store
+from shardplan.io.sources import open_source
+from shardplan.io.stores import Store
 from shardplan.planning import BytesMetadata, TensorMetadata, check
 from shardplan.planning.reports.sheet import Sheet, Table, human_seconds
 from shardplan.planning.text import human_bytes
@@ -144,17 +145,16 @@ def diff(
     pool = pool or default_pool()
     sides = []
     for path in (a, b):
-        store = open_store(path)
-        manifest = read_manifest(store)
-        check(manifest.metadata)
-        sides.append(Reader(store, manifest, pool))
+        side = Reader(open_source(path, pool=pool), pool)
+        check(side.metadata)
+        sides.append(side)
     found, bytes_read = _compare(sides[0], sides[1], values, locate, progress)
-    shared = sides[0].manifest.entries.keys() & sides[1].manifest.entries.keys()
+    ours, theirs = (side.metadata.state_dict_metadata for side in sides)
     return CheckpointDiff(
         sides[0].store.url,
         sides[1].store.url,
         tuple(sorted(found, key=lambda change: change.key)),
-        len(shared),
+        len(ours.keys() & theirs.keys()),
         bytes_read,
         time.perf_counter() - start,
     )
@@ -168,17 +168,18 @@ def _compare(
         Progress(0, tell)
         return changes, 0
     changed = {change.key for change in changes}
-    shared = [name for name in a.manifest.entries if name not in changed]
-    tensors = [n for n in shared if isinstance(a.manifest.entries[n], TensorMetadata)]
+    entries = a.metadata.state_dict_metadata
+    shared = [name for name in entries if name not in changed]
+    tensors = [n for n in shared if isinstance(entries[n], TensorMetadata)]
     found = compare_tensors(a, b, tensors, locate=locate, tell=tell)
     changes += [_tensor_change(name, differs) for name, differs in found.differing.items()]
-    changes += _values(a, b, [n for n in shared if n in a.manifest.values])
+    changes += _values(a, b, [n for n in shared if isinstance(entries[n], BytesMetadata)])
     return changes, found.bytes_read
 
 
 def _structure(a: Reader, b: Reader) -> Iterator[Change]:
     """Compare names, kinds, shapes and dtypes."""
-    ours, theirs = a.manifest.entries, b.manifest.entries
+    ours, theirs = a.metadata.state_dict_metadata, b.metadata.state_dict_metadata
     for name in theirs.keys() - ours.keys():
         yield Change(name, "added", after=_told(theirs[name]))
     for name in ours:
@@ -203,10 +204,14 @@ def _tensor_change(name: str, found: TensorDiff) -> Change:
 def _values(a: Reader, b: Reader, names: list[str]) -> Iterator[Change]:
     """Compare values that are no tensors; those stored alike are not read."""
     for name in names:
-        ours, theirs = a.manifest.values[name], b.manifest.values[name]
-        sums = a.manifest.sums_of(name).tolist(), b.manifest.sums_of(name).tolist()
-        alike = a.manifest.block_bytes == b.manifest.block_bytes and sums[0] == sums[1]
-        if ours[0] != "inline" and ours == theirs and alike:
+        ours, theirs = a.source.sums_of(name), b.source.sums_of(name)
+        if (
+            ours is not None
+            and theirs is not None
+            and len(ours)  # stored in a file
+            and a.source.block_bytes == b.source.block_bytes
+            and np.array_equal(ours, theirs)
+        ):
             continue
         old, new = a.value(name), b.value(name)
         if not same_value(old, new):

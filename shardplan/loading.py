@@ -10,11 +10,11 @@ from typing import Any, Literal
 import torch
 
 from shardplan.io.arrays import as_tensor, empty, window
-from shardplan.io.commit import read_manifest
 from shardplan.io.errors import ValueRefusedError
 from shardplan.io.pool import Pool
 from shardplan.io.read import Reader, ReadStats
-from shardplan.io.stores import Store, open_store
+from shardplan.io.sources import open_source
+from shardplan.io.stores import Store
 from shardplan.planning import (
     LoadItemType,
     LoadPlan,
@@ -50,6 +50,7 @@ def load(
     strict: Strict = True,
     dtype: Literal["same", "cast"] = "same",
     shape: Literal["same", "overlap"] = "same",
+    format: str | None = None,
     verify: bool = True,
     pool: Pool | None = None,
 ) -> LoadReport:
@@ -62,6 +63,7 @@ def load(
         strict: Whether everything must be filled: True, False, or patterns of names that must be.
         dtype: ``"same"`` takes another stored dtype for a mistake, ``"cast"`` for a wish to cast.
         shape: ``"same"`` takes another shape for a mistake; ``"overlap"`` fills what both have.
+        format: What wrote the checkpoint; found out if left out.
         verify: Whether to check what is read whole against its checksums.
         pool: The threads and the memory budget to use.
 
@@ -83,12 +85,11 @@ def load(
     """
     watch = Stopwatch()
     with watch.phase("open"):
-        store = open_store(path)
-        reader = Reader(store, read_manifest(store), pool)
+        reader = Reader(open_source(path, format=format, pool=pool), pool)
     with watch.phase("plan"):
         flat, paths = flatten(state_dict)
         local = (planner or chain())((local_plan(state_dict),))[0]
-        metadata = reader.manifest.metadata
+        metadata = reader.metadata
         plan = load_plan(metadata, local, strict=strict, dtype=dtype, shape=shape)
     with watch.phase("read"):
         stats, values = read_rank(reader, flat, plan, verify=verify)
@@ -160,6 +161,7 @@ def restore(
     keys: Iterable[str] | None = None,
     device: Any = "cpu",
     dtype: Literal["same", "cast"] = "same",
+    format: str | None = None,
     verify: bool = True,
     pool: Pool | None = None,
 ) -> dict[Any, Any]:
@@ -173,6 +175,7 @@ def restore(
         keys: Shell-style patterns of the flattened names to read; everything if left out.
         device: Where new tensors are made.
         dtype: Whether tensors of ``target`` may have another dtype than the saved ones: ``"cast"``.
+        format: What wrote the checkpoint; found out if left out.
         verify: Whether to check what is read whole against its checksums.
         pool: The threads and the memory budget to use.
 
@@ -188,9 +191,8 @@ def restore(
         NotFoundError: A pattern of ``keys`` matches nothing.
         FormatError: The checkpoint is damaged.
     """
-    store = open_store(path)
-    reader = Reader(store, read_manifest(store), pool)
-    metadata = reader.manifest.metadata
+    reader = Reader(open_source(path, format=format, pool=pool), pool)
+    metadata = reader.metadata
     if target is None:
         wanted, paths = _everything(metadata)
     else:

@@ -13,10 +13,10 @@ import numpy.typing as npt
 import torch
 
 from shardplan.io.arrays import empty, torch_dtype, window
-from shardplan.io.commit import read_manifest
 from shardplan.io.pool import Pool
 from shardplan.io.read import Reader
-from shardplan.io.stores import Store, open_store
+from shardplan.io.sources import open_source
+from shardplan.io.stores import Store
 from shardplan.planning import Metadata, SavePlan, WriteItemType, load_plan
 from shardplan.planning.catalog import Catalog, column
 from shardplan.planning.columns import WriteItems
@@ -28,12 +28,17 @@ __all__ = ["Checkpoint", "SavedTensor", "open_checkpoint"]
 
 
 def open_checkpoint(
-    path: str | os.PathLike[str] | Store, *, verify: bool = True, pool: Pool | None = None
+    path: str | os.PathLike[str] | Store,
+    *,
+    format: str | None = None,
+    verify: bool = True,
+    pool: Pool | None = None,
 ) -> Checkpoint:
-    """Open a checkpoint; only its manifest is read.
+    """Open a checkpoint; only what describes it is read.
 
     Args:
         path: The checkpoint.
+        format: What wrote it; found out if left out.
         verify: Whether to check chunks that are read whole against their checksums.
         pool: The threads and the memory budget to use.
 
@@ -51,8 +56,7 @@ def open_checkpoint(
     Raises:
         FormatError: There is no checkpoint, or its manifest is damaged.
     """
-    store = open_store(path)
-    return Checkpoint(Reader(store, read_manifest(store), pool), verify=verify)
+    return Checkpoint(Reader(open_source(path, format=format, pool=pool), pool), verify=verify)
 
 
 class Checkpoint(Mapping[str, Any]):
@@ -72,7 +76,7 @@ class Checkpoint(Mapping[str, Any]):
     @property
     def metadata(self) -> Metadata:
         """What it holds."""
-        return self._reader.manifest.metadata
+        return self._reader.metadata
 
     def __getitem__(self, name: str) -> Any:
         entry = self.metadata.state_dict_metadata.get(name)
@@ -189,7 +193,7 @@ class SavedTensor:
         items = WriteItems(
             Catalog.of((head,)), column(np.zeros(len(offsets))), readonly(offsets), boxes
         )
-        reads = load_plan(self._reader.manifest.metadata, SavePlan(items)).items
+        reads = load_plan(self._reader.metadata, SavePlan(items)).items
         low, stride = column([a.low for a in axes], self.ndim), steps[: self.ndim]
 
         def dest(row: int) -> torch.Tensor:

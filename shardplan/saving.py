@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
-import time
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
-from shardplan.io.commit import assemble, publish, read_manifest, refuse_existing
 from shardplan.io.pool import Pool
 from shardplan.io.stores import Store, open_store
-from shardplan.io.write import write_rank
+from shardplan.io.writers import find_writer
 from shardplan.planning import Pass, SavePlan, chain, global_plan, local_plan
 
 from .reports import SaveReport, Stopwatch
@@ -25,6 +22,7 @@ def save(
     path: str | os.PathLike[str] | Store,
     *,
     planner: Pass[SavePlan] | None = None,
+    format: str = "safetensors",
     overwrite: bool = False,
     pool: Pool | None = None,
 ) -> SaveReport:
@@ -35,6 +33,7 @@ def save(
         path: A folder that will hold the checkpoint, on a disk or in an object store.
         planner: A pass over the plan, such as ``chain(rename(...), cast("bfloat16"))``. Load with
             the same one.
+        format: What to write; see `shardplan.io.writers.WRITERS`.
         overwrite: Whether a checkpoint that is there may be replaced. It can be loaded up to the
             instant at which the new one can.
         pool: The threads and the memory budget to use.
@@ -54,31 +53,21 @@ def save(
         PlanError, RefusedError: There is no correct plan.
         StoreError: The store failed; what was there before is intact.
     """
-    store = open_store(path)
+    store, writer = open_store(path), find_writer(format)
     watch = Stopwatch()
     with watch.phase("plan"):
-        refuse_existing(store, overwrite)
+        writer.refuse(store, overwrite)
         plans, metadata = global_plan((planner or chain())((local_plan(state_dict),)))
     save_id = secrets.token_hex(6)
     with watch.phase("write"):
-        written = write_rank(store, state_dict, plans[0], save_id=save_id, pool=pool)
+        part = writer.write(store, state_dict, plans[0], save_id=save_id, rank=0, pool=pool)
     with watch.phase("commit"):
-        manifest = assemble(metadata, plans, [written], save_id=save_id, created=time.time())
+        reports = [part.report]
         try:
-            left = publish(store, manifest, overwrite=overwrite)
+            left = writer.commit(
+                store, metadata, plans, reports, save_id=save_id, overwrite=overwrite
+            )
         except BaseException:
-            _undo(store, manifest.files.names, save_id)
+            writer.discard(store, part.report, save_id)
             raise
-    count = len(written.files)
-    return SaveReport(store.url, save_id, count, written.nbytes, watch.seconds, left)
-
-
-def _undo(store: Store, names: tuple[str, ...], save_id: str) -> None:
-    """Remove what was written, unless the failed commit took place after all."""
-    with suppress(Exception):
-        try:
-            published = read_manifest(store).save_id == save_id
-        except ValueError:
-            published = False
-        if not published:
-            store.delete(names)
+    return SaveReport(store.url, save_id, part.files, part.nbytes, watch.seconds, left)

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardplan
-from shardplan.io.commit import assemble, publish, read_manifest
+from shardplan.io.commit import assemble, publish
 from shardplan.io.errors import ExistsError
 from shardplan.io.pool import Pool
 from shardplan.io.read import Reader
+from shardplan.io.sources import open_source
 from shardplan.io.stores import open_store
 from shardplan.io.testing import CountingStore
 from shardplan.io.write import write_rank
@@ -110,7 +111,7 @@ def test_any_world_loads_what_any_other_world_saved(data, specs, block_bytes, st
         for rank, (local, plan) in enumerate(zip(plans, final, strict=True))
     ]
     publish(store, assemble(metadata, final, written, save_id="s", block_bytes=block_bytes))
-    reader = Reader(store, read_manifest(store))
+    reader = Reader(open_source(store))
     for plan in data.draw(save_plans(tensors=specs)):
         state = rank_state(plan, tensors, blank_strided if strided else torch.empty_like)
         stats, values = read_rank(reader, state, load_plan(metadata, plan))

@@ -1,0 +1,165 @@
+"""A checkpoint of any format, seen as metadata and places of bytes: `Source` and `open_source`.
+
+Whatever wrote it, a checkpoint's chunks lie in files, row-major, at known places. A `Source` says
+where; `Reader` does the rest, alike for all formats. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, Final, Protocol
+
+import attrs
+
+from shardplan.planning import Metadata
+
+from .checksums import Sums
+from .errors import FormatError
+from .pool import Pool
+from .stores import Store, open_store
+
+__all__ = ["FORMATS", "Source", "Spot", "detect", "open_source"]
+
+
+@attrs.frozen
+class Spot:
+    """Where one chunk lies.
+
+    Attributes:
+        file: The number of its file, in `Source.files`.
+        begin: Where its first element lies there, in bytes.
+        dtype: What it is stored as.
+        extents: The sizes of the row-major array that it is the first corner of, in elements and
+            in the order in which its axes are stored; mostly the chunk's own sizes.
+        axes: Which of the chunk's axes each of these is; None if they are stored in order.
+    """
+
+    file: int
+    begin: int
+    dtype: str
+    extents: tuple[int, ...]
+    axes: tuple[int, ...] | None = None
+
+
+class Source(Protocol):
+    """A checkpoint that can be read.
+
+    Attributes:
+        format: What wrote it: a key of `FORMATS`.
+        store: Where its files are.
+        files: Their names there.
+        metadata: What it holds.
+        block_bytes: The most bytes of a block that was hashed; see `shardplan.planning.blocks`.
+    """
+
+    @property
+    def format(self) -> str:
+        """What wrote it."""
+
+    @property
+    def store(self) -> Store:
+        """Where its files are."""
+
+    @property
+    def files(self) -> Sequence[str]:
+        """Their names there."""
+
+    @property
+    def metadata(self) -> Metadata:
+        """What it holds."""
+
+    @property
+    def block_bytes(self) -> int:
+        """The most bytes of a block."""
+
+    def spots(self, chunks: Sequence[tuple[str, int]]) -> list[Spot]:
+        """Find chunks, each given by its tensor's name and its number among the tensor's chunks.
+
+        Raises:
+            FormatError: What the files say of themselves does not fit the metadata.
+        """
+
+    def sums_of(self, name: str) -> Sums | None:
+        """Return the checksum of each chunk of one entry, as far as is known without any reading.
+
+        None if there are no checksums; no rows for a value that is not stored in a file.
+        """
+
+    def value(self, name: str, *, verify: bool = True) -> Any:
+        """Return a value that is no tensor.
+
+        Raises:
+            FormatError: It is damaged, or of a type that is not safe to load.
+        """
+
+
+FORMATS: Final[dict[str, str]] = {
+    "safetensors": "shardplan.io.native",
+}
+"""The formats, and the module of each.
+
+A module's ``find(store, name)`` says whether a checkpoint of its format is there; its
+``source(store, name, pool)`` returns the `Source`. ``name`` is empty for a folder, or the name of a
+single file in the store.
+"""
+
+
+def open_source(
+    path: str | os.PathLike[str] | Store, *, format: str | None = None, pool: Pool | None = None
+) -> Source:
+    """Open a checkpoint of any format, reading only what describes it.
+
+    Args:
+        path: Its folder, or its file if it is a single one.
+        format: What wrote it; found out if left out.
+        pool: The threads and the memory budget to use.
+
+    Raises:
+        FormatError: There is no checkpoint, or what describes it is damaged.
+    """
+    if isinstance(path, Store):
+        store, name = path, ""
+    else:
+        store, name = _folder(os.fspath(path))
+    module = import_module(FORMATS[detect(store, name) if format is None else _known(format)])
+    source: Source = module.source(store, name, pool)
+    return source
+
+
+def detect(store: Store, name: str = "") -> str:
+    """Tell the format of the checkpoint in a folder, or of a single file.
+
+    Raises:
+        FormatError: There is none.
+    """
+    for format, home in FORMATS.items():
+        if import_module(home).find(store, name):
+            return format
+    raise FormatError(
+        name or store.url,
+        f"there is no checkpoint in {store.url}: no save was ever committed there, and nothing "
+        f"there is of another known format ({', '.join(FORMATS)})",
+    )
+
+
+def _known(format: str) -> str:
+    if format not in FORMATS:
+        raise ValueError(f"unknown format {format!r}; known are {', '.join(FORMATS)}")
+    return format
+
+
+def _folder(path: str) -> tuple[Store, str]:
+    """Return the store to look in, and the name of a single file there; empty for a folder."""
+    if "://" not in path:
+        if os.path.isfile(path):
+            head, tail = os.path.split(path)
+            return open_store(head or "."), tail
+        return open_store(path), ""
+    head, _, tail = path.rstrip("/").rpartition("/")
+    if os.path.splitext(tail)[1] and not head.endswith(":/"):
+        store = open_store(head)
+        if store.exists(tail):
+            return store, tail
+    return open_store(path), ""
