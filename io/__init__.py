@@ -3,7 +3,7 @@
 - Where do bytes go? `stores`, `local`, `objects`, `folders`, `pool`, `buffers`, `kernel`
 - What is in a file? `headers`, `manifest`, `values`, `checksums`
 - Which formats are there? `sources` (reading), `writers` (saving), `native` (our own)
-- How is a plan carried out? `write`, `commit`, `read`, `fetch`, `arrays`
+- How is a plan carried out? `pieces`, `write`, `commit`, `read`, `fetch`, `arrays`
 - Is it sound, are two alike? `verify`, `scan`, `compare`, `progress`
 - How do I test against a failing store? `testing`
 

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
 import attrs
 import numpy as np
-import torch
 import xxhash
 
 from shardplan.planning import (
     CodecError,
-    MetadataIndex,
     SavePlan,
-    dtype_name,
-    find_shard,
     flatten,
-    itemsize,
 )
-from shardplan.planning.blocks import BLOCK_BYTES, cut_blocks
-from shardplan.planning.catalog import column
+from shardplan.planning.blocks import BLOCK_BYTES
 from shardplan.planning.files import FileAssignment, assign_files
 from shardplan.planning.packing import DAMAGE, pack, unpack
 
-from .arrays import as_tensor, can_cast, dump, memory, same_dtype, window
 from .checksums import Sums, combine, hash_views
 from .errors import ValueRefusedError
 from .headers import Slot, build_header, refused_name
+from .pieces import Piece, collect
 from .pool import Pool, default_pool
 from .stores import Store
 from .values import StoredValue, store_values
@@ -99,18 +93,6 @@ class Written:
             raise CodecError(f"a rank's report of what it wrote is damaged: {error}") from error
 
 
-@attrs.frozen(eq=False)
-class _Source:
-    """The elements of one item: tensor memory, and the place and dtype to store it in."""
-
-    tensor: torch.Tensor
-    slot: Slot
-
-    @property
-    def dtype(self) -> str:
-        return self.slot.dtype
-
-
 def write_rank(
     store: Store,
     sd: Mapping[Any, Any],
@@ -140,11 +122,11 @@ def write_rank(
         StoreError: The store failed; what was written is removed again.
     """
     flat, _ = flatten(sd)
-    sources, values = _collect(flat, plan)
+    pieces, values = _collect(flat, plan)
     files = assign_files(plan, rank, save_id)
     sums = np.zeros(len(plan.items), np.uint64)
     jobs = [
-        _Job(n, files, plan, sources, values, sums, block_bytes) for n in range(len(files.names))
+        _Job(n, files, plan, pieces, values, sums, block_bytes) for n in range(len(files.names))
     ]
     jobs = [job for job in jobs if job.rows]
     headers = [build_header(job.name, job.slots, save_id)[0] for job in jobs]
@@ -164,51 +146,20 @@ def write_rank(
 
 def _collect(
     flat: Mapping[str, Any], plan: SavePlan
-) -> tuple[dict[int, _Source], dict[str, StoredValue]]:
+) -> tuple[dict[int, Piece], dict[str, StoredValue]]:
     """Find all that is to be written, and refuse what cannot be, before anything is."""
-    sources: dict[int, _Source] = {}
-    values: dict[str, Any] = {}
-    refused: dict[str, str] = {}
-    for row, item in enumerate(plan.items):
-        name, data = item.index.fqn, item.tensor_data
-        reason = refused_name(name)
-        if data is None:
-            values[name] = flat[item.source.fqn]
-        elif reason is None:
-            shard = find_shard(flat, MetadataIndex(item.source.fqn, item.source.offset))
-            start = item.source.offset or ()
-            offsets = [o - s for o, s in zip(data.chunk.offsets, start, strict=True)]
-            try:
-                tensor = window(as_tensor(shard), offsets, data.chunk.sizes)
-                dtype, chunk = data.properties.dtype, data.chunk
-                sources[row] = _Source(tensor, Slot(name, dtype, chunk.sizes, chunk.offsets))
-                reason = _misfit(sources[row])
-            except TypeError as error:
-                reason = str(error)
-        if reason is not None and (data is not None or _needs_file(values, name)):
-            refused[name] = reason
+    pieces, values, refused = collect(flat, plan, refused_name)
     try:
         stored = store_values(values)
     except ValueRefusedError as error:
         raise ValueRefusedError({**refused, **error.reasons}) from None
+    for name, value in stored.items():
+        reason = None if value.kind == "inline" else refused_name(name)
+        if reason is not None:
+            refused[name] = reason
     if refused:
         raise ValueRefusedError(refused)
-    return sources, stored
-
-
-def _needs_file(values: Mapping[str, Any], name: str) -> bool:
-    """Tell whether a value whose name no data file can carry needs one."""
-    return store_values({name: values[name]})[name].kind != "inline"
-
-
-def _misfit(source: _Source) -> str | None:
-    shape = tuple(source.tensor.shape)
-    if shape != source.slot.shape:
-        return f"has shape {shape} where its plan says {source.slot.shape}"
-    own = dtype_name(source.tensor.dtype)
-    if not can_cast(own, source.dtype):
-        return f"is {own}, which torch cannot cast to {source.dtype}"
-    return None
+    return pieces, stored
 
 
 class _Job:
@@ -219,13 +170,13 @@ class _Job:
         number: int,
         files: FileAssignment,
         plan: SavePlan,
-        sources: Mapping[int, _Source],
+        pieces: Mapping[int, Piece],
         values: Mapping[str, StoredValue],
         sums: Sums,
         block_bytes: int,
     ) -> None:
         self.number, self.name = number, files.names[number]
-        self.plan, self.sources, self.sums = plan, sources, sums
+        self.plan, self.pieces, self.sums = plan, pieces, sums
         self.block_bytes = block_bytes
         names, of = plan.items.catalog.names, plan.items.row
         self.payloads = {
@@ -234,21 +185,22 @@ class _Job:
             if values[names[of[row]]].kind != "inline"
         }
         rows = files.order[files.file[files.order] == number].tolist()
-        self.rows = [row for row in rows if row in sources or row in self.payloads]
+        self.rows = [row for row in rows if row in pieces or row in self.payloads]
         self.slots = [self._slot(row) for row in self.rows]
 
     def _slot(self, row: int) -> Slot:
-        if row in self.sources:
-            return self.sources[row].slot
+        if row in self.pieces:
+            piece = self.pieces[row]
+            return Slot(piece.name, piece.dtype, piece.shape, piece.offsets)
         name = self.plan.items.catalog.names[self.plan.items.row[row]]
         return Slot(name, "uint8", (len(self.payloads[row]),), (0,))
 
     def parts(self, header: bytes) -> Iterator[memoryview]:
         """Yield the file's bytes in order, noting the checksum of each item on the way."""
         yield memoryview(header)
-        for row, slot in zip(self.rows, self.slots, strict=True):
+        for row in self.rows:
             digests = []
-            for block in self._blocks(row, slot):
+            for block in self._blocks(row):
                 state = xxhash.xxh3_64()
                 for start in range(0, len(block), _PIECE):
                     state.update(block[start : start + _PIECE])
@@ -256,24 +208,12 @@ class _Job:
                 digests.append(state.intdigest())
             self.sums[row] = combine(digests)
 
-    def _blocks(self, row: int, slot: Slot) -> Iterator[memoryview]:
+    def _blocks(self, row: int) -> Iterator[memoryview]:
         """Yield the bytes of one item, block by block."""
-        for offsets, sizes in self._boxes(slot):
-            if row in self.payloads:
-                yield memoryview(self.payloads[row])[offsets[0] : offsets[0] + sizes[0]]
-                continue
-            source = self.sources[row]
-            box = window(source.tensor, offsets, sizes)
-            view = memory(box) if same_dtype(box, source.dtype) else None
-            yield dump(box, source.dtype) if view is None else view
-
-    def _boxes(self, slot: Slot) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-        if slot.nbytes <= self.block_bytes:
-            return iter([([0] * len(slot.shape), slot.shape)])
-        width = column([itemsize(slot.dtype)])
-        shape = column([slot.shape], 1, len(slot.shape))
-        blocks = cut_blocks(shape, width, self.block_bytes)
-        return zip(blocks.offsets.tolist(), blocks.sizes.tolist(), strict=True)
+        if row in self.pieces:
+            return self.pieces[row].blocks(self.block_bytes)
+        payload, step = memoryview(self.payloads[row]), self.block_bytes
+        return (payload[i : i + step] for i in range(0, len(payload) or 1, step))
 
 
 def _write_file(store: Store, job: _Job, header: bytes) -> WrittenFile:

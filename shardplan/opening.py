@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -158,6 +158,10 @@ class SavedTensor:
     def read(self) -> torch.Tensor:
         """Return all of it."""
         return self[...]
+
+    def read_box(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """Return a box of it."""
+        return self[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
 
     def __len__(self) -> int:
         if not self.shape:

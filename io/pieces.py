@@ -1,0 +1,147 @@
+"""What is to be written? The elements of each item of a save plan, as bytes, block by block.
+
+Every format writes `Piece`s. Their elements lie in tensor memory, or, when one checkpoint is
+converted to another, in the checkpoint that they are read from as they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import attrs
+import numpy as np
+import torch
+
+from shardplan.planning import MetadataIndex, SavePlan, dtype_name, find_shard, itemsize
+from shardplan.planning.blocks import BLOCK_BYTES, cut_blocks
+from shardplan.planning.catalog import column
+
+from .arrays import as_tensor, can_cast, dump, memory, same_dtype, window
+
+__all__ = ["Lazy", "Piece", "collect"]
+
+
+class Lazy(Protocol):
+    """A tensor whose elements are somewhere else, and read box by box."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Its shape."""
+
+    @property
+    def dtype(self) -> Any:
+        """What its elements are."""
+
+    def read_box(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """Return a box of it, contiguous."""
+
+
+@attrs.frozen(eq=False)
+class Piece:
+    """One chunk to write.
+
+    Attributes:
+        name: Its tensor's name in the checkpoint.
+        dtype: What to store it as.
+        offsets: Where it starts in its tensor.
+        shape: Its sizes.
+        size: The tensor's global shape.
+        source: What holds its elements, and maybe others.
+        start: Where it starts there.
+    """
+
+    name: str
+    dtype: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    size: tuple[int, ...]
+    source: torch.Tensor | Lazy
+    start: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it takes."""
+        return int(np.prod(self.shape, dtype=np.int64)) * itemsize(self.dtype)
+
+    def blocks(self, block_bytes: int = BLOCK_BYTES) -> Iterator[memoryview]:
+        """Yield its bytes in row-major order, a block at a time; see `cut_blocks`.
+
+        They are those of tensor memory itself where these can be had without a copy.
+        """
+        for offsets, sizes in self._boxes(block_bytes):
+            at = [s + o for s, o in zip(self.start, offsets, strict=False)]
+            if isinstance(self.source, torch.Tensor):
+                box = window(self.source, at, sizes)
+            else:
+                box = self.source.read_box(at, sizes[: len(at)])
+            view = memory(box) if same_dtype(box, self.dtype) else None
+            yield dump(box, self.dtype) if view is None else view
+
+    def _boxes(self, block_bytes: int) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+        if self.nbytes <= block_bytes:
+            return iter([([0] * len(self.shape), self.shape)])
+        shape = column([self.shape], 1, len(self.shape))
+        blocks = cut_blocks(shape, column([itemsize(self.dtype)]), block_bytes)
+        return zip(blocks.offsets.tolist(), blocks.sizes.tolist(), strict=True)
+
+
+def collect(
+    flat: Mapping[str, Any],
+    plan: SavePlan,
+    refused_name: Callable[[str], str | None] = lambda _: None,
+) -> tuple[dict[int, Piece], dict[str, Any], dict[str, str]]:
+    """Find all that a plan writes, before anything is written.
+
+    Args:
+        flat: The rank's state dict, flattened.
+        plan: What to write of it.
+        refused_name: Says why a format cannot carry a tensor of some name; None if it can.
+
+    Returns:
+        The pieces by row of the plan's items; the values that are no tensors, by name in the
+        checkpoint; and what cannot be written, by name, with the reason.
+    """
+    items = plan.items
+    catalog, at = items.catalog, items.row.tolist()
+    offsets, sizes, starts = (a.tolist() for a in (items.offsets, items.sizes, items.shard_offsets))
+    reasons = {name: why for name in catalog.names if (why := refused_name(name)) is not None}
+    pieces: dict[int, Piece] = {}
+    values: dict[str, Any] = {}
+    refused: dict[str, str] = {}
+    for row, number in enumerate(at):
+        name, source, _, properties, size = catalog.heads[number]
+        if properties is None:
+            values[name] = flat[source]
+            continue
+        if name in reasons:
+            refused[name] = reasons[name]
+            continue
+        axes = len(size)
+        offset, start = tuple(offsets[row][:axes]), tuple(starts[row][:axes])
+        shard = find_shard(flat, MetadataIndex(source, start))
+        try:
+            held = shard if hasattr(shard, "read_box") else as_tensor(shard)
+        except TypeError as error:
+            refused[name] = str(error)
+            continue
+        inner = tuple(o - s for o, s in zip(offset, start, strict=True))
+        shape = tuple(sizes[row][:axes])
+        pieces[row] = Piece(name, properties.dtype, offset, shape, size, held, inner)
+        why = _misfit(pieces[row])
+        if why is not None:
+            refused[name] = why
+    return pieces, values, refused
+
+
+def _misfit(piece: Piece) -> str | None:
+    extent = tuple(piece.source.shape)
+    fits = len(extent) == len(piece.shape) and all(
+        s >= 0 and s + n <= e for s, n, e in zip(piece.start, piece.shape, extent, strict=True)
+    )
+    if not fits:
+        return f"has shape {extent} where its plan says {piece.shape} from {piece.start} on"
+    own = dtype_name(piece.source.dtype)
+    if not can_cast(own, piece.dtype):
+        return f"is {own}, which torch cannot cast to {piece.dtype}"
+    return None
