@@ -10,7 +10,7 @@ the same `CheckpointError` on every rank. Torch is imported only by `torch_comm`
 [6, 6, 6, 6]
 """
 
-from .comm import Comm, solo
+from .comm import Comm, Pending, solo
 from .errors import CheckpointError, Failure, LostRanksError
 from .steps import (
     all_gather,
@@ -27,6 +27,7 @@ from .torch_comm import torch_comm
 __all__ = [
     # who
     "Comm",
+    "Pending",
     "solo",
     "torch_comm",
     "run_ranks",

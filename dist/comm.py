@@ -7,7 +7,18 @@ from typing import Protocol
 
 import attrs
 
-__all__ = ["Comm", "solo"]
+__all__ = ["Comm", "Pending", "solo"]
+
+
+class Pending(Protocol):
+    """Bytes under way between two ranks."""
+
+    def wait(self) -> None:
+        """Return once the memory may be used again, or holds what was sent.
+
+        Raises:
+            LostRanksError: The other rank is gone, or took too long.
+        """
 
 
 class Comm(Protocol):
@@ -55,6 +66,12 @@ class Comm(Protocol):
     def barrier(self) -> None:
         """Return once all ranks have come."""
 
+    def send(self, place: int, data: memoryview) -> Pending:
+        """Begin to send bytes to one rank, which receives as many; no meeting takes place."""
+
+    def receive(self, place: int, into: memoryview) -> Pending:
+        """Begin to fill memory with what one rank sends, in the order in which it sends."""
+
     def leave(self, reason: str) -> None:
         """Tell the others, without waiting for them, that this rank will come to no meeting."""
 
@@ -86,6 +103,14 @@ class Solo:
 
     def barrier(self) -> None:
         """Return."""
+
+    def send(self, place: int, data: memoryview) -> Pending:
+        """Refuse: there is nobody to send to."""
+        raise ValueError(f"a group of one rank has no rank {place} to send to")
+
+    def receive(self, place: int, into: memoryview) -> Pending:
+        """Refuse: there is nobody to receive from."""
+        raise ValueError(f"a group of one rank has no rank {place} to receive from")
 
     def leave(self, reason: str) -> None:
         """Tell nobody."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import attrs
 
-from .comm import Comm, as_bytes, as_parts
+from .comm import Comm, Pending, as_bytes, as_parts
 from .errors import CheckpointError, Failure, LostRanksError
 
 __all__ = ["run_ranks"]
@@ -132,6 +133,38 @@ class _Room:
         self.brought: dict[int, dict[int, tuple[str, Any]]] = {}
         self.verdicts: dict[int, dict[int, str]] = {}
         self.gone: dict[int, str] = {}
+        self.parcels: dict[tuple[int, int], deque[_Parcel]] = {}
+        self.receipts: dict[tuple[int, int], deque[_Receipt]] = {}
+
+    def put(self, way: tuple[int, int], parcel: _Parcel) -> None:
+        """Leave memory for another rank to copy."""
+        with self.changed:
+            self.parcels.setdefault(way, deque()).append(parcel)
+            self.changed.notify_all()
+
+    def take(self, way: tuple[int, int], into: memoryview) -> _Receipt:
+        """Line up memory to be filled by another rank."""
+        receipt = _Receipt(self, way, into)
+        with self.changed:
+            self.receipts.setdefault(way, deque()).append(receipt)
+        return receipt
+
+    def deliver(self, way: tuple[int, int]) -> None:
+        """Copy what has come, in order; called with the lock held."""
+        parcels, receipts = self.parcels.get(way, deque()), self.receipts.get(way, deque())
+        while parcels and receipts:
+            parcel, receipt = parcels.popleft(), receipts.popleft()
+            receipt.into[:] = parcel.data
+            parcel.done = receipt.filled = True
+            self.changed.notify_all()
+
+    def await_parcel(self, place: int, ready: Callable[[], bool]) -> None:
+        """Wait for something that another rank does, or raise LostRanksError."""
+        with self.changed:
+            self.changed.wait_for(lambda: ready() or place in self.gone, self.timeout)
+            if not ready():
+                why = self.gone.get(place, f"sent or took nothing within {self.timeout:g} s")
+                raise LostRanksError({place: why})
 
     def lose(self, reasons: dict[int, str]) -> None:
         with self.changed:
@@ -172,6 +205,41 @@ class _Room:
             for rank, (other, _) in sorted(brought.items())
             if other != first
         }
+
+
+@attrs.define(eq=False)
+class _Parcel:
+    """Memory that one thread lends to another until it was copied; a `Pending`."""
+
+    room: _Room
+    place: int
+    data: memoryview
+    done: bool = False
+
+    def wait(self) -> None:
+        """Return once it was copied."""
+        self.room.await_parcel(self.place, lambda: self.done)
+
+
+@attrs.define(eq=False)
+class _Receipt:
+    """Memory that waits for what another thread sends; a `Pending`.
+
+    What comes goes to receipts in the order in which they were made, whichever is waited for.
+    """
+
+    room: _Room
+    way: tuple[int, int]
+    into: memoryview
+    filled: bool = False
+
+    def wait(self) -> None:
+        """Return once it was filled."""
+        self.room.await_parcel(self.way[0], self._arrived)
+
+    def _arrived(self) -> bool:
+        self.room.deliver(self.way)
+        return self.filled
 
 
 @attrs.define(eq=False, repr=False)
@@ -218,6 +286,16 @@ class ThreadComm:
     def barrier(self) -> None:
         """Return once all ranks have come."""
         self._meet("barrier", lambda: None)
+
+    def send(self, place: int, data: memoryview) -> Pending:
+        """Begin to send bytes to one rank; see `Comm.send`."""
+        parcel = _Parcel(self._room, place, data)
+        self._room.put((self.rank, place), parcel)
+        return parcel
+
+    def receive(self, place: int, into: memoryview) -> Pending:
+        """Begin to fill memory with what one rank sends; see `Comm.receive`."""
+        return self._room.take((place, self.rank), into)
 
     def leave(self, reason: str) -> None:
         """Tell the others that this rank will come to no meeting."""

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
-from .comm import Comm, as_bytes, as_parts
+from .comm import Comm, Pending, as_bytes, as_parts
+from .errors import LostRanksError
 from .meeting import Meetings
 from .wire import Wire, join, split
 
@@ -39,7 +40,11 @@ _twins: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def torch_comm(
-    group: ProcessGroup | None = None, *, timeout: float = 1800.0, coordinator: int = 0
+    group: ProcessGroup | None = None,
+    *,
+    timeout: float = 1800.0,
+    coordinator: int = 0,
+    private: bool = False,
 ) -> Comm:
     """Return the comm of a torch.distributed process group.
 
@@ -53,6 +58,8 @@ def torch_comm(
         timeout: Seconds that a rank is waited for, and that one message may take. A rank that is
             busy for longer than this counts as lost.
         coordinator: The place in the group of the rank that gathers and scatters.
+        private: Whether bytes take connections of our own, even if the group has some: then nothing
+            that happens here can get in the way of training.
 
     Returns:
         The comm. Its `rank` is the place in the group; its errors name global ranks.
@@ -84,7 +91,7 @@ def torch_comm(
     number = store.add(f"shardplan/comms/{rank}", 1)
     rooms = dist.PrefixStore(f"shardplan/{number}", store)  # type: ignore[attr-defined]
     meetings = Meetings(rooms, rank, coordinator, ranks, timeout, _host_of_the_store())
-    wire = Wire(_with_gloo(group, store, meetings), _TAG + number, timeout)
+    wire = Wire(_with_gloo(group, store, meetings, private), _TAG + number, timeout)
     comm = TorchComm(meetings, wire)
     weakref.finalize(comm, _close, meetings, wire)
     return comm
@@ -96,15 +103,15 @@ def _close(meetings: Meetings, wire: Wire) -> None:
     wire.worker.close()
 
 
-def _with_gloo(group: ProcessGroup, store: Any, meetings: Meetings) -> Any:
-    """Return the group if it moves CPU tensors by gloo, else its twin that does.
+def _with_gloo(group: ProcessGroup, store: Any, meetings: Meetings, private: bool) -> Any:
+    """Return the group if it moves CPU tensors by gloo and may be used, else its twin.
 
     The twin is made of the group's own store, by its members alone: torch's new_group would need
     every rank of the job, or names on which ranks with different groups disagree.
     """
     import torch.distributed as dist
 
-    if "cpu:gloo" in dist.get_backend_config(group).split(","):
+    if not private and "cpu:gloo" in dist.get_backend_config(group).split(","):
         return group
     if group not in _twins:
         meetings.meet("torch_comm", b"", lambda notes: b"")
@@ -196,6 +203,17 @@ class TorchComm:
         """Return once all ranks have come."""
         with self._staying("barrier"):
             self._meetings.meet("barrier", b"", lambda notes: b"")
+
+    def send(self, place: int, data: memoryview) -> Pending:
+        """Begin to send bytes to one rank; see `Comm.send`."""
+        return self._wire.post(place, data, self._gone, sends=True)
+
+    def receive(self, place: int, into: memoryview) -> Pending:
+        """Begin to fill memory with what one rank sends; see `Comm.receive`."""
+        return self._wire.post(place, into, self._gone, sends=False)
+
+    def _gone(self, place: int, why: str) -> LostRanksError:
+        return self._meetings.lose({self.ranks[place]: why})
 
     def leave(self, reason: str) -> None:
         """Call off the meeting that is being held, or else the next one."""

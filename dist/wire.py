@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,6 +22,7 @@ PIECE = 64 << 20
 """Bytes that go as one message: below what gloo and the kernel count in 32 bits."""
 
 _SIZE = struct.Struct("<Q")
+_DATA = 1 << 20  # added to the tag of memory that is sent without a meeting
 
 
 class Messages(Protocol):
@@ -80,6 +81,24 @@ class Wire:
         failed |= self._finish(works)
         return {p: _bytes(data) for p, data in found.items() if p not in failed}, failed
 
+    def post(
+        self, place: int, data: memoryview, gone: Callable[[int, str], Exception], *, sends: bool
+    ) -> Parcel:
+        """Begin to send memory to one place, or to receive into it; any thread may do so.
+
+        Args:
+            place: The other side.
+            data: The memory; it must stay as it is until the parcel has arrived.
+            gone: Makes the error for when the other side is lost.
+            sends: Whether it is sent.
+        """
+        import torch
+
+        whole = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0)
+        begin = self.group.send if sends else self.group.recv
+        works = [begin([piece], place, self.tag + _DATA) for piece in _pieces(whole)]
+        return Parcel(place, works, self.timeout, gone)
+
     def _finish(self, works: Mapping[int, Sequence[Work]]) -> dict[int, str]:
         """Wait for all messages; return, per place to which one failed, the reason."""
         failed: dict[int, str] = {}
@@ -94,6 +113,25 @@ class Wire:
     def _wait(self, work: Work) -> None:
         limit = timedelta(seconds=self.timeout)
         self.worker.call(lambda: work.wait(limit), self.timeout + GRACE)
+
+
+@attrs.frozen(eq=False)
+class Parcel:
+    """Memory under way to or from another place; a `Pending`."""
+
+    place: int
+    works: Sequence[Work]
+    timeout: float
+    gone: Callable[[int, str], Exception]
+
+    def wait(self) -> None:
+        """Return once it has arrived."""
+        try:
+            for work in self.works:
+                work.wait(timedelta(seconds=self.timeout))
+        except (RuntimeError, OSError) as error:
+            why = f"is lost: {str(error).splitlines()[0][:200]}"
+            raise self.gone(self.place, why) from None
 
 
 def _pieces(data: Tensor) -> list[Tensor]:

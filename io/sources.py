@@ -20,7 +20,7 @@ from .errors import FormatError
 from .pool import Pool
 from .stores import Store, open_store
 
-__all__ = ["FORMATS", "Source", "Spot", "detect", "open_source"]
+__all__ = ["FORMATS", "Source", "Spot", "detect", "locate", "open_source"]
 
 
 @attrs.frozen
@@ -97,6 +97,9 @@ class Source(Protocol):
 
 FORMATS: Final[dict[str, str]] = {
     "safetensors": "shardplan.io.native",
+    "hf": "shardplan.io.hf",
+    "dcp": "shardplan.io.dcp",
+    "torch": "shardplan.io.torchsave",
 }
 """The formats, and the module of each.
 
@@ -119,10 +122,7 @@ def open_source(
     Raises:
         FormatError: There is no checkpoint, or what describes it is damaged.
     """
-    if isinstance(path, Store):
-        store, name = path, ""
-    else:
-        store, name = _folder(os.fspath(path))
+    store, name = locate(path)
     module = import_module(FORMATS[detect(store, name) if format is None else _known(format)])
     source: Source = module.source(store, name, pool)
     return source
@@ -150,8 +150,15 @@ def _known(format: str) -> str:
     return format
 
 
-def _folder(path: str) -> tuple[Store, str]:
-    """Return the store to look in, and the name of a single file there; empty for a folder."""
+def locate(path: str | os.PathLike[str] | Store) -> tuple[Store, str]:
+    """Return the store to look in, and the name of a single file there; empty for a folder.
+
+    >>> locate("memory://runs/step-1")[1]
+    ''
+    """
+    if isinstance(path, Store):
+        return path, ""
+    path = os.fspath(path)
     if "://" not in path:
         if os.path.isfile(path):
             head, tail = os.path.split(path)

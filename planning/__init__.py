@@ -17,6 +17,7 @@ from .codec import (
     encode_plan,
     fingerprint,
 )
+from .describe import metadata_of
 from .dtypes import dtype_name, is_exact_cast, itemsize
 from .errors import CodecError, Issue, NotFoundError, PlanError, RefusedError
 from .flatten import flatten, unflatten
@@ -50,7 +51,7 @@ from .records import (
     WriteItemType,
 )
 from .save import global_plan, local_plan
-from .sharing import share_reads
+from .sharing import read_on, share_reads, split_reads
 from .tiling import Boxes, Grid, Tiling, tile
 from .topology import WorldPlans, world_metadata, world_plans
 from .values import find_object, find_shard
@@ -202,6 +203,7 @@ __all__ = [
     "load_plan",
     "local_chunks",
     "local_plan",
+    "metadata_of",
     "named_chain",
     "overlap",
     "partition",
@@ -210,7 +212,9 @@ __all__ = [
     "rename",
     "resolve_overlaps",
     "select",
+    "read_on",
     "share_reads",
+    "split_reads",
     "split_chunks",
     "split_replicas",
     "tensor_parallel",

@@ -9,6 +9,7 @@ import attrs
 import numpy as np
 
 from .balance import assign
+from .blocks import cut_blocks
 from .catalog import Catalog, Head, column
 from .columns import WriteItems
 from .items import LoadItemType, WriteItemType
@@ -21,7 +22,7 @@ from .records import LoadPlan, SavePlan
 from .tiling import Grid, Tiling, pad
 from .world import Rows, World
 
-__all__ = ["share_reads"]
+__all__ = ["read_on", "share_reads", "split_reads"]
 
 
 def share_reads(
@@ -65,6 +66,66 @@ def share_reads(
         return _hand_over(plans, rows.rank, rows.item, reader, worth & (rows.rank != reader))
 
     return share
+
+
+def split_reads(metadata: Metadata, max_bytes: int) -> Pass[LoadPlan]:
+    """Cut every read into pieces of at most ``max_bytes`` of storage, by rows, then within rows.
+
+    Before `share_reads`, this lets several ranks read parts of what all of them need.
+
+    >>> from shardplan.planning import TensorSpec, global_plan, load_plan, local_plan
+    >>> plan = local_plan({"w": TensorSpec((5, 4))})
+    >>> metadata = global_plan([plan])[1]
+    >>> cut = split_reads(metadata, 32)((load_plan(metadata, plan),))[0]
+    >>> [read.lengths for read in cut.items]
+    [(2, 4), (2, 4), (1, 4)]
+    """
+    if max_bytes < 1:
+        raise ValueError(f"max_bytes must be at least 1, not {max_bytes}")
+    entries = metadata.state_dict_metadata
+    width = column([*(p.itemsize for p in entries.props), 0])[entries.prop]
+
+    def split(plans: tuple[LoadPlan, ...]) -> tuple[LoadPlan, ...]:
+        return tuple(attrs.evolve(plan, items=split_items(plan.items)) for plan in plans)
+
+    def split_items(reads: ReadItems) -> ReadItems:
+        itemsize = width[_rows_of(reads.names, metadata)[reads.storage]] if len(reads) else None
+        if itemsize is None or (reads.numel * itemsize <= max_bytes).all():
+            return reads
+        axes = reads.lengths.shape[1]
+        blocks = cut_blocks(reads.lengths, itemsize, max_bytes)
+        shift = blocks.offsets[:, :axes]
+        taken = reads.take(blocks.box)
+        return attrs.evolve(
+            taken,
+            dest_offsets=readonly(taken.dest_offsets + shift),
+            storage_offsets=readonly(taken.storage_offsets + shift),
+            lengths=readonly(blocks.sizes[:, :axes]),
+        )
+
+    return split
+
+
+def read_on(reader: int) -> Pass[LoadPlan]:
+    """Have one rank read everything, and send every other rank just what it needs.
+
+    >>> from shardplan.planning import TensorSpec, global_plan, load_plan, local_plan
+    >>> plan = local_plan({"w": TensorSpec((4,))})
+    >>> loads = (load_plan(global_plan([plan])[1], plan),) * 2
+    >>> [len(plan.items) for plan in read_on(1)(loads)]
+    [0, 1]
+    """
+
+    def gather(plans: tuple[LoadPlan, ...]) -> tuple[LoadPlan, ...]:
+        if not 0 <= reader < len(plans):
+            raise ValueError(f"rank {reader} is not one of the {len(plans)} that load")
+        counts = [len(plan.items) for plan in plans]
+        rank = np.repeat(np.arange(len(plans)), counts)
+        item = np.concatenate([np.arange(n) for n in counts]) if counts else rank
+        moved = np.flatnonzero(rank != reader)
+        return _hand_over(plans, rank, item, np.full(len(rank), reader), moved)
+
+    return gather
 
 
 def _catalog(metadata: Metadata) -> Catalog:

@@ -8,33 +8,66 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .adapters import (
+        as_torch_load_planner,
+        as_torch_save_planner,
+        as_torch_storage_reader,
+        as_torch_storage_writer,
+        from_torch,
+        to_torch,
+    )
+    from .background import async_save
     from .comparing import diff
+    from .converting import convert, dcp_to_torch_save, torch_save_to_dcp
     from .loading import load, restore
     from .opening import open_checkpoint
+    from .planning import metadata_of
     from .retention import latest, prune
     from .saving import save
     from .verifying import verify
 
 __all__ = [
     "__version__",
+    "as_torch_load_planner",
+    "as_torch_save_planner",
+    "as_torch_storage_reader",
+    "as_torch_storage_writer",
+    "async_save",
+    "convert",
+    "dcp_to_torch_save",
     "diff",
+    "from_torch",
     "latest",
     "load",
+    "metadata_of",
     "open_checkpoint",
     "prune",
     "restore",
     "save",
+    "to_torch",
+    "torch_save_to_dcp",
     "verify",
 ]
 
 _HOMES = {
+    "as_torch_load_planner": "adapters",
+    "as_torch_save_planner": "adapters",
+    "as_torch_storage_reader": "adapters",
+    "as_torch_storage_writer": "adapters",
+    "async_save": "background",
+    "convert": "converting",
+    "dcp_to_torch_save": "converting",
     "diff": "comparing",
+    "from_torch": "adapters",
     "latest": "retention",
     "load": "loading",
+    "metadata_of": "planning",
     "open_checkpoint": "opening",
     "prune": "retention",
     "restore": "loading",
     "save": "saving",
+    "to_torch": "adapters",
+    "torch_save_to_dcp": "converting",
     "verify": "verifying",
 }
 

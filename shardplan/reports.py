@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import attrs
@@ -11,7 +11,26 @@ import attrs
 from shardplan.planning import Issue
 from shardplan.planning.text import human_bytes
 
-__all__ = ["LoadReport", "SaveReport", "Stopwatch"]
+__all__ = ["LoadReport", "RankReport", "SaveReport", "Stopwatch", "slowest_ranks"]
+
+
+@attrs.frozen
+class RankReport:
+    """What one rank did.
+
+    Attributes:
+        rank: Its number in the job.
+        seconds: Seconds by phase.
+        nbytes: Bytes that it wrote to storage, or read from there.
+        sent: Bytes that it sent to other ranks.
+        device: Where its tensors are, such as ``cpu`` or ``cuda:3``.
+    """
+
+    rank: int
+    seconds: Mapping[str, float]
+    nbytes: int
+    sent: int = 0
+    device: str = "cpu"
 
 
 @attrs.frozen(repr=False)
@@ -21,10 +40,15 @@ class SaveReport:
     Attributes:
         path: Where the checkpoint lies.
         save_id: The name of the save, part of its files' names.
-        files: How many data files were written here.
+        files: How many data files were written, by all ranks together.
         nbytes: Their size, in bytes.
-        seconds: Seconds by phase: plan, write, commit.
+        seconds: This rank's seconds by phase: stage, plan, exchange, write, wait (for the other
+            ranks), commit.
         leftovers: Files of the checkpoint that was replaced which could not be removed.
+        how: How the plan came to be: ``"alone"``, ``"cached"``, ``"derived"`` or ``"gathered"``.
+        slowest: By phase, the rank that took longest for it, and its seconds.
+        ranks: What each rank did; on the coordinator all of them, elsewhere this one alone.
+        profile: If asked for, the coordinator's hottest functions: name, calls, own seconds.
     """
 
     path: str
@@ -33,9 +57,14 @@ class SaveReport:
     nbytes: int
     seconds: Mapping[str, float]
     leftovers: tuple[str, ...] = ()
+    how: str = "alone"
+    slowest: Mapping[str, tuple[int, float]] = attrs.field(factory=dict)
+    ranks: tuple[RankReport, ...] = ()
+    profile: tuple[tuple[str, int, float], ...] = ()
 
     def __repr__(self) -> str:
-        return f"saved {human_bytes(self.nbytes)} in {self.files:,} files, {_times(self.seconds)}"
+        text = f"saved {human_bytes(self.nbytes)} in {self.files:,} files, {_times(self.seconds)}"
+        return "\n".join([text, *_slowest(self.slowest), *_hottest(self.profile)])
 
 
 @attrs.frozen(repr=False)
@@ -46,11 +75,17 @@ class LoadReport:
         missing: Names that were asked for and are not in the checkpoint.
         unexpected: Names in the checkpoint that were not asked for.
         mismatched: What is there but did not fit, with the reason.
-        bytes_needed: Bytes of the elements that were wanted.
-        bytes_read: Bytes that were fetched for them.
+        bytes_needed: Bytes of the elements that this rank wanted.
+        bytes_read: Bytes that this rank fetched from storage, for itself and for others.
         requests: How many ranges were asked for.
         verified: How many chunks were read whole and found to fit their checksums.
-        seconds: Seconds by phase: open, plan, read.
+        seconds: This rank's seconds by phase: open, plan, exchange, read, wait (for the other
+            ranks).
+        bytes_received: Bytes that came from other ranks.
+        total_read: Bytes that all ranks together fetched from storage.
+        slowest: By phase, the rank that took longest for it, and its seconds.
+        ranks: What each rank did; on the coordinator all of them, elsewhere this one alone.
+        profile: If asked for, the coordinator's hottest functions: name, calls, own seconds.
     """
 
     missing: tuple[str, ...]
@@ -61,6 +96,11 @@ class LoadReport:
     requests: int
     verified: int
     seconds: Mapping[str, float]
+    bytes_received: int = 0
+    total_read: int = 0
+    slowest: Mapping[str, tuple[int, float]] = attrs.field(factory=dict)
+    ranks: tuple[RankReport, ...] = ()
+    profile: tuple[tuple[str, int, float], ...] = ()
 
     @property
     def amplification(self) -> float:
@@ -73,7 +113,35 @@ class LoadReport:
             f"{len(self.mismatched):,} mismatched"
         )
         read = f"loaded {human_bytes(self.bytes_read)} ({self.amplification:.2f} × what was needed)"
-        return f"{read}; {counts}; {_times(self.seconds)}"
+        if self.bytes_received:
+            read += f", {human_bytes(self.bytes_received)} from other ranks"
+        text = f"{read}; {counts}; {_times(self.seconds)}"
+        return "\n".join([text, *_slowest(self.slowest), *_hottest(self.profile)])
+
+
+def slowest_ranks(ranks: Iterable[RankReport]) -> dict[str, tuple[int, float]]:
+    """Find, for each phase, the rank that took longest for it.
+
+    >>> slowest_ranks([RankReport(0, {"write": 1.0}, 0), RankReport(1, {"write": 2.0}, 0)])
+    {'write': (1, 2.0)}
+    """
+    found: dict[str, tuple[int, float]] = {}
+    for one in ranks:
+        for phase, seconds in one.seconds.items():
+            if phase not in found or seconds > found[phase][1]:
+                found[phase] = (one.rank, seconds)
+    return found
+
+
+def _slowest(slowest: Mapping[str, tuple[int, float]]) -> list[str]:
+    if not slowest:
+        return []
+    told = (f"{phase} rank {rank} ({time:.3f} s)" for phase, (rank, time) in slowest.items())
+    return [f"slowest: {', '.join(told)}"]
+
+
+def _hottest(profile: tuple[tuple[str, int, float], ...]) -> list[str]:
+    return [f"{seconds:8.3f} s  {calls:>8,} ×  {name}" for name, calls, seconds in profile]
 
 
 def _times(seconds: Mapping[str, float]) -> str:
@@ -81,16 +149,28 @@ def _times(seconds: Mapping[str, float]) -> str:
 
 
 class Stopwatch:
-    """Seconds by phase."""
+    """Seconds by phase. A phase inside another one does not count for the outer one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self._open: list[str] = []
+        self._since = 0.0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time that the block takes to a phase."""
-        start = time.perf_counter()
+        self._turn()
+        self._open.append(name)
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            self._turn()
+            self._open.pop()
+
+    def _turn(self) -> None:
+        """Give the innermost phase the time since the last turn."""
+        now = time.perf_counter()
+        if self._open:
+            last = self._open[-1]
+            self.seconds[last] = self.seconds.get(last, 0.0) + now - self._since
+        self._since = now

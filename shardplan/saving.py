@@ -1,20 +1,28 @@
-"""Save a state dict."""
+"""Save a state dict, on one rank or on many."""
 
 from __future__ import annotations
 
 import os
-import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import attrs
+
+from shardplan.dist import CheckpointError, Comm
 from shardplan.io.pool import Pool
 from shardplan.io.stores import Store, open_store
-from shardplan.io.writers import find_writer
-from shardplan.planning import Pass, SavePlan, chain, global_plan, local_plan
+from shardplan.io.writers import Part, Writer, find_writer
+from shardplan.planning import Pass, SavePlan, chain
 
-from .reports import SaveReport, Stopwatch
+from .agreement import Agreement, PlanCache, agree
+from .profiling import profiled
+from .ranks import default_comm, device_of, take_step
+from .reports import RankReport, SaveReport, Stopwatch, slowest_ranks
+from .stateful import expand
 
-__all__ = ["save"]
+__all__ = ["save", "save_state"]
+
+_NO_PASSES: Pass[SavePlan] = chain()
 
 
 def save(
@@ -23,23 +31,37 @@ def save(
     *,
     planner: Pass[SavePlan] | None = None,
     format: str = "safetensors",
+    comm: Comm | None = None,
     overwrite: bool = False,
+    verify_replicas: bool = False,
+    profile: bool = False,
     pool: Pool | None = None,
+    cache: PlanCache | None = None,
 ) -> SaveReport:
     """Save a state dict as a checkpoint, which exists whole or not at all.
 
+    On many ranks, every rank calls this with its part. Each writes in parallel what the common plan
+    says, replicas once; when all have written, one rank commits. If any rank fails, all raise one
+    `CheckpointError`, and what was there before is still there.
+
     Args:
-        state_dict: Tensors and other values, nested in any way.
+        state_dict: Tensors and other values, nested in any way. Objects with ``state_dict()`` and
+            ``load_state_dict()`` are saved as the state they return.
         path: A folder that will hold the checkpoint, on a disk or in an object store.
         planner: A pass over the plan, such as ``chain(rename(...), cast("bfloat16"))``. Load with
             the same one.
         format: What to write; see `shardplan.io.writers.WRITERS`.
+        comm: The ranks; by default all of torch's process group, or this process alone.
         overwrite: Whether a checkpoint that is there may be replaced. It can be loaded up to the
             instant at which the new one can.
+        verify_replicas: Whether to compare what several ranks claim to hold alike, bit by bit,
+            before anything is written. It costs a pass over all such tensors.
+        profile: Whether the coordinator's report tells its hottest functions.
         pool: The threads and the memory budget to use.
+        cache: Plans made before; by default those of this process.
 
     Returns:
-        What was written, and how long it took.
+        What was written, and how long it took, by phase and by rank.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -52,22 +74,145 @@ def save(
         ValueRefusedError: Some values cannot be stored safely; all are named, nothing was written.
         PlanError, RefusedError: There is no correct plan.
         StoreError: The store failed; what was there before is intact.
+        CheckpointError: On many ranks, any of these; it tells what happened on which rank.
     """
+    return save_state(
+        lambda: expand(state_dict),
+        path,
+        planner=planner,
+        format=format,
+        comm=default_comm() if comm is None else comm,
+        overwrite=overwrite,
+        verify_replicas=verify_replicas,
+        profile=profile,
+        pool=pool,
+        cache=cache,
+        watch=Stopwatch(),
+    )
+
+
+def save_state(
+    state: Callable[[], Mapping[Any, Any]],
+    path: str | os.PathLike[str] | Store,
+    *,
+    planner: Pass[SavePlan] | None,
+    format: str,
+    comm: Comm,
+    overwrite: bool,
+    verify_replicas: bool,
+    profile: bool,
+    pool: Pool | None,
+    cache: PlanCache | None,
+    watch: Stopwatch,
+) -> SaveReport:
+    """Save what ``state`` returns; all else is as in `save`."""
     store, writer = open_store(path), find_writer(format)
-    watch = Stopwatch()
-    with watch.phase("plan"):
-        writer.refuse(store, overwrite)
-        plans, metadata = global_plan((planner or chain())((local_plan(state_dict),)))
-    save_id = secrets.token_hex(6)
-    with watch.phase("write"):
-        part = writer.write(store, state_dict, plans[0], save_id=save_id, rank=0, pool=pool)
-    with watch.phase("commit"):
-        reports = [part.report]
+    with profiled(profile and comm.rank == comm.coordinator) as hot:
+        sd, agreement, save_id = agree(
+            comm,
+            state,
+            planner=planner or _NO_PASSES,
+            watch=watch,
+            cache=cache,
+            verify_replicas=verify_replicas,
+            first=lambda: writer.refuse(store, overwrite),
+        )
+        task = SaveTask(comm, store, writer, sd, agreement, save_id, overwrite, pool)
+        report = task.run(watch)
+    return attrs.evolve(report, profile=tuple(hot))
+
+
+@attrs.frozen(eq=False)
+class SaveTask:
+    """A save that was agreed on and is to be carried out.
+
+    Attributes:
+        comm: The ranks.
+        store: Where to.
+        writer: The format.
+        sd: This rank's state dict, or a snapshot of it.
+        agreement: The plan.
+        save_id: The name of the save.
+        overwrite: Whether a checkpoint that is there may be replaced.
+        pool: The threads and the memory budget to use.
+    """
+
+    comm: Comm
+    store: Store
+    writer: Writer
+    sd: Mapping[Any, Any]
+    agreement: Agreement
+    save_id: str
+    overwrite: bool
+    pool: Pool | None = None
+
+    def run(self, watch: Stopwatch) -> SaveReport:
+        """Write this rank's part; once all ranks have, commit."""
+        comm, parts = self.comm, list[Part]()
+        everyone: list[RankReport] = []
+
+        def write() -> dict[str, Any]:
+            with watch.phase("write"):
+                part = self.writer.write(
+                    self.store,
+                    self.sd,
+                    self.agreement.plan,
+                    save_id=self.save_id,
+                    rank=comm.rank,
+                    pool=self.pool,
+                )
+            parts.append(part)
+            seconds, device = dict(watch.seconds), device_of(self.sd)
+            own = (comm.ranks[comm.rank], seconds, part.nbytes, 0, device)
+            return {"part": attrs.astuple(part), "rank": own}
+
+        def commit(written: list[dict[str, Any]]) -> dict[str, Any]:
+            everyone.extend(RankReport(*one["rank"]) for one in written)
+            told = [Part(*one["part"]) for one in written]
+            plans, metadata = self.agreement.plans, self.agreement.metadata
+            assert plans is not None
+            assert metadata is not None
+            with watch.phase("commit"):
+                left = self.writer.commit(
+                    self.store,
+                    metadata,
+                    plans,
+                    [part.report for part in told],
+                    save_id=self.save_id,
+                    overwrite=self.overwrite,
+                )
+            return {
+                "files": sum(part.files for part in told),
+                "nbytes": sum(part.nbytes for part in told),
+                "leftovers": left,
+                "slowest": slowest_ranks(everyone) if comm.world_size > 1 else {},
+            }
+
         try:
-            left = writer.commit(
-                store, metadata, plans, reports, save_id=save_id, overwrite=overwrite
-            )
-        except BaseException:
-            writer.discard(store, part.report, save_id)
+            with watch.phase("wait"):  # for the other ranks, as far as it is nothing else
+                done = take_step(comm, "write", write, commit)
+        except BaseException as error:
+            if parts and _surely_failed(error):
+                self.writer.discard(self.store, parts[0].report, self.save_id)
             raise
-    return SaveReport(store.url, save_id, part.files, part.nbytes, watch.seconds, left)
+        own = RankReport(
+            comm.ranks[comm.rank], watch.seconds, parts[0].nbytes, 0, device_of(self.sd)
+        )
+        return SaveReport(
+            self.store.url,
+            self.save_id,
+            done["files"],
+            done["nbytes"],
+            watch.seconds,
+            tuple(done["leftovers"]),
+            self.agreement.how,
+            {phase: tuple(found) for phase, found in done["slowest"].items()},
+            tuple(everyone) if comm.rank == comm.coordinator else (own,),
+        )
+
+
+def _surely_failed(error: BaseException) -> bool:
+    """Tell whether no rank can still commit: not if ranks were lost, who may know nothing of it."""
+    if isinstance(error, CheckpointError):
+        return all(failure.type != "LostRank" for failure in error.failures)
+    return True

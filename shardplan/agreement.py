@@ -1,0 +1,279 @@
+"""Who writes what? All ranks come to one plan, by the cheapest way that is sure.
+
+- *Cached*: every rank has the layout that it had when a plan was made before. Only a fingerprint
+  is exchanged.
+- *Derived*: meshes and placements tell every rank what all others hold. Each makes the whole plan
+  by itself, and only its fingerprint is exchanged.
+- *Gathered*: the coordinator gets every rank's plan and gives each its part of the whole one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Final, Literal
+
+import attrs
+import numpy as np
+
+from shardplan.dist import Comm, all_gather, reduce_scatter
+from shardplan.planning import (
+    Metadata,
+    Pass,
+    SavePlan,
+    WorldPlans,
+    decode_plan,
+    decode_plans,
+    encode_plan,
+    fingerprint,
+    flatten,
+    global_plan,
+    local_plan,
+)
+from shardplan.planning.packing import pack, unpack
+
+from .layouts import layout_key, whole_layout
+from .replicas import compare_replicas, replica_sums
+from .reports import Stopwatch
+
+__all__ = ["Agreement", "PlanCache", "agree", "default_cache"]
+
+_TAG: Final = 32  # letters of a fingerprint
+_DERIVED_ITEMS: Final = 1 << 22  # items of all ranks together that each rank will plan by itself
+
+
+@attrs.frozen(eq=False)
+class Agreement:
+    """What all ranks agreed on.
+
+    Attributes:
+        plan: What this rank writes.
+        how: How it came to be: see the module.
+        tag: A fingerprint of the whole plan, the same on all ranks.
+        plans, metadata: The whole plan; only the coordinator is sure to have it.
+    """
+
+    plan: SavePlan
+    how: Literal["alone", "cached", "derived", "gathered"]
+    tag: str
+    plans: Sequence[SavePlan] | None = None
+    metadata: Metadata | None = None
+
+
+class PlanCache:
+    """Plans by what they were made of, the last few of them.
+
+    A key holds all that a plan depends on: so nothing in here can be out of date.
+
+    Args:
+        entries: How many are kept.
+    """
+
+    def __init__(self, entries: int = 8) -> None:
+        self._entries = entries
+        self._plans: OrderedDict[Hashable, Agreement] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable) -> Agreement | None:
+        """Return what is known under a key."""
+        with self._lock:
+            found = self._plans.get(key)
+            if found is not None:
+                self._plans.move_to_end(key)
+            return found
+
+    def put(self, key: Hashable, agreement: Agreement) -> None:
+        """Remember an agreement."""
+        with self._lock:
+            self._plans[key] = agreement
+            self._plans.move_to_end(key)
+            while len(self._plans) > self._entries:
+                self._plans.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._plans.clear()
+
+
+_cache: Final = PlanCache()
+
+
+def default_cache() -> PlanCache:
+    """Return the cache that is used where none is given."""
+    return _cache
+
+
+def agree(
+    comm: Comm,
+    state: Callable[[], Mapping[Any, Any]],
+    *,
+    planner: Pass[SavePlan],
+    watch: Stopwatch,
+    cache: PlanCache | None = None,
+    verify_replicas: bool = False,
+    first: Callable[[], None] = lambda: None,
+) -> tuple[Mapping[Any, Any], Agreement, str]:
+    """Come to one plan for a save, on all ranks.
+
+    Args:
+        comm: The ranks.
+        state: Returns this rank's state dict; called once.
+        planner: The pass to apply to each rank's plan.
+        watch: Gets the seconds of the phases plan and exchange.
+        cache: Where to look for a plan made before, and to keep this one.
+        verify_replicas: Whether to compare what several ranks claim to hold alike; then plans are
+            gathered in any case.
+        first: Called on the coordinator before anything else; what it raises, all raise.
+
+    Returns:
+        The state dict, the agreement, and a name for the save, the same on all ranks.
+
+    Raises:
+        CheckpointError: Anything went wrong on any rank; with a single rank, whatever did.
+    """
+    cache = default_cache() if cache is None else cache
+    offer = _Offer(comm, state, planner, cache, first)
+    if comm.world_size == 1:
+        with watch.phase("plan"):
+            offer.prepare(derive=False)
+            found = offer.cached
+            if found is None:
+                plans, metadata = global_plan((offer.local,))
+                found = offer.keep(Agreement(plans[0], "alone", "", plans, metadata))
+        return offer.sd, found, offer.save_id
+    with watch.phase("exchange"):
+        offers = all_gather(comm, "plan", lambda: offer.make(watch, derive=not verify_replicas))
+    save_id = offers[comm.coordinator][0]
+    cached, derived = ({one[n] for one in offers} for n in (1, 2))
+    if verify_replicas:
+        found = offer.keep(_gather(comm, offer, watch, verify_replicas=True))
+    elif len(cached) == 1 and "" not in cached and offer.cached is not None:
+        found = attrs.evolve(offer.cached, how="cached")
+    elif len(derived) == 1 and "" not in derived and offer.derived is not None:
+        found = offer.keep(offer.derived)
+    else:
+        found = offer.keep(_gather(comm, offer, watch, verify_replicas=False))
+    return offer.sd, found, save_id
+
+
+class _Offer:
+    """What one rank brings: a plan it knows already, one it can derive, or just its own part."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        state: Callable[[], Mapping[Any, Any]],
+        planner: Pass[SavePlan],
+        cache: PlanCache,
+        first: Callable[[], None],
+    ) -> None:
+        self.comm, self.state, self.planner = comm, state, planner
+        self.cache, self.first = cache, first
+        self.save_id = secrets.token_hex(6)
+        self.sd: Mapping[Any, Any] = {}
+        self.flat: Mapping[str, Any] = {}
+        self.key: Hashable = None
+        self.cached: Agreement | None = None
+        self.derived: Agreement | None = None
+        self._local: SavePlan | None = None
+
+    def make(self, watch: Stopwatch, derive: bool) -> tuple[str, str, str]:
+        """Return what to tell the others: a name, and the tags of the plans it could use."""
+        with watch.phase("plan"):
+            self.prepare(derive)
+        tags = (a.tag if a is not None else "" for a in (self.cached, self.derived))
+        return (self.save_id, *tags)  # type: ignore[return-value]
+
+    def prepare(self, derive: bool) -> None:
+        """Look for a known plan; if there is none, plan this rank's part."""
+        if self.comm.rank == self.comm.coordinator:
+            self.first()
+        self.sd = self.state()
+        self.flat, paths = flatten(self.sd)
+        key = layout_key(self.flat)
+        ranks = (tuple(self.comm.ranks), self.comm.rank, self.comm.coordinator)
+        self.key = None if key is None else (key, tuple(paths.items()), self.planner, ranks)
+        self.cached = None if self.key is None else self.cache.get(self.key)
+        if self.cached is None and derive:
+            self.derived = self._derive()
+
+    @property
+    def local(self) -> SavePlan:
+        """This rank's plan, passed through the planner."""
+        if self._local is None:
+            self._local = _passed(self.planner, local_plan(self.sd))
+        return self._local
+
+    def keep(self, agreement: Agreement) -> Agreement:
+        """Remember an agreement for the next save."""
+        if self.key is not None:
+            self.cache.put(self.key, agreement)
+        return agreement
+
+    def _derive(self) -> Agreement | None:
+        own = local_plan(self.sd)
+        self._local = _passed(self.planner, own)
+        whole = whole_layout(self.flat, own, self.comm)
+        if whole is None or len(whole) * len(own.items) > _DERIVED_ITEMS:
+            return None
+        plans, metadata = global_plan([_passed(self.planner, plan) for plan in whole])
+        tag = _tag([_described(whole), fingerprint(metadata)])
+        mine = self.comm.rank == self.comm.coordinator
+        known = (plans, metadata) if mine else (None, None)
+        return Agreement(plans[self.comm.rank], "derived", tag, *known)
+
+
+def _described(whole: WorldPlans) -> str:
+    return repr((whole.mesh, dict(whole.specs), whole.values, whole.planner_data))
+
+
+def _passed(planner: Pass[SavePlan], plan: SavePlan) -> SavePlan:
+    return planner((plan,))[0]
+
+
+def _gather(comm: Comm, offer: _Offer, watch: Stopwatch, *, verify_replicas: bool) -> Agreement:
+    """Have the coordinator plan for all."""
+    whole: list[tuple[Sequence[SavePlan], Metadata]] = []
+
+    def own() -> bytes:
+        parts = {"plan": encode_plan(offer.local)}
+        if verify_replicas:
+            with watch.phase("verify"):
+                parts["sums"] = replica_sums(offer.flat, offer.local).astype("<u8").tobytes()
+        return pack({}, parts)
+
+    def plan_all(blobs: list[bytes]) -> list[bytes]:
+        with watch.phase("plan"):
+            parts = [unpack(blob)[1] for blob in blobs]
+            plans = decode_plans(part["plan"] for part in parts)
+            if verify_replicas:
+                sums = [np.frombuffer(part["sums"], "<u8") for part in parts]
+                compare_replicas(plans, sums, comm.ranks)  # type: ignore[arg-type]
+            done, metadata = global_plan(plans)  # type: ignore[arg-type]
+            whole.append((done, metadata))
+            tag = _tag([part["plan"] for part in parts]).encode()
+            return [tag + encode_plan(plan) for plan in done]
+
+    with watch.phase("exchange"):
+        mine = reduce_scatter(comm, "plan", own, plan_all, encode=bytes, decode=bytes)
+    plans, metadata = whole[0] if whole else (None, None)
+    plan = plans[comm.rank] if plans is not None else decode_plan(mine[_TAG:])
+    assert isinstance(plan, SavePlan)
+    return Agreement(plan, "gathered", mine[:_TAG].decode(), plans, metadata)
+
+
+def _tag(parts: Sequence[bytes | str]) -> str:
+    """Return the fingerprint of some texts, one after the other.
+
+    >>> _tag(["ab", "c"]) == _tag(["a", "bc"])
+    False
+    """
+    digest = hashlib.blake2b(digest_size=_TAG // 2)
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "big") + data)
+    return digest.hexdigest()

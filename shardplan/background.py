@@ -1,0 +1,189 @@
+"""Save in the background: training goes on as soon as its state is copied."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from shardplan.dist import Comm, solo, torch_comm
+from shardplan.io.pool import Pool
+from shardplan.io.stores import Store
+from shardplan.planning import Pass, SavePlan
+
+from .agreement import PlanCache
+from .reports import SaveReport, Stopwatch
+from .saving import save_state
+from .snapshots import Buffers
+from .stateful import expand
+
+__all__ = ["SaveFuture", "async_save"]
+
+_log = logging.getLogger("shardplan")
+
+
+class SaveFuture(Future[SaveReport]):
+    """A save under way; see `async_save`.
+
+    Attributes:
+        path: Where it goes.
+        blocked: Seconds for which training waited: for the save before, and for the snapshot.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+        self.blocked = 0.0
+        self._seen = False
+
+    def result(self, timeout: float | None = None) -> SaveReport:
+        """Wait for the save, and return its report or raise its error."""
+        try:
+            return super().result(timeout)
+        finally:
+            self._seen = self._seen or self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the save, and return its error, if there was one."""
+        try:
+            return super().exception(timeout)
+        finally:
+            self._seen = self._seen or self.done()
+
+    def settle(self) -> None:
+        """Wait for the save; raise its error unless somebody has had it already."""
+        error = super().exception()
+        if error is not None and not self._seen:
+            self._seen = True
+            raise error
+
+
+def async_save(
+    state_dict: Mapping[Any, Any],
+    path: str | os.PathLike[str] | Store,
+    *,
+    planner: Pass[SavePlan] | None = None,
+    format: str = "safetensors",
+    comm: Comm | None = None,
+    overwrite: bool = False,
+    verify_replicas: bool = False,
+    pool: Pool | None = None,
+    cache: PlanCache | None = None,
+) -> SaveFuture:
+    """Copy a state dict, and save the copy in the background.
+
+    When this returns, the copy is complete: whatever happens to any tensor after that is not saved.
+    Planning, writing and the commit take place in a thread, over connections of their own; the
+    process group that trains is not touched. One save is under way at a time: a call waits for the
+    one before, and raises its error if nobody has asked for it. The copy's memory is used again by
+    the next one. An interpreter that exits waits for the save, and logs its error.
+
+    Args:
+        state_dict: As in `save`.
+        path: As in `save`.
+        planner: As in `save`.
+        format: As in `save`.
+        comm: The ranks, for these saves alone; by default one of our own, over all of torch's
+            process group.
+        overwrite: As in `save`.
+        verify_replicas: As in `save`.
+        pool: As in `save`.
+        cache: As in `save`.
+
+    Returns:
+        The report to come.
+
+    >>> import tempfile, torch
+    >>> from shardplan import restore
+    >>> w = torch.ones(2)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     future = async_save({"w": w}, folder)
+    ...     _ = w.zero_()  # too late to be saved
+    ...     _ = future.result()
+    ...     restore(folder)
+    {'w': tensor([1., 1.])}
+    """
+    saver = _saver_of(comm)
+    where = path.url if isinstance(path, Store) else os.fspath(path)
+    future, start = SaveFuture(where), time.perf_counter()
+    if saver.last is not None:
+        saver.last.settle()
+    watch = Stopwatch()
+    with watch.phase("stage"):
+        state = saver.snapshot(state_dict)
+    saver.last = future
+    options = {
+        "planner": planner,
+        "format": format,
+        "comm": saver.comm,
+        "overwrite": overwrite,
+        "verify_replicas": verify_replicas,
+        "profile": False,
+        "pool": pool,
+        "cache": cache,
+        "watch": watch,
+    }
+    thread = threading.Thread(
+        target=_run, args=(future, state, path, options), name="shardplan-save", daemon=False
+    )
+    thread.start()
+    future.blocked = time.perf_counter() - start
+    return future
+
+
+class _Saver:
+    """What saves in the background have in common."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+        self.buffers = Buffers()
+        self.last: SaveFuture | None = None
+
+    def snapshot(self, state_dict: Mapping[Any, Any]) -> Callable[[], Mapping[Any, Any]]:
+        """Copy a state dict; if that fails, let the save fail, on all ranks."""
+        try:
+            copied = self.buffers.copy(expand(state_dict))
+        except Exception as error:
+            failure = error
+
+            def fail() -> Mapping[Any, Any]:
+                raise failure
+
+            return fail
+        return lambda: copied
+
+
+_savers: weakref.WeakKeyDictionary[Any, _Saver] = weakref.WeakKeyDictionary()
+_alone: list[_Saver] = []
+
+
+def _saver_of(comm: Comm | None) -> _Saver:
+    """Return what saves for some ranks, made when it is first needed."""
+    dist = sys.modules.get("torch.distributed")
+    if comm is None and (dist is None or not dist.is_available() or not dist.is_initialized()):
+        if not _alone:
+            _alone.append(_Saver(solo()))
+        return _alone[0]
+    key: Any = dist.group.WORLD if comm is None and dist is not None else comm
+    if key not in _savers:
+        _savers[key] = _Saver(torch_comm(key, private=True) if comm is None else comm)
+    return _savers[key]
+
+
+def _run(
+    future: SaveFuture,
+    state: Callable[[], Mapping[Any, Any]],
+    path: str | os.PathLike[str] | Store,
+    options: Mapping[str, Any],
+) -> None:
+    try:
+        future.set_result(save_state(state, path, **options))
+    except BaseException as error:
+        _log.error("the save to %s failed in the background: %s", future.path, error)
+        future.set_exception(error)

@@ -1,0 +1,144 @@
+"""What does a state dict say of everybody's part of it? Cheaply, and without asking anybody."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import attrs
+import numpy as np
+
+from shardplan.dist import Comm
+from shardplan.planning import (
+    Mesh,
+    Replicate,
+    SavePlan,
+    Shard,
+    StridedShard,
+    TensorSpec,
+    WorldPlans,
+    dtype_name,
+    world_plans,
+)
+from shardplan.planning.errors import PlanError, RefusedError
+from shardplan.planning.flatten import is_tensor
+from shardplan.planning.values import placement_of
+
+__all__ = ["layout_key", "whole_layout"]
+
+
+def layout_key(flat: Mapping[str, Any]) -> Hashable | None:
+    """Return all that a local plan depends on, without planning; None if only planning can tell.
+
+    >>> a, b = np.zeros(3), np.ones(3)
+    >>> layout_key({"w": a, "step": 1}) == layout_key({"w": b, "step": 2})
+    True
+    """
+    key: list[Hashable] = []
+    for name, value in flat.items():
+        spec = getattr(value, "_spec", None)
+        if spec is not None:  # a DTensor
+            local = value._local_tensor
+            if hasattr(local, "__create_chunk_list__"):
+                return None
+            key.append((name, spec.mesh, spec.placements, spec.tensor_meta, local.shape))
+            key.append(value.requires_grad)
+        elif not is_tensor(value):
+            key.append(name)
+        elif hasattr(value, "local_shards") or hasattr(value, "__create_chunk_list__"):
+            return None
+        else:
+            layout, grad = (getattr(value, a, None) for a in ("layout", "requires_grad"))
+            key.append((name, tuple(value.shape), value.dtype, layout, grad))
+    return tuple(key)
+
+
+@attrs.frozen
+class _Placed:
+    """A tensor's spec, and the mesh it lies on: all ranks of the job, in order."""
+
+    spec: TensorSpec
+    mesh: Mesh | None
+
+
+def whole_layout(flat: Mapping[str, Any], local: SavePlan, comm: Comm) -> WorldPlans | None:
+    """Return what every rank holds, as far as this one can tell; None if it cannot.
+
+    It can if every tensor is a DTensor on the mesh of all ranks, or on some axes of that mesh (then
+    the other axes hold replicas), or is plain: those are the same on every rank, as values are.
+    Whether all ranks have the same of them, only they can tell, together.
+
+    Args:
+        flat: The state dict, flattened.
+        local: This rank's local plan, before any pass.
+        comm: The ranks.
+
+    Returns:
+        Every rank's local plan; this rank's is ``local``.
+    """
+    ranks = comm.world_size
+    specs: dict[str, TensorSpec] = {}
+    meshes: set[Mesh] = set()
+    for name, value in flat.items():
+        if not is_tensor(value):
+            continue
+        try:
+            placed = _placed(name, value, ranks)
+        except (RefusedError, ValueError, TypeError):
+            return None  # `local_plan` says what is wrong
+        if placed is None:
+            return None
+        specs[name] = placed.spec
+        if placed.mesh is not None:
+            meshes.add(placed.mesh)
+    if len(meshes) > 1:
+        return None
+    mesh = next(iter(meshes), Mesh(rank=ranks))
+    try:
+        plans = world_plans({**dict.fromkeys(flat), **specs}, mesh)
+    except (PlanError, RefusedError):
+        return None
+    plans = attrs.evolve(plans, planner_data=local.planner_data)
+    return plans if plans[comm.rank] == local else None
+
+
+def _placed(name: str, value: Any, ranks: int) -> _Placed | None:
+    if getattr(value, "requires_grad", False):
+        return None  # a property that specs do not have
+    shape, dtype = tuple(value.shape), dtype_name(value.dtype)
+    if not hasattr(value, "placements") or not hasattr(value, "device_mesh"):
+        if hasattr(value, "local_shards") or hasattr(value, "__create_chunk_list__"):
+            return None
+        return _Placed(TensorSpec(shape, dtype), None)
+    if hasattr(getattr(value, "_local_tensor", None), "__create_chunk_list__"):
+        return None
+    mine = value.device_mesh
+    root = mine._get_root_mesh() if hasattr(mine, "_get_root_mesh") else mine
+    grid = np.asarray(root.mesh)
+    if grid.size != ranks or not np.array_equal(grid.reshape(-1), np.arange(ranks)):
+        return None
+    names = root.mesh_dim_names or tuple(f"axis{i}" for i in range(grid.ndim))
+    own = names if mine is root else (mine.mesh_dim_names or ())
+    if not own or not set(own) <= set(names):
+        return None
+    given = dict(zip(own, (placement_of(name, p) for p in value.placements), strict=True))
+    if list(given) != [n for n in names if n in given]:
+        return None  # axes in another order: cuts would be made in another order
+    placements = tuple(given.get(n, Replicate()) for n in names)
+    if not _even(shape, placements, grid.shape):
+        return None
+    mesh = Mesh(**dict(zip(names, grid.shape, strict=True)))
+    return _Placed(TensorSpec(shape, dtype, placements), mesh)
+
+
+def _even(shape: tuple[int, ...], placements: tuple[Any, ...], ranks: tuple[int, ...]) -> bool:
+    """Tell whether what strided placements say is what any rank has; see `held`."""
+    strided = {p.dim for p in placements if isinstance(p, StridedShard)}
+    for dim in strided:
+        parts = 1
+        for placement, count in zip(placements, ranks, strict=True):
+            if isinstance(placement, (Shard, StridedShard)) and placement.dim == dim:
+                parts *= count
+        if shape[dim] % parts:
+            return False
+    return True

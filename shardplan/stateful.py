@@ -1,0 +1,63 @@
+"""Objects that keep their own state: models, optimizers, schedulers, data loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardplan.planning.flatten import is_tensor
+
+__all__ = ["expand", "give_back", "is_stateful"]
+
+
+def is_stateful(value: Any) -> bool:
+    """Tell whether a value has ``state_dict()`` and ``load_state_dict()``."""
+    if isinstance(value, (Mapping, type)) or is_tensor(value):
+        return False
+    return all(callable(getattr(value, m, None)) for m in ("state_dict", "load_state_dict"))
+
+
+def expand(state_dict: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """Return a state dict with the state of stateful values in their place.
+
+    Values are asked in order of their keys, the same on all ranks, for some of them communicate.
+    The very state dict comes back if it holds no such value.
+
+    >>> class Counter:
+    ...     def state_dict(self):
+    ...         return {"count": 3}
+    ...
+    ...     def load_state_dict(self, state):
+    ...         print("got", state)
+    >>> expand({"counter": Counter(), "step": 7})
+    {'counter': {'count': 3}, 'step': 7}
+    """
+    changed: dict[Any, Any] = {}
+    for key in sorted(state_dict, key=lambda key: (str(key), type(key).__name__)):
+        value = state_dict[key]
+        if is_stateful(value):
+            changed[key] = value.state_dict()
+        elif isinstance(value, Mapping):
+            inner = expand(value)
+            if inner is not value:
+                changed[key] = inner
+    if not changed:
+        return state_dict
+    return {key: changed.get(key, value) for key, value in state_dict.items()}
+
+
+def give_back(state_dict: Mapping[Any, Any], loaded: Mapping[Any, Any]) -> None:
+    """Hand every stateful value its state, after a load has filled what `expand` returned.
+
+    Other values that were replaced inside an expanded copy are put where they came from.
+    """
+    if state_dict is loaded:
+        return
+    for key in sorted(state_dict, key=lambda key: (str(key), type(key).__name__)):
+        value = state_dict[key]
+        if is_stateful(value):
+            value.load_state_dict(loaded[key])
+        elif isinstance(value, Mapping):
+            give_back(value, loaded[key])
+        elif loaded[key] is not value and isinstance(state_dict, dict):
+            state_dict[key] = loaded[key]
