@@ -32,6 +32,7 @@ __all__ = [
     "holds",
     "local_chunks",
     "local_runs",
+    "nested_runs",
     "shard_runs",
 ]
 
@@ -273,6 +274,44 @@ def local_runs(
         factor = placement.split_factor if isinstance(placement, StridedShard) else 1
         cuts[placement.dim].append((parts, ours, factor))
     return tuple(_cached_runs(n, tuple(cut)) for n, cut in zip(shape, cuts, strict=True))
+
+
+def nested_runs(
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[Placement],
+) -> tuple[tuple[Run, ...], ...] | None:
+    """Return what `local_runs` does for a tensor that FSDP2 cut after others had: shard by shard.
+
+    FSDP2 cuts each shard that it finds by itself. It then says so with a strided placement that
+    comes before the others, which means the same only if everything divides.
+
+    >>> placements = [StridedShard(0, split_factor=2), Shard(0)]
+    >>> (
+    ...     nested_runs((13,), (3, 2), (2, 0), placements),
+    ...     local_runs((13,), (3, 2), (2, 0), placements),
+    ... )
+    ((((6, 1),),), (((6, 1), (11, 1)),))
+
+    Returns:
+        The runs; None if the placements are none that FSDP2 makes.
+    """
+    cuts: list[list[tuple[int, int, int]]] = [[] for _ in shape]
+    last: list[list[tuple[int, int, int]]] = [[] for _ in shape]
+    factors: dict[int, int] = {}
+    for parts, ours, placement in zip(mesh_shape, coordinate, placements, strict=True):
+        if isinstance(placement, StridedShard):
+            if last[placement.dim] or cuts[placement.dim]:
+                return None
+            last[placement.dim].append((parts, ours, 1))
+            factors[placement.dim] = placement.split_factor
+        elif isinstance(placement, Shard):
+            cuts[placement.dim].append((parts, ours, 1))
+    if any(math.prod(parts for parts, _, _ in cuts[dim]) != f for dim, f in factors.items()):
+        return None
+    whole = [(n, (*cut, *end)) for n, cut, end in zip(shape, cuts, last, strict=True)]
+    return tuple(_cached_runs(n, cut) for n, cut in whole) if factors else None
 
 
 _cached_runs = lru_cache(maxsize=1 << 12)(shard_runs)

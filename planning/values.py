@@ -27,6 +27,7 @@ from .layout import (
     holds,
     local_chunks,
     local_runs,
+    nested_runs,
 )
 from .tiling import Chunk, as_ints
 
@@ -136,17 +137,26 @@ def placement_of(name: str, placement: Any) -> Placement:
 
 
 def _dtensor_chunks(name: str, tensor: Any) -> list[tuple[Chunk, Chunk]]:
-    """Pair each box that a DTensor holds with its place inside the local tensor."""
+    """Pair each box that a DTensor holds with its place inside the local tensor.
+
+    A strided placement of an axis that does not divide is taken for FSDP2's, if the local tensor's
+    shape allows it: see `nested_runs`. Where ranks so taken do not fit the others, planning a save
+    finds overlaps and gaps.
+    """
     placements = [placement_of(name, p) for p in tensor.placements]
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return []  # this rank is not on the tensor's mesh
     shape = as_ints(tensor.shape)
-    runs = local_runs(shape, as_ints(tensor.device_mesh.shape), as_ints(coordinate), placements)
-    expected = tuple(sum(n for _, n in axis) for axis in runs)
+    where = (shape, as_ints(tensor.device_mesh.shape), as_ints(coordinate), placements)
+    runs = local_runs(*where)
     local = getattr(tensor, "_local_tensor", None)
-    empty = 0 in expected and local is not None and 0 in local.shape
-    if local is not None and as_ints(local.shape) != expected and not empty:
+    if any(isinstance(placement, StridedShard) for placement in placements):
+        nested = nested_runs(*where)  # what FSDP2 has there, whatever the placements say
+        if nested is not None and local is not None and _fits(local, nested):
+            runs = nested
+    if local is not None and not _fits(local, runs):
+        expected = tuple(sum(n for _, n in axis) for axis in runs)
         raise RefusedError(
             f"`{name}`: its local tensor has shape {tuple(local.shape)}, but {placements} of "
             f"{shape} on a mesh of shape {tuple(tensor.device_mesh.shape)} gives {expected} here; "
@@ -160,6 +170,12 @@ def _dtensor_chunks(name: str, tensor: Any) -> list[tuple[Chunk, Chunk]]:
         )
         for box in itertools.product(*places)
     ]
+
+
+def _fits(local: Any, runs: Sequence[Sequence[tuple[int, int]]]) -> bool:
+    """Tell whether a local tensor has as many elements along each axis as the runs; none is none."""
+    expected = tuple(sum(n for _, n in axis) for axis in runs)
+    return as_ints(local.shape) == expected or (0 in expected and 0 in local.shape)
 
 
 def _starts(runs: Sequence[tuple[int, int]]) -> list[int]:
