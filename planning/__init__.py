@@ -17,6 +17,7 @@ from .codec import (
     encode_plan,
     fingerprint,
 )
+from .derive import DerivedPlans, derive_plans
 from .describe import metadata_of
 from .dtypes import dtype_name, is_exact_cast, itemsize
 from .errors import CodecError, Issue, NotFoundError, PlanError, RefusedError
@@ -157,6 +158,7 @@ __all__ = [
     "Tiling",
     "Transfer",
     "Why",
+    "DerivedPlans",
     "WorldPlans",
     "WriteItem",
     "WriteItemType",
@@ -183,6 +185,7 @@ __all__ = [
     "expert_parallel",
     "explain",
     "fills",
+    "derive_plans",
     "find_issues",
     "find_object",
     "find_shard",

@@ -9,7 +9,7 @@ import numpy as np
 
 from .packing import Ints
 
-__all__ = ["assign"]
+__all__ = ["assign", "even_out", "uneven"]
 
 _EVEN: Final = 1.05  # max over mean: from here on it is worth looking for better
 _GOOD: Final = 1.001  # and from here on it is not
@@ -69,11 +69,17 @@ def assign(group: Ints, rank: Ints, weight: Ints, ranks: int) -> Ints:
         chosen[number] = low + i
         load[r] += weights[number]
         heapq.heapreplace(heap, (load[r], r, i))
-    _even_out(chosen, first, count, rank, weight[first], np.array(load, np.int64))
+    even_out(chosen, first, count, rank, weight[first], np.array(load, np.int64))
     return chosen
 
 
-def _even_out(chosen: Ints, first: Ints, count: Ints, rank: Ints, weight: Ints, load: Ints) -> None:
+def uneven(chunks: int, load: Ints) -> bool:
+    """Tell whether greed came out uneven, with few enough chunks to look for better."""
+    mean = load.sum() / max(len(load), 1)
+    return 0 < chunks <= _FEW and bool(load.max() > _EVEN * mean)
+
+
+def even_out(chosen: Ints, first: Ints, count: Ints, rank: Ints, weight: Ints, load: Ints) -> None:
     """Look for a better choice where greed came out uneven and there are few chunks to choose.
 
     Where there are many, greed is even already. The search tries the heaviest chunk first, on its
@@ -82,7 +88,7 @@ def _even_out(chosen: Ints, first: Ints, count: Ints, rank: Ints, weight: Ints, 
     """
     shared = np.flatnonzero(count > 1)
     mean = load.sum() / max(len(load), 1)
-    if not 0 < len(shared) <= _FEW or load.max() <= _EVEN * mean:
+    if not uneven(len(shared), load):
         return
     np.subtract.at(load, rank[chosen[shared]], weight[shared])  # what is not ours to move
     shared = shared[np.argsort(-weight[shared], kind="stable")]

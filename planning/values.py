@@ -173,7 +173,7 @@ def _dtensor_chunks(name: str, tensor: Any) -> list[tuple[Chunk, Chunk]]:
 
 
 def _fits(local: Any, runs: Sequence[Sequence[tuple[int, int]]]) -> bool:
-    """Tell whether a local tensor has as many elements along each axis as the runs; none is none."""
+    """Tell whether a local tensor is as long along each axis as the runs; empty is empty."""
     expected = tuple(sum(n for _, n in axis) for axis in runs)
     return as_ints(local.shape) == expected or (0 in expected and 0 in local.shape)
 

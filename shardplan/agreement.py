@@ -27,6 +27,7 @@ from shardplan.planning import (
     WorldPlans,
     decode_plan,
     decode_plans,
+    derive_plans,
     encode_plan,
     fingerprint,
     flatten,
@@ -111,7 +112,7 @@ def agree(
     comm: Comm,
     state: Callable[[], Mapping[Any, Any]],
     *,
-    planner: Pass[SavePlan],
+    planner: Pass[SavePlan] | None,
     watch: Stopwatch,
     cache: PlanCache | None = None,
     verify_replicas: bool = False,
@@ -122,7 +123,7 @@ def agree(
     Args:
         comm: The ranks.
         state: Returns this rank's state dict; called once.
-        planner: The pass to apply to each rank's plan.
+        planner: The pass to apply to each rank's plan, if any.
         watch: Gets the seconds of the phases plan and exchange.
         cache: Where to look for a plan made before, and to keep this one.
         verify_replicas: Whether to compare what several ranks claim to hold alike; then plans are
@@ -167,7 +168,7 @@ class _Offer:
         self,
         comm: Comm,
         state: Callable[[], Mapping[Any, Any]],
-        planner: Pass[SavePlan],
+        planner: Pass[SavePlan] | None,
         cache: PlanCache,
         first: Callable[[], None],
     ) -> None:
@@ -218,9 +219,15 @@ class _Offer:
         own = local_plan(self.sd)
         self._local = _passed(self.planner, own)
         whole = whole_layout(self.flat, own, self.comm)
-        if whole is None or len(whole) * len(own.items) > _DERIVED_ITEMS:
+        if whole is None:
             return None
-        plans, metadata = global_plan([_passed(self.planner, plan) for plan in whole])
+        plans: Sequence[SavePlan]
+        if self.planner is None:
+            plans, metadata = derive_plans(whole)
+        elif len(whole) * len(own.items) > _DERIVED_ITEMS:
+            return None  # a pass may do anything: every rank's plan would have to be made
+        else:
+            plans, metadata = global_plan([_passed(self.planner, plan) for plan in whole])
         tag = _tag([_described(whole), fingerprint(metadata)])
         mine = self.comm.rank == self.comm.coordinator
         known = (plans, metadata) if mine else (None, None)
@@ -231,8 +238,8 @@ def _described(whole: WorldPlans) -> str:
     return repr((whole.mesh, dict(whole.specs), whole.values, whole.planner_data))
 
 
-def _passed(planner: Pass[SavePlan], plan: SavePlan) -> SavePlan:
-    return planner((plan,))[0]
+def _passed(planner: Pass[SavePlan] | None, plan: SavePlan) -> SavePlan:
+    return plan if planner is None else planner((plan,))[0]
 
 
 def _gather(comm: Comm, offer: _Offer, watch: Stopwatch, *, verify_replicas: bool) -> Agreement:

@@ -12,7 +12,7 @@ from shardplan.dist import CheckpointError, Comm
 from shardplan.io.pool import Pool
 from shardplan.io.stores import Store, open_store
 from shardplan.io.writers import Part, Writer, find_writer
-from shardplan.planning import Pass, SavePlan, chain
+from shardplan.planning import Pass, SavePlan
 
 from .agreement import Agreement, PlanCache, agree
 from .profiling import profiled
@@ -21,8 +21,6 @@ from .reports import RankReport, SaveReport, Stopwatch, slowest_ranks
 from .stateful import expand
 
 __all__ = ["save", "save_state"]
-
-_NO_PASSES: Pass[SavePlan] = chain()
 
 
 def save(
@@ -111,7 +109,7 @@ def save_state(
         sd, agreement, save_id = agree(
             comm,
             state,
-            planner=planner or _NO_PASSES,
+            planner=planner,
             watch=watch,
             cache=cache,
             verify_replicas=verify_replicas,
