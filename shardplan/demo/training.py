@@ -1,0 +1,151 @@
+"""One rank of the demo's training job: ``torchrun -m shardplan.demo.training FOLDER TP STEPS``.
+
+With STEPS it trains that long, saves, and goes on; without, it loads what was saved. Either way it
+trains two more steps, and rank 0 writes down their losses, a checksum of every tensor as it was
+when it was saved or loaded, and how long things took.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import xxhash
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+import shardplan
+from shardplan.demo.model import batch as tokens_of
+from shardplan.demo.model import build
+from shardplan.io.arrays import memory
+from shardplan.planning import flatten
+
+__all__ = ["main"]
+
+MORE = 2
+
+
+class Training:
+    """A model, its optimizer, and the data that this rank sees."""
+
+    def __init__(self, ranks: int, tensor_parallel: int) -> None:
+        self.model, mesh = build(ranks, tensor_parallel)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.parts = 1 if mesh is None else mesh["dp"].size()
+        self.part = 0 if mesh is None else mesh["dp"].get_local_rank()
+        self.done = 0
+
+    def step(self) -> float:
+        """Train one step, and return the loss over all ranks."""
+        inputs, targets = tokens_of(self.done)
+        mine = slice(self.part, None, self.parts)
+        scores = self.model(inputs[mine])
+        loss = functional.cross_entropy(scores.flatten(0, 1), targets[mine].flatten())
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.done += 1
+        mean = loss.detach().clone()
+        if dist.is_initialized():
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+        return float(mean)
+
+    def state(self) -> dict[str, Any]:
+        """Return all that training needs to go on."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "step": self.done}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Go on from a state that was loaded."""
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        self.done = state["step"]
+
+
+def checksums(state: dict[str, Any]) -> dict[str, str]:
+    """Return a checksum of the whole of every tensor, wherever its parts are."""
+    found = {}
+    for name, value in flatten(state)[0].items():
+        if isinstance(value, torch.Tensor):
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            view = memory(whole.detach().contiguous())
+            found[name] = xxhash.xxh3_64_hexdigest(view)
+    return found
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Return the seconds until all ranks have done something."""
+    if dist.is_initialized():
+        dist.barrier()
+    start = time.perf_counter()
+    work()
+    if dist.is_initialized():
+        dist.barrier()
+    return time.perf_counter() - start
+
+
+def save_and_go_on(training: Training, folder: Path, steps: int) -> dict[str, Any]:
+    """Train, save with shardplan and with torch, go on; then load, and go on again."""
+    before = [training.step() for _ in range(steps)]
+    state = training.state()
+    told = {"checksums": checksums(state), "before": before}
+    seconds: dict[str, float] = {}
+    for turn in ("warm up", "save"):  # whatever is done once only is done before it counts
+        seconds[turn] = timed(lambda: shardplan.save(state, folder / "step", overwrite=True))
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder / "torch", ignore_errors=True)
+        seconds[f"{turn} torch"] = timed(lambda: dcp.save(state, checkpoint_id=folder / "torch"))
+    told["losses"] = [training.step() for _ in range(MORE)]
+    fresh = Training(dist.get_world_size(), 2)
+    target = fresh.state()
+    seconds["load"] = timed(lambda: shardplan.load(target, folder / "step"))
+    other = Training(dist.get_world_size(), 2).state()
+    seconds["load torch"] = timed(lambda: dcp.load(other, checkpoint_id=folder / "torch"))
+    fresh.resume(target)
+    told |= {"resumed": [fresh.step() for _ in range(MORE)], "seconds": seconds}
+    return told
+
+
+def load_and_go_on(training: Training, folder: Path) -> dict[str, Any]:
+    """Load what another set of ranks saved, and go on."""
+    state = training.state()
+    seconds = {"load": timed(lambda: shardplan.load(state, folder / "step"))}
+    told = {"checksums": checksums(state), "seconds": seconds}
+    training.resume(state)
+    return told | {"losses": [training.step() for _ in range(MORE)]}
+
+
+def main(folder: Path, tensor_parallel: int, steps: int) -> None:
+    """Be one rank."""
+    warnings.filterwarnings("ignore", category=UserWarning)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    torch.set_num_threads(1)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        dist.init_process_group("gloo")
+    training = Training(ranks, tensor_parallel)
+    told = save_and_go_on(training, folder, steps) if steps else load_and_go_on(training, folder)
+    if ranks == 1 or dist.get_rank() == 0:
+        (folder / f"told-{ranks}.json").write_text(json.dumps(told))
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
