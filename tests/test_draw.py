@@ -27,6 +27,7 @@ from shardplan.planning import (
     global_plan,
     load_plan,
     local_plan,
+    strategies,
 )
 from shardplan.planning.draw import (
     Picture,
@@ -38,7 +39,7 @@ from shardplan.planning.draw import (
 )
 from shardplan.planning.draw import svg as drawing
 from shardplan.planning.reports.writers import writers_of
-from shardplan.planning.topology import world_plans
+from shardplan.planning.topology import world_metadata, world_plans
 
 SVG = "{http://www.w3.org/2000/svg}"
 LIMIT = 300_000  # bytes of any picture
@@ -677,3 +678,93 @@ def test_thinned_places_keep_their_distance_and_both_ends(places, gap):
     assert kept[:1] + kept[-1:] == places[:1] + places[-1:]
     assert all(b - a >= gap for a, b in pairwise(kept[:-1]))
     assert len(kept) < 3 or kept[-1] - kept[-2] >= gap
+
+
+@st.composite
+def reshards(draw):
+    """Generate a world that saves two tensors, and another that wants them."""
+    tensors = {name: draw(strategies.shapes(min_side=1)) for name in ("a", "b")}
+    kinds = {name: draw(st.sampled_from(["float32", "int8"])) for name in tensors}
+    worlds = []
+    for _ in range(2):
+        mesh = draw(strategies.meshes())
+        specs = {
+            name: TensorSpec(shape, kinds[name], draw(strategies.placements(mesh, shape)))
+            for name, shape in tensors.items()
+        }
+        worlds.append(world_plans({**specs, "step": 7}, mesh))
+    return worlds
+
+
+@given(reshards())
+def test_a_worlds_traffic_is_that_of_its_load_plans(worlds):
+    saved, wanted = worlds
+    writes, metadata = global_plan(saved)
+    writers = writers_of(writes, metadata)
+    loads = [load_plan(metadata, plan) for plan in wanted]
+    assert np.array_equal(traffic_matrix(wanted, writers), traffic_matrix(loads, writers))
+    assert draw_traffic(wanted, writers) == draw_traffic(loads, writers)
+
+
+def large(before, after):
+    spec = TensorSpec((16384, 53248), "bfloat16", [Shard(0), Shard(1)])
+    saved, wanted = (world_plans({"w": spec}, mesh) for mesh in (before, after))
+    metadata = world_metadata(saved)
+    return metadata, wanted, writers_of(saved, metadata)
+
+
+def test_the_traffic_of_a_large_world_is_added_up_in_blocks():
+    _, wanted, writers = large(Mesh(dp=256, tp=8), Mesh(dp=192, tp=8))
+    picture = draw_traffic(wanted, writers)
+    dense = draw_traffic(traffic_matrix(wanted, writers))
+    assert boxes(picture, "cell") == boxes(dense, "cell")
+    assert tips(picture) == tips(dense)
+    assert picture.caption == (
+        "1.6 GiB in all, ranks 0–63 → ranks 0–47 the most (52.0 MiB). "
+        "Each cell adds up 64 ranks × 48 ranks."
+    )
+
+
+def test_a_worlds_traffic_needs_writers_that_wrote_it():
+    _, wanted, writers = large(Mesh(dp=4, tp=2), Mesh(dp=3, tp=2))
+    with pytest.raises(TypeError, match="pass writers_of"):
+        traffic_matrix(wanted, list(wanted))
+    with pytest.raises(TypeError, match="pass writers_of"):
+        draw_traffic(wanted)
+    other = world_plans({"v": TensorSpec((4,))}, Mesh(dp=2))
+    with pytest.raises(ValueError, match="nobody wrote `v` as a tensor of shape"):
+        traffic_matrix(other, writers)
+
+
+def test_columns_with_room_for_a_number_are_not_drawn_together():
+    _, wanted, _ = large(Mesh(dp=128, tp=8), Mesh(dp=192, tp=8))
+    cells = boxes(draw_tiling(wanted, "w"), "cell")
+    assert len({x for x, *_ in cells}) == 8
+    assert all(f"{rank} …" in words(draw_tiling(wanted, "w")) for rank in range(8))
+
+
+def test_pieces_of_many_ranks_say_which_come_first():
+    metadata, wanted, writers = large(Mesh(dp=2048, tp=8), Mesh(dp=1536, tp=8))
+    picture = draw_reshard(metadata, wanted, "w", writers=writers)
+    told = [w for w in words(picture) if re.fullmatch(r"\d+…", w)]
+    assert len(told) == 2 * len(boxes(picture, "piece")) > 0
+
+
+def test_writers_are_found_whatever_the_order_of_the_chunks():
+    metadata, wanted, writers = large(Mesh(dp=4, tp=2), Mesh(dp=3, tp=2))
+    (entry,) = metadata.state_dict_metadata.values()
+    order = [*entry.chunks[4:], *entry.chunks[:4]]
+    shuffled = Metadata({"w": TensorMetadata(entry.properties, entry.size, order)})
+    pictures = {draw_reshard(m, wanted, "w", writers=writers) for m in (metadata, shuffled)}
+    assert len(pictures) == 1
+
+
+def test_the_ends_of_an_axis_are_told_even_if_no_chunk_reaches_them():
+    holed = metadata_of((9, 7), [Chunk((2, 1), (5, 4))])
+    assert {"0", "1", "2", "5", "7", "9"} <= set(words(draw_tiling(holed, "w")))
+
+
+def test_a_card_is_as_wide_as_its_subtitle():
+    _, wanted, _ = large(Mesh(dp=2048, tp=8), Mesh(dp=1536, tp=8))
+    about = words(draw_tiling(wanted, "w"))[1]
+    assert about == "bfloat16 [16384, 53248] · 1.6 GiB · 11,920 chunks on 11,920 ranks"

@@ -34,7 +34,7 @@ from shardplan.planning import (
     resolve_overlaps,
     share_reads,
 )
-from shardplan.planning.reports import CostModel, explain
+from shardplan.planning.reports import CostModel, FileCost, RankCost, explain
 from shardplan.planning.reports.diff import PlanDiff, plan_diff
 from shardplan.planning.reports.traffic import count_runs
 from shardplan.planning.reports.why import why
@@ -298,6 +298,30 @@ def test_small_blocks_give_the_same_sums(worlds):
         patch.setattr(reshard, "_BLOCK", 2)
         patch.setattr(reshard, "_CROWDED", 1)
         assert explain(metadata, wanted, writers=saved) == expected
+
+
+@given(placed_worlds())
+def test_counting_by_axis_and_by_piece_give_the_same_sums(worlds):
+    from shardplan.planning.reports import reshard
+
+    saved, metadata, _, wanted = worlds
+    expected = explain(metadata, wanted, writers=saved)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reshard.Axes, "of", lambda *grids: None)
+        assert explain(metadata, wanted, writers=saved) == expected
+
+
+def test_rows_read_as_columns_by_twelve_thousand_ranks_are_not_looked_at_one_by_one():
+    rows, columns = (TensorSpec((16384, 36864), "bfloat16", [Shard(axis)]) for axis in (0, 1))
+    saved = world_plans({"w": rows}, Mesh(dp=16_384))
+    metadata = world_metadata(saved)
+    wanted = world_plans({"w": columns}, Mesh(dp=12_288))  # three columns each
+    report = explain(metadata, wanted, writers=writers_of(saved, metadata))
+    one = RankCost(7, 98_304, 16_384, 49_152, 16_384, 0, 0, 0, report.ranks[7].seconds)
+    assert report.ranks[7] == one
+    assert set(report.ranks.nbytes.tolist()) == {98_304}
+    assert report.files[7] == FileCost(7, 73_728, 12_288, 12_288)
+    assert report.totals.whole_chunk_amplification == 12_288
 
 
 def test_a_cast_is_staged_where_the_plans_tell_of_it():

@@ -132,9 +132,12 @@ def cut_by_writers(metadata: Metadata, writers: Writers | Plans, fqn: str) -> Cu
     if not isinstance(writers, Writers):
         return cut_of(writers, fqn)
     cut = cut_of(metadata, fqn)
-    chunks = _tensor(metadata, fqn).chunks.offsets.tolist()
-    who = [writers[MetadataIndex(fqn, offset)] for offset in chunks]
-    return attrs.evolve(cut, who=np.array(who, np.int64), unit="rank")
+    if _tensor(metadata, fqn) == writers.entries.get(fqn):
+        who = writers.columns[writers.column[writers.entries.row_of[fqn]]]
+    else:  # the writers of another checkpoint: look every chunk up
+        chunks = _tensor(metadata, fqn).chunks.offsets.tolist()
+        who = np.array([writers[MetadataIndex(fqn, offset)] for offset in chunks], np.int64)
+    return attrs.evolve(cut, who=who, unit="rank")
 
 
 def _tensor(metadata: Metadata, fqn: str) -> TensorMetadata:

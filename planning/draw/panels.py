@@ -100,10 +100,16 @@ def is_to_scale(window: Window, size: Size) -> bool:
 
 
 def most_cells(cells: Sequence[Cell], size: Size) -> tuple[int, int]:
-    """Return how many rows and columns leave room for a label in each cell."""
+    """Return how many rows and columns leave room for a label in each cell.
+
+    Columns that all have room for a short one stay: few are cut on purpose, as by tensor
+    parallelism, and what lies on both sides of such a cut has little to do with each other.
+    """
     last = max((cell.holders[-1] for cell in cells), default=0)
-    wide = max(_WIDE, width_of(f"{last}–{last}", 10) + 8)
-    return max(1, int(size[1] / _HIGH)), max(1, int(size[0] / wide))
+    wide, short = (max(_WIDE, width_of(w, 10) + 8) for w in (f"{last}–{last}", f"{last} …"))
+    columns = len({cell.left for cell in cells})
+    most = columns if columns <= size[0] / short else int(size[0] / wide)
+    return max(1, int(size[1] / _HIGH)), max(1, most)
 
 
 def are_readable(cells: Sequence[Cell], size: Size) -> bool:
@@ -202,7 +208,8 @@ def are_told(cells: Sequence[Cell], labels: Sequence[object]) -> bool:
 def _kinds(who: Sequence[int], unit: str) -> list[Label]:
     """Return labels for some ranks or chunks, the most telling first."""
     ends = f"{who[0]} … {who[-1]}" if len(who) > 1 else str(who[0])
-    words = named(who, unit), runs_text(who), ends
+    first = f"{who[0]} …" if len(who) > 1 else str(who[0])
+    words = named(who, unit), runs_text(who), ends, first
     return [(word, size) for word in words for size in (12.0, 10.0)]
 
 
@@ -211,8 +218,9 @@ def draw_axes(
 ) -> list[str]:
     """Write where chunks are cut along some sides of a frame, and, if asked, the axes' names."""
     down, across = (axis - cut.lead for axis in window.axes)
-    rows = sorted({e for c in cells for e in (c.top, c.top + c.height)})
-    columns = sorted({e for c in cells for e in (c.left, c.left + c.width)})
+    high, wide = window.of_shape(cut.plane)  # its ends are told even where no chunk reaches them
+    rows = sorted({0, high} | {e for c in cells for e in (c.top, c.top + c.height)})
+    columns = sorted({0, wide} | {e for c in cells for e in (c.left, c.left + c.width)})
     drawn = []
     for side, is_named in sides.items():
         if side == "top" and across >= 0:

@@ -291,11 +291,16 @@ def _words(cell: Cell, frame: Frame, stacked: bool) -> tuple[Label, ...]:
     """Return where a piece comes from and goes to, if both can be written into it."""
     width, height = frame.place(cell)[2:]
     room = (width - 3, height / 2) if stacked else (width / 2 - 3, height)
-    for size in (12.0, 10.0):
-        labels = tuple((runs_text(who), size) for who in (cell.sources, cell.holders) if who)
+    both = [who for who in (cell.sources, cell.holders) if who]
+    for words, size in ((runs_text, 12.0), (runs_text, 10.0), (_first, 10.0), (_first, 9.0)):
+        labels = tuple((words(who), size) for who in both)
         if len(labels) == 2 and all(fits(label, *room) for label in labels):
             return labels
     return ()
+
+
+def _first(who: Sequence[int]) -> str:
+    return f"{who[0]}…" if len(who) > 1 else str(who[0])
 
 
 def _piece(

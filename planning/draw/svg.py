@@ -39,6 +39,7 @@ _VIRIDIS: Final = (
 MARGIN: Final = 20.0
 TOP: Final = 64.0  # where the drawing on a card begins
 _LINE: Final = 17.0
+_WIDEST: Final = 760.0  # how far a card grows to fit its subtitle
 
 
 @attrs.frozen(repr=False)
@@ -308,6 +309,7 @@ def card(title: str, subtitle: str, body: str, caption: str, size: tuple[float, 
         size: How wide the card is, and how far down the drawing reaches.
     """
     width, bottom = size
+    width = max(width, min(_WIDEST, width_of(clean(subtitle), 12) + 2 * MARGIN))
     room = width - 2 * MARGIN
     lines = wrap(caption, room, 12)
     height = bottom + _LINE * len(lines) + MARGIN

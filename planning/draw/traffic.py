@@ -11,10 +11,15 @@ import numpy.typing as npt
 
 from ..catalog import column
 from ..errors import PlanError
+from ..overlap import overlap_many
 from ..packing import Ints, readonly
+from ..placed import spread
 from ..records import LoadPlan, SavePlan
+from ..reports.reshard import HeldBoxes, most_met, stretches
+from ..reports.traffic import itemsizes
 from ..reports.writers import Writers
 from ..text import counted, human_bytes
+from ..topology import WorldPlans
 from ..world import World
 from .svg import (
     EMPTY,
@@ -42,11 +47,14 @@ __all__ = ["draw_traffic", "traffic_matrix"]
 _CELLS: Final = 32  # rows and columns of a heat map: more are drawn together
 
 
-def traffic_matrix(plans: Iterable[LoadPlan], writers: Writers | Iterable[SavePlan]) -> Ints:
+def traffic_matrix(
+    plans: Iterable[LoadPlan] | WorldPlans, writers: Writers | Iterable[SavePlan]
+) -> Ints:
     """Add up how many stored bytes each rank reads of what each rank wrote.
 
     Args:
-        plans: What is read: one plan per reading rank.
+        plans: What is read: one plan per reading rank; or a world that is to be filled, which is
+            counted layout by layout, and needs `Writers`.
         writers: Who wrote: one plan per writing rank, as `global_plan` returns them, or what
             `writers_of` makes of them. A chunk that several ranks wrote counts for the lowest.
 
@@ -63,8 +71,11 @@ def traffic_matrix(plans: Iterable[LoadPlan], writers: Writers | Iterable[SavePl
 
     Raises:
         PlanError: Writers disagree about a tensor.
+        TypeError: The plans are those of a world, and the writers are plans.
         ValueError: A read asks for a chunk that no writer wrote.
     """
+    if isinstance(plans, WorldPlans):
+        return readonly(_world_sums(plans, _known(writers), (1, 1)))
     found = _Chunks.by(writers) if isinstance(writers, Writers) else _Chunks.of(World(writers))
     columns = [found.read_by(plan) for plan in plans]
     return readonly(np.array(columns, np.int64).reshape(-1, found.ranks).T)
@@ -164,6 +175,44 @@ class _Chunks:
         return sums
 
 
+def _known(writers: Writers | Iterable[SavePlan] | None) -> Writers:
+    if not isinstance(writers, Writers):
+        raise TypeError("a world does not say who wrote; pass writers_of(plans, metadata)")
+    return writers
+
+
+def _world_sums(world: WorldPlans, writers: Writers, steps: tuple[int, int]) -> Ints:
+    """Add up what a world reads, in blocks of so many writers and readers.
+
+    Tensors that were saved alike, written alike and are wanted alike are looked at once.
+    """
+    entries, size = writers.entries, itemsizes(writers.entries)
+    alike: dict[tuple[int, int, int], int] = {}  # bytes of one element of each, added up
+    for name, spec in world.specs.items():
+        row = entries.row_of.get(name, -1)
+        saved = -1 if row < 0 else int(entries.layout[row])
+        if saved < 0 or entries.layouts[saved].size != spec.shape:
+            raise ValueError(f"nobody wrote `{name}` as a tensor of shape {list(spec.shape)}")
+        key = saved, int(writers.column[row]), world.layout_of[name]
+        alike[key] = alike.get(key, 0) + int(size[row])
+    rows = int(writers.ranks.max(initial=-1)) // steps[0] + 1
+    sums = np.zeros((rows, -(-len(world) // steps[1])), np.int64)
+    for (saved, column_of, wanted), itemsize in alike.items():
+        tiling, boxes = entries.layouts[saved].tiling, HeldBoxes.of(world.layouts[wanted])
+        writer = writers.columns[column_of] // steps[0]
+        for low, high in stretches(most_met(tiling, boxes)):
+            which = np.zeros(high - low, np.int64)
+            met = overlap_many((tiling,), which, boxes.offsets[low:high], boxes.sizes[low:high])
+            box, nbytes = met.box + low, met.sizes.prod(axis=1) * itemsize
+            for begin, end in stretches(boxes.holders[box]):
+                here = slice(begin, end)
+                # One row a piece and rank that holds the box.
+                row_of, nth = spread(boxes.holders[box[here]])
+                reader = boxes.rank[boxes.first[box[here]][row_of] + nth] // steps[1]
+                np.add.at(sums, (writer[met.chunk[here]][row_of], reader), nbytes[here][row_of])
+    return sums
+
+
 def _strides(shapes: Sequence[tuple[int, ...]]) -> Ints:
     """Return, per tensor, how far apart neighbours along each axis lie; one spare row at the end.
 
@@ -179,7 +228,7 @@ def _strides(shapes: Sequence[tuple[int, ...]]) -> Ints:
 
 
 def draw_traffic(
-    traffic: npt.ArrayLike | Iterable[LoadPlan],
+    traffic: npt.ArrayLike | Iterable[LoadPlan] | WorldPlans,
     writers: Writers | Iterable[SavePlan] | None = None,
     *,
     source: str = "rank",
@@ -192,8 +241,9 @@ def draw_traffic(
     More than 32 rows or columns are added up in blocks, and the caption says of how many.
 
     Args:
-        traffic: Bytes, one row a source and one column a reader; or one load plan per rank.
-        writers: With load plans: who wrote, as `traffic_matrix` takes it.
+        traffic: Bytes, one row a source and one column a reader; or one load plan per rank; or a
+            world that is to be filled.
+        writers: With plans: who wrote, as `traffic_matrix` takes it.
         source: What a row is: ``"rank"``, ``"file"``, ``"node"``.
         reader: What a column is.
         source_names: A name for each row, such as a file's.
@@ -205,30 +255,56 @@ def draw_traffic(
     Raises:
         ValueError: The matrix has no cells or negative ones, or its rows are not the names'.
     """
-    matrix = _matrix(traffic, writers)
-    if source_names and len(source_names) != len(matrix):
-        raise ValueError(f"{len(source_names)} names do not fit {len(matrix)} rows of traffic")
-    steps = block(matrix.shape[0], _CELLS), block(matrix.shape[1], _CELLS)
-    sums = _sums(matrix, steps)
+    units = source, reader
+    shape, steps, sums, matrix = _in_blocks(traffic, writers)
+    if source_names and len(source_names) != shape[0]:
+        raise ValueError(f"{len(source_names)} names do not fit {shape[0]} rows of traffic")
     rows, columns = sums.shape
     size = max(14.0, min(74.0, 480 / columns)), max(14.0, min(36.0, 448 / rows))
     names = (
-        span_names(matrix.shape[0], steps[0], source_names),
-        span_names(matrix.shape[1], steps[1]),
+        span_names(shape[0], steps[0], source_names),
+        span_names(shape[1], steps[1]),
     )
     gutter = min(300.0, max(width_of(name, 11) for name in names[0])) + 40
     heat = _Heat(MARGIN + gutter, TOP + 44, *size, float(sums.max()))
     right, bottom = heat.x + columns * size[0], heat.y + rows * size[1]
     body = [
-        *heat.cells(sums, names, (source, reader)),
+        *heat.cells(sums, names, units),
         *heat.labels(names, (f"from {source}", f"to {reader}"), gutter),
         *_scale_legend(right + 24, heat.y, max(110.0, min(200.0, bottom - heat.y - 26)), heat.most),
     ]
     full = max(420.0, right + 24 + 14 + 76 + MARGIN)
-    caption = _told(matrix, (source, reader), source_names) + _blocks_told(steps, source, reader)
-    about = f"{counted(matrix.shape[0], source)} → {counted(matrix.shape[1], reader)}"
+    told = (
+        _world_told(sums, steps, shape, units)
+        if matrix is None
+        else _told(matrix, units, source_names)
+    )
+    caption = told + _blocks_told(steps, source, reader)
+    about = f"{counted(shape[0], source)} → {counted(shape[1], reader)}"
     end = max(bottom, heat.y + 136) + 8
     return card(title, about, "".join(body), caption, (full, end))
+
+
+_Shape = tuple[int, int]
+
+
+def _in_blocks(
+    traffic: Any, writers: Writers | Iterable[SavePlan] | None
+) -> tuple[_Shape, _Shape, Ints, Ints | None]:
+    """Return how many sources and readers there are, how many are added up, and their sums.
+
+    The whole matrix comes last, unless it is that of a large world, which is never made.
+    """
+    if not isinstance(traffic, WorldPlans):
+        matrix = _matrix(traffic, writers)
+        shape = matrix.shape[0], matrix.shape[1]
+        steps = block(shape[0], _CELLS), block(shape[1], _CELLS)
+        return shape, steps, _sums(matrix, steps), matrix
+    known = _known(writers)
+    shape = int(known.ranks.max(initial=-1)) + 1, len(traffic)
+    steps = block(shape[0], _CELLS), block(shape[1], _CELLS)
+    sums = _checked(_world_sums(traffic, known, steps))
+    return shape, steps, sums, sums if steps == (1, 1) else None
 
 
 def _matrix(traffic: Any, writers: Writers | Iterable[SavePlan] | None) -> Ints:
@@ -349,6 +425,21 @@ def _told(matrix: Ints, units: tuple[str, str], names: Sequence[str]) -> str:
         f"{human_bytes(total)} in all; {pairs:,} of {matrix.size:,} pairs share bytes, "
         f"{origin} → {units[1]} {column} the most ({most})."
     )
+
+
+def _world_told(
+    sums: Ints, steps: tuple[int, int], shape: tuple[int, int], units: tuple[str, str]
+) -> str:
+    """Say how much there is in all, and which block has most of it."""
+    if not sums.any():
+        return "Nothing is read."
+    at = np.unravel_index(int(sums.argmax()), sums.shape)
+    names = (
+        f"{unit}s {span_names(count, step)[int(i)]}" if step > 1 else f"{unit} {int(i)}"
+        for unit, count, step, i in zip(units, shape, steps, at, strict=True)
+    )
+    most = human_bytes(int(sums.max()))
+    return f"{human_bytes(int(sums.sum()))} in all, {' → '.join(names)} the most ({most})."
 
 
 def _blocks_told(steps: tuple[int, int], source: str, reader: str) -> str:

@@ -22,11 +22,12 @@ from ..packing import Ints
 from ..placed import SpecLayout, spread
 from ..tiling import Grid, Tiling, tile
 from ..topology import WorldPlans
+from .axiswise import Axes
 from .grouping import group_rows
 from .traffic import Tally, Traffic, count_runs, itemsizes, volume
 from .writers import Writers
 
-__all__ = ["reshard_traffic"]
+__all__ = ["HeldBoxes", "most_met", "reshard_traffic", "stretches"]
 
 # Pieces that are looked at together: bounds memory to a few hundred MiB.
 _BLOCK: Final = 1 << 20
@@ -56,7 +57,7 @@ class _Tensors:
 
 
 @attrs.frozen(eq=False)
-class _Boxes:
+class HeldBoxes:
     """The distinct boxes of a wanted layout, none of them empty.
 
     Attributes:
@@ -73,7 +74,8 @@ class _Boxes:
     rank: Ints
 
     @classmethod
-    def of(cls, held: SpecLayout) -> _Boxes:
+    def of(cls, held: SpecLayout) -> HeldBoxes:
+        """Gather the boxes that ranks hold."""
         real = np.flatnonzero(held.sizes.all(axis=1))
         rank, offsets, sizes = held.rank[real], held.offsets[real], held.sizes[real]
         first, group = group_rows([np.zeros(len(real), np.int64), offsets, sizes])
@@ -100,7 +102,7 @@ def reshard_traffic(
         pair = int(entries.layout[entries.row_of[name]]), world.layout_of[name]
         pairs.setdefault(pair, []).append(name)
     for (saved, wanted), names in pairs.items():
-        boxes = _Boxes.of(world.layouts[wanted])
+        boxes = HeldBoxes.of(world.layouts[wanted])
         tensors = _tensors(metadata, world, writers, tally, names)
         short = _count(tally, entries.layouts[saved], boxes, tensors)
         for box in np.flatnonzero(short)[:1].tolist():
@@ -174,17 +176,14 @@ def _tensors(
     )
 
 
-def _count(tally: Tally, saved: Layout, boxes: _Boxes, tensors: _Tensors) -> Ints:
+def _count(tally: Tally, saved: Layout, boxes: HeldBoxes, tensors: _Tensors) -> Ints:
     """Add what one pair of layouts moves; return, per box, how many elements it lacks."""
-    tiling = saved.tiling
-    sums = _Sums.of(len(boxes.first), len(tiling))
-    for low, high in _blocks(_bounds(tiling, boxes)):
-        here, which = slice(low, high), np.zeros(high - low, np.int64)
-        pieces = overlap_many((tiling,), which, boxes.offsets[here], boxes.sizes[here])
-        box = pieces.box + low
-        sums.add(box, pieces.chunk, pieces.sizes, tiling.sizes[pieces.chunk], boxes)
-        for file, _, _ in tensors.written:
-            _mark(tally, boxes, box, file[pieces.chunk])
+    even = len(boxes.holders) and (boxes.holders == boxes.holders[0]).all()
+    axes = Axes.of(saved.tiling, boxes.offsets, boxes.sizes) if even else None
+    if axes is None:
+        sums = _by_piece(tally, saved.tiling, boxes, tensors)
+    else:
+        sums = _by_axis(tally, axes, boxes, tensors)
     # One row a rank and box: what a rank needs of a box, every other rank that holds it needs too.
     held = np.repeat(np.arange(len(boxes.first)), boxes.holders)
     peak = np.maximum(sums.staged * tensors.widest, sums.largest * tensors.widest_cast)
@@ -198,6 +197,37 @@ def _count(tally: Tally, saved: Layout, boxes: _Boxes, tensors: _Tensors) -> Int
     tally.unique += volume(tile(boxes.offsets, boxes.sizes)) * tensors.nbytes
     short: Ints = boxes.sizes.prod(axis=1) - sums.elements
     return short
+
+
+def _by_piece(tally: Tally, tiling: Tiling, boxes: HeldBoxes, tensors: _Tensors) -> _Sums:
+    """Count any chunks and boxes, piece by piece."""
+    sums = _Sums.of(len(boxes.first), len(tiling))
+    for low, high in stretches(most_met(tiling, boxes)):
+        here, which = slice(low, high), np.zeros(high - low, np.int64)
+        pieces = overlap_many((tiling,), which, boxes.offsets[here], boxes.sizes[here])
+        box = pieces.box + low
+        sums.add(box, pieces.chunk, pieces.sizes, tiling.sizes[pieces.chunk], boxes)
+        for file, _, _ in tensors.written:
+            _mark(tally, boxes, box, file[pieces.chunk])
+    return sums
+
+
+def _by_axis(tally: Tally, axes: Axes, boxes: HeldBoxes, tensors: _Tensors) -> _Sums:
+    """Count two grids axis by axis; boxes that meet the same chunks are marked together."""
+    if tensors.written:
+        which, groups = axes.alike()
+        held = np.repeat(which, boxes.holders)
+        holders = np.bincount(held)
+        whose = boxes.rank[np.argsort(held, kind="stable")]
+        together = attrs.evolve(
+            boxes, holders=holders, first=np.cumsum(holders) - holders, rank=whose
+        )
+        for low, high in stretches(groups[:, 1::2].prod(axis=1)):
+            group, chunk = axes.chunks_met(groups[low:high])
+            for file, _, _ in tensors.written:
+                _mark(tally, together, group + low, file[chunk])
+    copies = boxes.holders[0]
+    return _Sums(*axes.per_box(), *(sums * copies for sums in axes.per_chunk()))
 
 
 @attrs.frozen(eq=False)
@@ -224,7 +254,7 @@ class _Sums:
     def of(cls, boxes: int, chunks: int) -> _Sums:
         return cls(*np.zeros((5, boxes), np.int64), *np.zeros((2, chunks), np.int64))
 
-    def add(self, box: Ints, chunk: Ints, lengths: Ints, extents: Ints, boxes: _Boxes) -> None:
+    def add(self, box: Ints, chunk: Ints, lengths: Ints, extents: Ints, boxes: HeldBoxes) -> None:
         """Add pieces of some size, out of chunks of some extent."""
         elements, runs = lengths.prod(axis=1), count_runs(lengths, extents)
         scattered = count_runs(lengths, boxes.sizes[box]) > 1
@@ -237,7 +267,7 @@ class _Sums:
         np.add.at(self.chunk_requests, chunk, runs * boxes.holders[box])
 
 
-def _bounds(tiling: Tiling, boxes: _Boxes) -> Ints:
+def most_met(tiling: Tiling, boxes: HeldBoxes) -> Ints:
     """Return how many chunks each box meets at most."""
     if not isinstance(tiling, Grid):
         return np.full(len(boxes.first), len(tiling))
@@ -249,10 +279,10 @@ def _bounds(tiling: Tiling, boxes: _Boxes) -> Ints:
     return np.maximum(met, 0)
 
 
-def _blocks(counts: Ints) -> Iterator[tuple[int, int]]:
+def stretches(counts: Ints) -> Iterator[tuple[int, int]]:
     """Cut rows into stretches that expand to about _BLOCK each.
 
-    >>> list(_blocks(np.array([_BLOCK, 1, _BLOCK, 1])))
+    >>> list(stretches(np.array([_BLOCK, 1, _BLOCK, 1])))
     [(0, 1), (1, 3), (3, 4)]
     """
     ends = np.cumsum(counts)
@@ -262,7 +292,7 @@ def _blocks(counts: Ints) -> Iterator[tuple[int, int]]:
     yield from pairwise(edges)
 
 
-def _mark(tally: Tally, boxes: _Boxes, box: Ints, file: Ints) -> None:
+def _mark(tally: Tally, boxes: HeldBoxes, box: Ints, file: Ints) -> None:
     """Note that every holder of a box reads a file; one row a box and file, in order of box."""
     met = np.bincount(box, minlength=len(boxes.first))
     crowded = met > tally.seen.shape[1] // _CROWDED
@@ -271,10 +301,11 @@ def _mark(tally: Tally, boxes: _Boxes, box: Ints, file: Ints) -> None:
         row = np.zeros(tally.seen.shape[1], bool)
         row[file[low:high]] = True
         first = boxes.first[number]
-        tally.seen[boxes.rank[first : first + boxes.holders[number]]] |= row
+        for rank in boxes.rank[first : first + boxes.holders[number]].tolist():
+            tally.seen[rank] |= row
     few = np.flatnonzero(~crowded[box])
     box, file = box[few], file[few]
-    for low, high in _blocks(boxes.holders[box]):
+    for low, high in stretches(boxes.holders[box]):
         row, nth = spread(boxes.holders[box[low:high]])
         who = boxes.rank[boxes.first[box[low:high]][row] + nth]
         tally.seen[who, file[low:high][row]] = True
