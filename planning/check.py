@@ -113,7 +113,8 @@ def _cover_issues(rows: Rows, tensor: int, layout: Layout) -> Iterable[Issue]:
     for number, (a, b) in enumerate(self_overlaps(tiling, _PER_TENSOR), 1):
         both = sorted({ranks[a], ranks[b]})
         yield _last(_collision(name, size, tiling[a], tiling[b], both), number)
-    holders = f"{span(ranks)} hold other parts" if ranks else "nobody holds any of it"
+    hold = "holds" if len(set(ranks)) == 1 else "hold"
+    holders = f"{span(ranks)} {hold} other parts" if ranks else "nobody holds any of it"
     for number, gap in enumerate(gaps(tiling, Chunk((0,) * len(size), size), _PER_TENSOR), 1):
         where = region_text(gap.offsets, gap.sizes, size)
         text = f"no rank holds {where} of `{name}` ({holders}); is a rank or a shard left out?"

@@ -55,11 +55,11 @@ def rename(how: Renaming, *, required: bool = True) -> Pass[SavePlan]:
         names = _names(plans)
         if required and not callable(how):
             _demand_renames(how, _known(plans))
-        new = {name: _renamed(how, name) for name in names}
+        new = {name: _renamed(how, name) for name in sorted(names | _known(plans))}
         for old, name in new.items():
             if not isinstance(name, str):
                 raise TypeError(f"rename: `{old}` must become a string, not {name!r}")
-        _refuse_collisions(new)
+        _refuse_collisions({old: name for old, name in new.items() if old in names})
         return _edit(plans, lambda head: (new[head[0]], *head[1:]))
 
     return run
@@ -293,10 +293,13 @@ def _edit(plans: tuple[SavePlan, ...], edit: Edit) -> tuple[SavePlan, ...]:
 def _edit_catalog(
     catalog: Catalog, mask: npt.NDArray[np.bool_], edit: Edit
 ) -> tuple[Catalog, Ints]:
-    """Return the new catalog of the rows in use, and each old row's number in it (-1: gone)."""
+    """Return the new catalog, and each old row's number in it (-1: gone).
+
+    Rows in use come first; those that are only known of come after them.
+    """
     heads: dict[Head, int] = {}
     number = np.full(len(catalog), -1, np.int64)
-    for row in np.flatnonzero(mask).tolist():
+    for row in np.argsort(~mask, kind="stable").tolist():
         after = edit(catalog.heads[row])
         if after is not None:
             number[row] = heads.setdefault(after, len(heads))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final
 
@@ -46,6 +46,10 @@ class BytesMetadata:
     """A value in a checkpoint that is no tensor."""
 
 
+def _names(values: Iterable[str]) -> tuple[str, ...]:
+    return tuple(values)
+
+
 @attrs.frozen
 class StorageMeta:
     """Where a checkpoint lies and which save made it."""
@@ -53,7 +57,7 @@ class StorageMeta:
     checkpoint_id: str | None = attrs.field(default=None, converter=attrs.converters.optional(str))
     save_id: str | None = None
     load_id: str | None = None
-    modules: tuple[str, ...] = attrs.field(default=(), converter=tuple)
+    modules: tuple[str, ...] = attrs.field(default=(), converter=_names)
 
 
 @attrs.frozen

@@ -479,3 +479,12 @@ def test_a_partition_keeps_what_its_parts_store():
 
     (done,) = partition(lambda _: "a", {"a": stamp})((plan_of(w=((2,),)),))
     assert done.storage_data == "mine"
+
+
+def test_a_rank_that_holds_nothing_of_a_tensor_still_knows_it_after_a_pass():
+    """Rank 3 of four holds none of six rows; patterns of later passes match what it knows of."""
+    sd, mesh = {"net.w": TensorSpec((6,), "float32", [Shard(0)])}, Mesh(dp=4)
+    planner = chain(rename({"net.w": "model.w"}), cast({"model.*": "bfloat16"}), select("model.*"))
+    plan = planner((local_plan(sd, mesh=mesh, rank=3),))[0]
+    assert len(plan.items) == 0
+    assert plan.items.catalog.names == ("model.w",)
