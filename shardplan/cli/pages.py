@@ -1,0 +1,219 @@
+"""The screens of ``shardplan inspect``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from itertools import islice
+from typing import Final
+
+from rich.table import Table
+from rich.text import Text
+
+from shardplan.io.values import StoredValue, load_value
+from shardplan.planning.text import counted, human_bytes
+
+from .contents import Contents, Total
+from .screen import Lines, fits, safe, shape_text, table, unbroken
+from .tree import Branch, branches
+
+__all__ = ["chunk_lists", "head", "names", "totals"]
+
+_LINES: Final = 200  # more are shown if asked for
+_PREFIXES: Final = 12
+_WIDE: Final = 40  # characters of a value that are shown
+_DIM: Final = "dim"
+_LETTERS: Final = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "complex": "c"}
+
+
+def head(contents: Contents) -> Text:
+    """Say which checkpoint this is, and how large."""
+    source, manifest = contents.source, contents.manifest
+    about = [f"format {source.format}"]
+    if manifest is not None:
+        about.append(f"save {manifest.save_id}")
+        if manifest.created:
+            about.append(f"{datetime.fromtimestamp(manifest.created, UTC):%Y-%m-%d %H:%M} UTC")
+    everything = contents.total(contents.rows)
+    parts = [counted(len(contents.tensors), "tensor")]
+    if contents.values:
+        parts.append(counted(len(contents.values), "value"))
+    parts.append(counted(sum(map(contents.count, contents.tensors)), "chunk"))
+    of = "" if len(contents.rows) == len(contents.entries) else f" of {len(contents.entries):,}"
+    where = f"{human_bytes(everything.nbytes)}{of and ' selected'}"
+    files = counted(len(source.files), "file")
+    size = f"{', '.join(parts)}: {where}" + (f"{of} names" if of else f" in {files}")
+    return unbroken(
+        (safe(contents.path), "bold"), "\n", (", ".join(map(safe, about)), _DIM), "\n", size
+    )
+
+
+def names(
+    contents: Contents, depth: int | None, everything: bool
+) -> Iterator[Table | Lines | Text]:
+    """Draw the names as a tree."""
+    entries = contents.entries
+    rows = list(contents.rows)
+    kinds = [(int(entries.prop[row]), int(entries.layout[row])) for row in rows]
+    drawn = branches([entries.names[row] for row in rows], kinds, collapse=not everything)
+    lines = [b for b in drawn if depth is None or b.depth < depth]
+    shown = lines if everything else lines[:_LINES]
+    made = _tree(contents, shown, rows, compact=False)
+    yield made if fits(made) else _tree(contents, shown, rows, compact=True)
+    if len(lines) > len(shown):
+        left = len(lines) - len(shown)
+        yield Text(f"… {left:,} more lines; give a PATTERN or --depth, or see --all", style=_DIM)
+
+
+def _tree(
+    contents: Contents, shown: Sequence[Branch], rows: Sequence[int], *, compact: bool
+) -> Table | Lines:
+    """Make the table, or one for a narrow terminal, with short dtypes and without files."""
+    last = ("type", "bytes", "cut") if compact else ("dtype", "bytes", "sharding")
+    return table(
+        ("name", "count", "shape", *last),
+        (_line(contents, branch, rows, compact) for branch in shown),
+        right=("count", "bytes"),
+        keep=("shape", *last),
+    )
+
+
+def _line(contents: Contents, branch: Branch, rows: Sequence[int], compact: bool) -> list[Text]:
+    label = Text.assemble(
+        (branch.guide, _DIM), safe(branch.label), no_wrap=True, overflow="ellipsis"
+    )
+    below = [rows[i] for i in branch.below]
+    all_of_it = contents.total(below)
+    leaves = [rows[i] for i in branch.rows]
+    if not leaves:
+        return [label, *_sum(all_of_it), Text("")]
+    if contents.entries.layout[leaves[0]] < 0:
+        told = _value(contents, leaves[0]) if len(leaves) == 1 else ""
+        return [label, Text(""), Text("value"), Text(""), Text(""), Text(told, style=_DIM)]
+    own = contents.total(leaves)
+    return [
+        label,
+        Text("" if own.tensors == 1 else f"{own.tensors:,}", style=_DIM),
+        Text(_close(shape_text(contents.shape(leaves[0])), compact)),
+        Text(_short(contents.dtype(leaves[0])) if compact else contents.dtype(leaves[0])),
+        Text(human_bytes(own.nbytes)),
+        Text(_close(_cut(contents, leaves, compact), compact)),
+    ]
+
+
+def _sum(total: Total) -> list[Text]:
+    """Fill a branch's cells: count, shape, dtype, bytes."""
+    size = human_bytes(total.nbytes) if total.tensors else ""
+    count = f"{total.tensors:,}" if total.tensors else ""
+    return [Text(count, style=_DIM), Text(""), Text(""), Text(size, style=_DIM)]
+
+
+def _value(contents: Contents, row: int) -> str:
+    """Show a value that the manifest itself holds."""
+    name = contents.entries.names[row]
+    kind, data = contents.manifest.values[name] if contents.manifest is not None else ("", None)
+    if kind != "inline":
+        return ""
+    text = safe(repr(load_value(StoredValue("inline", data), "", name)))
+    return text if len(text) <= _WIDE else f"{text[:_WIDE]}…"
+
+
+def _close(text: str, compact: bool) -> str:
+    return text.replace(" × ", "×") if compact else text
+
+
+def _short(dtype: str) -> str:
+    """Abbreviate a dtype.
+
+    >>> _short("bfloat16"), _short("uint8"), _short("bool")
+    ('bf16', 'u8', 'bool')
+    """
+    for word, letter in _LETTERS.items():
+        if dtype.startswith(word):
+            return letter + dtype.removeprefix(word)
+    return dtype
+
+
+def _cut(contents: Contents, rows: Sequence[int], compact: bool) -> str:
+    """Say in words how tensors that are alike were cut."""
+    count, grid = contents.count(rows[0]), contents.grid(rows[0])
+    if count == 0:
+        return "nothing"
+    if count == 1:
+        return "whole"
+    if grid is None:
+        cells = f"{count:,} boxes"
+    elif compact:
+        return shape_text(grid)
+    else:
+        cells = f"{shape_text(grid)} grid" if len(grid) > 1 else f"{count:,} parts"
+    found = {contents.files(row) for row in rows}
+    counts = [n for n in found if n is not None]
+    if not counts:
+        return cells
+    few, many = min(counts), max(counts)
+    return f"{cells}, {counted(many, 'file') if few == many else f'{few:,}–{many:,} files'}"
+
+
+def totals(contents: Contents) -> Iterator[Table | Lines | Text | str]:
+    """Add up by dtype and by the start of names."""
+    if not contents.tensors:
+        return
+    yield _totals("dtype", contents.by_dtype)
+    prefixes = contents.by_prefix
+    if len(prefixes) > 1 and not all(name.rpartition(".")[2].isdecimal() for name in prefixes):
+        yield ""
+        yield _totals("prefix", dict(islice(prefixes.items(), _PREFIXES)))
+        if len(prefixes) > _PREFIXES:
+            yield Text(f"… {len(prefixes) - _PREFIXES:,} more", style=_DIM)
+
+
+def _totals(what: str, totals: dict[str, Total]) -> Table | Lines:
+    everything = sum(total.nbytes for total in totals.values()) or 1
+    rows = [
+        (name, f"{t.tensors:,}", human_bytes(t.nbytes), f"{t.nbytes / everything:.1%}")
+        for name, t in totals.items()
+    ]
+    head = (what, "tensors", "bytes", "share")
+    return table(head, rows, right=head[1:])
+
+
+def chunk_lists(contents: Contents, everything: bool) -> Iterator[Table | Lines | Text]:
+    """List the chunks of every tensor."""
+    rows: list[tuple[object, ...]] = []
+    left = 0
+    for row in contents.tensors:
+        if len(rows) >= _LINES and not everything:
+            left += contents.count(row)
+            continue
+        rows += _chunks(contents, row)
+    if not everything and len(rows) > _LINES:
+        left += len(rows) - _LINES
+        del rows[_LINES:]
+    yield table(("name", "chunk", "bytes", "file"), rows, right=("bytes",), keep=("chunk",))
+    if contents.manifest is not None:
+        yield Text(f"all files end with {_ending(contents)}", style=_DIM)
+    if left:
+        yield Text(f"… {left:,} more chunks; give a PATTERN, or see --all", style=_DIM)
+
+
+def _chunks(contents: Contents, row: int) -> Iterator[tuple[object, ...]]:
+    tiling = contents.entries.layouts[contents.entries.layout[row]].tiling
+    width = contents.entries.props[contents.entries.prop[row]].itemsize
+    files = contents.file_names(row) or [""] * len(tiling)
+    ending = _ending(contents)
+    name = safe(contents.entries.names[row])
+    for number, (chunk, file) in enumerate(zip(tiling, files, strict=True)):
+        spans = (f"{o}:{o + n}" for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+        box = f"[{', '.join(spans)}]"
+        yield (
+            name if not number else "",
+            box,
+            human_bytes(chunk.numel * width),
+            file.removesuffix(ending),
+        )
+
+
+def _ending(contents: Contents) -> str:
+    """Return what the names of all files of a save end with."""
+    return "" if contents.manifest is None else f"-{contents.manifest.save_id}.safetensors"

@@ -1,0 +1,682 @@
+"""The command line: what it prints, what it exits with, and what it does not import.
+
+The screens are kept in tests/screens, 100 columns wide. To renew them after a change, and to see
+what changed: ``RENEW_SCREENS=1 pytest tests/test_cli.py; git diff tests/screens``.
+"""
+
+import importlib.util
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import shardplan
+from shardplan.cli.app import app
+from shardplan.cli.placing import parse_mesh, parse_placements
+from shardplan.cli.tree import branches, runs_text
+from shardplan.io.manifest import MANIFEST, FileTable, Manifest, encode_manifest
+from shardplan.planning import (
+    Mesh,
+    Only,
+    Replicate,
+    Shard,
+    StridedShard,
+    fsdp,
+    llama3_8b,
+    split_chunks,
+    world_metadata,
+    world_plans,
+)
+from shardplan.planning.catalog import column
+from shardplan.planning.files import file_name
+
+ROOT = Path(__file__).resolve().parent.parent
+SCREENS = Path(__file__).parent / "screens"
+PROGRAM = Path(sys.executable).with_name("shardplan")
+WIDE = {"COLUMNS": "100", "NO_COLOR": "1"}
+
+
+def run(*arguments, **environment):
+    """Run a command in this process."""
+    return CliRunner().invoke(app, [str(a) for a in arguments], env=WIDE | environment)
+
+
+def answer(*arguments, code=0):
+    """Run a command with --json, and return what it answers."""
+    result = run(*arguments, "--json")
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)
+
+
+def refusal(*arguments):
+    """Run a command that cannot be done, and return the line that says why."""
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("shardplan: error: ")
+    return line.removeprefix("shardplan: error: ")
+
+
+def run_program(*arguments, **options):
+    """Run the installed program."""
+    environment = os.environ | WIDE | options.pop("environment", {})
+    command = [str(PROGRAM), *map(str, arguments)]
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=60, **options
+    )
+
+
+def run_without_torch(*arguments):
+    """Run a command in an interpreter that has neither torch nor pydantic."""
+    code = (
+        "import sys; sys.modules['torch'] = None; sys.modules['pydantic'] = None\n"
+        f"sys.argv = {['shardplan', *map(str, arguments)]!r}\n"
+        "from shardplan.cli import main; main()"
+    )
+    return subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+
+
+def state(shift=0.0):
+    """Make a small model."""
+    generator = torch.Generator().manual_seed(1)
+
+    def weight(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    model = {"embed": {"weight": weight(1000, 64)}, "norm": torch.ones(64, dtype=torch.bfloat16)}
+    for layer in range(4):
+        attention = {"wq": weight(64, 64), "wo": weight(64, 64)}
+        model[f"layers.{layer}"] = {"attn": attention, "norm": torch.ones(64) + shift}
+    return {"model": model, "step": 7, "lr": 3e-4, "betas": (0.9, 0.95)}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder of three checkpoints; do not change it."""
+    folder = tmp_path_factory.mktemp("runs")
+    for step in (100, 200, 300):
+        planner = split_chunks(32 << 10)
+        shardplan.save(state(step - 100), folder / f"step-{step}", planner=planner)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ckpt(runs):
+    return runs / "step-100"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """Llama 3 8B as 64 ranks would save it: the manifest of it, without any data."""
+    folder, ranks, save_id = tmp_path_factory.mktemp("llama"), 64, "5f3a9c0d7e21"
+    mesh = Mesh(dp=ranks)
+    metadata = world_metadata(world_plans(fsdp(llama3_8b(), mesh), mesh))
+    entries = metadata.state_dict_metadata
+    lengths = [len(layout.tiling) for layout in entries.layouts]
+    places = tuple(column(np.arange(length)) for length in lengths)
+    sums = np.zeros(sum(lengths[n] for n in entries.layout.tolist()), np.uint64)
+    names = tuple(file_name(rank, 0, 1, save_id) for rank in range(ranks))
+
+    def made(sizes):
+        files = FileTable(names, sizes, column([4096] * ranks), (0,) * ranks)
+        return Manifest(save_id, metadata, files, places, entries.layout, sums, {}, 1.79e9)
+
+    whole = made(column(made(column([1 << 40] * ranks)).file_bytes + 4096))
+    (folder / MANIFEST).write_bytes(encode_manifest(whole))
+    return folder
+
+
+@pytest.fixture
+def damaged(ckpt, tmp_path):
+    """A copy of a checkpoint with a changed byte and a missing file."""
+    copy = shutil.copytree(ckpt, tmp_path / "damaged")
+    files = sorted(copy.glob("shard-*"))
+    data = bytearray(files[0].read_bytes())
+    data[-1] ^= 1
+    files[0].write_bytes(data)
+    files[2].unlink()
+    return copy
+
+
+def normal(text):
+    """Replace what differs from one run to the next."""
+    text = re.sub(r"\S*/(llama\d|runs\d|damaged|copy)", r"\1", text)
+    text = re.sub(r"(llama|runs)\d", r"\1", text)
+    text = re.sub(r"\b(?!5f3a9c0d7e21)[0-9a-f]{12}\b", "0123456789ab", text)
+    text = re.sub(r"20\d\d-\d\d-\d\d \d\d:\d\d UTC", "2026-01-01 12:00 UTC", text)
+    text = re.sub(r"[\d.]+ (ms|s|min) \([\d.,]+ [KMG]?i?B/s\)", "1 ms (1.0 GiB/s)", text)
+    return re.sub(r"read in [\d.]+ (ms|s)\b", "read in 1 ms", text)
+
+
+def check_screen(name, result):
+    """Compare what was printed with the screen that is kept."""
+    found, file = normal(result.stdout), SCREENS / f"{name}.txt"
+    if os.environ.get("RENEW_SCREENS"):
+        file.write_text(found, encoding="utf-8")
+    assert found == file.read_text(encoding="utf-8")
+
+
+# Screens
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "columns"),
+    [
+        ("inspect", [], 100),
+        ("inspect-narrow", [], 80),
+        ("inspect-tiny", [], 60),
+        ("inspect-pattern", ["*_layernorm*"], 100),
+        ("inspect-depth", ["--depth", "2"], 100),
+        ("inspect-chunks", ["lm_head", "--chunks"], 100),
+    ],
+)
+def test_inspect_shows_like_layers_once(llama, name, arguments, columns):
+    result = run("inspect", llama, *arguments, COLUMNS=str(columns))
+    assert result.exit_code == 0
+    assert max(map(len, normal(result.stdout).splitlines())) <= columns
+    check_screen(name, result)
+
+
+def test_very_many_lines_take_no_time(llama):
+    start = time.process_time()
+    result = run("inspect", llama, "--chunks", "--all")
+    assert len(result.stdout.splitlines()) > 18_624
+    assert "[126252:128256, 0:4096]" in result.stdout
+    assert time.process_time() - start < 10
+    every = run("inspect", llama, "--all")
+    assert "layers" in every.stdout
+
+
+def test_inspect_shows_values(ckpt):
+    check_screen("inspect-values", run("inspect", ckpt))
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_plan_tells_the_cost(llama, columns):
+    placed = "*.o_proj.*=dp:shard0,tp:shard1"
+    result = run("plan", llama, "--mesh", "dp=96,tp=2", "-p", placed, COLUMNS=str(columns))
+    assert max(map(len, normal(result.stdout).splitlines())) <= columns
+    check_screen("plan" if columns == 100 else "plan-narrow", result)
+
+
+def test_plan_states_the_default(llama):
+    result = run("plan", llama, "--mesh", "dp=12")
+    assert "* (default)" in result.stdout
+    assert "axis 0 cut over dp (12)" in result.stdout
+
+
+def test_verify_exits_with_0_if_all_is_sound(ckpt):
+    result = run("verify", ckpt)
+    assert result.exit_code == 0
+    check_screen("verify", result)
+
+
+def test_verify_exits_with_1_and_tells_all_damage(damaged):
+    result = run("verify", damaged)
+    assert result.exit_code == 1
+    check_screen("verify-damaged", result)
+
+
+def test_diff_exits_with_1_and_tells_what_differs(runs):
+    result = run("diff", runs / "step-100", runs / "step-200", "--locate")
+    assert result.exit_code == 1
+    check_screen("diff", result)
+    narrow = run("diff", runs / "step-100", runs / "step-200", "--locate", COLUMNS="70")
+    check_screen("diff-narrow", narrow)
+
+
+def test_diff_exits_with_0_if_nothing_differs(ckpt):
+    result = run("diff", ckpt, ckpt)
+    assert (result.exit_code, result.stderr) == (0, "")
+    check_screen("diff-equal", result)
+
+
+def test_prune_can_only_say_what_would_go(runs):
+    result = run("prune", runs, "--keep-last", "2", "--dry-run")
+    assert result.exit_code == 0
+    check_screen("prune-dry-run", result)
+    assert sorted(p.name for p in runs.iterdir()) == ["step-100", "step-200", "step-300"]
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("cat-slice", "model.embed.weight[0:2, :5]"),
+        ("cat-corners", "model.embed.weight"),
+        ("cat-backwards", "model.embed.weight[::-100, 3]"),
+        ("cat-bfloat16", "model.norm[:4]"),
+        ("cat-value", "betas"),
+    ],
+)
+def test_cat_prints_as_numpy_does(ckpt, name, key):
+    check_screen(name, run("cat", ckpt, key))
+
+
+@pytest.mark.parametrize(
+    "command", ["inspect", "plan", "verify", "diff", "cat", "convert", "prune", "demo"]
+)
+def test_help_has_an_example_and_the_exit_codes(command):
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    text = " ".join(result.stdout.split())
+    assert f"Example: shardplan {command} " in text
+    assert "Exit codes: 0 fine; 1 differences or damage found; 2 wrong usage" in text
+    assert ("JSON keys: " in text) == (command != "demo")
+
+
+def test_without_a_command_there_is_help():
+    result = run()
+    assert result.exit_code == 2
+    assert "inspect" in result.stdout
+    check_screen("help", run("--help"))
+
+
+# JSON
+
+
+def test_inspect_answers_in_json(ckpt):
+    told = answer("inspect", ckpt)
+    assert set(told) == {
+        "path", "format", "save_id", "created", "bytes", "chunks", "files", "tensors", "values",
+        "by_dtype", "by_prefix",
+    }  # fmt: skip
+    by_name = {tensor["name"]: tensor for tensor in told["tensors"]}
+    assert by_name["model.embed.weight"] == {
+        "name": "model.embed.weight",
+        "shape": [1000, 64],
+        "dtype": "float32",
+        "bytes": 256_000,
+        "chunks": 8,
+        "grid": [8, 1],
+        "files": 8,
+    }
+    assert sorted(told["values"]) == ["betas", "lr", "step"]
+    assert told["by_dtype"]["bfloat16"] == {"tensors": 1, "bytes": 128}
+    assert sum(tensor["bytes"] for tensor in told["tensors"]) == told["bytes"]
+
+
+def test_inspect_lists_chunks_in_json(ckpt):
+    (tensor,) = answer("inspect", ckpt, "model.embed.weight", "--chunks")["tensors"]
+    assert len(tensor["chunk_list"]) == 8
+    last = tensor["chunk_list"][-1]
+    assert (last["offsets"], last["sizes"], last["bytes"]) == ([896, 0], [104, 64], 26_624)
+    assert last["file"] in os.listdir(ckpt)
+
+
+def test_plan_answers_in_json(ckpt):
+    told = answer("plan", ckpt, "--mesh", "dp=3,tp=2", "-p", "*.wo=tp:shard1,dp:shard0")
+    assert told["mesh"] == {"dp": 3, "tp": 2}
+    assert told["placements"] == [
+        {
+            "pattern": "*.wo",
+            "placed": {"dp": "Shard(0)", "tp": "Shard(1)"},
+            "tensors": 4,
+            "bytes": 65_536,
+        },
+        {
+            "pattern": "*",
+            "placed": {"dp": "Shard(0)", "tp": "Replicate()"},
+            "tensors": 10,
+            "bytes": 322_688,
+        },
+    ]
+    assert told["totals"]["bytes"] == 65_536 + 2 * 322_688
+    assert [cost["rank"] for cost in told["ranks"]] == list(range(6))
+    assert sum(cost["bytes"] for cost in told["ranks"]) == told["totals"]["bytes"]
+    assert sum(cost["bytes"] for cost in told["files"]) == told["totals"]["bytes"]
+
+
+def test_verify_answers_in_json(ckpt, damaged):
+    assert answer("verify", ckpt)["ok"] is True
+    told = answer("verify", damaged, code=1)
+    assert told["ok"] is False
+    assert sorted(fault["kind"] for fault in told["faults"]) == ["checksum", "missing"]
+    assert "model.embed.weight" in told["keys"]
+
+
+def test_diff_answers_in_json(runs):
+    told = answer("diff", runs / "step-100", runs / "step-200", "--locate", code=1)
+    assert told["equal"] is False
+    assert told["changes"][0] == {
+        "key": "model.layers.0.norm",
+        "what": "values",
+        "before": 1.0,
+        "after": 101.0,
+        "elements": 64,
+        "first": [0],
+        "chunks": 1,
+    }
+    assert answer("diff", runs / "step-100", runs / "step-100")["changes"] == []
+
+
+def test_cat_answers_in_json(tmp_path):
+    values = {"x": torch.tensor([1.0, float("nan"), -float("inf")]), "z": torch.tensor([1 + 2j])}
+    shardplan.save(values | {"flags": torch.tensor([True, False])}, tmp_path / "a")
+    told = answer("cat", tmp_path / "a", "x[0:]")
+    assert told == {
+        "key": "x", "index": "[0:]", "type": "tensor", "dtype": "float32", "shape": [3],
+        "values": [1.0, "nan", "-inf"],
+    }  # fmt: skip
+    assert answer("cat", tmp_path / "a", "z")["values"] == [[1.0, 2.0]]
+    assert answer("cat", tmp_path / "a", "flags")["values"] == [True, False]
+
+
+def test_cat_of_a_value_answers_in_json(ckpt):
+    assert answer("cat", ckpt, "betas") == {"key": "betas", "type": "value", "value": [0.9, 0.95]}
+
+
+def test_prune_removes_and_answers_in_json(runs, tmp_path):
+    copy = shutil.copytree(runs, tmp_path / "copy")
+    would = answer("prune", copy, "--keep-last", "1", "--dry-run")
+    did = answer("prune", copy, "--keep-last", "1")
+    assert would["removed"] == did["removed"] == ["step-100", "step-200"]
+    assert (would["files"], would["bytes"]) == (did["files"], did["bytes"])
+    assert (would["dry_run"], did["dry_run"]) == (True, False)
+    assert [p.name for p in copy.iterdir()] == ["step-300"]
+
+
+# Pictures
+
+
+def test_plan_writes_pictures(ckpt, tmp_path):
+    svg, html = tmp_path / "a.svg", tmp_path / "a.html"
+    result = run("plan", ckpt, "--mesh", "dp=3", "--svg", svg, "--html", html)
+    assert result.exit_code == 0
+    assert svg.read_text().startswith("<svg")
+    assert html.read_text().count("<svg") == 2
+    assert "model.embed.weight" in svg.read_text()  # the largest
+    run("plan", ckpt, "--mesh", "dp=3", "--svg", svg, "--tensor", "model.layers.0.attn.wq")
+    assert "model.layers.0.attn.wq" in svg.read_text()
+
+
+# What is wrong is told in one line
+
+
+def test_a_path_without_a_checkpoint_is_refused(tmp_path):
+    for arguments in (["inspect"], ["verify"], ["cat", "k"], ["plan", "--mesh", "dp=2"]):
+        command, *rest = arguments
+        assert "no checkpoint" in refusal(command, tmp_path, *rest)
+    assert "no checkpoint" in refusal("diff", tmp_path, tmp_path)
+    assert "no checkpoint" in refusal("prune", tmp_path, "--keep-last", "1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["inspect", "CKPT", "model.embd"], "nearest: model.embed"),
+        (["cat", "CKPT", "model.nrm"], "nearest: model.norm"),
+        (["cat", "CKPT", "model.norm[a]"], "'a' is no index"),
+        (["cat", "CKPT", "model.norm[99]"], "out of range"),
+        (["cat", "CKPT", "model.norm[0, 0]"], "too many parts"),
+        (["cat", "CKPT", "step[0]"], "`step` is no tensor"),
+        (["plan", "CKPT", "--mesh", "dp"], "'dp' is no axis; write dp=96,tp=2"),
+        (["plan", "CKPT", "--mesh", "dp=0"], "is no axis"),
+        (["plan", "CKPT", "--mesh", "dp=2,dp=2"], "two axes named dp"),
+        (["plan", "CKPT", "--mesh", "dp=2", "-p", "x"], "write PATTERN=PLACED"),
+        (["plan", "CKPT", "--mesh", "dp=2", "-p", "nope*=dp:shard0"], "matches no tensor"),
+        (["plan", "CKPT", "--mesh", "dp=2", "-p", "*=dp:slice0"], "'slice0' is no placement"),
+        (["plan", "CKPT", "--mesh", "dp=2", "-p", "*=ep:shard0"], "ep is no axis of Mesh(dp=2)"),
+        (["plan", "CKPT", "--mesh", "dp=2", "-p", "*=Shard(0),Replicate()"], "2 placements"),
+        (["plan", "CKPT", "--mesh", "dp=2", "-p", "*=dp:shard1"], "5 reasons: "),
+        (["plan", "CKPT", "--mesh", "dp=2", "--svg", "x.svg", "--tensor", "w"], "`w` is not in"),
+        (["plan", "CKPT", "--mesh", "dp=2", "--svg", "x.svg", "--tensor", "lr"], "is no tensor"),
+        (["plan", "CKPT"], "Missing option '--mesh'; see shardplan plan --help"),
+        (["inspect"], "Missing argument 'CKPT'"),
+        (["inspect", "CKPT", "--nope"], "No such option: --nope"),
+        (["nope"], "No such command 'nope'"),
+        (["--nope"], "No such option: --nope"),
+        (["inspect", "ftp://x"], "the scheme must be one of"),
+        (["convert", "CKPT", "x", "--format", "zip"], "'zip' is not one of"),
+        (["convert", "CKPT", "x", "--format", "hf", "--max-memory", "1 cup"], "write 1GiB"),
+        (["convert", "CKPT", "x", "--format", "hf", "-p", "*=dp:shard0"], "needs --mesh"),
+        (["prune", "CKPT", "--keep-last", "0"], "x>=1"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(ckpt, arguments, says):
+    assert says in refusal(*(ckpt if a == "CKPT" else a for a in arguments))
+
+
+def test_debug_adds_the_traceback(tmp_path):
+    result = run("inspect", tmp_path, "--debug")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr
+    assert result.stderr.splitlines()[-1].startswith("shardplan: error: ")
+
+
+def test_a_name_cannot_write_to_the_terminal(tmp_path):
+    shardplan.save({"\x1b[31mred[bold]": torch.ones(2)}, tmp_path / "a")
+    result = run("inspect", tmp_path / "a")
+    assert result.exit_code == 0
+    assert "\\x1b[31mred[bold]" in result.stdout
+
+
+def test_verbose_logs_to_stderr_only(ckpt):
+    try:
+        result = run("inspect", ckpt, "--verbose", "--json")
+    finally:
+        logging.getLogger("shardplan").handlers.clear()
+    assert "shardplan.cli INFO opened" in result.stderr
+    json.loads(result.stdout)
+
+
+# Placements as text
+
+
+@pytest.mark.parametrize(
+    ("text", "placements"),
+    [
+        ("Shard(0),Replicate()", (Shard(0), Replicate())),
+        ("shard1, r", (Shard(1), Replicate())),
+        ("dp:S(-1)", (Shard(-1), Replicate())),
+        ("tp:shard1", (Replicate(), Shard(1))),
+        ("tp:shard0,dp:StridedShard(0,2)", (StridedShard(0, split_factor=2), Shard(0))),
+        ("StridedShard(0, split_factor=2),shard0", (StridedShard(0, split_factor=2), Shard(0))),
+        ("dp:Only(0,3)", (Only([0, 3]), Replicate())),
+    ],
+)
+def test_placements_are_read(text, placements):
+    mesh = parse_mesh("dp=4,tp=2")
+    assert parse_placements([f"*.w={text}"], mesh)[0].placements == placements
+
+
+# The tree
+
+
+def test_every_name_is_in_the_tree_once():
+    names = ["a", "a.b", "l.0.w", "l.1.w", "l.2.b", "l.10.w", "l.10.x", "07.q", "7.q"]
+    kinds = "xxyyyyyxx"
+    for collapse in (True, False):
+        drawn = list(branches(names, kinds, collapse=collapse))
+        assert sorted(row for branch in drawn for row in branch.rows) == list(range(len(names)))
+        tops = [branch for branch in drawn if branch.depth == 0]
+        assert sum(len(branch.below) for branch in tops) == len(names)
+
+
+def test_only_like_layers_are_drawn_together():
+    names = [f"layers.{i}.{leaf}" for i in range(6) for leaf in ("w", "b")]
+    kinds = ["other" if name == "layers.3.w" else "w" for name in names]
+    labels = [branch.label for branch in branches(names, kinds) if branch.depth == 1]
+    assert labels == ["0–2,4–5", "3"]
+
+
+def test_many_runs_of_numbers_are_cut_short():
+    assert runs_text([0, 2, 3, 7, 11, 12, 20]) == "0,2–3,7,…,20"
+
+
+# Formats and stores
+
+
+def test_inspect_reads_an_object_store(s3, ckpt, monkeypatch):
+    for file in ckpt.iterdir():
+        s3.client.upload_file(str(file), s3.bucket, f"cli/{file.name}")
+    s3.requests.clear()
+    for name, value in {
+        "AWS_ENDPOINT": s3.endpoint,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_REGION": "us-east-1",
+        "AWS_ALLOW_HTTP": "true",
+    }.items():
+        monkeypatch.setenv(name, value)
+    here, there = answer("inspect", ckpt), answer("inspect", f"s3://{s3.bucket}/cli")
+    assert there["tensors"] == here["tensors"]
+    assert not any("shard-" in path for _, path, *_ in s3.requests)
+
+
+def test_inspect_reads_safetensors_of_others(tmp_path):
+    pytest.importorskip("safetensors.torch").save_file(
+        {"w": torch.ones(4, 2), "b": torch.ones(2)}, tmp_path / "model.safetensors"
+    )
+    told = answer("inspect", tmp_path / "model.safetensors")
+    assert told["format"] == "hf"
+    assert {t["name"]: t["shape"] for t in told["tensors"]} == {"w": [4, 2], "b": [2]}
+    assert "which has no checksums" in refusal("verify", tmp_path)
+
+
+def test_convert_reshards(ckpt, tmp_path):
+    arguments = ["--format", "safetensors", "--mesh", "dp=2", "--max-memory", "256MiB"]
+    placed = ["-p", "*.wq=dp:shard1"]
+    told = answer("convert", ckpt, tmp_path / "b", *arguments, *placed)
+    assert told["format"] == "safetensors"
+    by_name = {t["name"]: t for t in answer("inspect", tmp_path / "b")["tensors"]}
+    assert by_name["model.layers.0.attn.wq"]["grid"] == [1, 2]
+    assert by_name["model.layers.0.attn.wo"]["grid"] == [2, 1]
+    assert answer("diff", ckpt, tmp_path / "b")["equal"] is True
+    assert "overwrite" in refusal("convert", ckpt, tmp_path / "b", *arguments)
+    assert run("convert", ckpt, tmp_path / "b", *arguments, "--overwrite").exit_code == 0
+
+
+@pytest.mark.parametrize("format", ["hf", "dcp", "torch"])
+def test_convert_writes_other_formats_that_inspect_reads(ckpt, tmp_path, format):
+    result = run("convert", ckpt, tmp_path / "b", "--format", format)
+    assert result.exit_code == 0, result.stderr
+    told = answer("inspect", tmp_path / "b")
+    assert told["format"] == format
+    assert len(told["tensors"]) == 14
+
+
+@pytest.mark.parametrize("format", ["hf", "dcp"])  # torch's unpickler reads torch.save's files
+def test_looking_at_other_formats_does_not_import_torch(ckpt, tmp_path, format):
+    assert run("convert", ckpt, tmp_path / "b", "--format", format).exit_code == 0
+    for arguments in (["inspect"], ["plan", "--mesh", "dp=3"]):
+        done = run_without_torch(arguments[0], tmp_path / "b", *arguments[1:])
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+# The installed program
+
+
+def test_the_program_and_the_module_are_one(ckpt):
+    here = run("inspect", ckpt).stdout
+    assert run_program("inspect", ckpt).stdout == here
+    command = [sys.executable, "-P", "-m", "shardplan", "inspect", str(ckpt)]
+    there = subprocess.run(command, env=os.environ | WIDE, capture_output=True, text=True)
+    assert there.stdout == here
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect", "CKPT"],
+        ["inspect", "CKPT", "--chunks", "--json"],
+        ["plan", "CKPT", "--mesh", "dp=3", "--svg", "OUT"],
+        ["verify", "CKPT"],
+        ["prune", "RUNS", "--keep-last", "3", "--dry-run"],
+        ["--help"],
+    ],
+)
+def test_looking_does_not_import_torch(runs, tmp_path, arguments):
+    places = {"CKPT": runs / "step-100", "RUNS": runs, "OUT": tmp_path / "a.svg"}
+    done = run_without_torch(*(places.get(a, a) for a in arguments))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_reader_that_goes_away_is_no_error(llama):
+    command = f"{PROGRAM} inspect {llama} --chunks --all | head -n 1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[1:] == ["141"]
+
+
+def test_piped_lines_are_as_long_as_they_need_to_be(llama):
+    environment = {k: v for k, v in os.environ.items() if k != "COLUMNS"}
+    done = subprocess.run([PROGRAM, "inspect", llama], env=environment, capture_output=True)
+    text = done.stdout.decode()
+    assert "post_attention_layernorm.weight" in text
+    assert "\x1b" not in text
+    assert not re.search(r" +$", text, re.MULTILINE)
+
+
+def test_an_interrupt_exits_with_130_and_no_traceback(tmp_path):
+    script = tmp_path / "slow.py"
+    script.write_text(
+        "import sys, time\n"
+        "import shardplan.io.sources as sources\n"
+        "def wait(path, **options):\n"
+        "    print('waiting', flush=True)\n"
+        "    time.sleep(60)\n"
+        "sources.open_source = wait\n"
+        "sys.argv = ['shardplan', 'inspect', 'x']\n"
+        "from shardplan.cli import main; main()\n"
+    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-P", script], text=True, **pipes) as program:
+        try:
+            first = program.stdout.readline()
+            program.send_signal(signal.SIGINT)
+            _, stderr = program.communicate(timeout=30)
+        finally:
+            program.kill()
+    assert (first, program.returncode, stderr) == ("waiting\n", 130, "")
+
+
+def test_without_typer_the_program_says_what_to_install():
+    code = "import sys; sys.modules['typer'] = None; from shardplan.cli import main; main()"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "pip install 'shardplan[cli]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_demo_runs_the_demo(monkeypatch, tmp_path):
+    given = []
+    monkeypatch.setattr("shardplan.demo.main", lambda arguments: given.append(list(arguments)) or 0)
+    assert (run("demo").exit_code, run("demo", tmp_path).exit_code) == (0, 0)
+    assert given == [[], [str(tmp_path)]]
+
+
+def test_shell_completion_is_offered():
+    environment = {"_SHARDPLAN_COMPLETE": "complete_bash", "COMP_WORDS": "shardplan in"}
+    done = run_program(environment=environment | {"COMP_CWORD": "1"})
+    assert done.stdout.split() == ["inspect"]
+
+
+@pytest.mark.slow
+def test_inspect_of_half_a_million_chunks_costs_little_more_than_starting(tmp_path):
+    # Starting takes a fifth of a second of the half that it may take. Both are measured in turn, as
+    # processor time, so that it does not matter how busy the machine is.
+    spec = importlib.util.spec_from_file_location("bench_cli", ROOT / "benchmarks" / "cli.py")
+    bench = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(bench)
+    manifest, chunks = bench.manifest()
+    assert chunks > 500_000
+    (tmp_path / MANIFEST).write_bytes(encode_manifest(manifest))
+    imports = "import attrs, numpy, rich.console, rich.table, typer"
+    spent = []
+    for _ in range(7):
+        start = bench.seconds("-P", "-c", imports, program=sys.executable)[1]
+        spent.append(bench.seconds("inspect", tmp_path)[1] / start)
+    assert statistics.median(spent) < 2.8, spent
