@@ -6,7 +6,7 @@ import base64
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from .errors import CodecError
 
@@ -14,6 +14,8 @@ __all__ = ["FrozenDict", "freeze", "from_json", "to_json"]
 
 K = TypeVar("K")
 V = TypeVar("V")
+
+_SCALARS: Final = frozenset((str, int, float, bool, bytes, type(None)))  # the most common, by type
 
 
 class FrozenDict(Mapping[K, V]):
@@ -68,12 +70,13 @@ def freeze(value: Any) -> Any:
     >>> freeze({"a": [1, {2}]})
     FrozenDict({'a': (1, frozenset({2}))})
     """
-    if isinstance(value, (str, bytes, int, float, FrozenDict)) or value is None:
+    kind = type(value)
+    if kind in _SCALARS or isinstance(value, (str, bytes, int, float, FrozenDict)):
         return value
+    if kind is tuple or isinstance(value, list):
+        return tuple([v if type(v) in _SCALARS else freeze(v) for v in value])
     if isinstance(value, (bytearray, memoryview)):
         return bytes(value)
-    if isinstance(value, list) or type(value) is tuple:
-        return tuple(freeze(v) for v in value)
     if isinstance(value, (set, frozenset)):
         return frozenset(freeze(v) for v in value)
     if isinstance(value, Mapping):
@@ -130,7 +133,7 @@ def from_json(data: Any) -> Any:
         CodecError: An object carries an unknown ``$`` tag.
     """
     if isinstance(data, list):
-        return tuple(from_json(v) for v in data)
+        return tuple([v if type(v) in _SCALARS else from_json(v) for v in data])
     if not isinstance(data, dict):
         return data
     tag = next(iter(data)) if len(data) == 1 else ""

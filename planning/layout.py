@@ -164,6 +164,10 @@ class Mesh:
         return Mesh, (dict(self.axes),)
 
 
+def _placements(values: Iterable[Placement]) -> tuple[Placement, ...]:
+    return tuple(values)
+
+
 @attrs.frozen
 class TensorSpec:
     """A tensor that nobody has allocated.
@@ -179,7 +183,7 @@ class TensorSpec:
 
     shape: tuple[int, ...] = attrs.field(converter=as_ints)
     dtype: str = attrs.field(default="float32", converter=dtype_name)
-    placements: tuple[Placement, ...] = attrs.field(default=(), converter=tuple)
+    placements: tuple[Placement, ...] = attrs.field(default=(), converter=_placements)
 
     def __attrs_post_init__(self) -> None:
         if any(n < 0 for n in self.shape):

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
 from .overlap import expand
 from .packing import Ints
 
-__all__ = ["ByteRanges", "Requests", "byte_ranges", "coalesce"]
+__all__ = ["ByteRanges", "Requests", "byte_ranges", "coalesce", "filled", "lies_together"]
 
 
 @attrs.frozen(eq=False)
@@ -73,6 +74,62 @@ def byte_ranges(
     length = run[read] * itemsize[read]
     number = np.arange(len(read)) - np.searchsorted(read, read)  # of a range among its read's
     return ByteRanges(read, begin[read] + place * itemsize[read], length, number * length)
+
+
+def steps(extents: Ints) -> Ints:
+    """Return how many elements of a row-major box one step along each axis skips.
+
+    >>> steps(np.array([[6, 4, 2]])).tolist()
+    [[8, 2, 1]]
+    """
+    step = np.ones_like(extents)
+    for axis in reversed(range(extents.shape[1] - 1)):
+        step[:, axis] = step[:, axis + 1] * extents[:, axis + 1]
+    return step
+
+
+def lies_together(lengths: Ints, extents: Ints) -> npt.NDArray[np.bool_]:
+    """Tell which boxes, none of them empty, are a single range of the chunks they lie in.
+
+    >>> lies_together(np.array([[2, 4], [1, 3], [2, 3]]), np.array([[6, 4]] * 3)).tolist()
+    [True, True, False]
+    """
+    span = ((lengths - 1) * steps(extents)).sum(axis=1) + 1  # from first to last element
+    together: npt.NDArray[np.bool_] = span == lengths.prod(axis=1)
+    return together
+
+
+def filled(chunk: Ints, offsets: Ints, lengths: Ints, extents: Ints) -> npt.NDArray[np.bool_]:
+    """Tell which boxes are part of a chunk that one range after another makes up, each box one.
+
+    Args:
+        chunk: Which chunk each box lies in; boxes come in any order, and none is empty.
+        offsets: Where each starts in its chunk, in elements.
+        lengths: How large each is.
+        extents: How large its chunk is.
+
+    Chunk 0 of 4 elements is read in halves, chunk 1 but for its first element:
+
+    >>> column = lambda *n: np.array(n).reshape(-1, 1)
+    >>> filled(np.array([0, 1, 0]), column(2, 1, 0), column(2, 3, 2), column(4, 4, 4)).tolist()
+    [True, False, True]
+    """
+    begin = (offsets * steps(extents)).sum(axis=1)
+    end = begin + lengths.prod(axis=1)
+    order = np.lexsort((begin, chunk))
+    first = np.flatnonzero(np.diff(chunk[order], prepend=-1))  # the row each chunk starts at
+    if not len(first):
+        return np.zeros(0, bool)
+    wanted = np.roll(end[order], 1)  # a box starts where the one before it ends
+    wanted[first] = 0
+    right = lies_together(lengths, extents)[order] & (begin[order] == wanted)
+    last = np.append(first[1:], len(order)) - 1
+    right[last] &= (end == extents.prod(axis=1))[order][last]
+    found = np.empty(len(order), bool)
+    found[order] = np.repeat(
+        np.logical_and.reduceat(right, first), np.diff(first, append=len(order))
+    )
+    return found
 
 
 @attrs.frozen(eq=False)

@@ -10,12 +10,12 @@ __all__ = ["counted", "human_bytes", "table"]
 def counted(count: int, noun: str) -> str:
     """Return a number of things.
 
-    >>> counted(1, "item"), counted(1234, "item"), counted(2, "entry")
-    ('1 item', '1,234 items', '2 entries')
+    >>> counted(1, "item"), counted(1234, "key"), counted(2, "entry")
+    ('1 item', '1,234 keys', '2 entries')
     """
     if count == 1:
         return f"1 {noun}"
-    return f"{count:,} {noun[:-1]}ies" if noun.endswith("y") else f"{count:,} {noun}s"
+    return f"{count:,} {noun[:-1]}ies" if noun[-1] == "y" and noun[-2] not in "aeou" else f"{count:,} {noun}s"
 
 
 def human_bytes(count: float) -> str:
