@@ -19,7 +19,7 @@ from shardplan.planning.catalog import column
 
 from .arrays import as_tensor, can_cast, dump, memory, same_dtype, window
 
-__all__ = ["Lazy", "Piece", "collect"]
+__all__ = ["Kept", "Lazy", "Piece", "boxes_of", "collect"]
 
 
 class Lazy(Protocol):
@@ -35,6 +35,20 @@ class Lazy(Protocol):
 
     def read_box(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """Return a box of it, contiguous."""
+
+
+@attrs.frozen
+class Kept:
+    """A value that is one leaf of a state dict, whatever it is made of.
+
+    Another tool may have stored a list of dicts as one value; it stays one.
+
+    >>> from shardplan.planning import flatten
+    >>> flatten({"groups": Kept([{"lr": 0.1}])})[0]
+    {'groups': Kept(value=[{'lr': 0.1}])}
+    """
+
+    value: Any
 
 
 @attrs.frozen(eq=False)
@@ -69,7 +83,10 @@ class Piece:
 
         They are those of tensor memory itself where these can be had without a copy.
         """
-        for offsets, sizes in self._boxes(block_bytes):
+        if not self.nbytes:
+            yield memoryview(b"")
+            return
+        for offsets, sizes in boxes_of(self.shape, self.dtype, block_bytes):
             at = [s + o for s, o in zip(self.start, offsets, strict=False)]
             if isinstance(self.source, torch.Tensor):
                 box = window(self.source, at, sizes)
@@ -78,12 +95,20 @@ class Piece:
             view = memory(box) if same_dtype(box, self.dtype) else None
             yield dump(box, self.dtype) if view is None else view
 
-    def _boxes(self, block_bytes: int) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-        if self.nbytes <= block_bytes:
-            return iter([([0] * len(self.shape), self.shape)])
-        shape = column([self.shape], 1, len(self.shape))
-        blocks = cut_blocks(shape, column([itemsize(self.dtype)]), block_bytes)
-        return zip(blocks.offsets.tolist(), blocks.sizes.tolist(), strict=True)
+
+def boxes_of(
+    shape: Sequence[int], dtype: str, block_bytes: int = BLOCK_BYTES
+) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+    """Yield the blocks of a chunk, as offsets and sizes, in the order of its bytes.
+
+    >>> list(boxes_of((3, 4), "float32", 32))
+    [([0, 0], [2, 4]), ([2, 0], [1, 4])]
+    """
+    nbytes = int(np.prod(shape, dtype=np.int64)) * itemsize(dtype)
+    if nbytes <= block_bytes:
+        return iter([([0] * len(shape), shape)])
+    blocks = cut_blocks(column([shape], 1, len(shape)), column([itemsize(dtype)]), block_bytes)
+    return zip(blocks.offsets.tolist(), blocks.sizes.tolist(), strict=True)
 
 
 def collect(
@@ -105,14 +130,16 @@ def collect(
     items = plan.items
     catalog, at = items.catalog, items.row.tolist()
     offsets, sizes, starts = (a.tolist() for a in (items.offsets, items.sizes, items.shard_offsets))
-    reasons = {name: why for name in catalog.names if (why := refused_name(name)) is not None}
+    names = {catalog.names[number] for number in at}
+    reasons = {name: why for name in names if (why := refused_name(name)) is not None}
     pieces: dict[int, Piece] = {}
     values: dict[str, Any] = {}
     refused: dict[str, str] = {}
     for row, number in enumerate(at):
         name, source, _, properties, size = catalog.heads[number]
         if properties is None:
-            values[name] = flat[source]
+            value = flat[source]
+            values[name] = value.value if isinstance(value, Kept) else value
             continue
         if name in reasons:
             refused[name] = reasons[name]
@@ -136,6 +163,8 @@ def collect(
 
 def _misfit(piece: Piece) -> str | None:
     extent = tuple(piece.source.shape)
+    if 0 in piece.shape and 0 in extent:  # nothing is nothing, however the rest is cut
+        return None
     fits = len(extent) == len(piece.shape) and all(
         s >= 0 and s + n <= e for s, n, e in zip(piece.start, piece.shape, extent, strict=True)
     )

@@ -1,0 +1,331 @@
+"""Where do the bytes of torch.distributed.checkpoint's checkpoints lie? In archives, one an item.
+
+`.metadata` says which bytes of which file are an item's archive. Its first bytes tell where in it
+the elements are; they are the same for all tensors of one shape and dtype, so that most archives
+need no more than a look at them. Torch is imported only for values that are no plain ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+
+from shardplan.planning import BytesMetadata, flatten
+from shardplan.planning.blocks import BLOCK_BYTES
+
+from .checksums import Sums
+from .dcp_metadata import METADATA, Described, Place, parse_metadata
+from .errors import FormatError
+from .headers import MAX_HEADER
+from .pickles import PickleError
+from .pool import Pool, default_pool
+from .sources import Spot
+from .stores import MissingFileError, Store
+from .strided import Overlay
+from .torchpickles import StorageRef, StoredTensor, load_plain, load_tensor
+from .torchvalues import load_torch
+from .torchzip import Window, read_archive, read_ranges
+
+__all__ = ["DcpSource", "find", "source"]
+
+_HEAD: Final = 1024  # bytes of an archive before its tensor's elements, and some to spare
+_MAX_PICKLE: Final = 1 << 20
+_SAFETENSORS: Final = {
+    "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "BF16": "bfloat16",
+    "C64": "complex64",
+    **{f"U{n}": f"uint{n}" for n in (8, 16, 32, 64)},
+    **{f"I{n}": f"int{n}" for n in (8, 16, 32, 64)},
+    **{f"F{n}": f"float{n}" for n in (16, 32, 64)},
+}
+
+
+def find(store: Store, name: str = "") -> bool:
+    """Say whether such a checkpoint is there; ``name`` is empty, or that of its metadata."""
+    return name in ("", METADATA) and store.exists(METADATA)
+
+
+def source(store: Store, name: str = "", pool: Pool | None = None) -> DcpSource:
+    """Open a checkpoint of torch.distributed.checkpoint; only its `.metadata` is read.
+
+    Raises:
+        FormatError: There is none, or its metadata is damaged or not safe to read.
+    """
+    try:
+        data = bytearray(store.size(METADATA))
+        store.read(METADATA, [(0, memoryview(data))])
+    except MissingFileError:
+        raise FormatError(METADATA, f"there is none in {store.url}: no checkpoint") from None
+    found = DcpSource(store, parse_metadata(bytes(data)), pool)
+    if found.described.old:
+        found.open_old_values()
+    return found
+
+
+@attrs.frozen
+class _Layout:
+    """Where the elements lie in an archive, and what they are.
+
+    Attributes:
+        length: How many bytes the archive has.
+        begin: Where the tensor's storage begins in it.
+        tensor: The tensor.
+    """
+
+    length: int
+    begin: int
+    tensor: StoredTensor
+
+
+class DcpSource:
+    """A checkpoint of torch.distributed.checkpoint; a `Source`. What was found is kept.
+
+    Args:
+        store: Where it lies.
+        described: What its `.metadata` says.
+        pool: The threads and the memory budget to use.
+    """
+
+    format = "dcp"
+    block_bytes = BLOCK_BYTES
+
+    def __init__(self, store: Store, described: Described, pool: Pool | None = None) -> None:
+        self.described = described
+        self.metadata = described.metadata
+        self._inner = store
+        self._overlay = Overlay(store, described.files)
+        self._pool = pool or default_pool()
+        self._sizes: dict[int, int] = {}
+        self._spots: dict[tuple[str, int], Spot] = {}
+        self._known: dict[int, dict[bytes, _Layout]] = defaultdict(dict)  # by `begin`
+        self._shared: dict[tuple[int, int], Mapping[str, Any]] = {}  # headers of safetensors
+        self._inline: dict[str, Any] = {}
+        self._boxes: dict[int, Any] = {}  # by layout: offsets and sizes of its chunks
+
+    @property
+    def store(self) -> Store:
+        """Where its files are."""
+        return self._overlay.store
+
+    @property
+    def files(self) -> Sequence[str]:
+        """Their names."""
+        return self._overlay.files
+
+    def spots(self, chunks: Sequence[tuple[str, int]]) -> list[Spot]:
+        """Find chunks; see `Source.spots`. Only the first bytes of most of them are read."""
+        new = [chunk for chunk in dict.fromkeys(chunks) if chunk not in self._spots]
+        groups: dict[int, list[_Item]] = defaultdict(list)
+        for item in self._items(new):
+            groups[item.place.file].append(item)
+        for found in self._pool.map(self._locate, groups.values()):
+            self._spots.update(found)
+        return [self._spots[chunk] for chunk in chunks]
+
+    def sums_of(self, name: str) -> Sums | None:
+        """There are no checksums that could be compared."""
+        return None
+
+    def value(self, name: str, *, verify: bool = True) -> Any:
+        """Return a value that is no tensor; see `Source.value`."""
+        if name in self._inline:
+            return self._inline[name]
+        file, data = self._bytes(name, self._place(name, None))
+        try:
+            return _plain(file, data, self._inner)
+        except (PickleError, FormatError):
+            return load_torch(data, file, name)  # which tells best what is wrong
+
+    def open_old_values(self) -> None:
+        """Open dicts that torch 2.3 kept whole, so that their values go by today's names."""
+        entries = dict(self.metadata.state_dict_metadata)
+        data = self.metadata.planner_data
+        paths = dict(data["paths"]) if data else {}
+        for name, entry in list(entries.items()):
+            place = self.described.places.get((name, None))
+            if not isinstance(entry, BytesMetadata) or place is None or place.transforms:
+                continue
+            try:
+                value = _plain(*self._bytes(name, place), self._inner)
+                flat, inner = flatten({name: value})
+            except ValueError:
+                continue  # whoever asks for it learns why
+            if name in flat or flat.keys() & entries.keys():
+                continue
+            del entries[name]
+            entries |= dict.fromkeys(flat, BytesMetadata())
+            self._inline |= flat
+            above = paths.pop(name, (("dict", name),))
+            paths |= {leaf: (*above, *inner[leaf][1:]) for leaf in flat}
+        planner = {"paths": paths} if paths else None
+        self.metadata = attrs.evolve(
+            self.metadata, state_dict_metadata=entries, planner_data=planner
+        )
+
+    def _bytes(self, name: str, place: Place) -> tuple[str, bytes]:
+        """Return the file of a value that is no tensor, and its bytes there."""
+        self._check_inside(name, place)
+        window = Window(self._inner, self.described.files[place.file], place.offset, place.length)
+        return window.file, window.read(0, place.length)
+
+    def _items(self, chunks: Sequence[tuple[str, int]]) -> list[_Item]:
+        entries = self.metadata.state_dict_metadata
+        items = []
+        for name, number in chunks:
+            row = entries.row_of[name]
+            layout = int(entries.layout[row])
+            if layout not in self._boxes:
+                tiling = entries.layouts[layout].tiling
+                columns = tiling.offsets.tolist(), tiling.sizes.tolist()
+                self._boxes[layout] = tuple([tuple(map(tuple, c)) for c in columns])
+            offsets, sizes = self._boxes[layout]
+            place = self._place(name, offsets[number])
+            dtype = entries.props[entries.prop[row]].dtype
+            items.append(_Item(name, number, place, dtype, offsets[number], sizes[number]))
+        return items
+
+    def _place(self, name: str, offset: tuple[int, ...] | None) -> Place:
+        place = self.described.places.get((name, offset))
+        if place is None:
+            which = "" if offset is None else f", from {list(offset)} on,"
+            raise FormatError(METADATA, f"it does not say where `{name}`{which} lies")
+        if place.transforms:
+            raise FormatError(
+                self.described.files[place.file],
+                f"`{name}` was written through the extension {', '.join(place.transforms)}, which "
+                "is not known here; load it with torch.distributed.checkpoint and save it without",
+            )
+        return place
+
+    def _check_inside(self, name: str, place: Place) -> None:
+        file = self.described.files[place.file]
+        if place.file not in self._sizes:
+            try:
+                self._sizes[place.file] = self._inner.size(file)
+            except MissingFileError:
+                raise FormatError(file, f"it is missing; `{name}` lies in it") from None
+        size, end = self._sizes[place.file], place.offset + place.length
+        if end > size:
+            raise FormatError(
+                file,
+                f"`{name}` should be at bytes {place.offset:,} to {end:,}, but the file has "
+                f"{size:,}: it was cut short, or {METADATA} is of another save",
+            )
+
+    def _locate(self, items: Sequence[_Item]) -> dict[tuple[str, int], Spot]:
+        """Find some chunks of one file."""
+        number = items[0].place.file
+        file = self.described.files[number]
+        ends = [0]
+        for item in items:
+            self._check_inside(item.name, item.place)
+            ends.append(ends[-1] + min(_HEAD, item.place.length))
+        heads = memoryview(bytearray(ends[-1]))
+        spans = list(zip(items, ends, ends[1:], strict=False))
+        read_ranges(self._inner, file, [(i.place.offset, heads[a:b]) for i, a, b in spans])
+        found = {}
+        for item, low, high in spans:
+            head = bytes(heads[low:high])
+            try:
+                found[item.key] = self._spot(file, item, head)
+            except (FormatError, PickleError) as error:
+                reason = error.reason if isinstance(error, FormatError) else str(error)
+                raise FormatError(file, f"`{item.name}`: {reason}") from None
+        return found
+
+    def _spot(self, file: str, item: _Item, head: bytes) -> Spot:
+        place = item.place
+        if head[:4] == b"PK\3\4":
+            layout = self._layout(file, place, head)
+        else:
+            layout = self._safetensors(file, item)
+        tensor = layout.tensor
+        if (tensor.dtype, tensor.size) != (item.dtype, item.sizes):
+            raise PickleError(
+                f"it is {tensor.dtype} of shape {list(tensor.size)}, and {METADATA} says "
+                f"{item.dtype} of shape {list(item.sizes)}"
+            )
+        return self._overlay.spot(place.file, place.offset + layout.begin, tensor)
+
+    def _layout(self, file: str, place: Place, head: bytes) -> _Layout:
+        """Find the elements in an archive: as in one that begins with the same bytes, if any."""
+        for begin, known in list(self._known.items()):
+            layout = known.get(head[:begin])
+            if layout is not None and layout.length == place.length:
+                return layout
+        archive = read_archive(Window(self._inner, file, place.offset, place.length, head))
+        if "byteorder" in archive.records and archive.read("byteorder", 8) != b"little":
+            raise PickleError("it was written on a machine of another byte order")
+        tensor = load_tensor(archive.read("data.pkl", _MAX_PICKLE))
+        record = f"data/{tensor.storage.key}"
+        begin = archive.begin(record)
+        held = archive.records[record].nbytes
+        if held != tensor.storage.nbytes:
+            raise PickleError(f"its storage has {held:,} bytes, not {tensor.storage.nbytes:,}")
+        layout = _Layout(place.length, begin, tensor)
+        if archive.begin("data.pkl") < begin <= len(head):
+            self._known[begin][head[:begin]] = layout
+        return layout
+
+    def _safetensors(self, file: str, item: _Item) -> _Layout:
+        """Find the elements where the tensors of a file are one block of safetensors."""
+        at = item.place.offset
+        header = self._shared.get((item.place.file, at))
+        if header is None:
+            window = Window(self._inner, file, at, self._sizes[item.place.file] - at)
+            try:
+                nbytes = int.from_bytes(window.read(0, 8), "little")
+                if nbytes > MAX_HEADER:
+                    raise ValueError
+                header = {**json.loads(window.read(8, nbytes)), "": 8 + nbytes}
+            except (TypeError, ValueError):
+                raise PickleError("what lies there is no archive, nor safetensors") from None
+            self._shared[item.place.file, at] = header
+        return _from_header(item, header)
+
+
+@attrs.frozen
+class _Item:
+    """A chunk to find: its name, its number, its place, and what it should be."""
+
+    name: str
+    number: int
+    place: Place
+    dtype: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.name, self.number
+
+
+def _from_header(item: _Item, header: Mapping[str, Any]) -> _Layout:
+    try:
+        told = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])[item.name]
+        entry = header[item.name]
+        dtype, (first, last) = _SAFETENSORS[entry["dtype"]], entry["data_offsets"]
+        size = tuple(map(int, entry["shape"]))
+        stride = [1] * len(size)
+        for axis in reversed(range(len(size) - 1)):
+            stride[axis] = stride[axis + 1] * max(size[axis + 1], 1)
+        fits = tuple(told["saved_offsets"]) == item.offsets
+        storage = StorageRef("", "uint8", last - first)
+        tensor = StoredTensor(storage, dtype, 0, size, tuple(stride))
+    except (LookupError, TypeError, ValueError) as error:
+        raise PickleError(f"its safetensors header does not tell where it is: {error!r}") from None
+    if not fits or first < 0 or tensor.fault() is not None:
+        raise PickleError("its safetensors header tells of another chunk")
+    return _Layout(item.place.length, header[""] + first, tensor)
+
+
+def _plain(file: str, data: bytes, store: Store) -> Any:
+    archive = read_archive(Window(store, file, 0, len(data), data))
+    return load_plain(archive.read("data.pkl", len(data)))

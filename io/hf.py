@@ -1,0 +1,337 @@
+"""Safetensors files as Hugging Face tools and torch write them, read where they lie.
+
+Which files make up a checkpoint is settled as those tools settle it: ``model.safetensors`` if it is
+there; else the files that the one ``*.safetensors.index.json`` names; else all safetensors files of
+the folder. Several files may hold chunks of one tensor, if their headers say where each starts (as
+torch's ``HuggingFaceStorageWriter`` does). Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NoReturn
+
+from shardplan.planning import Chunk, Metadata
+from shardplan.planning.blocks import BLOCK_BYTES
+from shardplan.planning.check import layout_issues
+from shardplan.planning.files import save_id_of
+from shardplan.planning.items import TensorProperties
+from shardplan.planning.metadata import Layout, TensorMetadata
+from shardplan.planning.overlap import fills, self_overlaps
+from shardplan.planning.tiling import tile_chunks
+
+from .errors import FormatError
+from .headers import Header, Slot, header_length, parse_header
+from .pool import Pool, default_pool
+from .sources import Spot
+from .stores import MissingFileError, Store, StoreError, check_path
+
+__all__ = ["INDEX", "SINGLE", "HfSource", "find", "read_index", "source", "uncommitted"]
+
+SINGLE: Final = "model.safetensors"
+"""The file that holds a whole model."""
+INDEX: Final = "model.safetensors.index.json"
+"""The file that says which of several files holds which tensor."""
+PART_OF: Final = "index"
+"""Under this key of its header a file says that it counts only together with an index."""
+
+RESERVED: Final = ("format", "shardplan", "DCP_VERSION", "DCP_SHARDING_INFO")
+"""Words of a header's ``__metadata__`` that name no tensor."""
+
+_SUFFIX: Final = ".safetensors"
+_INDEX_SUFFIX: Final = ".safetensors.index.json"
+_NUMBERED: Final = re.compile(r"(?!shard-)(.+)-(\d{5})-of-(\d{5})\.safetensors")
+_OURS: Final = re.compile(r"model-(?:[0-9a-f]+-)?\d{5}-of-\d{5}\.safetensors")
+_FIRST: Final = 1 << 16  # bytes that are read of a file at first: most headers fit
+_LOG: Final = logging.getLogger("shardplan")
+
+
+def find(store: Store, name: str = "") -> bool:
+    """Say whether there is a checkpoint: a file of that name, or anything in the folder."""
+    if name:
+        return name.endswith((_SUFFIX, _INDEX_SUFFIX)) and save_id_of(name) is None
+    found = store.list(recursive=False)
+    if SINGLE in found or _indices(found):
+        return True
+    return any(not uncommitted(store, file) for file in _plain(found))
+
+
+def source(store: Store, name: str = "", pool: Pool | None = None) -> HfSource:
+    """Open a checkpoint; its index and the headers of all its files are read.
+
+    Raises:
+        FormatError: There is none; a file is damaged or missing; the index names what is not there;
+            chunks of one tensor overlap or leave holes. File and key are named.
+    """
+    return HfSource(store, name, pool)
+
+
+class HfSource:
+    """Safetensors files; a `Source`.
+
+    Args:
+        store: Where they lie.
+        name: A single file, or an index; empty for whatever is in the folder.
+        pool: The threads to use.
+
+    Attributes:
+        tied: Names that share another's elements, and those others: a header says so of weights
+            that were saved once under one of their names.
+        notes: What is odd and yet no error, as text; it was logged, too.
+    """
+
+    format = "hf"
+    block_bytes = BLOCK_BYTES
+
+    def __init__(self, store: Store, name: str = "", pool: Pool | None = None) -> None:
+        self.store = store
+        self.tied: dict[str, str] = {}
+        self.notes: tuple[str, ...] = ()
+        weights, files, index = self._choose(name)
+        headers = (pool or default_pool()).map(lambda file: _read(store, file, index), files)
+        if not name and index is None:
+            headers = [h for h in headers if not _is_part(h.metadata)]
+        if not headers:
+            raise FormatError(name or store.url, "there are no safetensors files to read")
+        self.files: Sequence[str] = tuple(header.file for header in headers)
+        self._places = _gather(headers, weights)
+        self._add_tied(headers)
+        if index is not None:
+            self._settle_absent(weights, index)
+        entries = {name: _entry(name, self._places[name], self.files) for name in self._places}
+        self._metadata = Metadata(entries)
+
+    @property
+    def metadata(self) -> Metadata:
+        """What it holds; all are tensors."""
+        return self._metadata
+
+    def spots(self, chunks: Sequence[tuple[str, int]]) -> list[Spot]:
+        """Find chunks; see `Source.spots`."""
+        found = [self._places[name][chunk] for name, chunk in chunks]
+        return [Spot(number, slot.begin, slot.dtype, slot.shape) for number, slot in found]
+
+    def sums_of(self, name: str) -> None:
+        """Return None: these files have no checksums."""
+
+    def value(self, name: str, *, verify: bool = True) -> NoReturn:
+        """Raise: there are only tensors."""
+        raise FormatError(self.store.url, f"`{name}` is no value: safetensors hold tensors only")
+
+    def _choose(self, name: str) -> tuple[dict[str, str], list[str], str | None]:
+        """Return which key the index has in which file, all files to read, and the index."""
+        if name and not name.endswith(_INDEX_SUFFIX):
+            return {}, [name], None
+        found = () if name else self.store.list(recursive=False)
+        if SINGLE in found:
+            return {}, [SINGLE], None
+        indices = [name] if name else _indices(found)
+        if len(indices) > 1 and INDEX not in indices:
+            raise FormatError(
+                self.store.url,
+                f"it holds several models: {', '.join(indices)}; give the path of one of these",
+            )
+        if not indices:
+            files = _plain(found)
+            _check_numbered(files)
+            return {}, files, None
+        index = INDEX if INDEX in indices else indices[0]
+        weights = read_index(self.store, index)
+        return weights, sorted(set(weights.values())), index
+
+    def _add_tied(self, headers: Iterable[Header]) -> None:
+        for header in headers:
+            for name, kept in header.metadata.items():
+                known = name in self._places or name in RESERVED
+                if not known and kept in header.slots:
+                    self.tied[name] = kept
+                    self._places[name] = self._places[kept]
+        if self.tied:
+            pairs = ", ".join(f"`{name}` to `{kept}`" for name, kept in list(self.tied.items())[:8])
+            _LOG.info("%s: tied weights are stored once: %s", self.store.url, pairs)
+
+    def _settle_absent(self, weights: Mapping[str, str], index: str) -> None:
+        """Refuse names of the index that no file holds, unless the model says that it ties them."""
+        absent = sorted(name for name in weights if name not in self._places)
+        if not absent:
+            return
+        named = ", ".join(f"`{name}`" for name in absent[:8])
+        if not _ties_weights(self.store):
+            file = weights[absent[0]]
+            raise FormatError(file, f"it does not hold {named}, which {index} has in it")
+        note = (
+            f"{self.store.url}: {index} names {named}, which no file holds; they were left out: "
+            "config.json says that the model ties its embeddings"
+        )
+        self.notes = (*self.notes, note)
+        _LOG.warning(note)
+
+
+def _indices(found: Iterable[str]) -> list[str]:
+    return [name for name in found if name.endswith(_INDEX_SUFFIX)]
+
+
+def _plain(found: Iterable[str]) -> list[str]:
+    """Name the safetensors files that may be a checkpoint: not those of a killed save of ours."""
+    return [name for name in found if name.endswith(_SUFFIX) and save_id_of(name) is None]
+
+
+def _check_numbered(files: Sequence[str]) -> None:
+    """Refuse a folder that lacks some of the files that belong together, by their names."""
+    for file in files:
+        match = _NUMBERED.fullmatch(file)
+        if match is None:
+            continue
+        stem, count = match[1], int(match[3])
+        wanted = (f"{stem}-{i + 1:05d}-of-{match[3]}{_SUFFIX}" for i in range(count))
+        missing = next((name for name in wanted if name not in files), None)
+        if missing is not None:
+            raise FormatError(missing, f"it is missing; {file} is one of {count} files")
+
+
+def uncommitted(store: Store, file: str) -> bool:
+    """Say whether a file belongs to a save that was never committed: one that needs an index.
+
+    A file named as such a save names it counts as one, too, if it has no header yet.
+    """
+    try:
+        return _is_part(_peek(store, file))
+    except (FormatError, StoreError):
+        return _OURS.fullmatch(file) is not None
+
+
+def _peek(store: Store, file: str) -> Mapping[str, str]:
+    """Return what a file's header says of the file; the file may well be cut short."""
+    first = bytearray(min(8, store.size(file)))
+    store.read(file, [(0, memoryview(first))])
+    data = bytearray(header_length(bytes(first), file, store.size(file)))
+    store.read(file, [(0, memoryview(data))])
+    try:
+        found = json.loads(data[8:]).get("__metadata__", {})
+    except (ValueError, AttributeError, RecursionError):
+        raise FormatError(file, "its header is damaged") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _is_part(metadata: Mapping[str, str]) -> bool:
+    try:
+        own = json.loads(metadata.get("shardplan", "{}"))
+    except (ValueError, TypeError, RecursionError):
+        return False
+    return isinstance(own, dict) and PART_OF in own
+
+
+def _read(store: Store, file: str, index: str | None) -> Header:
+    """Read one header, in one request if it is short."""
+    try:
+        size = store.size(file)
+        data = bytearray(min(size, _FIRST))
+        store.read(file, [(0, memoryview(data))])
+        length = header_length(bytes(data[:8]), file, size)
+        if length > len(data):
+            rest = bytearray(length - len(data))
+            store.read(file, [(len(data), memoryview(rest))])
+            data += rest
+    except MissingFileError:
+        named = f", and {index} names it" if index else ""
+        raise FormatError(file, f"it is missing{named}; was all of it downloaded?") from None
+    return parse_header(bytes(data[:length]), file, size)
+
+
+def read_index(store: Store, index: str) -> dict[str, str]:
+    """Return which tensor lies in which file, as an index says."""
+    try:
+        data = bytearray(store.size(index))
+        store.read(index, [(0, memoryview(data))])
+        table = json.loads(data)
+        weights = table["weight_map"]
+    except MissingFileError:
+        raise FormatError(index, "it is missing") from None
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise FormatError(index, f"it is no index of safetensors files: {error!r}") from None
+    if not isinstance(weights, dict) or not weights:
+        raise FormatError(index, "its `weight_map` names no files")
+    for name, file in weights.items():
+        _check_inside(index, name, file)
+    return weights
+
+
+def _check_inside(index: str, name: str, file: Any) -> None:
+    try:
+        inside = isinstance(file, str) and bool(check_path(file))
+    except StoreError:
+        inside = False
+    if not inside or not file.endswith(_SUFFIX):
+        raise FormatError(
+            index, f"it has `{name}` in {str(file)[:80]!r}, which is no safetensors file beside it"
+        )
+
+
+def _ties_weights(store: Store) -> bool:
+    """Say whether the model's own configuration ties its embeddings."""
+    try:
+        data = bytearray(store.size("config.json"))
+        store.read("config.json", [(0, memoryview(data))])
+        config = json.loads(data)
+    except (StoreError, ValueError, RecursionError):
+        return False
+    return isinstance(config, dict) and config.get("tie_word_embeddings") is True
+
+
+Place = tuple[int, Slot]
+
+
+def _gather(headers: Sequence[Header], weights: Mapping[str, str]) -> dict[str, list[Place]]:
+    """Return the chunks of each tensor, in order of their offsets; the index settles who has it."""
+    places: dict[str, list[Place]] = {}
+    at = {header.file: header for header in headers}
+    for number, header in enumerate(headers):
+        for name, slot in header.slots.items():
+            file = weights.get(name)
+            if file is None or file == header.file or name not in at[file].slots:
+                places.setdefault(name, []).append((number, slot))
+    for name, held in places.items():
+        if len(held) > 1:
+            places[name] = _ordered(held)
+    return dict(sorted(places.items()))
+
+
+def _ordered(held: list[Place]) -> list[Place]:
+    """Sort chunks by place; chunks without elements go, if there are others."""
+    real = [(n, slot) for n, slot in held if 0 not in slot.shape] or held[:1]
+    return sorted(real, key=lambda place: (place[1].offsets, place[0]))
+
+
+def _entry(name: str, held: Sequence[Place], files: Sequence[str]) -> TensorMetadata:
+    """Describe one tensor, having checked that its chunks make it up."""
+    slots = [slot for _, slot in held]
+    first = slots[0]
+    for number, slot in held:
+        if (slot.dtype, len(slot.shape)) != (first.dtype, len(first.shape)):
+            raise FormatError(
+                files[number],
+                f"its `{name}` is {slot.dtype} with {len(slot.shape)} axes, and another file's is "
+                f"{first.dtype} with {len(first.shape)}",
+            )
+    ends = [[o + n for o, n in zip(s.offsets, s.shape, strict=True)] for s in slots]
+    size = tuple(max(column) for column in zip(*ends, strict=True))
+    tiling = tile_chunks([Chunk(slot.offsets, slot.shape) for slot in slots])
+    if not fills(tiling, size):
+        _refuse(name, held, files, Layout(size, tiling))
+    return TensorMetadata(TensorProperties(first.dtype), size, tiling)
+
+
+def _refuse(name: str, held: Sequence[Place], files: Sequence[str], layout: Layout) -> NoReturn:
+    clashes = self_overlaps(layout.tiling, 1)
+    if clashes:
+        one, other = (files[held[i][0]] for i in clashes[0])
+        raise FormatError(
+            other, f"its `{name}` overlaps that of {one}: the same elements are there twice"
+        )
+    issue = next(iter(layout_issues(name, layout)), None)
+    reason = issue.message if issue is not None else f"chunks of `{name}` do not fill it"
+    holders = ", ".join(dict.fromkeys(files[number] for number, _ in held))
+    raise FormatError(holders, f"{reason}; is a file missing?")

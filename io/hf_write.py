@@ -1,0 +1,464 @@
+"""Safetensors files as Hugging Face tools want them: whole tensors, sharded by size, an index.
+
+A model that fits into one file becomes ``model.safetensors``; a larger one becomes
+``model-00001-of-00003.safetensors`` and so on, with ``model.safetensors.index.json``.
+
+Commit. Several files count only together with the index, which is written last and replaced
+atomically; until then their headers tell `shardplan.io.hf` that they are not a checkpoint. Where an
+older checkpoint has taken the usual names, the new files carry the save id in theirs, as an index
+may name any file: so the old one stays whole until the new index is there. A single file appears
+when it is complete. Tools that find ``model.safetensors`` prefer it to an index, and so does our
+reader: where an older checkpoint was that file, it is its removal that shows the new one. So at any
+moment the old checkpoint or the new one loads, on any store.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+import attrs
+import torch
+
+from shardplan.planning import CodecError, Metadata, RefusedError, SavePlan, flatten, itemsize
+
+from .errors import ExistsError, FormatError, UnsureCommitError, ValueRefusedError
+from .headers import TORCH_NAMES, refused_name
+from .hf import INDEX, PART_OF, RESERVED, SINGLE, read_index, uncommitted
+from .local import TEMPORARY
+from .pieces import Piece, collect
+from .pool import Pool, default_pool
+from .sources import detect
+from .stores import Store, StoreError
+from .writers import Part
+
+__all__ = ["MAX_SHARD_SIZE", "HfWriter", "Shards", "assign_shards", "parse_size"]
+
+MAX_SHARD_SIZE: Final = 5_000_000_000
+"""How many bytes of tensors a file holds by default; Hugging Face tools say ``"5GB"``."""
+
+_FILE_NAMES: Final = {ours: theirs for theirs, ours in TORCH_NAMES.items()}
+_UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_STAGED: Final = 96 << 20  # memory that one file in the making may take
+_OWN: Final = re.compile(r"model-(?:[0-9a-f]+-)?\d{5}-of-\d{5}\.safetensors")
+_STRAY: Final = re.compile(rf"model\.safetensors\.[0-9a-f]+{re.escape(TEMPORARY)}")
+
+
+def parse_size(size: int | str) -> int:
+    """Return a number of bytes, given as one or as Hugging Face tools write it.
+
+    >>> parse_size("5GB"), parse_size("1.5 MiB"), parse_size(1000)
+    (5000000000, 1572864, 1000)
+
+    Raises:
+        ValueError: It is no size.
+    """
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", size, re.IGNORECASE)
+        if match is None:
+            raise ValueError(f"{size!r} is no size; write '5GB', '500MiB' or a number of bytes")
+        unit = match[2].upper()
+        scale = _UNITS[unit] if not match[3] else 1024 ** list(_UNITS).index(unit)
+        size = int(float(match[1]) * scale)
+    if size < 1:
+        raise ValueError(f"a file must hold a byte at least, not {size}")
+    return int(size)
+
+
+@attrs.frozen
+class Shards:
+    """Which tensors go into which file.
+
+    Attributes:
+        first: The number of this rank's first file, from 0.
+        count: How many files all ranks write.
+        names: The tensors of each of this rank's files.
+    """
+
+    first: int
+    count: int
+    names: tuple[tuple[str, ...], ...]
+
+
+def assign_shards(
+    sizes: Sequence[Mapping[str, int]], max_shard_size: int = MAX_SHARD_SIZE
+) -> list[Shards]:
+    """Fill files with tensors one after the other, as Hugging Face tools do.
+
+    Args:
+        sizes: Per rank, the bytes of each of its tensors, in order.
+        max_shard_size: How many bytes a file holds at most; a larger tensor has one to itself.
+
+    >>> [s.names for s in assign_shards([{"a": 4, "b": 4, "c": 9, "d": 1}], 8)]
+    [(('a', 'b'), ('c',), ('d',))]
+    """
+    ranks = []
+    for mine in sizes:
+        files: list[list[str]] = []
+        room = 0
+        for name, nbytes in mine.items():
+            if not files or nbytes > room:
+                files.append([])
+                room = max_shard_size
+            files[-1].append(name)
+            room -= nbytes
+        ranks.append(tuple(map(tuple, files)))
+    if ranks and not any(ranks):
+        ranks[0] = ((),)  # a checkpoint without tensors has a file, too
+    count, first = sum(map(len, ranks)), 0
+    shards = []
+    for files_of in ranks:
+        shards.append(Shards(first, count, files_of))
+        first += len(files_of)
+    return shards
+
+
+class HfWriter:
+    """Writes Hugging Face checkpoints; a `Writer`.
+
+    Args:
+        max_shard_size: How many bytes of tensors a file holds, as a number or as ``"5GB"``.
+        leave_out: Whether values that are no tensors are left out; else they are refused.
+        tied: Names whose tensor is that of another name, for tensors that are not in memory.
+
+    Attributes:
+        left_out: The names that were left out so far.
+        ties: Names that were not stored because they are tied to another, and that other.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_shard_size: int | str = MAX_SHARD_SIZE,
+        leave_out: bool = False,
+        tied: Mapping[str, str] | None = None,
+    ) -> None:
+        self.max_shard_size = parse_size(max_shard_size)
+        self.leave_out, self.tied = leave_out, tied or {}
+        self._unsure = False  # whether an index of ours may be in place
+        self.left_out: list[str] = []
+        self.ties: dict[str, str] = {}
+
+    def refuse(self, store: Store, overwrite: bool) -> None:
+        """Refuse to save where a checkpoint is; see `Writer.refuse`.
+
+        One of another format is never replaced: it could not be done at one instant.
+
+        Raises:
+            ExistsError: There is one.
+            ValueError: The folder is named as a file would be.
+        """
+        if store.url.endswith(".safetensors"):
+            raise ValueError(f"an `hf` checkpoint is a folder; {store.url} is the name of a file")
+        try:
+            format = detect(store)
+        except FormatError:
+            return
+        if format != "hf":
+            raise ExistsError(
+                f"{store.url} holds a checkpoint of the format {format!r}, which an `hf` one "
+                "cannot replace; choose another folder"
+            )
+        if not overwrite:
+            raise ExistsError(f"{store.url} holds a checkpoint; pass overwrite=True to replace it")
+
+    def prepare(self, plans: Sequence[SavePlan]) -> tuple[SavePlan, ...]:
+        """Number the files of all ranks, in each plan's ``storage_data``; see `Shards`.
+
+        Raises:
+            RefusedError: Some tensor is not whole on a rank.
+        """
+        _refuse_split(plans)
+        sizes = [
+            {n: b for n, b in _sizes(plan).items() if self.tied.get(n, n) == n} for plan in plans
+        ]
+        shards = assign_shards(sizes, self.max_shard_size)
+        data = [{"hf": (s.first, s.count, s.names)} for s in shards]
+        return tuple(
+            attrs.evolve(plan, storage_data=d) for plan, d in zip(plans, data, strict=True)
+        )
+
+    def write(
+        self,
+        store: Store,
+        sd: Mapping[Any, Any],
+        plan: SavePlan,
+        *,
+        save_id: str,
+        rank: int,
+        pool: Pool | None = None,
+    ) -> Part:
+        """Write one rank's files; see `Writer.write`.
+
+        Several ranks need plans that `prepare` has numbered.
+        """
+        data = plan.storage_data
+        numbered = isinstance(data, Mapping) and "hf" in data
+        if not numbered:
+            _refuse_split((plan,), rank)
+        pieces, ties = self._collect(sd, plan)
+        if numbered:
+            first, count, names = data["hf"]
+        else:
+            sizes = {name: pieces[name].nbytes for name in sorted(pieces)}
+            (shards,) = assign_shards([sizes], self.max_shard_size)
+            first, count, names = shards.first, shards.count, shards.names
+        jobs = [
+            _File(*_name(first + i, count), [pieces[n] for n in held if n in pieces])
+            for i, held in enumerate(names)
+        ]
+        if _is_taken(store, count):
+            jobs = [job.unique(save_id) for job in jobs]
+        headers = [job.header(ties, save_id) for job in jobs]
+        try:
+            (pool or default_pool()).map(
+                lambda pair: pair[0].write(store, pair[1]),
+                zip(jobs, headers, strict=True),
+                nbytes=_STAGED + store.staging,
+            )
+        except BaseException:
+            with suppress(Exception):
+                store.delete([job.name for job in jobs if job.part])
+            raise
+        nbytes = sum(len(h) + job.nbytes for h, job in zip(headers, jobs, strict=True))
+        report = {
+            "files": [job.name for job in jobs],
+            "weights": {piece.name: job.name for job in jobs for piece in job.pieces},
+            "nbytes": sum(job.nbytes for job in jobs),
+        }
+        return Part(len(jobs), nbytes, json.dumps(report).encode())
+
+    def _collect(
+        self, sd: Mapping[Any, Any], plan: SavePlan
+    ) -> tuple[dict[str, Piece], dict[str, str]]:
+        """Return the tensors to write by name, and those that need not be: names tied to others."""
+        flat = flatten(sd)[0]
+        found, values, refused = collect(flat, plan, refused_name)
+        order = {source: place for place, source in enumerate(flat)}
+        heads, row = plan.items.catalog.heads, plan.items.row
+        # In the order of the state dict, as the first of tied weights is the one that stays.
+        rows = sorted(found, key=lambda item: order[heads[row[item]][1]])
+        pieces = {found[item].name: found[item] for item in rows}
+        for name, piece in pieces.items():
+            if piece.dtype not in _FILE_NAMES:
+                refused[name] = f"is {piece.dtype}, which safetensors has no name for; cast it"
+        if values and not self.leave_out:
+            why = "is no tensor, and an `hf` checkpoint holds only tensors; leave it out with drop"
+            refused.update(dict.fromkeys(values, why))
+        if refused:
+            raise ValueRefusedError(refused)
+        self.left_out += sorted(values)
+        ties = _tied_in_memory(pieces) | {n: k for n, k in self.tied.items() if k in pieces}
+        self.ties.update(ties)
+        return {n: p for n, p in pieces.items() if n not in ties}, ties
+
+    def commit(
+        self,
+        store: Store,
+        metadata: Metadata,
+        plans: Sequence[SavePlan],
+        reports: Sequence[bytes],
+        *,
+        save_id: str,
+        overwrite: bool,
+    ) -> tuple[str, ...]:
+        """Put the index, or the single file, in place; then tidy up. See `Writer.commit`."""
+        parts = [_decode(report) for report in reports]
+        old = _files_of(store)
+        new = {name for part in parts for name in part["files"]}
+        if new != {SINGLE}:  # which is in place since its last byte was written
+            self.refuse(store, overwrite)
+            weights = {name: file for part in parts for name, file in part["weights"].items()}
+            total = sum(part["nbytes"] for part in parts)
+            table = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+            store.sync()
+            self._publish(store, (json.dumps(table, indent=2) + "\n").encode())
+            new.add(INDEX)
+        return _tidy(store, old, new)
+
+    def _publish(self, store: Store, index: bytes) -> None:
+        self._unsure = True
+        try:
+            store.replace(INDEX, index)
+        except Exception as error:
+            reason = error.reason if isinstance(error, StoreError) else str(error)
+            raise UnsureCommitError(
+                "commit",
+                store.url,
+                f"the store failed while the index was put in place ({reason})",
+                remedy="the checkpoint may exist nevertheless, so its files were kept: look with "
+                "open_checkpoint, or save again",
+                kind="unsure",
+            ) from error
+
+    def discard(self, store: Store, report: bytes, save_id: str) -> None:
+        """Remove one rank's files, unless an index may come to name them; see `Writer.discard`."""
+        if self._unsure:
+            return
+        with suppress(Exception):
+            committed = _files_of(store)
+            store.delete([name for name in _decode(report)["files"] if name not in committed])
+
+
+@attrs.frozen(eq=False)
+class _File:
+    """One file to write.
+
+    Attributes:
+        name: Its name once it is committed.
+        part: Whether it counts only together with an index.
+        pieces: Its tensors.
+    """
+
+    name: str
+    part: bool
+    pieces: Sequence[Piece]
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes its tensors take."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+    def unique(self, save_id: str) -> _File:
+        """Return the same file under a name that no other save uses."""
+        if self.name == SINGLE:
+            return self
+        return attrs.evolve(self, name=self.name.replace("model-", f"model-{save_id}-", 1))
+
+    def ordered(self) -> list[Piece]:
+        """The tensors as they lie in the file: the widest elements first, so all are aligned."""
+        return sorted(self.pieces, key=lambda p: (-itemsize(p.dtype), p.name))
+
+    def header(self, ties: Mapping[str, str], save_id: str) -> bytes:
+        """Return the bytes that come before the tensors."""
+        metadata = {"format": "pt"}
+        if self.part:
+            own = {"version": 1, "file": self.name, "save_id": save_id, PART_OF: INDEX}
+            metadata["shardplan"] = json.dumps(own, separators=(",", ":"))
+        mine = {piece.name for piece in self.pieces}
+        metadata |= {name: kept for name, kept in ties.items() if kept in mine}
+        table: dict[str, Any] = {"__metadata__": metadata}
+        at = 0
+        for piece in self.ordered():
+            table[piece.name] = {
+                "dtype": _FILE_NAMES[piece.dtype],
+                "shape": list(piece.shape),
+                "data_offsets": [at, at := at + piece.nbytes],
+            }
+        text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    def write(self, store: Store, header: bytes) -> None:
+        """Write it."""
+        size = len(header) + self.nbytes
+        store.write(self.name, self._parts(header), nbytes=size, atomic=not self.part)
+
+    def _parts(self, header: bytes) -> Iterator[memoryview]:
+        yield memoryview(header)
+        for piece in self.ordered():
+            yield from piece.blocks()
+
+
+def _name(number: int, count: int) -> tuple[str, bool]:
+    if count == 1:
+        return SINGLE, False
+    return f"model-{number + 1:05d}-of-{count:05d}.safetensors", True
+
+
+def _is_taken(store: Store, count: int) -> bool:
+    """Say whether a checkpoint may be using some of the names that a new one would have."""
+    if store.exists(INDEX) or store.exists(SINGLE):
+        return True
+    names = (_name(number, count)[0] for number in range(count))
+    return any(store.exists(name) and not uncommitted(store, name) for name in names)
+
+
+def _refuse_split(plans: Sequence[SavePlan], rank: int = 0) -> None:
+    """Refuse plans that would split tensors; or one of several plans, if they are not numbered."""
+    way = "save as 'safetensors', then use shardplan.convert(..., format='hf')"
+    split = {name for plan in plans for name in _split_tensors(plan)}
+    if split:
+        named = ", ".join(f"`{name}`" for name in sorted(split)[:8])
+        raise RefusedError(
+            f"an `hf` checkpoint holds tensors whole, and {named} would be split; {way}"
+        )
+    if rank:
+        raise RefusedError(
+            f"several ranks write an `hf` checkpoint only from plans that `HfWriter.prepare` has "
+            f"numbered; {way}"
+        )
+
+
+def _split_tensors(plan: SavePlan) -> Iterator[str]:
+    """Name the tensors of which an item is only a part."""
+    items = plan.items
+    size = items.catalog.size[items.row] if len(items) else items.sizes
+    partial = (items.sizes != size).any(axis=1)
+    for row in items.row[partial].tolist():
+        yield items.catalog.names[row]
+
+
+def _sizes(plan: SavePlan) -> dict[str, int]:
+    """Return the bytes of each tensor of a plan, in order of names."""
+    items = plan.items
+    found = {}
+    for row in items.row.tolist():
+        name, _, _, properties, size = items.catalog.heads[row]
+        if properties is not None:
+            found[name] = math.prod(size) * properties.itemsize
+    return dict(sorted(found.items()))
+
+
+def _tied_in_memory(pieces: Mapping[str, Piece]) -> dict[str, str]:
+    """Find tensors that are the same view of the same memory; the first of each stays."""
+    kept: dict[tuple[Any, ...], str] = {}
+    ties = {}
+    for name, piece in pieces.items():
+        tensor = piece.source
+        if not isinstance(tensor, torch.Tensor) or not tensor.numel() or name in RESERVED:
+            continue
+        flags = (tensor.is_conj(), tensor.is_neg())
+        view = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.stride(), *flags)
+        first = kept.setdefault((*view, piece.dtype, piece.shape, piece.start), name)
+        if first != name:
+            ties[name] = first
+    return ties
+
+
+def _decode(report: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(report)
+        return {key: found[key] for key in ("files", "weights", "nbytes")}
+    except (ValueError, LookupError, TypeError) as error:
+        raise CodecError(f"a rank's report of what it wrote is damaged: {error}") from error
+
+
+def _files_of(store: Store) -> set[str]:
+    """Name the files of the checkpoints that are there, as far as they name them themselves."""
+    found = {name for name in (SINGLE, INDEX) if store.exists(name)}
+    if INDEX in found:
+        with suppress(FormatError):  # what a damaged index names is left alone
+            found |= set(read_index(store, INDEX).values())
+    return found
+
+
+def _tidy(store: Store, old: set[str], new: set[str]) -> tuple[str, ...]:
+    """Remove what the older checkpoint and killed saves left; return what could not be."""
+    strays = {
+        name
+        for name in store.list(recursive=False)
+        if _STRAY.fullmatch(name) or (_OWN.fullmatch(name) and uncommitted(store, name))
+    }
+    doomed = (old | strays) - new
+    try:
+        # `model.safetensors` goes first: readers prefer it to the index that was just written.
+        for name in sorted(doomed, key=lambda name: (name != SINGLE, name != INDEX, name)):
+            store.delete([name])
+    except OSError:
+        return tuple(sorted(doomed))
+    return ()

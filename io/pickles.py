@@ -1,0 +1,144 @@
+"""Pickles that others wrote, read without running code: what they may name is listed, and no more.
+
+A pickle is walked over once before it is read, so that it cannot ask for memory that its own
+length does not justify. Whatever a pickle names is then one of our own stand-ins, which are sealed:
+a pickle cannot change them. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+__all__ = ["PickleError", "RefusedName", "Sealed", "load_pickle"]
+
+
+class PickleError(ValueError):
+    """A pickle that is damaged, or asks for what it may not have."""
+
+
+class RefusedName(PickleError):
+    """A class or function that a pickle names and may not use.
+
+    Attributes:
+        name: Its full name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(f"it names `{name}`, which is not allowed there")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RefusedName, (self.name,)
+
+
+class Sealed(type):
+    """The type of classes that a pickle may be given: nothing can be set on them."""
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise PickleError(f"it tries to change a class, {cls.__name__}")
+
+
+# How many bytes an operation takes, its own included; or, if only its data tells, one of these.
+_END, _SHORT, _LONG, _LONGER, _LINES, _SLOT, _REFUSED = 0, -1, -4, -8, -2, -3, -9
+
+
+def _widths() -> tuple[int, ...]:
+    plain = [
+        *(b"(", b"0", b"1", b"N", b"\x88", b"\x89", b"]", b"}", b")", b"\x8f", b"\x91", b"a"),
+        *(b"e", b"s", b"u", b"\x90", b"t", b"\x85", b"\x86", b"\x87", b"R", b"b", b"\x81"),
+        *(b"\x92", b"\x93", b"\x94", b"Q"),
+    ]
+    known = dict.fromkeys(plain, 1)
+    known |= {b"\x80": 2, b"K": 2, b"h": 2, b"q": 2, b"M": 3, b"J": 5, b"j": 5, b"G": 9}
+    known |= {b"\x95": 9, b"r": _SLOT, b"c": _LINES, b".": _END}
+    known |= dict.fromkeys([b"\x8a", b"\x8c", b"C", b"U"], _SHORT)
+    known |= dict.fromkeys([b"\x8b", b"X", b"B", b"T"], _LONG)
+    known |= dict.fromkeys([b"\x8d", b"\x8e", b"\x96"], _LONGER)
+    return tuple(known.get(bytes([code]), _REFUSED) for code in range(256))
+
+
+_WIDTHS: Final = _widths()
+
+
+def _walk(data: bytes) -> None:
+    """Go over a pickle's operations: all must be known, and none promise more than is there."""
+    at, end, widths = 0, len(data), _WIDTHS
+    while at < end:
+        width = widths[data[at]]
+        if width > 0:
+            at += width
+        elif width == _END:
+            return
+        elif width == _SHORT:
+            at += 2 + int.from_bytes(data[at + 1 : at + 2], "little")
+        elif width == _SLOT:
+            if int.from_bytes(data[at + 1 : at + 5], "little") > end:
+                raise PickleError("it numbers more objects than it can hold")
+            at += 5
+        elif width == _LINES:
+            for _ in range(2):
+                at = data.find(b"\n", at + 1)
+                if at < 0:
+                    raise PickleError("it is cut short")
+            at += 1
+        elif width == _REFUSED:
+            raise PickleError(f"it uses operation {data[at]:#04x} at byte {at:,}")
+        else:
+            at += 1 - width + int.from_bytes(data[at + 1 : at + 1 - width], "little")
+    raise PickleError("it is cut short")
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(
+        self,
+        data: bytes,
+        classes: Mapping[str, Any],
+        persistent: Callable[[Any], Any] | None,
+    ) -> None:
+        super().__init__(io.BytesIO(data))
+        self._classes, self._persistent = classes, persistent
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = self._classes.get(f"{module}.{name}")
+        if found is None:
+            raise RefusedName(f"{module}.{name}")
+        return found
+
+    def persistent_load(self, pid: Any) -> Any:
+        if self._persistent is None:
+            raise RefusedName("persistent_load")
+        return self._persistent(pid)
+
+
+def load_pickle(
+    data: bytes, classes: Mapping[str, Any], persistent: Callable[[Any], Any] | None = None
+) -> Any:
+    r"""Read a pickle.
+
+    Args:
+        data: The pickle.
+        classes: What it may name, by full name, and what it gets instead: an immutable built-in,
+            an immutable value, or a class whose type is `Sealed`.
+        persistent: What turns a persistent id into an object.
+
+    >>> load_pickle(pickle.dumps([1, {"a": (2.5, b"x")}]), {})
+    [1, {'a': (2.5, b'x')}]
+    >>> load_pickle(b"cposix\nsystem\n(X\x04\x00\x00\x00echotR.", {})
+    Traceback (most recent call last):
+    shardplan.io.pickles.RefusedName: it names `posix.system`, which is not allowed there
+
+    Raises:
+        RefusedName: It names something else; nothing of it was called.
+        PickleError: It is damaged.
+    """
+    _walk(data)
+    try:
+        return _Unpickler(data, classes, persistent).load()
+    except PickleError:
+        raise
+    except Exception as error:  # a damaged pickle can fail in any way
+        reason = str(error) or type(error).__name__
+        raise PickleError(f"it is damaged: {reason[:200]}") from error

@@ -1,0 +1,227 @@
+"""What do the pickles in `torch.save` archives say? Read without torch, and without running code.
+
+One kind of pickle describes a tensor: which storage, from where on, in which shape. The other holds
+plain values. All else is `torch.load`'s affair.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, Final
+
+import attrs
+
+from shardplan.planning.dtypes import ITEMSIZE
+
+from .pickles import PickleError, Sealed, load_pickle
+
+__all__ = ["StorageRef", "StoredTensor", "load_plain", "load_tensor"]
+
+
+@attrs.frozen
+class StorageRef:
+    """The bytes that a tensor is a view of.
+
+    Attributes:
+        key: Its name: the record is ``data/<key>``.
+        dtype: What its elements are, by name; ``"uint8"`` if that is left to the tensor.
+        numel: How many there are.
+    """
+
+    key: str
+    dtype: str
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it has."""
+        return self.numel * ITEMSIZE[self.dtype]
+
+
+@attrs.frozen
+class StoredTensor:
+    """A tensor as a pickle describes it.
+
+    Attributes:
+        storage: What it is a view of.
+        dtype: What its elements are, by name.
+        offset: Where in the storage it starts, in elements.
+        size, stride: Its shape, and how far apart its elements lie, in elements.
+        conj, neg: Whether its elements are the conjugates, or the negatives, of what is stored.
+    """
+
+    storage: StorageRef
+    dtype: str
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    conj: bool = False
+    neg: bool = False
+
+    @property
+    def span(self) -> int:
+        """How many elements lie between its first and its last, both included."""
+        if 0 in self.size:
+            return 0
+        return 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
+
+    def fault(self) -> str | None:
+        """Say why it cannot be; None if it can."""
+        numbers = (self.offset, *self.size, *self.stride)
+        if len(self.size) != len(self.stride) or min(numbers) < 0 or self.storage.numel < 0:
+            return f"shape {self.size} and strides {self.stride} from {self.offset} on"
+        if self.span and (self.offset + self.span) * ITEMSIZE[self.dtype] > self.storage.nbytes:
+            return f"shape {self.size} in a storage of {self.storage.nbytes:,} bytes"
+        return None
+
+
+def _ints(value: Any) -> tuple[int, ...]:
+    if type(value) is not tuple or not all(type(n) is int for n in value):
+        raise PickleError(f"a shape cannot be {str(value)[:80]}")
+    return value
+
+
+def _make(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any, extra: Any) -> Any:
+    if not isinstance(storage, StorageRef) or type(offset) is not int or type(dtype) is not str:
+        raise PickleError("a tensor is made of something else than a storage")
+    if not isinstance(extra, (dict, type(None))):
+        raise PickleError("a tensor's flags are no dict")
+    flags = {k: bool(v) for k, v in (extra or {}).items()}
+    if not flags.keys() <= {"conj", "neg"}:
+        raise PickleError(f"a tensor has the unknown flags {', '.join(map(str, flags))}")
+    made = StoredTensor(storage, dtype, offset, _ints(size), _ints(stride), **flags)
+    why = made.fault()
+    if why is not None:
+        raise PickleError(f"a tensor cannot have {why}")
+    return made
+
+
+class _RebuildV2(metaclass=Sealed):
+    def __new__(
+        cls,
+        storage: Any,
+        offset: Any,
+        size: Any,
+        stride: Any,
+        grad: Any = None,
+        hooks: Any = None,
+        extra: Any = None,
+    ) -> Any:
+        return _make(storage, getattr(storage, "dtype", None), offset, size, stride, extra)
+
+
+class _RebuildV3(metaclass=Sealed):
+    def __new__(
+        cls,
+        storage: Any,
+        offset: Any,
+        size: Any,
+        stride: Any,
+        grad: Any,
+        hooks: Any,
+        dtype: Any,
+        extra: Any = None,
+    ) -> Any:
+        return _make(storage, dtype, offset, size, stride, extra)
+
+
+class _Parameter(metaclass=Sealed):
+    def __new__(cls, data: Any, grad: Any = None, hooks: Any = None) -> Any:
+        return data
+
+
+class _Encode(metaclass=Sealed):
+    """How protocol 2 writes bytes: as text of which each character is one."""
+
+    def __new__(cls, text: Any, codec: Any = None) -> Any:
+        if type(text) is not str or codec != "latin1":
+            raise PickleError("bytes are encoded in an unknown way")
+        return text.encode("latin1")
+
+
+class _Bytearray(metaclass=Sealed):
+    """A bytearray of what is there; the type itself would make one of any length that is named."""
+
+    def __new__(cls, data: Any = b"", codec: Any = "latin-1") -> Any:
+        if type(data) is bytes:
+            return bytearray(data)
+        if type(data) is not str or codec != "latin-1":
+            raise PickleError("a bytearray is encoded in an unknown way")
+        return bytearray(data, "latin-1")
+
+
+_STORAGES: Final = {
+    "Double": "float64",
+    "Float": "float32",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Short": "int16",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "bool",
+    "ComplexDouble": "complex128",
+    "ComplexFloat": "complex64",
+}
+
+_TENSOR: Final[Mapping[str, Any]] = {
+    "torch._utils._rebuild_tensor_v2": _RebuildV2,
+    "torch._utils._rebuild_tensor": _RebuildV2,
+    "torch._utils._rebuild_tensor_v3": _RebuildV3,
+    "torch._utils._rebuild_parameter": _Parameter,
+    "collections.OrderedDict": OrderedDict,
+    "torch.Size": tuple,
+    "torch.storage.UntypedStorage": "uint8",
+    "torch.UntypedStorage": "uint8",
+    **{f"torch.{name}Storage": dtype for name, dtype in _STORAGES.items()},
+    **{f"torch.{dtype}": dtype for dtype in ITEMSIZE},
+}
+
+_PLAIN: Final[Mapping[str, Any]] = {
+    "collections.OrderedDict": OrderedDict,
+    "_codecs.encode": _Encode,
+    "builtins.bytearray": _Bytearray,
+    "__builtin__.bytearray": _Bytearray,
+    "builtins.set": set,
+    "__builtin__.set": set,
+    "builtins.complex": complex,
+    "__builtin__.complex": complex,
+}
+
+
+def _storage(pid: Any) -> StorageRef:
+    if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
+        raise PickleError("it refers to something else than a storage")
+    _, dtype, key, _, numel = pid
+    if dtype not in ITEMSIZE or type(key) is not str or type(numel) is not int:
+        raise PickleError("it refers to a storage in an unknown way")
+    return StorageRef(key, dtype, numel)
+
+
+def load_tensor(data: bytes) -> StoredTensor:
+    """Read the pickle of an archive that holds one tensor.
+
+    Raises:
+        RefusedName: It names something that plain tensors do not need.
+        PickleError: It is damaged, or holds something else.
+    """
+    found = load_pickle(data, _TENSOR, _storage)
+    if not isinstance(found, StoredTensor):
+        raise PickleError(f"it holds a {type(found).__name__}, not a tensor")
+    return found
+
+
+def load_plain(data: bytes) -> Any:
+    """Read the pickle of an archive that holds plain values and nothing else.
+
+    >>> import pickle
+    >>> load_plain(pickle.dumps({"lr": 0.1, "raw": b"x", "seen": {1}}, protocol=2))
+    {'lr': 0.1, 'raw': b'x', 'seen': {1}}
+
+    Raises:
+        RefusedName: It names something else, such as a tensor: see what `torch.load` says.
+        PickleError: It is damaged.
+    """
+    return load_pickle(data, _PLAIN)

@@ -1,0 +1,180 @@
+"""How is a `torch.save` file written? One archive, streamed, put in place when it is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+from shardplan.planning import Metadata, SavePlan, flatten, unflatten
+
+from .arrays import dump, empty, window
+from .arrays import store as fill
+from .errors import ExistsError, ValueRefusedError
+from .pieces import Piece, collect
+from .pool import Pool
+from .stores import Store
+from .torchvalues import Leaf, dump_values, pickle_nested
+from .torchzip_write import Member, archive_parts, archive_size, members_of
+from .writers import Part
+
+__all__ = ["TorchWriter"]
+
+
+class TorchWriter:
+    """Writes files that `torch.load` reads with ``weights_only=True``; a `Writer`.
+
+    A file has one writer, so this format is for a single process. The file appears when it is
+    complete: what was there before is there until then.
+
+    Attributes:
+        file: The file's name in the store; see `open_target`.
+        max_ranks: How many ranks may take part.
+    """
+
+    max_ranks = 1
+
+    def __init__(self) -> None:
+        self.file = ""
+
+    def refuse(self, store: Store, overwrite: bool) -> None:
+        """Refuse to save where a file is; see `Writer.refuse`."""
+        if not self.file:
+            raise ValueError("a torch checkpoint is a file: open it with `open_target`")
+        if not overwrite and store.exists(self.file):
+            raise ExistsError(
+                f"{store.url} holds a file {self.file}; pass overwrite=True to replace it"
+            )
+
+    def write(
+        self,
+        store: Store,
+        sd: Mapping[Any, Any],
+        plan: SavePlan,
+        *,
+        save_id: str,
+        rank: int,
+        pool: Pool | None = None,
+    ) -> Part:
+        """Write the file; see `Writer.write`. It is in place at once, being the only part."""
+        if rank != 0:
+            raise _too_many()
+        flat, _ = flatten(sd)
+        pieces, values, refused = collect(flat, plan)
+        tensors = _whole(pieces)
+        leaves = {
+            name: Leaf(str(number), piece.dtype, piece.shape)
+            for number, (name, piece) in enumerate(tensors.items())
+        }
+        pickle = _pickle(flat, plan, leaves, values, refused)
+        storages = [
+            Member(f"data/{leaves[name].key}", piece.nbytes, piece.blocks)
+            for name, piece in tensors.items()
+        ]
+        members = members_of(pickle, storages)
+        size = archive_size(members)
+        store.write(self.file, archive_parts(members), nbytes=size, atomic=True)
+        return Part(1, size, b"")
+
+    def commit(
+        self,
+        store: Store,
+        metadata: Metadata,
+        plans: Sequence[SavePlan],
+        reports: Sequence[bytes],
+        *,
+        save_id: str,
+        overwrite: bool,
+    ) -> tuple[str, ...]:
+        """See that there was one part only; see `Writer.commit`."""
+        if len(reports) != 1:
+            raise _too_many()
+        return ()
+
+    def discard(self, store: Store, report: bytes, save_id: str) -> None:
+        """Leave the file as it is: it was complete when it appeared."""
+
+
+def _too_many() -> ValueError:
+    return ValueError(
+        "a torch checkpoint is one file, which one process writes; save in another format and "
+        "`convert` that to a file"
+    )
+
+
+def _pickle(
+    flat: Mapping[str, Any],
+    plan: SavePlan,
+    leaves: Mapping[str, Leaf],
+    values: Mapping[str, Any],
+    refused: Mapping[str, str],
+) -> bytes:
+    """Return the pickle of the nested state dict, having made sure that it is safe to load."""
+    data = plan.planner_data
+    paths = data.get("paths", {}) if isinstance(data, Mapping) else {}
+    place = {name: at for at, name in enumerate(flat)}
+    heads = plan.items.catalog.heads
+    order = {head[0]: place.get(head[1], len(place)) for head in heads}
+    names = sorted([*leaves, *values], key=lambda name: order[name])
+    unsafe = dict(refused)
+    try:
+        dump_values({"keys": unflatten({name: values.get(name) for name in names}, paths)})
+    except ValueRefusedError as error:
+        unsafe |= _unsafe(values) or error.reasons
+    if unsafe:
+        raise ValueRefusedError(unsafe)
+    found = {name: leaves[name] if name in leaves else values[name] for name in names}
+    return pickle_nested(unflatten(found, paths))
+
+
+def _unsafe(values: Mapping[str, Any]) -> dict[str, str]:
+    try:
+        dump_values(values)
+    except ValueRefusedError as error:
+        return error.reasons
+    return {}
+
+
+def _whole(pieces: Mapping[int, Piece]) -> dict[str, Piece]:
+    """Return one piece a tensor, putting those together that a plan cuts up."""
+    parts: dict[str, list[Piece]] = {}
+    for piece in pieces.values():
+        parts.setdefault(piece.name, []).append(piece)
+    return {name: found[0] if len(found) == 1 else _join(found) for name, found in parts.items()}
+
+
+def _join(parts: list[Piece]) -> Piece:
+    first = parts[0]
+    origin = (0,) * len(first.size)
+    joined = _Joined(first.size, first.dtype, parts)
+    return attrs.evolve(first, offsets=origin, shape=first.size, source=joined, start=origin)
+
+
+@attrs.frozen(eq=False)
+class _Joined:
+    """A tensor whose elements lie in several pieces; a `Lazy`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    parts: list[Piece]
+
+    def read_box(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """Return a box of it, put together from the pieces that it touches."""
+        box = empty(sizes, self.dtype)
+        low, high = np.array(offsets), np.array(offsets) + np.array(sizes)
+        for part in self.parts:
+            begin = np.maximum(low, part.offsets)
+            lengths = np.minimum(high, np.add(part.offsets, part.shape)) - begin
+            if (lengths <= 0).any():
+                continue
+            inner = (begin - part.offsets + part.start).tolist()
+            if isinstance(part.source, torch.Tensor):
+                found = window(part.source, inner, lengths.tolist())
+            else:
+                found = part.source.read_box(inner, lengths.tolist())
+            data = np.frombuffer(dump(found, self.dtype), np.uint8).copy()
+            fill(window(box, (begin - low).tolist(), lengths.tolist()), data, self.dtype)
+        return box

@@ -1,0 +1,689 @@
+"""Checkpoints of torch.distributed.checkpoint, both ways, with torch itself on the other side."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+import warnings
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import _version
+from torch.distributed.checkpoint import metadata as records
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    _EmptyStateDictLoadPlanner,
+)
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+import shardplan
+from shardplan.io.dcp_metadata import METADATA, parse_metadata
+from shardplan.io.errors import ExistsError, FormatError, ValueRefusedError
+from shardplan.io.read import Reader
+from shardplan.io.sources import open_source
+from shardplan.io.stores import open_store
+from shardplan.io.testing import CountingStore, FaultyStore, InjectedError
+from shardplan.io.writers import find_writer
+from shardplan.loading import read_rank
+from shardplan.planning import (
+    PlanError,
+    flatten,
+    global_plan,
+    load_plan,
+    local_plan,
+    split_chunks,
+)
+from shardplan.planning.dtypes import ITEMSIZE
+from shardplan.planning.strategies import tensor_specs
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+DTYPES = [name for name in ITEMSIZE if hasattr(torch, name)]
+
+
+# Means
+
+
+def random_tensor(shape, dtype, seed=0):
+    count = int(torch.Size(shape).numel()) * ITEMSIZE[dtype]
+    generator = random.Random(f"{shape}{dtype}{seed}")
+    raw = bytes(generator.randrange(2 if dtype == "bool" else 256) for _ in range(count))
+    if not count:
+        return torch.empty(shape, dtype=getattr(torch, dtype))
+    return torch.frombuffer(bytearray(raw), dtype=getattr(torch, dtype)).reshape(shape)
+
+
+def raw(value):
+    """Return what says all of a value, bit by bit."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().resolve_conj().resolve_neg().contiguous()
+        flat = value.as_strided((value.numel(),), (1,))
+        data = flat.view(torch.uint8).tolist() if value.numel() else []
+        return str(value.dtype), tuple(value.shape), data
+    if isinstance(value, dict):
+        return {key: raw(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value), [raw(inner) for inner in value]
+    return value
+
+
+def torch_save(sd, path, **options):
+    planner = options.pop("planner", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        writer = dcp.FileSystemWriter(path, sync_files=False, **options)
+        dcp.save(sd, storage_writer=writer, planner=planner, no_dist=True)
+
+
+def torch_load(sd, path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(sd, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+    return sd
+
+
+def torch_restore(path):
+    """Let torch make a state dict of a checkpoint, nested as `dcp_to_torch_save` nests it."""
+    sd = {}
+    planner = _EmptyStateDictLoadPlanner()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _load_state_dict(
+            sd, storage_reader=dcp.FileSystemReader(path), planner=planner, no_dist=True
+        )
+    return sd
+
+
+def save(sd, store, *, planner=None, overwrite=False, save_id="0123ab"):
+    store, writer = open_store(store), find_writer("dcp")
+    writer.refuse(store, overwrite)
+    local = (local_plan(sd),) if planner is None else planner((local_plan(sd),))
+    plans, metadata = global_plan(local)
+    part = writer.write(store, sd, plans[0], save_id=save_id, rank=0)
+    try:
+        return writer.commit(
+            store, metadata, plans, [part.report], save_id=save_id, overwrite=overwrite
+        )
+    except BaseException:
+        writer.discard(store, part.report, save_id)
+        raise
+
+
+def load(sd, store):
+    reader = Reader(open_source(store))
+    flat, _ = flatten(sd)
+    return read_rank(reader, flat, load_plan(reader.metadata, local_plan(sd), strict=True))
+
+
+NESTED = {
+    "model": {
+        "w": torch.arange(12.0).reshape(4, 3),
+        "transposed": torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1),
+        "columns": torch.arange(24).reshape(4, 6)[:, ::2],
+        "conjugate": torch.tensor([1 + 2j, 3 - 4j]).conj(),
+        "imaginary": torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
+        "scalar": torch.tensor(3, dtype=torch.int16),
+        "empty": torch.zeros(0, 3),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "channels": torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    },
+    "groups": [{"lr": 0.1, "params": [0, 1]}, {"lr": 0.2, "t": torch.ones(2)}],
+    "step": 7,
+    "betas": (0.9, 0.999),
+    "name": "run",
+    "raw": b"\0\xff",
+    "none": None,
+    "big": 1 << 80,
+    "size": torch.Size([2, 3]),
+    "dtype": torch.bfloat16,
+}
+
+
+# From torch
+
+
+def test_what_torch_saved_is_restored_bit_for_bit(tmp_path):
+    torch_save(NESTED, tmp_path)
+    assert raw(shardplan.restore(tmp_path)) == raw(NESTED)
+    assert open_source(tmp_path).format == "dcp"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"single_file_per_rank": False},
+        {"thread_count": 3},
+        {"thread_count": 2, "single_file_per_rank": False},
+    ],
+    ids=str,
+)
+def test_torch_may_spread_items_over_files(tmp_path, options):
+    torch_save(NESTED, tmp_path, **options)
+    assert raw(shardplan.restore(tmp_path)) == raw(NESTED)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_is_exchanged_both_ways(tmp_path, dtype):
+    sd = {
+        "m": random_tensor((3, 5), dtype),
+        "s": random_tensor((), dtype, 1),
+        "e": random_tensor((2, 0), dtype),
+        "t": random_tensor((3, 2), dtype, 2).t(),
+    }
+    torch_save(sd, tmp_path / "theirs")
+    assert raw(shardplan.restore(tmp_path / "theirs")) == raw(sd)
+    save(sd, tmp_path / "ours")
+    blank = {name: torch.empty_like(t.contiguous()) for name, t in sd.items()}
+    try:
+        assert raw(torch_load(blank, tmp_path / "ours")) == raw(sd)
+    except (NotImplementedError, RuntimeError):  # torch cannot copy, or load, some dtypes
+        with pytest.raises((NotImplementedError, RuntimeError)):
+            torch_load(blank, tmp_path / "theirs")
+    assert raw(shardplan.restore(tmp_path / "ours")) == raw(sd)
+
+
+def test_safetensors_items_are_read(tmp_path):
+    sd = {"a": torch.rand(3, 4), "b": torch.arange(5, dtype=torch.int16), "s": torch.tensor(2.0)}
+    sd |= {"step": 3, "h": torch.rand(4).bfloat16()}
+    torch_save(sd, tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
+    assert raw(shardplan.restore(tmp_path)) == raw(sd)
+
+
+def test_torch_2_3_kept_dicts_whole_and_they_are_opened(tmp_path, monkeypatch):
+    sd = {"model": {"w": torch.ones(2)}, "extra": {"lr": 0.1, "seen": {"a": 1}}, "list": [1, 2]}
+    monkeypatch.setattr(_version, "_derived_version", "2_3")
+    torch_save(sd, tmp_path)
+    file = tmp_path / METADATA
+    old = pickle.loads(file.read_bytes())
+    assert "extra" in old.state_dict_metadata
+    for field in ("storage_meta", "version"):
+        delattr(old, field) if field in vars(old) else None
+    file.write_bytes(pickle.dumps(old))
+    assert sorted(shardplan.open_checkpoint(tmp_path)) == [
+        *("extra.lr", "extra.seen.a", "list", "model.w")
+    ]
+    assert raw(shardplan.restore(tmp_path)) == raw(sd)
+    blank = {"model": {"w": torch.zeros(2)}, "extra": {"lr": 0, "seen": {"a": 0}}, "list": 0}
+    shardplan.load(blank, tmp_path)
+    assert raw(blank) == raw(sd)
+
+
+def test_state_dicts_that_were_not_flattened_are_read(tmp_path):
+    sd = {"w": torch.ones(2), "nested": {"t": torch.arange(3), "n": 1}}
+    torch_save(sd, tmp_path, planner=DefaultSavePlanner(flatten_state_dict=False))
+    assert raw(shardplan.restore(tmp_path)) == raw(sd)
+
+
+def test_pickles_of_other_pythons_and_torches_are_read(tmp_path):
+    torch_save({"w": torch.ones(2)}, tmp_path)
+    file = tmp_path / METADATA
+    found = pickle.loads(file.read_bytes())
+    for protocol in (2, 3, 4, 5):
+        data = pickle.dumps(found, protocol=protocol)
+        assert parse_metadata(data).metadata == parse_metadata(file.read_bytes()).metadata
+    old = pickle.dumps(found, protocol=2)
+    for new, older in (
+        (b"torch.distributed.checkpoint.metadata\nTensorProperties",
+         b"torch.distributed._shard.sharded_tensor.metadata\nTensorProperties"),
+        (b"torch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING",
+         b"torch.distributed._shard.sharded_tensor.metadata\nMEM_FORMAT_ENCODING"),
+    ):  # fmt: skip
+        old = old.replace(new, older)
+    assert b"_shard" in old
+    assert parse_metadata(old).metadata == parse_metadata(file.read_bytes()).metadata
+
+
+def test_opening_needs_no_torch(tmp_path):
+    torch_save(NESTED, tmp_path)
+    code = f"""
+import sys
+sys.modules["torch"] = None
+from shardplan.io.sources import open_source
+source = open_source({str(tmp_path)!r})
+print(source.format, len(source.metadata.state_dict_metadata), source.value("betas"))
+print(source.spots([("model.w", 0)])[0].extents)
+"""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split("\n")[:2] == ["dcp 21 (0.9, 0.999)", "(4, 3)"], done.stderr
+
+
+# To torch
+
+
+def test_torch_loads_what_was_saved_in_place(tmp_path):
+    save(NESTED, tmp_path)
+    blank = {
+        **dict.fromkeys(NESTED),
+        "model": {k: torch.zeros_like(v) for k, v in NESTED["model"].items()},
+        "groups": [{"lr": 0, "params": None}, {"lr": 0, "t": torch.zeros(2)}],
+    }
+    assert raw(torch_load(blank, tmp_path)) == raw(NESTED)
+
+
+def test_torch_restores_nested_and_so_do_we(tmp_path):
+    sd = {"a": {3: {"k": torch.ones(2)}}, "t": (torch.ones(1), {"x": 1}), "l": [torch.ones(1)]}
+    save(sd, tmp_path)
+    assert raw(shardplan.restore(tmp_path)) == raw(sd)
+    plain = {"a": {"3": {"k": torch.ones(2)}}, "t": [torch.ones(1), {"x": 1}]}
+    assert raw(torch_restore(tmp_path)) == raw({**plain, "l": sd["l"]})
+
+
+def test_model_and_optimizer_go_both_ways(tmp_path):
+    def make(seed):
+        torch.manual_seed(seed)
+        net = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        net(torch.rand(4, 3)).sum().backward()
+        optimizer.step()
+        model, state = get_state_dict(net, optimizer)
+        return net, optimizer, {"model": model, "optim": state}
+
+    _, _, first = make(0)
+    for number, (write, read) in enumerate(((save, torch_load), (torch_save, shardplan.load))):
+        net, optimizer, other = make(1)
+        write(first, tmp_path / str(number))
+        read(other, tmp_path / str(number))
+        assert raw(other) == raw(first)
+        set_state_dict(
+            net, optimizer, model_state_dict=other["model"], optim_state_dict=other["optim"]
+        )
+
+
+@st.composite
+def views(draw):
+    """A tensor of random bits, seen in some way."""
+    spec = draw(tensor_specs())
+    tensor = random_tensor(spec.shape, spec.dtype, draw(st.integers(0, 9)))
+    axes = draw(st.permutations(range(tensor.ndim)))
+    tensor = tensor.permute(axes)
+    for axis in range(tensor.ndim):
+        if tensor.shape[axis] > 1 and draw(st.booleans()):
+            tensor = tensor[(slice(None),) * axis + (slice(1, None, draw(st.integers(1, 2))),)]
+    return tensor
+
+
+@given(
+    st.dictionaries(st.text("ab.", min_size=1, max_size=3), views(), max_size=4),
+    st.integers(16, 64),
+)
+def test_random_state_dicts_survive_both_ways(tmp_path_factory, sd, max_bytes):
+    folder = tmp_path_factory.mktemp("both")
+    torch_save(sd, folder / "theirs")
+    save(sd, folder / "ours", planner=split_chunks(max_bytes))
+    assert raw(shardplan.restore(folder / "theirs")) == raw(sd)
+    assert raw(shardplan.restore(folder / "ours")) == raw(sd)
+    assert raw(torch_restore(folder / "ours")) == raw(sd)
+
+
+def test_every_item_is_a_sound_archive_and_aligned(tmp_path):
+    save(NESTED, tmp_path)
+    found = pickle.loads((tmp_path / METADATA).read_bytes())
+    for index, info in found.storage_data.items():
+        data = (tmp_path / info.relative_path).read_bytes()[info.offset :][: info.length]
+        archive = zipfile.ZipFile(io.BytesIO(data))
+        assert archive.testzip() is None, index
+        assert info.offset % 64 == 0
+        for record in archive.infolist():
+            head = data[record.header_offset :][:30]
+            lengths = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:], "little")
+            assert (record.header_offset + 30 + lengths) % 64 == 0 or "serial" in record.filename
+    assert found.storage_meta.save_id == "0123ab"
+    assert {info.relative_path for info in found.storage_data.values()} == {"__0_0.distcp"}
+
+
+# How much is read
+
+
+def test_a_reshard_reads_what_it_needs_and_headers(tmp_path):
+    rows = torch.arange(4096.0 * 256).reshape(4096, 256)
+    torch_save({"w": rows, "v": rows * 2}, tmp_path)
+    store = CountingStore(open_store(tmp_path))
+    source = open_source(store)
+    store.clear()
+    saved = shardplan.open_checkpoint(store)["w"]
+    store.clear()
+    assert torch.equal(saved[1000:1010], rows[1000:1010])
+    assert store.bytes_read() <= 10 * 1024 + 4096
+    store.clear()
+    assert torch.equal(saved[:, 3], rows[:, 3])
+    assert store.bytes_read() <= rows.nbytes + 4096
+    assert source.metadata.state_dict_metadata["w"].size == (4096, 256)
+
+
+def test_thousands_of_items_take_few_requests(tmp_path):
+    sd = {f"layer.{i}.w": torch.full((3, 4), float(i)) for i in range(1000)}
+    torch_save(sd, tmp_path)
+    store = CountingStore(open_store(tmp_path))
+    found = shardplan.restore(store)
+    assert raw(found) == raw(sd)
+    assert sum(o.name == "read" for o in store.operations) < 20
+    assert store.bytes_read() < 1000 * (1024 + 48) + (tmp_path / METADATA).stat().st_size + 65536
+
+
+def test_object_stores_hold_such_checkpoints_too(tmp_path):
+    save(NESTED, "memory://dcp-exchange/a")
+    assert raw(shardplan.restore("memory://dcp-exchange/a")) == raw(NESTED)
+
+
+# Safe commits
+
+
+def test_an_existing_checkpoint_is_not_overwritten_unasked(tmp_path):
+    save({"w": torch.ones(1)}, tmp_path)
+    with pytest.raises(ExistsError, match="overwrite=True"):
+        save({"w": torch.zeros(1)}, tmp_path)
+    shardplan.save({"w": torch.ones(1)}, tmp_path / "own")
+    with pytest.raises(ExistsError):
+        save({"w": torch.zeros(1)}, tmp_path / "own")
+
+
+def test_overwriting_leaves_nothing_of_the_old(tmp_path):
+    save({"w": torch.ones(1)}, tmp_path)
+    assert save({"w": torch.zeros(2)}, tmp_path, overwrite=True, save_id="ffff") == ()
+    assert sorted(os.listdir(tmp_path)) == [METADATA, "__0_0-ffff.distcp"]
+    assert raw(torch_restore(tmp_path)) == raw({"w": torch.zeros(2)})
+    shardplan.save({"w": torch.ones(3)}, tmp_path / "own")
+    save({"w": torch.zeros(3)}, tmp_path / "own", overwrite=True)
+    assert sorted(os.listdir(tmp_path / "own")) == [METADATA, "__0_0.distcp"]
+
+
+@pytest.mark.parametrize("mode", ["raise", "stop"])
+@pytest.mark.parametrize("landed", [0, 0.5, 1])
+def test_at_any_failure_the_old_or_the_new_checkpoint_loads(tmp_path, mode, landed):
+    old, new = {"w": torch.ones(3), "n": 1}, {"w": torch.zeros(4), "n": 2}
+    count = None
+    for fail_at in range(99):
+        if count is not None and fail_at > count:
+            break
+        folder = tmp_path / str(fail_at)
+        save(old, folder)
+        store = FaultyStore(open_store(folder), fail_at=fail_at, mode=mode, landed=landed)
+        try:
+            save(new, store, overwrite=True, save_id="new")
+            count = fail_at
+        except InjectedError:
+            pass
+        assert raw(shardplan.restore(folder)) in (raw(old), raw(new))
+        assert raw(torch_restore(folder)) in (raw(old), raw(new))
+    assert count is not None
+    assert count >= 3
+
+
+def test_values_that_are_not_safe_are_refused_before_anything_is_written(tmp_path):
+    sd = {"ok": 1, "bad": range(3), "worse": {"path": Path("/")}, "w": torch.ones(2)}
+    with pytest.raises(ValueRefusedError) as error:
+        save(sd, tmp_path / "x")
+    assert error.value.reasons.keys() == {"bad", "worse.path"}
+    assert not (tmp_path / "x").exists()
+
+
+# Bad input
+
+
+class Gadget:
+    def __reduce__(self):
+        return os.system, ("exit 1",)
+
+
+def test_a_pickle_that_names_other_things_is_refused_and_nothing_runs(tmp_path):
+    marker = tmp_path / "ran"
+    torch_save({"w": torch.ones(2), "v": 1}, tmp_path)
+    file = tmp_path / METADATA
+    gadget = b"cposix\nsystem\nX" + len(f"touch {marker}").to_bytes(4, "little")
+    gadget += f"touch {marker}".encode() + b"\x85R."
+    good = file.read_bytes()
+    for data in (gadget, pickle.dumps(Gadget()), b"\x80\x04" + gadget):
+        file.write_bytes(data)
+        with pytest.raises(FormatError, match=r"posix\.system"):
+            open_source(tmp_path)
+    found = pickle.loads(good)
+    found.planner_data = {"x": Gadget()}
+    file.write_bytes(pickle.dumps(found))
+    with pytest.raises(FormatError, match=r"\.metadata: .*posix\.system"):
+        open_source(tmp_path)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        b"\x80\x04]r\xff\xff\xff\xff.",  # a memo of four billion slots
+        b"\x80\x05\x96\xff\xff\xff\xff\xff\xff\x00\x00.",  # a bytearray of petabytes
+        b"\x80\x04cbuiltins\ngetattr\n)R.",
+        b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\nN}\x8c\x01aNs\x86b.",
+        b"I1\n.",
+        b"",
+        b"\x80\x04",
+        b"\x80\x04N.",
+    ],
+)
+def test_hostile_pickles_are_refused_cheaply(attack):
+    with pytest.raises(FormatError, match="metadata"):
+        parse_metadata(attack)
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    """Return a function that changes `.metadata` of a small checkpoint and opens it again."""
+    sd = {"w": torch.arange(64.0).reshape(8, 8), "v": torch.ones(8, 8), "step": 7}
+    torch_save(sd, tmp_path)
+    file = tmp_path / METADATA
+    good = file.read_bytes()
+
+    def change(edit):
+        found = pickle.loads(good)
+        edit(found)
+        file.write_bytes(pickle.dumps(found))
+        return tmp_path
+
+    return change
+
+
+def info(found, name):
+    return next(i for index, i in found.storage_data.items() if index.fqn == name)
+
+
+def set_info(found, name, **fields):
+    for key, value in fields.items():
+        object.__setattr__(info(found, name), key, value)
+
+
+def set_entry(found, name, **fields):
+    for key, value in fields.items():
+        setattr(found.state_dict_metadata[name], key, value)
+
+
+CHUNK = records.ChunkStorageMetadata
+BAD_METADATA = {
+    "a missing file": lambda f: set_info(f, "w", relative_path="gone.distcp"),
+    "a file outside": lambda f: set_info(f, "w", relative_path="../x.distcp"),
+    "an offset that is off": lambda f: set_info(f, "w", offset=info(f, "w").offset + 1),
+    "an offset past the end": lambda f: set_info(f, "w", offset=1 << 50),
+    "a length that is short": lambda f: set_info(f, "w", length=info(f, "w").length - 7),
+    "a huge length": lambda f: set_info(f, "w", length=1 << 60),
+    "a negative offset": lambda f: set_info(f, "w", offset=-1),
+    "another item": lambda f: set_info(f, "w", **vars(info(f, "step"))),
+    "no place": lambda f: [f.storage_data.pop(k) for k in list(f.storage_data) if k.fqn == "w"],
+    "other sizes": lambda f: set_entry(
+        f, "w", size=torch.Size([4, 16]), chunks=[CHUNK(torch.Size([0, 0]), torch.Size([4, 16]))]
+    ),
+    "another dtype": lambda f: set_entry(f, "w", properties=records.TensorProperties(torch.int32)),
+    "an unknown dtype": lambda f: set_entry(
+        f, "w", properties=records.TensorProperties(torch.quint8)
+    ),
+    "a sparse layout": lambda f: set_entry(
+        f, "w", properties=records.TensorProperties(torch.float32, layout=torch.sparse_coo)
+    ),
+    "a chunk outside": lambda f: set_entry(
+        f, "w", chunks=[CHUNK(torch.Size([1, 0]), torch.Size([8, 8]))]
+    ),
+    "a compressed item": lambda f: set_info(f, "w", transform_descriptors=["stream.zstd"]),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_METADATA)
+def test_metadata_that_disagrees_with_the_files_is_told_by_file_and_key(damaged, fault):
+    folder = damaged(BAD_METADATA[fault])
+    blank = torch.empty(4, 16) if "sizes" in fault else torch.empty(8, 8)
+    blank = blank.int() if fault == "another dtype" else blank
+    with pytest.raises(FormatError, match=r"(distcp|metadata).*`w`"):
+        load({"w": blank}, folder)
+
+
+def test_another_long_length_is_told(damaged):
+    folder = damaged(lambda f: set_info(f, "v", length=info(f, "v").length + 7))
+    with pytest.raises(FormatError, match="`v`"):
+        load({"w": torch.empty(8, 8), "v": torch.empty(8, 8)}, folder)
+
+
+def test_extensions_are_refused_by_name(damaged):
+    with pytest.raises(FormatError, match=r"stream\.zstd"):
+        load({"w": torch.empty(8, 8)}, damaged(BAD_METADATA["a compressed item"]))
+
+
+def test_gaps_are_told_and_nothing_is_touched(damaged):
+    half = [CHUNK(torch.Size([0, 0]), torch.Size([4, 8]))]
+    folder = damaged(lambda f: set_entry(f, "w", chunks=half))
+    with pytest.raises(PlanError, match="`w`"):
+        load({"w": torch.empty(8, 8)}, folder)
+
+
+def test_values_and_tensors_are_not_taken_for_each_other(damaged):
+    folder = damaged(lambda f: None)
+    with pytest.raises(PlanError, match="`step`"):
+        load({"step": torch.empty(2)}, folder)
+    with pytest.raises(PlanError, match="`w`"):
+        load({"w": 3}, folder)
+    folder = damaged(lambda f: set_info(f, "w", **vars(info(f, "step"))))
+    with pytest.raises(FormatError, match=r"`w`.*not a tensor"):
+        load({"w": torch.empty(8, 8)}, folder)
+
+
+def test_truncated_files_are_told(tmp_path):
+    torch_save({"w": torch.ones(64), "v": 1}, tmp_path)
+    file = tmp_path / "__0_0.distcp"
+    data = file.read_bytes()
+    for length in (0, 100, len(data) // 2, len(data) - 1):
+        file.write_bytes(data[:length])
+        with pytest.raises(FormatError, match=r"__0_0\.distcp: .*`[vw]`"):
+            shardplan.restore(tmp_path)
+
+
+def test_values_of_other_classes_are_told_with_the_way_to_allow_them(tmp_path):
+    torch_save({"w": torch.ones(1), "deep": {"path": Path("a/b")}}, tmp_path)
+    with pytest.raises(FormatError, match=r"`deep\.path`.*pathlib.*add_safe_globals"):
+        shardplan.restore(tmp_path)
+    assert raw(shardplan.restore(tmp_path, keys="w")) == raw({"w": torch.ones(1)})
+    with torch.serialization.safe_globals([type(Path("a")), *_path_globals()]):
+        assert shardplan.restore(tmp_path, keys="deep.*") == {"deep": {"path": Path("a/b")}}
+
+
+def _path_globals():
+    return [(type(Path("a")), "pathlib.PosixPath")]
+
+
+def test_a_gadget_inside_an_item_never_runs(tmp_path):
+    marker = tmp_path / "ran"
+
+    class Local:
+        def __reduce__(self):
+            return os.system, (f"touch {marker}",)
+
+    torch_save({"v": Local(), "w": torch.ones(2)}, tmp_path)
+    marker.unlink(missing_ok=True)
+    with pytest.raises(FormatError, match=r"posix\.system"):
+        shardplan.restore(tmp_path)
+    found = pickle.loads((tmp_path / METADATA).read_bytes())
+    set_info(found, "w", **vars(info(found, "v")))
+    (tmp_path / METADATA).write_bytes(pickle.dumps(found))
+    with pytest.raises(FormatError, match=r"`w`.*posix\.system"):
+        load({"w": torch.ones(2)}, tmp_path)
+    assert not marker.exists()
+
+
+def test_random_damage_is_an_error_or_does_no_harm(tmp_path):
+    torch_save({"w": torch.ones(16), "t": torch.ones(4, 2).t(), "v": [1, 2]}, tmp_path)
+    file = tmp_path / METADATA
+    good = file.read_bytes()
+    generator = random.Random(1)
+    for _ in range(100):
+        data = bytearray(good)
+        data[generator.randrange(len(data))] = generator.randrange(256)
+        file.write_bytes(data)
+        with contextlib.suppress(FormatError, PlanError, ValueError):
+            shardplan.restore(tmp_path)
+
+
+# Real ranks
+
+
+WORLD = 4
+SCRIPT = Path(__file__).parent / "ranks" / "exchange.py"
+
+
+@pytest.fixture(scope="module")
+def exchanged(tmp_path_factory):
+    """Run one process group of four ranks, which save and load both ways."""
+    folder = tmp_path_factory.mktemp("exchange")
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-P", SCRIPT]
+    ranks = []
+    for rank in range(WORLD):
+        arguments = [str(rank), str(WORLD), str(folder / "store"), str(folder)]
+        log = (folder / f"log-{rank}").open("w")
+        ranks.append(
+            subprocess.Popen(
+                [*command, *arguments], env=environment, stdout=log, stderr=subprocess.STDOUT
+            )
+        )
+    try:
+        codes = [rank.wait(timeout=150) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    logs = "\n".join((folder / f"log-{rank}").read_text()[-3000:] for rank in range(WORLD))
+    assert codes == [0] * WORLD, logs
+    return folder
+
+
+@pytest.mark.slow
+def test_four_ranks_load_what_the_other_side_saved(exchanged):
+    """As saved, and laid out in another way: by torch from us, by us from torch."""
+    told = [json.loads((exchanged / f"told-{rank}").read_text()) for rank in range(WORLD)]
+    assert told == [[True] * 4] * WORLD
+
+
+@pytest.mark.slow
+def test_one_process_loads_what_four_ranks_saved(exchanged):
+    spec = importlib.util.spec_from_file_location("ranks_exchange", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    expected = {
+        "model": {name: script.full(name) for name in ("uneven", "few", "grid")},
+        "optim": {"state": {"0": {"vector": script.full("vector")}}},
+        "same": script.full("same"),
+        "plain": torch.ones(3),
+        "step": 7,
+    }
+    assert raw(shardplan.restore(exchanged / "theirs")) == raw(expected)
+    assert raw(torch_restore(exchanged / "ours")) == raw(expected)
+    files = {p.name for p in (exchanged / "ours").glob("*.distcp")}
+    assert files == {f"__{rank}_0.distcp" for rank in range(WORLD)}

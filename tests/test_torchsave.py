@@ -1,0 +1,502 @@
+"""`torch.save` files, both ways, with torch itself on the other side."""
+
+import collections
+import contextlib
+import io
+import os
+import pickle
+import random
+import warnings
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardplan
+from shardplan.io import torchsave
+from shardplan.io.errors import ExistsError, FormatError, ValueRefusedError
+from shardplan.io.read import Reader
+from shardplan.io.sources import open_source
+from shardplan.io.stores import StoreError, open_store
+from shardplan.io.testing import CountingStore, FaultyStore, InjectedError
+from shardplan.io.torchzip import Window, read_archive
+from shardplan.io.torchzip_write import Member, archive_parts, archive_size, members_of
+from shardplan.io.writers import find_writer, open_target
+from shardplan.opening import Checkpoint
+from shardplan.planning import PlanError, cast, global_plan, local_plan, rename, split_chunks
+from shardplan.planning.dtypes import ITEMSIZE
+from shardplan.planning.strategies import tensor_specs
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+DTYPES = [name for name in ITEMSIZE if hasattr(torch, name)]
+KINDS = pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+
+
+def random_tensor(shape, dtype, seed=0):
+    count = int(torch.Size(shape).numel()) * ITEMSIZE[dtype]
+    generator = random.Random(f"{shape}{dtype}{seed}")
+    data = bytes(generator.randrange(2 if dtype == "bool" else 256) for _ in range(count))
+    if not count:
+        return torch.empty(shape, dtype=getattr(torch, dtype))
+    return torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).reshape(shape)
+
+
+def raw(value):
+    """Return what says all of a value, bit by bit."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().resolve_conj().resolve_neg().contiguous()
+        flat = value.as_strided((value.numel(),), (1,))
+        data = flat.view(torch.uint8).tolist() if value.numel() else []
+        return str(value.dtype), tuple(value.shape), data
+    if isinstance(value, dict):
+        return {key: raw(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value), [raw(inner) for inner in value]
+    return value
+
+
+def torch_save(sd, path, zipped=True):
+    torch.save(sd, path, _use_new_zipfile_serialization=zipped)
+
+
+def torch_load(path):
+    return torch.load(path, weights_only=True)
+
+
+def save(sd, path, *, planner=None, overwrite=False, wrap=lambda store: store):
+    store, writer = open_target(path, "torch")
+    store = wrap(store)
+    writer.refuse(store, overwrite)
+    local = (local_plan(sd),) if planner is None else planner((local_plan(sd),))
+    plans, metadata = global_plan(local)
+    part = writer.write(store, sd, plans[0], save_id="0123ab", rank=0)
+    writer.commit(store, metadata, plans, [part.report], save_id="0123ab", overwrite=overwrite)
+    return part
+
+
+BASE = torch.arange(24.0).reshape(4, 6)
+NESTED = {
+    "model": {
+        "w": torch.arange(12.0).reshape(4, 3),
+        "base": BASE,
+        "transposed": BASE.t(),
+        "inner": BASE[1:3, 2:5],
+        "turned": BASE[1:3, 2:5].t(),
+        "columns": BASE[:, ::2],
+        "told often": torch.arange(3.0).expand(4, 3),
+        "overlapping": torch.arange(8.0).as_strided((3, 4), (2, 1)),
+        "diagonal": BASE[:4, :4].diagonal(),
+        "conjugate": torch.tensor([1 + 2j, 3 - 4j]).conj(),
+        "imaginary": torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
+        "scalar": torch.tensor(3, dtype=torch.int16),
+        "empty": torch.zeros(0, 3),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+    },
+    "groups": [{"lr": 0.1, "params": [0, 1]}, {"lr": 0.2, "t": torch.ones(2)}],
+    "pair": (torch.ones(1), {"x": 1}),
+    3: {"number": torch.ones(1)},
+    "step": 7,
+    "betas": (0.9, 0.999),
+    "name": "run",
+    "raw": b"\0\xff",
+    "none": None,
+    "set": {1, 2},
+    "size": torch.Size([2, 3]),
+    "dtype": torch.bfloat16,
+}
+
+
+# From torch
+
+
+@KINDS
+def test_what_torch_saved_is_restored_bit_for_bit(tmp_path, zipped):
+    torch_save(NESTED, tmp_path / "x.pt", zipped)
+    assert open_source(tmp_path / "x.pt").format == "torch"
+    assert raw(shardplan.restore(tmp_path / "x.pt")) == raw(NESTED)
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_is_exchanged_both_ways(tmp_path, dtype, zipped):
+    sd = {
+        "m": random_tensor((3, 5), dtype),
+        "s": random_tensor((), dtype, 1),
+        "e": random_tensor((2, 0), dtype),
+        "t": random_tensor((3, 2), dtype, 2).t(),
+    }
+    torch_save(sd, tmp_path / "theirs.pt", zipped)
+    assert raw(shardplan.restore(tmp_path / "theirs.pt")) == raw(sd)
+    save(sd, tmp_path / "ours.pt")
+    assert raw(torch_load(tmp_path / "ours.pt")) == raw(sd)
+
+
+@KINDS
+def test_models_and_optimizers_are_read(tmp_path, zipped):
+    net = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
+    optimizer = torch.optim.Adam(net.parameters(), amsgrad=True)
+    net(torch.rand(4, 3)).sum().backward()
+    optimizer.step()
+    sd = {"model": net.state_dict(), "optim": optimizer.state_dict()}
+    torch_save(sd, tmp_path / "x.pt", zipped)
+    found = shardplan.restore(tmp_path / "x.pt")
+    assert raw(found) == raw(sd)
+    net.load_state_dict(found["model"])
+    optimizer.load_state_dict(found["optim"])
+
+
+def test_slices_read_only_their_bytes(tmp_path):
+    rows = torch.arange(4096.0 * 256).reshape(4096, 256)
+    for zipped in (True, False):
+        file = f"{zipped}.pt"
+        torch_save({"w": rows, "t": rows.clone().t()}, tmp_path / file, zipped)
+        source = open_source(tmp_path / file)
+        store = CountingStore(open_store(tmp_path))
+        counted = Checkpoint(Reader(torchsave.source(store, file)))
+        assert store.bytes_read() < 1 << 17
+        store.clear()
+        assert torch.equal(counted["w"][1000:1010], rows[1000:1010])
+        assert torch.equal(counted["t"][:, 7:9], rows.t()[:, 7:9])
+        assert store.bytes_read() <= 12 * 1024 + 256
+        assert source.metadata == counted.metadata
+
+
+def test_object_stores_hold_such_files_too():
+    save(NESTED, "memory://torch-files/a/x.pt")
+    assert raw(shardplan.restore("memory://torch-files/a/x.pt")) == raw(NESTED)
+
+
+def test_archives_that_others_zipped_again_are_read(tmp_path):
+    torch_save(NESTED, tmp_path / "x.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "x.pt") as old,
+        zipfile.ZipFile(tmp_path / "y.pt", "w", zipfile.ZIP_STORED) as new,
+    ):
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    assert raw(shardplan.restore(tmp_path / "y.pt")) == raw(NESTED)
+
+
+def test_values_that_hide_tensors_are_loaded_whole(tmp_path):
+    counter = collections.Counter({"a": 2})
+    torch_save({"w": torch.ones(1), "counter": counter}, tmp_path / "x.pt")
+    found = shardplan.restore(tmp_path / "x.pt")
+    assert found["counter"]["a"] == 2
+
+
+# To torch
+
+
+def test_torch_loads_the_nested_state_dict(tmp_path):
+    save(NESTED, tmp_path / "x.pt")
+    assert raw(torch_load(tmp_path / "x.pt")) == raw(NESTED)
+    assert raw(torch.load(tmp_path / "x.pt", weights_only=True, mmap=True)) == raw(NESTED)
+    assert list(torch_load(tmp_path / "x.pt")) == list(NESTED)
+    with zipfile.ZipFile(tmp_path / "x.pt") as archive:
+        assert archive.testzip() is None
+    assert os.listdir(tmp_path) == ["x.pt"]
+
+
+def test_plans_may_cut_cast_and_rename(tmp_path):
+    sd = {"a": {"w": torch.arange(30.0).reshape(5, 6)}, "n": 1}
+    save(sd, tmp_path / "cut.pt", planner=split_chunks(16))
+    assert raw(torch_load(tmp_path / "cut.pt")) == raw(sd)
+    save(sd, tmp_path / "cast.pt", planner=cast("bfloat16"))
+    assert raw(torch_load(tmp_path / "cast.pt")["a"]["w"]) == raw(sd["a"]["w"].bfloat16())
+    save(sd, tmp_path / "name.pt", planner=rename({"a.w": "v"}))
+    assert raw(torch_load(tmp_path / "name.pt")) == raw({"v": sd["a"]["w"], "n": 1})
+
+
+@st.composite
+def views(draw):
+    """A tensor of random bits, seen in some way."""
+    spec = draw(tensor_specs())
+    tensor = random_tensor(spec.shape, spec.dtype, draw(st.integers(0, 9)))
+    tensor = tensor.permute(draw(st.permutations(range(tensor.ndim))))
+    for axis in range(tensor.ndim):
+        if tensor.shape[axis] > 1 and draw(st.booleans()):
+            tensor = tensor[(slice(None),) * axis + (slice(1, None, draw(st.integers(1, 2))),)]
+    if draw(st.booleans()):
+        tensor = tensor.unsqueeze(0).expand(draw(st.integers(1, 3)), *tensor.shape)
+    return tensor
+
+
+def nested(leaves):
+    keys = st.text("ab", min_size=1, max_size=2) | st.integers(0, 3)
+    inner = st.recursive(
+        leaves,
+        lambda deeper: (
+            st.lists(deeper, max_size=3)
+            | st.tuples(deeper)
+            | st.dictionaries(keys, deeper, max_size=3)
+        ),
+        max_leaves=5,
+    )
+    return st.dictionaries(keys, inner, max_size=3)
+
+
+@given(
+    nested(views() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3)),
+    st.booleans(),
+)
+def test_random_state_dicts_survive_both_ways(tmp_path_factory, sd, zipped):
+    folder = tmp_path_factory.mktemp("both")
+    try:
+        torch_save(sd, folder / "theirs.pt", zipped)
+        torch_load(folder / "theirs.pt")
+    except Exception:  # what torch itself cannot carry, such as very large numbers
+        return
+    try:
+        local_plan(sd)
+    except PlanError:  # two names alike
+        return
+    assert raw(shardplan.restore(folder / "theirs.pt")) == raw(sd)
+    save(sd, folder / "ours.pt")
+    assert raw(torch_load(folder / "ours.pt")) == raw(sd)
+
+
+@pytest.mark.slow
+def test_more_than_four_gib_need_longer_numbers(tmp_path):
+    """One storage of more than 4 GiB, and one after it; zeros are skipped, the file is sparse."""
+    zeros = memoryview(bytes(1 << 26))
+    large = (1 << 32) + 128
+
+    def blocks(nbytes):
+        for start in range(0, nbytes, len(zeros)):
+            yield zeros[: min(len(zeros), nbytes - start)]
+
+    from shardplan.io.torchvalues import Leaf, pickle_nested
+
+    tail = torch.arange(5, dtype=torch.uint8)
+    leaves = {"z": Leaf("0", "uint8", (large,)), "t": Leaf("1", "uint8", (5,))}
+    members = members_of(
+        pickle_nested(leaves),
+        [
+            Member("data/0", large, lambda: blocks(large)),
+            Member("data/1", 5, lambda: [memoryview(tail.numpy())]),
+        ],
+    )
+    size = 0
+    with open(tmp_path / "x.pt", "wb") as file:
+        for part in archive_parts(members):
+            if part.obj is zeros.obj:
+                file.seek(len(part), os.SEEK_CUR)
+            else:
+                file.write(part)
+            size += len(part)
+    assert size == archive_size(members) == (tmp_path / "x.pt").stat().st_size
+    with zipfile.ZipFile(tmp_path / "x.pt") as archive:
+        names = {info.filename: info.file_size for info in archive.infolist()}
+        assert names["archive/data/0"] == large
+        assert archive.read("archive/data/1") == bytes(range(5))
+    found = torch.load(tmp_path / "x.pt", weights_only=True, mmap=True)
+    assert found["t"].tolist() == list(range(5))
+    assert found["z"].shape == (large,)
+    archive = read_archive(Window(open_store(tmp_path), "x.pt", 0, size))
+    assert all(archive.records[name].guess is not None for name in ("data/0", "data/1"))
+    assert shardplan.open_checkpoint(tmp_path / "x.pt")["t"][:].tolist() == list(range(5))
+
+
+# Safe commits
+
+
+def test_an_existing_file_is_not_overwritten_unasked(tmp_path):
+    save({"n": 1}, tmp_path / "x.pt")
+    with pytest.raises(ExistsError, match=r"x\.pt.*overwrite=True"):
+        save({"n": 2}, tmp_path / "x.pt")
+    save({"n": 2}, tmp_path / "x.pt", overwrite=True)
+    assert torch_load(tmp_path / "x.pt") == {"n": 2}
+    assert os.listdir(tmp_path) == ["x.pt"]
+
+
+@pytest.mark.parametrize("landed", [0, 0.5, 1])
+@pytest.mark.parametrize("place", ["disk", "memory"])
+def test_at_any_failure_the_old_or_the_new_file_is_there_whole(tmp_path, landed, place):
+    path = f"{tmp_path}/x.pt" if place == "disk" else f"memory://torch-{landed}/x.pt"
+    old, new = {"w": torch.ones(3)}, {"w": torch.zeros(4)}
+    save(old, path, overwrite=True)
+    for fail_at in range(3):
+        with contextlib.suppress(InjectedError):
+            save(new, path, overwrite=True,
+                 wrap=lambda s, n=fail_at: FaultyStore(s, fail_at=n, landed=landed))  # fmt: skip
+        assert raw(shardplan.restore(path)) in (raw(old), raw(new))
+
+
+def test_a_failed_write_leaves_nothing(tmp_path):
+    class Broken:
+        shape, dtype = (4,), "float32"
+
+        def read_box(self, offsets, sizes):
+            raise OSError("the source is gone")
+
+    save({"n": 1}, tmp_path / "x.pt")
+    sd = {"w": torch.ones(2), "z": torch.zeros(4)}
+    store, writer = open_target(tmp_path / "x.pt", "torch")
+    plans, _ = global_plan((local_plan(sd),))
+    with pytest.raises((OSError, StoreError)):
+        writer.write(store, {**sd, "z": Broken()}, plans[0], save_id="a", rank=0)
+    assert os.listdir(tmp_path) == ["x.pt"]
+    assert torch_load(tmp_path / "x.pt") == {"n": 1}
+
+
+def test_only_one_process_may_write_a_file(tmp_path):
+    store, writer = open_target(tmp_path / "x.pt", "torch")
+    plans, metadata = global_plan((local_plan({"n": 1}),))
+    with pytest.raises(ValueError, match="convert"):
+        writer.write(store, {"n": 1}, plans[0], save_id="a", rank=1)
+    with pytest.raises(ValueError, match="convert"):
+        writer.commit(store, metadata, plans * 2, [b"", b""], save_id="a", overwrite=False)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_target_is_a_file(tmp_path):
+    for path in (tmp_path, f"{tmp_path}/", open_store(tmp_path), "memory://bucket"):
+        with pytest.raises(ValueError, match="is a file"):
+            open_target(path, "torch")
+    with pytest.raises(ValueError, match="open_target"):
+        find_writer("torch").refuse(open_store(tmp_path), False)
+
+
+def test_values_that_are_not_safe_are_refused_before_anything_is_written(tmp_path):
+    sd = {"ok": 1, "bad": range(3), "worse": {"path": Path("/")}, "w": torch.ones(2)}
+    with pytest.raises(ValueRefusedError) as error:
+        save(sd, tmp_path / "x.pt")
+    assert error.value.reasons.keys() == {"bad", "worse.path"}
+    assert "add_safe_globals" in str(error.value)
+    with pytest.raises(ValueRefusedError, match="keys"):
+        save({"a": {Path("/"): 1}}, tmp_path / "x.pt")
+    assert not os.listdir(tmp_path)
+
+
+# Bad input
+
+
+@KINDS
+def test_pickles_that_name_other_things_are_refused_and_nothing_runs(tmp_path, zipped):
+    marker = tmp_path / "ran"
+
+    class Gadget:
+        def __reduce__(self):
+            return os.system, (f"touch {marker}",)
+
+    torch_save({"w": torch.ones(1), "g": Gadget()}, tmp_path / "x.pt", zipped)
+    with pytest.raises(FormatError, match=r"x\.pt: .*posix\.system"):
+        open_source(tmp_path / "x.pt")
+    assert not marker.exists()
+
+
+@KINDS
+def test_other_classes_are_told_with_the_way_to_allow_them(tmp_path, zipped):
+    torch_save({"w": torch.ones(1), "path": Path("a/b")}, tmp_path / "x.pt", zipped)
+    with pytest.raises(FormatError, match=r"pathlib.*add_safe_globals"):
+        open_source(tmp_path / "x.pt")
+    with torch.serialization.safe_globals([(type(Path("a")), "pathlib.PosixPath")]):
+        assert shardplan.restore(tmp_path / "x.pt")["path"] == Path("a/b")
+
+
+class Special(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (lambda: torch.eye(2).to_sparse(), "sparse_coo"),
+        (lambda: torch.eye(2).to_sparse_csr(), "sparse_csr"),
+        (
+            lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8),
+            "(?i)quantized|quint8",
+        ),
+        (lambda: torch.ones(2).as_subclass(Special), "Special"),
+        (lambda: torch.ones(2, device="meta"), "without elements"),
+    ],
+    ids=["sparse", "csr", "quantized", "subclass", "meta"],
+)
+def test_tensors_that_are_not_plain_are_refused_by_name(tmp_path, value, reason):
+    torch_save({"odd": value()}, tmp_path / "x.pt")
+    with pytest.raises(FormatError, match=reason):
+        open_source(tmp_path / "x.pt")
+    torch_save({"w": torch.ones(1)}, tmp_path / "y.pt")
+    assert torch_load(tmp_path / "y.pt")["w"].item() == 1  # torch was left as it was
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), [1, 2], 3])
+def test_what_is_no_state_dict_is_told(tmp_path, value):
+    torch_save(value, tmp_path / "x.pt")
+    with pytest.raises(FormatError, match=r"x\.pt: it holds a .*not a state dict"):
+        open_source(tmp_path / "x.pt")
+
+
+def test_torchscript_is_told(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), tmp_path / "x.pt")
+    with pytest.raises(FormatError, match="TorchScript"):
+        open_source(tmp_path / "x.pt")
+
+
+@KINDS
+def test_truncated_files_are_told(tmp_path, zipped):
+    torch_save({"w": torch.ones(64), "v": 1}, tmp_path / "x.pt", zipped)
+    data = (tmp_path / "x.pt").read_bytes()
+    for length in (20, 100, len(data) // 2, len(data) - 1):
+        (tmp_path / "x.pt").write_bytes(data[:length])
+        with pytest.raises(FormatError, match=r"x\.pt: "):
+            shardplan.restore(tmp_path / "x.pt")
+
+
+def test_a_tensor_larger_than_its_storage_is_told_and_takes_no_memory(tmp_path):
+    from shardplan.io.torchvalues import Leaf, pickle_nested
+
+    for nbytes in (0, 16):
+        pickled = pickle_nested({"w": Leaf("0", "float32", (1 << 40,))})
+        members = members_of(
+            pickled, [Member("data/0", nbytes, lambda n=nbytes: [memoryview(bytes(n))])]
+        )
+        (tmp_path / "x.pt").write_bytes(b"".join(archive_parts(members)))
+        with pytest.raises(FormatError, match=r"x\.pt: .*bytes"):
+            open_source(tmp_path / "x.pt")
+
+
+def test_values_and_tensors_are_not_taken_for_each_other(tmp_path):
+    torch_save({"w": torch.ones(2), "n": 1}, tmp_path / "x.pt")
+    with pytest.raises(PlanError, match="`n`"):
+        shardplan.load({"n": torch.ones(2)}, tmp_path / "x.pt")
+    with pytest.raises(PlanError, match="`w`"):
+        shardplan.load({"w": 1}, tmp_path / "x.pt")
+
+
+@KINDS
+def test_random_damage_is_an_error_or_does_no_harm(tmp_path, zipped):
+    torch_save({"w": torch.ones(4), "t": torch.ones(4, 2).t(), "v": [1]}, tmp_path / "x.pt", zipped)
+    good = (tmp_path / "x.pt").read_bytes()
+    generator = random.Random(1)
+    for _ in range(150):
+        data = bytearray(good)
+        data[generator.randrange(len(data))] = generator.randrange(256)
+        (tmp_path / "x.pt").write_bytes(data)
+        with contextlib.suppress(FormatError, PlanError):
+            shardplan.restore(tmp_path / "x.pt")
+
+
+def test_pickles_of_other_protocols_are_told(tmp_path):
+    torch.save({"w": torch.ones(1)}, tmp_path / "x.pt", pickle_protocol=pickle.HIGHEST_PROTOCOL)
+    with pytest.raises(FormatError, match=r"x\.pt"):
+        open_source(tmp_path / "x.pt")
+
+
+def test_an_archive_may_lie_anywhere_in_a_file():
+    buffer = io.BytesIO()
+    torch.save(torch.arange(4), buffer)
+    data = buffer.getvalue()
+    store = open_store("memory://anywhere")
+    store.write("f", [b"before", data, b"after"])
+    archive = read_archive(Window(store, "f", 6, len(data)))
+    assert archive.read("data/0", 99) == torch.arange(4).numpy().tobytes()
