@@ -1,7 +1,7 @@
 """Bytes: stores, the format, and carrying out the reads and writes that a plan says.
 
 - Where do bytes go? `stores`, `local`, `objects`, `folders`, `pool`, `buffers`, `kernel`
-- What is in a file? `headers`, `manifest`, `values`, `checksums`
+- What is in a file? `headers`, `manifest`, `expected`, `values`, `checksums`
 - Which formats are there? `sources` (reading), `writers` (saving), `native` (our own)
 - How is a plan carried out? `pieces`, `write`, `commit`, `read`, `fetch`, `arrays`
 - Is it sound, are two alike? `verify`, `scan`, `compare`, `progress`
@@ -10,7 +10,7 @@
 torch is imported only by the modules that touch tensors.
 """
 
-from .errors import ExistsError, FormatError, LoadError, ValueRefusedError
+from .errors import ExistsError, FormatError, LoadError, UnsureCommitError, ValueRefusedError
 from .pool import Pool, default_pool
 from .stores import MissingFileError, Store, StoreError, open_store
 
@@ -22,6 +22,7 @@ __all__ = [
     "Pool",
     "Store",
     "StoreError",
+    "UnsureCommitError",
     "ValueRefusedError",
     "default_pool",
     "open_store",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import attrs
 import numpy as np
@@ -17,14 +17,29 @@ from shardplan.planning.metadata import Entries
 from shardplan.planning.packing import Ints, readonly
 
 from .checksums import Sums
-from .errors import ExistsError, FormatError
+from .errors import ExistsError, FormatError, UnsureCommitError, listed
+from .local import is_temporary
 from .manifest import MANIFEST, FileTable, Manifest, decode_manifest, encode_manifest
-from .stores import MissingFileError, Store, StoreError
+from .pool import Pool, default_pool
+from .stores import Entry, MissingFileError, Store, StoreError
 
 if TYPE_CHECKING:
     from .write import Written  # needs torch, which reading a manifest does not
 
-__all__ = ["assemble", "leftovers", "publish", "read_manifest", "refuse_existing"]
+__all__ = [
+    "assemble",
+    "find_manifest",
+    "leftovers",
+    "no_checkpoint",
+    "publish",
+    "read_manifest",
+    "refuse_existing",
+    "strays",
+]
+
+_MAX_MANIFEST: Final = 1 << 30  # bytes; one of a million chunks has 20 MB
+_SURE: Final = frozenset({"missing", "exists", "denied", "full", "short", "long", "path"})
+"""The kinds of error after which a replacement has surely not happened, and never will."""
 
 
 def assemble(
@@ -100,11 +115,14 @@ def _collect(
 
 
 def _tensors_first(metadata: Metadata) -> Entries:
+    """Sort the entries, and leave out layouts that none of them has."""
     entries = metadata.state_dict_metadata
     order = np.argsort(entries.layout < 0, kind="stable")
     names = tuple(entries.names[row] for row in order.tolist())
-    prop, layout = readonly(entries.prop[order]), readonly(entries.layout[order])
-    return Entries(names, entries.props, prop, entries.layouts, layout)
+    used = np.unique(entries.layout[entries.layout >= 0])
+    layout = np.where(entries.layout < 0, -1, np.searchsorted(used, entries.layout))[order]
+    layouts = tuple(entries.layouts[number] for number in used.tolist())
+    return Entries(names, entries.props, readonly(entries.prop[order]), layouts, readonly(layout))
 
 
 def _chunks(plan: SavePlan, metadata: Metadata) -> tuple[Ints, Ints]:
@@ -138,14 +156,33 @@ def read_manifest(store: Store) -> Manifest:
     Raises:
         FormatError: There is none, or it is damaged.
     """
+    data = find_manifest(store)
+    if data is None:
+        raise no_checkpoint(store)
+    return decode_manifest(data)
+
+
+def no_checkpoint(store: Store) -> FormatError:
+    """Make the error for a folder without a checkpoint."""
+    return FormatError(
+        MANIFEST, f"there is no checkpoint in {store.url}: no save was ever committed there"
+    )
+
+
+def find_manifest(store: Store) -> bytes | None:
+    """Return the text of a checkpoint's manifest, all of it of one version; None if there is none.
+
+    Raises:
+        FormatError: It is larger than any manifest, or a folder.
+    """
     try:
-        data = bytearray(store.size(MANIFEST))
-        store.read(MANIFEST, [(0, memoryview(data))])
+        return store.read_all(MANIFEST, limit=_MAX_MANIFEST)
     except MissingFileError:
-        raise FormatError(
-            MANIFEST, f"there is no checkpoint in {store.url}: no save was ever committed there"
-        ) from None
-    return decode_manifest(bytes(data))
+        return None
+    except StoreError as error:
+        if error.kind in ("long", "path"):
+            raise FormatError(MANIFEST, error.reason) from None
+        raise
 
 
 def refuse_existing(store: Store, overwrite: bool) -> None:
@@ -155,10 +192,16 @@ def refuse_existing(store: Store, overwrite: bool) -> None:
         ExistsError: There is one.
     """
     if not overwrite and store.exists(MANIFEST):
-        raise ExistsError(f"{store.url} holds a checkpoint; pass overwrite=True to replace it")
+        raise _exists(store)
 
 
-def publish(store: Store, manifest: Manifest, *, overwrite: bool = False) -> tuple[str, ...]:
+def _exists(store: Store) -> ExistsError:
+    return ExistsError(f"{store.url} holds a checkpoint; pass overwrite=True to replace it")
+
+
+def publish(
+    store: Store, manifest: Manifest, *, overwrite: bool = False, pool: Pool | None = None
+) -> tuple[str, ...]:
     """Put the manifest in place, at which instant the checkpoint exists; then tidy up.
 
     Args:
@@ -166,14 +209,19 @@ def publish(store: Store, manifest: Manifest, *, overwrite: bool = False) -> tup
         manifest: What to publish.
         overwrite: Whether an older checkpoint may be replaced. It can be loaded up to the instant
             at which the new one can.
+        pool: The threads to use.
 
     Returns:
         Files of the older checkpoint that could not be removed; `prune` will try again.
 
     Raises:
-        ExistsError: There is a checkpoint, and it was not to be overwritten.
+        ExistsError: There is a checkpoint, and it was not to be overwritten; of several saves at
+            once, one succeeds.
+        UnsureCommitError: The store failed while it put the manifest in place. The new checkpoint
+            is there, or will be in a while, or the old one stays; so nothing was removed.
+        StoreError: It failed before that, or some data files are not there; what was there before
+            is as it was.
     """
-    refuse_existing(store, overwrite)
     old: Iterable[str] = ()
     if overwrite:
         # There may be none, or one that cannot be read: whatever it named is left to `prune`.
@@ -181,7 +229,8 @@ def publish(store: Store, manifest: Manifest, *, overwrite: bool = False) -> tup
             old = read_manifest(store).files.names
     data = encode_manifest(manifest)
     store.sync()
-    store.replace(MANIFEST, data)
+    _check_written(store, manifest.files, pool or default_pool())
+    _commit(store, manifest.save_id, data, overwrite)
     doomed = tuple(sorted(set(old) - set(manifest.files.names)))
     try:
         if doomed:
@@ -191,22 +240,93 @@ def publish(store: Store, manifest: Manifest, *, overwrite: bool = False) -> tup
     return ()
 
 
+def _check_written(store: Store, files: FileTable, pool: Pool) -> None:
+    """Refuse to commit unless every file is there, whole: somebody may have tidied up."""
+    wanted: dict[str, int] = dict(zip(files.names, files.sizes.tolist(), strict=True))
+    if not wanted:
+        return
+    sizes = {entry.name: entry.size for entry in store.entries(recursive=False)}
+    doubtful = [name for name, size in wanted.items() if sizes.get(name) != size]
+
+    def differs(name: str) -> bool:
+        try:
+            return store.size(name) != wanted[name]
+        except MissingFileError:
+            return True
+
+    # A network disk may list another machine's new files late, but finds them by name.
+    wrong = pool.map(differs, doubtful)
+    lost = [name for name, is_wrong in zip(doubtful, wrong, strict=True) if is_wrong]
+    if lost:
+        raise StoreError(
+            "commit",
+            store.url,
+            f"files that this save wrote are gone, or were changed: {listed(lost, quote='')}",
+            remedy="did something tidy the folder meanwhile, with prune(min_age=0)? save again",
+            kind="missing",
+        )
+
+
+def _commit(store: Store, save_id: str, data: bytes, overwrite: bool) -> None:
+    """Put the manifest in place, or tell whether it might be there nevertheless."""
+    try:
+        store.replace(MANIFEST, data, overwrite=overwrite)
+    except StoreError as error:
+        if error.kind == "exists":
+            if not _is_committed(store, save_id):
+                raise _exists(store) from None
+        elif error.kind in _SURE:
+            raise
+        else:
+            raise _unsure(store, error) from error
+    except Exception as error:
+        raise _unsure(store, error) from error
+
+
+def _is_committed(store: Store, save_id: str) -> bool:
+    """Tell whether the manifest in our way is our own: sent twice, though we sent it once."""
+    with suppress(FormatError):
+        return read_manifest(store).save_id == save_id
+    return False
+
+
+def _unsure(store: Store, error: Exception) -> UnsureCommitError:
+    reason = error.reason if isinstance(error, StoreError) else str(error)
+    return UnsureCommitError(
+        "commit",
+        store.url,
+        f"the store failed while the manifest was put in place ({reason})",
+        remedy="the checkpoint may exist nevertheless, so its files were kept: look with "
+        "open_checkpoint, or save again; prune removes what is not needed",
+        kind="unsure",
+    )
+
+
 def leftovers(store: Store) -> tuple[str, ...]:
     """Name the files that a killed save left behind: no manifest speaks of them.
 
     While a save is under way its files look just like that.
     """
+    found = store.entries(recursive=False)
     try:
-        known = set(read_manifest(store).files.names)
+        data = find_manifest(store)
+        manifest = None if data is None else decode_manifest(data)
     except FormatError:
-        if store.exists(MANIFEST):
-            return ()  # nobody can tell what a damaged manifest speaks of
-        known = set()
-    found = store.list(recursive=False)
-    return tuple(name for name in found if name not in known and _is_ours(name))
+        return ()  # nobody can tell what a damaged manifest speaks of
+    return tuple(entry.name for entry in strays(found, manifest))
+
+
+def strays(found: Iterable[Entry], manifest: Manifest | None) -> tuple[Entry, ...]:
+    """Pick from a listing the files that a killed save left behind; see `leftovers`.
+
+    Args:
+        found: What the folder holds; listed before the manifest was read, so that a save which
+            commits in between is one that the manifest speaks of.
+        manifest: What the folder's manifest says; None if there is none.
+    """
+    known = set() if manifest is None else set(manifest.files.names)
+    return tuple(e for e in found if e.name not in known and _is_ours(e.name))
 
 
 def _is_ours(name: str) -> bool:
-    return save_id_of(name) is not None or (
-        name.startswith(f"{MANIFEST}.") and name.endswith(".tmp")
-    )
+    return save_id_of(name) is not None or is_temporary(name, MANIFEST)

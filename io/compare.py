@@ -35,11 +35,19 @@ _WORDS: Final[dict[int, str]] = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "u8"}
 
 @attrs.frozen
 class Box:
-    """Elements to compare: a box of a tensor, small enough to be held."""
+    """Elements to compare: a box of a tensor, small enough to be held.
+
+    Attributes:
+        name: The tensor.
+        chunk: The box.
+        nbytes: How many bytes it takes.
+        number: Which of the first side's chunks it is a part of.
+    """
 
     name: str
     chunk: Chunk
     nbytes: int
+    number: int
 
 
 @attrs.frozen
@@ -108,7 +116,7 @@ def compare_tensors(
     cost = 4 * _BATCH + max(a.store.staging, b.store.staging)
     pieces = a.pool.map(work.run, _batches(boxes), nbytes=cost)
     progress.finish()
-    found.update(_merge(a, [piece for part in pieces for piece in part[0]]))
+    found.update(_merge(piece for part in pieces for piece in part[0]))
     return Comparison(found, sum(part[1] for part in pieces))
 
 
@@ -171,9 +179,10 @@ def _boxes(reader: Reader, unread: Sequence[tuple[str, Ints]]) -> Iterator[Box]:
         width, axes = entry.properties.itemsize, len(entry.size)
         blocks = cut_blocks(sizes, np.full(len(chunks), width), _BATCH)
         starts = offsets[blocks.box] + blocks.offsets[:, :axes]
-        for start, size in zip(starts.tolist(), blocks.sizes[:, :axes].tolist(), strict=True):
+        rows = (starts.tolist(), blocks.sizes[:, :axes].tolist(), chunks[blocks.box].tolist())
+        for start, size, number in zip(*rows, strict=True):
             chunk = Chunk(start, size)
-            yield Box(name, chunk, chunk.numel * width)
+            yield Box(name, chunk, chunk.numel * width, number)
 
 
 def _entry(reader: Reader, name: str) -> TensorMetadata:
@@ -201,11 +210,11 @@ class _Work:
     def __init__(self, a: Reader, b: Reader, progress: Progress) -> None:
         self._a, self._b, self._progress = a, b, progress
 
-    def run(self, batch: list[Box]) -> tuple[list[tuple[str, TensorDiff]], int]:
+    def run(self, batch: list[Box]) -> tuple[list[tuple[Box, TensorDiff]], int]:
         """Return the boxes of a batch that differ, and how many bytes were read."""
         (ours, some), (theirs, more) = _read(self._a, batch), _read(self._b, batch)
         pairs = zip(batch, ours, theirs, strict=True)
-        found = [(box.name, diff) for box, x, y in pairs if (diff := _compare(box.chunk, x, y))]
+        found = [(box, diff) for box, x, y in pairs if (diff := _compare(box.chunk, x, y))]
         self._progress.add(sum(box.nbytes for box in batch))
         return found, some + more
 
@@ -275,46 +284,59 @@ def _number(tensor: torch.Tensor, at: int) -> Any:
         return None
 
 
-def _merge(reader: Reader, pieces: Iterable[tuple[str, TensorDiff]]) -> dict[str, TensorDiff]:
+def _merge(pieces: Iterable[tuple[Box, TensorDiff]]) -> dict[str, TensorDiff]:
     """Add up what was found in the boxes of each tensor."""
-    by_name: dict[str, list[TensorDiff]] = {}
-    for name, piece in pieces:
-        by_name.setdefault(name, []).append(piece)
+    by_name: dict[str, list[tuple[Box, TensorDiff]]] = {}
+    for box, diff in pieces:
+        by_name.setdefault(box.name, []).append((box, diff))
     merged = {}
     for name, found in by_name.items():
-        first = min(found, key=lambda diff: diff.first or ())
-        starts = np.array([diff.first for diff in found], np.int64).reshape(len(found), -1)
-        chunks = _chunks_of(_entry(reader, name).chunks, starts)
-        count = sum(diff.elements or 0 for diff in found)
+        first = min((diff for _, diff in found), key=lambda diff: diff.first or ())
+        chunks = len({box.number for box, _ in found})
+        count = sum(diff.elements or 0 for _, diff in found)
         merged[name] = attrs.evolve(first, chunks=chunks, elements=count)
     return merged
 
 
-def _chunks_of(tiling: Tiling, points: Ints) -> int:
-    """Return how many chunks hold any of some elements."""
-    inside = (points[:, None] >= tiling.offsets) & (points[:, None] < tiling.offsets + tiling.sizes)
-    return len(np.unique(inside.all(axis=2).argmax(axis=1)))
-
-
 def same_value(a: Any, b: Any) -> bool:
-    """Compare values and their types to the leaves; NaN is itself.
+    """Compare values, their types and their bits to the leaves; the order of a dict is no matter.
 
     >>> same_value([1, (2.0, float("nan"))], [1, (2.0, float("nan"))])
     True
-    >>> same_value(1, 1.0), same_value({1}, {True})
-    (False, False)
+    >>> same_value(1, 1.0), same_value({1}, {True}), same_value({1: 2}, {True: 2})
+    (False, False, False)
+    >>> same_value(0.0, -0.0)
+    False
     """
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
         return bool(a.dtype == b.dtype and a.shape == b.shape and _same_bits(a, b))
     if isinstance(a, Mapping):
-        return a.keys() == b.keys() and all(same_value(a[k], b[k]) for k in a)
+        ours, theirs = ({_token(k): v for k, v in side.items()} for side in (a, b))
+        return ours.keys() == theirs.keys() and all(same_value(ours[k], theirs[k]) for k in ours)
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same_value, a, b))
-    if isinstance(a, (set, frozenset)):
-        return sorted(map(repr, a)) == sorted(map(repr, b))
-    return bool(a == b) or (a != a and b != b)
+    if isinstance(a, np.ndarray):
+        return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
+    return bool(_token(a) == _token(b))
+
+
+def _token(value: Any) -> Any:
+    """Return what is equal just for values of the same type and bits.
+
+    >>> _token(1) == _token(True), _token((0.0,)) == _token((-0.0,))
+    (False, False)
+    """
+    if isinstance(value, (float, complex)):
+        return type(value), np.array(value).tobytes()
+    if isinstance(value, np.generic):
+        return type(value), value.dtype, value.tobytes()
+    if isinstance(value, tuple):
+        return type(value), tuple(map(_token, value))
+    if isinstance(value, (set, frozenset)):
+        return type(value), frozenset(map(_token, value))
+    return type(value), value
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
-__all__ = ["ExistsError", "FormatError", "LoadError", "ValueRefusedError"]
+from .stores import StoreError
+
+__all__ = [
+    "ExistsError",
+    "FormatError",
+    "LoadError",
+    "UnsureCommitError",
+    "ValueRefusedError",
+    "listed",
+]
+
+_LISTED: Final = 8
 
 
 class FormatError(ValueError):
@@ -77,6 +88,14 @@ class ExistsError(FileExistsError):
     """A checkpoint that is already there, and was not to be overwritten."""
 
 
+class UnsureCommitError(StoreError):
+    """A commit of which nobody can tell whether it happened, or still will; see its ``__cause__``.
+
+    Its files are left alone, for the checkpoint may come to need them; if it does not, `prune`
+    removes them. Open the checkpoint to see which one is there.
+    """
+
+
 def _format_error(
     file: str, reason: str, filled: tuple[str, ...], touched: tuple[str, ...]
 ) -> FormatError:
@@ -87,12 +106,17 @@ def _progress(filled: tuple[str, ...], touched: tuple[str, ...]) -> str:
     if not filled and not touched:
         return ""
     return (
-        f"; filled before that: {_listed(filled)}; possibly overwritten in part: "
-        f"{_listed(touched)}; all other keys are as they were"
+        f"; filled before that: {listed(filled)}; possibly overwritten in part: "
+        f"{listed(touched)}; all other keys are as they were"
     )
 
 
-def _listed(names: tuple[str, ...]) -> str:
-    shown = ", ".join(f"`{name}`" for name in names[:8])
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+def listed(names: Sequence[str], *, quote: str = "`") -> str:
+    """Name a few things, and say how many more there are.
+
+    >>> listed(["a", "b"]), listed([]), listed("abcdefghij", quote="")
+    ('`a`, `b`', 'none', 'a, b, c, d, e, f, g, h and 2 more')
+    """
+    shown = ", ".join(f"{quote}{name}{quote}" for name in names[:_LISTED])
+    more = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
     return f"{shown}{more}" if names else "none"

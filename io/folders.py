@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import attrs
+
 from .buffers import Buffer
-from .stores import Store, check_path
+from .stores import Entry, Store, check_path
 
 __all__ = ["FolderStore"]
 
@@ -24,6 +26,9 @@ class FolderStore:
     def __init__(self, store: Store, folder: str) -> None:
         self._store, self._folder = store, check_path(folder)
 
+    def __repr__(self) -> str:
+        return f"FolderStore({self._store!r}, {self._folder!r})"
+
     @property
     def url(self) -> str:
         """The folder, as a person would write it."""
@@ -39,14 +44,25 @@ class FolderStore:
         return self._store.read(self._inside(path), ranges)
 
     def write(
-        self, path: str, parts: Iterable[Buffer], *, nbytes: int | None = None, sync: bool = True
+        self,
+        path: str,
+        parts: Iterable[Buffer],
+        *,
+        nbytes: int | None = None,
+        sync: bool = True,
+        atomic: bool = False,
     ) -> int:
         """Write a file whole; see `Store.write`."""
-        return self._store.write(self._inside(path), parts, nbytes=nbytes, sync=sync)
+        inside = self._inside(path)
+        return self._store.write(inside, parts, nbytes=nbytes, sync=sync, atomic=atomic)
 
-    def replace(self, path: str, data: bytes) -> None:
+    def read_all(self, path: str, *, limit: int) -> bytes:
+        """Return a small file whole; see `Store.read_all`."""
+        return self._store.read_all(self._inside(path), limit=limit)
+
+    def replace(self, path: str, data: bytes, *, overwrite: bool = True) -> None:
         """Publish a small file at once and durably; see `Store.replace`."""
-        self._store.replace(self._inside(path), data)
+        self._store.replace(self._inside(path), data, overwrite=overwrite)
 
     def size(self, path: str) -> int:
         """Return the size of a file in bytes."""
@@ -61,6 +77,12 @@ class FolderStore:
         below = self._inside(prefix) if prefix else self._folder
         found = self._store.list(below, recursive=recursive)
         return tuple(name.removeprefix(f"{self._folder}/") for name in found)
+
+    def entries(self, prefix: str = "", *, recursive: bool = True) -> tuple[Entry, ...]:
+        """Return the files below a folder with sizes and times; see `Store.entries`."""
+        below = self._inside(prefix) if prefix else self._folder
+        found = self._store.entries(below, recursive=recursive)
+        return tuple(attrs.evolve(e, name=e.name.removeprefix(f"{self._folder}/")) for e in found)
 
     def delete(self, paths: Iterable[str]) -> None:
         """Delete files; see `Store.delete`."""

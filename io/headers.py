@@ -85,6 +85,11 @@ class Slot:
         """How many bytes it takes."""
         return math.prod(self.shape) * itemsize(self.dtype)
 
+    @property
+    def place(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        """What must be as the manifest says: dtype, shape and offsets."""
+        return self.dtype, self.shape, self.offsets
+
 
 @attrs.frozen
 class Header:
@@ -107,14 +112,13 @@ class Header:
     metadata: Mapping[str, str]
 
 
-def build_header(file: str, slots: Sequence[Slot], save_id: str) -> tuple[bytes, tuple[int, ...]]:
-    """Return a file's header, and where the bytes of each slot begin.
+def build_header(file: str, slots: Sequence[Slot], save_id: str) -> bytes:
+    """Return a file's header.
 
     Slots lie one after the other, in the order given; ``begin`` is computed, never read.
 
-    >>> header, begins = build_header("f", [Slot("w", "float32", (2, 3), (4, 0))], "s1")
-    >>> len(header) % 8, begins[0] == len(header)
-    (0, True)
+    >>> len(build_header("f", [Slot("w", "float32", (2, 3), (4, 0))], "s1")) % 8
+    0
 
     Raises:
         FormatError: The header would be longer than readers accept.
@@ -123,11 +127,10 @@ def build_header(file: str, slots: Sequence[Slot], save_id: str) -> tuple[bytes,
     own: dict[str, Any] = {"version": 1, "file": file, "save_id": save_id}
     own["encoded"] = {s.name: s.dtype for s in slots if s.dtype not in _FILE_NAMES}
     sharding = {}
-    at, begins = 0, []
+    at = 0
     for slot in slots:
         extra = () if slot.dtype in _FILE_NAMES else (itemsize(slot.dtype),)
         sharding[slot.name] = {"saved_offsets": [*slot.offsets, *(0 for _ in extra)]}
-        begins.append(at)
         tensors[slot.name] = {
             "dtype": _FILE_NAMES.get(slot.dtype, "U8"),
             "shape": [*slot.shape, *extra],
@@ -145,8 +148,7 @@ def build_header(file: str, slots: Sequence[Slot], save_id: str) -> tuple[bytes,
         raise FormatError(
             file, f"its header would take {len(text):,} bytes; save fewer keys a rank"
         )
-    data = len(text).to_bytes(8, "little") + text
-    return data, tuple(len(data) + begin for begin in begins)
+    return len(text).to_bytes(8, "little") + text
 
 
 def header_length(first: bytes, file: str, size: int) -> int:
@@ -176,7 +178,7 @@ def parse_header(data: bytes, file: str, size: int) -> Header:
         file: The file's name, for errors.
         size: The file's size in bytes.
 
-    >>> header, _ = build_header("f", [Slot("w", "float32", (2,), (4,))], "s1")
+    >>> header = build_header("f", [Slot("w", "float32", (2,), (4,))], "s1")
     >>> parse_header(header, "f", len(header) + 8).slots["w"].offsets
     (4,)
 

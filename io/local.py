@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import secrets
+import stat
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,13 +26,25 @@ from .buffers import (
 )
 from .kernel import IOV_MAX, reserve_space, start_writeback, sync_folder
 from .pool import Pool, default_pool
-from .stores import StoreError, check_path, from_os_error, short, wrong_size
+from .stores import (
+    Entry,
+    StoreError,
+    a_folder,
+    check_path,
+    from_os_error,
+    short,
+    taken,
+    too_long,
+    wrong_size,
+)
 
-__all__ = ["TEMPORARY", "LocalStore"]
+__all__ = ["TEMPORARY", "LocalStore", "is_temporary"]
 
 TEMPORARY: Final = ".tmp"
 """How the name of a file ends that a killed `LocalStore.replace` leaves behind."""
 
+_ABSENT: Final = (errno.ENOENT, errno.ENOTDIR)
+_NO_LINKS: Final = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _STEP: Final = 32 << 20  # bytes a system call moves: much below Linux's limit of 2 GiB
 _ATTEMPTS: Final = 5
 
@@ -66,6 +81,7 @@ class LocalStore:
         self._pool = pool
         self._lock = threading.Lock()
         self._unsynced: set[str] = set()
+        self._rooted = False  # whether the root's own name is among what is to be synced
 
     @property
     def url(self) -> str:
@@ -95,13 +111,43 @@ class LocalStore:
             pool = self._pool or default_pool()
             return sum(pool.map(lambda runs: _read_runs(fd, file, runs), bundled))
 
+    def read_pieces(
+        self, path: str, ranges: Sequence[tuple[int, memoryview]], max_bytes: int
+    ) -> Iterator[memoryview]:
+        """Fill buffers as `read` does, a piece at a time, in the order of the file.
+
+        Each piece is handed out as soon as it is filled. What looks at it there and then finds it
+        in the processor's cache: hashing it costs less than it does later.
+
+        Args:
+            path: The file.
+            ranges: Pairs of a byte offset in the file and the writable memory to fill from there.
+            max_bytes: How long a piece may be.
+        """
+        file = self._locate(path)
+        asked = wanted(ranges)
+        with _reported("read", file), _closing(os.open(file, os.O_RDONLY | os.O_CLOEXEC)) as fd:
+            _check_size(fd, file, asked)
+            for offset, view in asked:
+                for low in range(0, view.nbytes, max_bytes):
+                    piece = view[low : low + max_bytes]
+                    _read_runs(fd, file, [(offset + low, [piece])])
+                    yield piece
+
     def write(
-        self, path: str, parts: Iterable[Buffer], *, nbytes: int | None = None, sync: bool = True
+        self,
+        path: str,
+        parts: Iterable[Buffer],
+        *,
+        nbytes: int | None = None,
+        sync: bool = True,
+        atomic: bool = False,
     ) -> int:
         """Write a file whole; see `Store.write`."""
-        file = self._locate(path)
+        target = self._locate(path)
+        file = f"{target}.{secrets.token_hex(8)}{TEMPORARY}" if atomic else target
         nbytes = total_bytes(parts) if nbytes is None else nbytes
-        with _reported("write", file), self._created(file) as fd:
+        with _reported("write", target), self._created(file) as fd:
             reserve_space(fd, nbytes or 0)
             written = 0
             runs = gather(placed(pieces(parts, _STEP)), max_bytes=_STEP, max_views=IOV_MAX)
@@ -109,26 +155,50 @@ class LocalStore:
                 written += _write_run(fd, offset, views)
                 start_writeback(fd, offset, written - offset)
             if nbytes not in {None, written}:
-                raise wrong_size(file, nbytes or 0, written)
-            if sync:
+                raise wrong_size(target, nbytes or 0, written)
+            if sync or atomic:
                 os.fsync(fd)
-            return written
+            if atomic:
+                os.replace(file, target)
+        if atomic:
+            self.sync()
+        return written
 
-    def replace(self, path: str, data: bytes) -> None:
+    def read_all(self, path: str, *, limit: int) -> bytes:
+        """Return a small file whole; see `Store.read_all`."""
+        file = self._locate(path)
+        with _reported("read", file), _closing(os.open(file, os.O_RDONLY | os.O_CLOEXEC)) as fd:
+            found = os.fstat(fd)
+            if stat.S_ISDIR(found.st_mode):
+                raise a_folder("read", file)
+            if found.st_size > limit:
+                raise too_long(file, found.st_size, limit)
+            data = bytearray(found.st_size)
+            if data:
+                _read_runs(fd, file, [(0, [memoryview(data)])])
+            return bytes(data)
+
+    def replace(self, path: str, data: bytes, *, overwrite: bool = True) -> None:
         """Publish a small file at once and durably; see `Store.replace`."""
         file = self._locate(path)
         temporary = f"{file}.{secrets.token_hex(8)}{TEMPORARY}"
         with _reported("replace", file):
+            if os.path.isdir(file):
+                raise a_folder("replace", file)
             with self._created(temporary) as fd:
                 _write_run(fd, 0, [byte_view(data)] if data else [])
                 os.fsync(fd)
             try:
-                os.replace(temporary, file)
+                if overwrite:
+                    os.replace(temporary, file)
+                else:
+                    _link(temporary, file)
             except BaseException:
                 with suppress(OSError):
                     os.unlink(temporary)
                 raise
-            self.sync()
+            with _unsure(file):
+                self.sync()
 
     def size(self, path: str) -> int:
         """Return the size of a file in bytes."""
@@ -137,32 +207,52 @@ class LocalStore:
             return os.stat(file).st_size
 
     def exists(self, path: str) -> bool:
-        """Say whether there is such a file."""
-        return os.path.isfile(self._locate(path))
+        """Say whether there is such a file; an error if nobody can tell."""
+        file = self._locate(path)
+        with _reported("find", file):
+            try:
+                return stat.S_ISREG(os.stat(file).st_mode)
+            except OSError as error:
+                if error.errno in _ABSENT:
+                    return False
+                raise
 
     def list(self, prefix: str = "", *, recursive: bool = True) -> tuple[str, ...]:
         """Return the files below a folder, sorted; see `Store.list`."""
         folder = self._locate(prefix) if prefix else self._root
         with _reported("list", folder):
             found = _walk(folder, f"{prefix}/" if prefix else "", recursive)
-            return tuple(sorted(found))
+            return tuple(sorted(name for name, _ in found))
+
+    def entries(self, prefix: str = "", *, recursive: bool = True) -> tuple[Entry, ...]:
+        """Return the files below a folder with sizes and times; see `Store.entries`."""
+        folder = self._locate(prefix) if prefix else self._root
+        with _reported("list", folder):
+            walk = _walk(folder, f"{prefix}/" if prefix else "", recursive)
+            found = (_entry(name, entry) for name, entry in walk)
+            return tuple(sorted((e for e in found if e is not None), key=lambda e: e.name))
 
     def delete(self, paths: Iterable[str]) -> None:
         """Delete files, and folders thereby emptied; see `Store.delete`."""
         files = [self._locate(path) for path in paths]
+        folders = {os.path.dirname(file) for file in files}
+        with self._lock:
+            self._unsynced |= folders
         for file in files:
             with _reported("delete", file), suppress(FileNotFoundError):
                 os.unlink(file)
-        for folder in {os.path.dirname(file) for file in files}:
+        for folder in folders:
             self._remove_empty(folder)
 
     def sync(self) -> None:
-        """Make durable the names of all files written so far; see `Store.sync`."""
+        """Make durable the names written and deleted so far; see `Store.sync`."""
         with self._lock:
             folders, self._unsynced = self._unsynced, set()
         try:
             for folder in sorted(folders):
-                with _reported("sync", folder), suppress(FileNotFoundError):
+                # Who may not list the folder above the root cannot sync it either.
+                forgiven = [PermissionError] if len(folder) < len(self._root) else []
+                with _reported("sync", folder), suppress(FileNotFoundError, *forgiven):
                     sync_folder(folder)
         except BaseException:
             with self._lock:
@@ -205,6 +295,9 @@ class LocalStore:
             made.add(new)
         os.makedirs(folder, exist_ok=True)
         with self._lock:
+            if not self._rooted:  # somebody may just have made the root for us
+                made.add(os.path.dirname(self._root))
+                self._rooted = True
             self._unsynced |= made
 
     def _remove_empty(self, folder: str) -> None:
@@ -214,6 +307,8 @@ class LocalStore:
             except OSError:
                 return
             folder = os.path.dirname(folder)
+            with self._lock:
+                self._unsynced.add(folder)
 
 
 @contextmanager
@@ -244,13 +339,14 @@ def _check_size(fd: int, file: str, asked: Sequence[tuple[int, memoryview]]) -> 
 def _read_runs(fd: int, file: str, runs: Sequence[Run]) -> int:
     total = 0
     for offset, views in runs:
-        end = offset + sum(view.nbytes for view in views)
+        end = offset + sum([view.nbytes for view in views])
         total += end - offset
-        while views:
+        while offset < end:
             done = os.preadv(fd, views, offset)
             if not done:  # the file was longer a moment ago
                 raise short(file, offset, end - offset, os.fstat(fd).st_size)
-            offset, views = offset + done, advance(views, done)
+            offset += done
+            views = advance(views, done) if offset < end else []
     return total
 
 
@@ -262,17 +358,67 @@ def _write_run(fd: int, offset: int, views: Sequence[memoryview]) -> int:
     return offset - start
 
 
-def _walk(folder: str, prefix: str, recursive: bool) -> Iterator[str]:
+def is_temporary(name: str, file: str) -> bool:
+    """Say whether a name is one that a killed `LocalStore.replace` of a file leaves behind.
+
+    >>> is_temporary("m.json.0123456789abcdef.tmp", "m.json"), is_temporary("m.json.tmp", "m.json")
+    (True, False)
+    """
+    pattern = rf"{re.escape(file)}\.[0-9a-f]{{16}}{re.escape(TEMPORARY)}"
+    return re.fullmatch(pattern, name) is not None
+
+
+def _link(temporary: str, file: str) -> None:
+    """Give a file its final name, unless that is taken."""
+    try:
+        os.link(temporary, file)
+    except FileExistsError:
+        # A network file system may have done it, lost its answer, and tried again.
+        if os.stat(temporary).st_nlink < 2:
+            raise taken("replace", file) from None
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if os.path.lexists(file):
+            raise taken("replace", file) from None
+        os.replace(temporary, file)
+        return
+    with suppress(OSError):  # the file is there: a second name of it does no harm
+        os.unlink(temporary)
+
+
+@contextmanager
+def _unsure(file: str) -> Iterator[None]:
+    """Say of an error that the file was replaced, though maybe not for good."""
+    try:
+        yield
+    except OSError as error:
+        why = error.reason if isinstance(error, StoreError) else str(error)
+        reason = f"it was replaced, but a loss of power may undo that ({why})"
+        raise StoreError("replace", file, reason, kind="unsure", errno=error.errno) from error
+
+
+def _entry(name: str, entry: os.DirEntry[str]) -> Entry | None:
+    if name.endswith("/"):
+        return Entry(name)
+    try:
+        found = entry.stat()
+    except FileNotFoundError:  # deleted a moment ago, or a link to nothing
+        return None
+    return Entry(name, found.st_size, max(found.st_mtime, found.st_ctime))
+
+
+def _walk(folder: str, prefix: str, recursive: bool) -> Iterator[tuple[str, os.DirEntry[str]]]:
     try:
         entries = list(os.scandir(folder))
     except (FileNotFoundError, NotADirectoryError):
         return
     for entry in entries:
         if not entry.is_dir():
-            yield prefix + entry.name
+            yield prefix + entry.name, entry
         elif entry.is_symlink():
             continue  # a second name of a folder, such as `latest`
         elif recursive:
             yield from _walk(entry.path, f"{prefix}{entry.name}/", recursive)
         else:
-            yield f"{prefix}{entry.name}/"
+            yield f"{prefix}{entry.name}/", entry

@@ -8,6 +8,7 @@ chunks open at once. Decoding trusts nothing: every number is checked before it 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -27,6 +28,7 @@ from shardplan.planning.tiling import Boxes, Tiling
 
 from .checksums import Sums, sums_from_hex, sums_to_hex
 from .errors import FormatError
+from .stores import StoreError, check_path
 
 __all__ = ["MANIFEST", "VERSION", "FileTable", "Manifest", "decode_manifest", "encode_manifest"]
 
@@ -34,8 +36,9 @@ MANIFEST: Final = "shardplan.json"
 VERSION: Final = 1
 _FORMAT: Final = "shardplan"
 _MAX_BYTES: Final = 1 << 60
+_EMPTY_SEATS: Final = 1 << 20  # entries that lists may have in all, beyond those that are saved
 _HEAD: Final = re.compile(rb'\{"format":"shardplan","version":(\d+),"xxh3_64":"([0-9a-f]{16})",')
-_FILE: Final = re.compile(r"[^/\\\x00]+\.safetensors")
+_FILE: Final = re.compile(r"[^/]+\.safetensors")
 
 
 @attrs.frozen(eq=False)
@@ -179,15 +182,15 @@ def decode_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
         raise FormatError(file, "its checksum does not fit its text: it was damaged or edited")
     try:
         return _decode(body)
-    except (CodecError, *DAMAGE) as error:
+    except (CodecError, MemoryError, StoreError, *DAMAGE) as error:
         raise FormatError(file, f"it is damaged: {error}") from None
 
 
 def _decode(body: dict[str, Any]) -> Manifest:
     files = _decode_files(body["files"])
     props = tuple(TensorProperties(**p) for p in body["properties"])
-    layouts = tuple(map(_decode_layout, body["layouts"]))
     places = tuple(_column(p, len(files), "a file number") for p in body["places"])
+    layouts = tuple(map(_decode_layout, body["layouts"]))
     tensors, values = body["tensors"], body["values"]
     names = (*tensors["names"], *values)
     count = len(tensors["names"])
@@ -195,9 +198,13 @@ def _decode(body: dict[str, Any]) -> Manifest:
     columns = [_column(tensors[key], limit, key) for key, limit in limits.items()]
     if any(len(c) != count for c in columns) or len(set(names)) != len(names):
         raise ValueError("its tensors' columns differ in length, or a name is there twice")
+    if len(np.unique(columns[1])) != len(layouts):
+        raise ValueError("no tensor has some of its layouts")
     if not all(type(name) is str for name in names):
         raise ValueError("a name is no text")
     stored = {name: _decode_value(value, len(places)) for name, value in values.items()}
+    planner_data = from_json(body["planner_data"])
+    _check_paths(planner_data)
     none = np.full(len(stored), -1, np.int64)
     prop, layout = (readonly(np.concatenate([c, none])) for c in columns[:2])
     place = np.concatenate([columns[2], column([at for _, _, at in stored.values()])])
@@ -205,7 +212,7 @@ def _decode(body: dict[str, Any]) -> Manifest:
         _text(body["save_id"]),
         Metadata(
             Entries(names, props, prop, layouts, layout),
-            planner_data=from_json(body["planner_data"]),
+            planner_data=planner_data,
             storage_meta=StorageMeta(save_id=_text(body["save_id"])),
             version=str(VERSION),
         ),
@@ -214,7 +221,7 @@ def _decode(body: dict[str, Any]) -> Manifest:
         readonly(place),
         sums_from_hex(_text(body["sums"])),
         {name: (kind, data) for name, (kind, data, _) in stored.items()},
-        float(body["created"]),
+        _time(body["created"]),
         int(_column([body["block_bytes"]], _MAX_BYTES, "a block's size")[0]),
     )
     if manifest.block_bytes < 1 or len(manifest.sums) != manifest.start[-1]:
@@ -226,7 +233,7 @@ def _decode(body: dict[str, Any]) -> Manifest:
 def _decode_files(table: dict[str, Any]) -> FileTable:
     names = tuple(table["names"])
     for name in names:
-        if type(name) is not str or not _FILE.fullmatch(name):
+        if type(name) is not str or not _FILE.fullmatch(check_path(name)):
             raise ValueError(f"{str(name)[:200]!r} is no name of a file inside the checkpoint")
     sizes = _column(table["sizes"], _MAX_BYTES, "a file's size")
     headers = _column(table["headers"], _MAX_BYTES, "a header's length")
@@ -245,6 +252,7 @@ def _encode_layout(layout: Layout) -> dict[str, Any]:
 
 
 def _decode_layout(data: dict[str, Any]) -> Layout:
+    """Read a layout. A few bytes of cuts can stand for any number of chunks: none are made here."""
     size = _column(data["size"], _MAX_BYTES, "a size")
     if len(size) > 64 or size.astype(float).prod() >= _MAX_BYTES:
         raise ValueError(f"a tensor of shape {size.tolist()} is impossible")
@@ -299,13 +307,13 @@ def _file_bytes(manifest: Manifest) -> Ints:
     entries, limit = manifest.entries, float(manifest.files.sizes.sum())
     keys = np.stack([manifest.place, entries.layout, entries.prop])[:, entries.layout >= 0]
     kinds, counts = np.unique(keys, axis=1, return_counts=True)
-    volumes = [layout.tiling.sizes.prod(axis=1) for layout in entries.layouts]
     width = column([p.itemsize for p in entries.props])
     files, sizes = [column([])], [column([])]
     for (place, layout, prop), count in zip(kinds.T.tolist(), counts.tolist(), strict=True):
-        where, volume = manifest.places[place], volumes[layout]
-        if len(where) != len(volume):
-            raise ValueError(f"{len(volume)} chunks lie in {len(where)} files")
+        where, tiling = manifest.places[place], entries.layouts[layout].tiling
+        if len(where) != len(tiling):  # before any chunk of a grid is made
+            raise ValueError(f"{len(tiling)} chunks lie in {len(where)} files")
+        volume = _volumes(tiling)
         if float(volume.sum(dtype=float)) * float(width[prop]) * count > limit:
             raise ValueError("its chunks are larger than its files")
         files.append(where)
@@ -323,6 +331,45 @@ def _file_bytes(manifest: Manifest) -> Ints:
     total = np.zeros(len(manifest.files), np.int64)
     np.add.at(total, np.concatenate(files), every)
     return total
+
+
+def _volumes(tiling: Tiling) -> Ints:
+    """Return how many elements each chunk has, in little more memory than that.
+
+    >>> _volumes(Grid((column([0, 3, 5]), column([0, 4, 6])))).tolist()
+    [12, 6, 8, 4]
+    """
+    if not isinstance(tiling, Grid):
+        volume: Ints = tiling.sizes.prod(axis=1)
+        return volume
+    volume = np.ones(1, np.int64)
+    for cuts in tiling.cuts:
+        volume = np.multiply.outer(volume, np.diff(cuts)).reshape(-1)
+    return volume
+
+
+def _check_paths(planner_data: Any) -> None:
+    """Refuse lists that are nearly empty: a few bytes of a position make a list of any length."""
+    paths = planner_data.get("paths") if isinstance(planner_data, Mapping) else None
+    if not isinstance(paths, Mapping):
+        return
+    lengths: dict[Any, int] = {}
+    steps = 0
+    for path in paths.values():
+        for depth, (kind, key) in enumerate(path):
+            steps += 1
+            if kind != "dict":
+                node = path[:depth]
+                lengths[node] = max(lengths.get(node, 0), int(key) + 1)
+    if sum(lengths.values()) > steps + _EMPTY_SEATS:
+        raise ValueError(f"its lists would have {sum(lengths.values()):,} entries")
+
+
+def _time(value: Any) -> float:
+    seconds = float(value)
+    if not math.isfinite(seconds):
+        raise ValueError(f"it was made at {seconds}")
+    return seconds
 
 
 def _column(values: Sequence[int], end: int, what: str) -> Ints:

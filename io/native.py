@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
 
 from shardplan.planning import Metadata
-from shardplan.planning.metadata import TensorMetadata
+from shardplan.planning.catalog import column
+from shardplan.planning.packing import Ints
 
 from .checksums import Sums, combine, hash_views
 from .commit import read_manifest
 from .errors import FormatError
-from .headers import MAX_HEADER, Header, Slot, parse_header
+from .expected import Expected
+from .headers import parse_header
 from .manifest import MANIFEST, Manifest
 from .pool import Pool, default_pool
 from .sources import Spot
@@ -19,6 +24,11 @@ from .stores import MissingFileError, Store
 from .values import StoredValue, load_value
 
 __all__ = ["NativeSource", "find", "source"]
+
+_MISSING: Final = (
+    "it is missing; was the checkpoint overwritten or pruned while it was open? then open it again"
+)
+_PARSED: Final = 8  # how many times its own size a header takes in memory while it is read
 
 
 def find(store: Store, name: str = "") -> bool:
@@ -36,7 +46,7 @@ def source(store: Store, name: str = "", pool: Pool | None = None) -> NativeSour
 
 
 class NativeSource:
-    """A checkpoint of ours; a `Source`. Headers that were read are kept.
+    """A checkpoint of ours; a `Source`. Of headers that were read, only places are kept.
 
     Args:
         store: Where it lies.
@@ -49,7 +59,8 @@ class NativeSource:
     def __init__(self, store: Store, manifest: Manifest, pool: Pool | None = None) -> None:
         self.store, self.manifest = store, manifest
         self._pool = pool or default_pool()
-        self._headers: dict[int, Header] = {}
+        self._known: set[int] = set()  # the files whose headers were read
+        self._begins = np.full(int(manifest.start[-1]), -1, np.int64)  # one row a chunk
 
     @property
     def files(self) -> Sequence[str]:
@@ -68,9 +79,9 @@ class NativeSource:
 
     def spots(self, chunks: Sequence[tuple[str, int]]) -> list[Spot]:
         """Find chunks; see `Source.spots`. Only the headers of their files are read."""
-        self.headers(int(self.manifest.files_of(name)[chunk]) for name, chunk in chunks)
-        slots = (self._slot(name, chunk) for name, chunk in chunks)
-        return [Spot(number, slot.begin, slot.dtype, slot.shape) for number, slot in slots]
+        places = {name: self.manifest.files_of(name) for name in {name for name, _ in chunks}}
+        self._read_headers(int(places[name][chunk]) for name, chunk in chunks)
+        return [self._spot(name, chunk, int(places[name][chunk])) for name, chunk in chunks]
 
     def sums_of(self, name: str) -> Sums:
         """Return the checksum of each chunk of one entry; see `Source.sums_of`."""
@@ -81,10 +92,10 @@ class NativeSource:
         kind, data = self.manifest.values[name]
         if kind == "inline":
             return load_value(StoredValue("inline", data), MANIFEST, name)
-        number, slot = self._slot(name, 0)
-        file = self.files[number]
-        buffer = bytearray(slot.nbytes)
-        self.store.read(file, [(slot.begin, memoryview(buffer))])
+        (spot,) = self.spots([(name, 0)])
+        file = self.files[spot.file]
+        buffer = bytearray(spot.extents[0])
+        self.store.read(file, [(spot.begin, memoryview(buffer))])
         limit = self.block_bytes
         blocks = [memoryview(buffer)[i : i + limit] for i in range(0, len(buffer) or 1, limit)]
         found = combine([hash_views([block]) for block in blocks])
@@ -92,51 +103,68 @@ class NativeSource:
             raise FormatError(file, f"the value of `{name}` does not fit its checksum")
         return load_value(StoredValue("json" if kind == "json" else "torch", buffer), file, name)
 
-    def headers(self, numbers: Iterable[int]) -> Mapping[int, Header]:
+    @cached_property
+    def _expected(self) -> Expected:
+        return Expected(self.manifest)
+
+    def _read_headers(self, numbers: Iterable[int]) -> None:
         """Read the headers of some files, and check that these are the files that were saved.
 
         Raises:
             FormatError: A file is missing, of another size, or its header is not the saved one.
         """
-        new = [n for n in dict.fromkeys(numbers) if n not in self._headers]
-        if new:
-            self._headers.update(zip(new, self._pool.map(self._header, new), strict=True))
-        return self._headers
+        new = [number for number in dict.fromkeys(numbers) if number not in self._known]
+        if not new:
+            return
+        lengths = self.manifest.files.headers
+        _ = self._expected
+        found = self._pool.map(
+            self._header,
+            new,
+            nbytes=lambda number: _PARSED * int(lengths[number]) + self.store.staging,
+        )
+        for at, begins in found:
+            self._begins[at] = begins
+        self._known.update(new)
 
-    def _header(self, number: int) -> Header:
-        files = self.manifest.files
+    def _header(self, number: int) -> tuple[Ints, Ints]:
+        """Return which chunks lie in a file as the manifest says, and where they begin."""
+        files, expected = self.manifest.files, self._expected
         name, size = files.names[number], int(files.sizes[number])
-        length = min(int(files.headers[number]), MAX_HEADER + 8, size)
-        data = bytearray(length)
+        data = bytearray(expected.header_bytes(number, size))
         try:
             found = self.store.size(name)
             if found != size:
                 raise FormatError(name, f"it has {found:,} bytes and was saved with {size:,}")
             self.store.read(name, [(0, memoryview(data))])
         except MissingFileError:
-            raise FormatError(name, "it is missing") from None
-        if hash_views([memoryview(data)]) != files.digests[number]:
+            raise FormatError(name, _MISSING) from None
+        if not expected.fits(number, data):
             raise FormatError(name, "its header is damaged, or belongs to another file")
         header = parse_header(bytes(data), name, size)
-        if (header.save_id, header.name) != (self.manifest.save_id, name):
+        if not expected.wrote(number, header):
             raise FormatError(
                 name,
                 f"it was written as {header.name} by save {header.save_id}: files were swapped",
             )
-        return header
+        pairs = [(at, header.slots.get(slot.name), slot) for at, slot in expected.slots(number)]
+        good = [
+            (at, slot.begin) for at, slot, wanted in pairs if slot and slot.place == wanted.place
+        ]
+        rows = column(good, len(good), 2)
+        return rows[:, 0], rows[:, 1]
 
-    def _slot(self, name: str, chunk: int) -> tuple[int, Slot]:
-        """Return the file that holds a chunk, and its place there, checked against the manifest."""
-        number = int(self.manifest.files_of(name)[chunk])
-        header = self.headers([number])[number]
-        if name not in header.slots:
-            raise FormatError(header.file, f"it does not hold `{name}`")
-        slot, entry = header.slots[name], self.manifest.entries[name]
-        if isinstance(entry, TensorMetadata):
-            box = entry.chunks[chunk]
-            expected = (entry.properties.dtype, box.sizes, box.offsets)
-        else:
-            expected = ("uint8", (int(self.manifest.values[name][1]),), (0,))
-        if (slot.dtype, slot.shape, slot.offsets) != expected:
-            raise FormatError(header.file, f"its `{name}` is {slot}, not {expected}")
-        return number, slot
+    def _spot(self, name: str, chunk: int, number: int) -> Spot:
+        """Return where a chunk lies, once the header of its file was read."""
+        row = self.manifest.entries.row_of[name]
+        slot, begin = (
+            self._expected.slot(row, chunk),
+            int(self._begins[self.manifest.start[row] + chunk]),
+        )
+        if begin < 0:
+            raise FormatError(
+                self.files[number],
+                f"its header does not have `{name}` as the manifest says ({slot.dtype} "
+                f"{list(slot.shape)} at {list(slot.offsets)}); see verify",
+            )
+        return Spot(number, begin, slot.dtype, slot.shape)

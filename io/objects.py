@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any, Final
 
+import attrs
+
 from .buffers import Buffer, Run, bundles, copy_into, gather, pieces, total_bytes, wanted
+from .errors import listed
 from .pool import Pool, default_pool
-from .stores import MissingFileError, StoreError, check_path, denied, missing, short, wrong_size
+from .stores import (
+    Entry,
+    Kind,
+    MissingFileError,
+    StoreError,
+    check_path,
+    denied,
+    missing,
+    short,
+    taken,
+    too_long,
+    wrong_size,
+)
 
 try:
     import obstore
@@ -26,6 +42,7 @@ __all__ = ["ObjectStore", "open_objects"]
 _PART_SIZE: Final = 8 << 20
 _PARTS_IN_FLIGHT: Final = 8
 _MAX_PARTS: Final = 10_000  # S3 takes no more in one upload
+_BUCKET: Final = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._$-]*")
 
 _memories: dict[str, MemoryStore] = {}
 _lock = threading.Lock()
@@ -36,6 +53,8 @@ def open_objects(
 ) -> ObjectStore:
     """Open ``s3://``, ``gs://``, ``az://`` or ``memory://``; see `open_store`.
 
+    obstore is told the bucket alone: what follows it is taken letter by letter, as a name is.
+
     >>> open_objects("memory://shared").write("a", [b"abc"])
     3
     >>> open_objects("memory://shared").size("a")
@@ -43,16 +62,18 @@ def open_objects(
     """
     url = url.rstrip("/") if not url.endswith("://") else url
     scheme, _, rest = url.partition("://")
+    bucket, _, prefix = rest.partition("/")
     if scheme.lower() == "memory":
         if options:
             raise TypeError(f"memory:// takes no options, but got {', '.join(options)}")
-        name, _, prefix = rest.partition("/")
         with _lock:
-            memory = _memories.setdefault(name, MemoryStore())
+            memory = _memories.setdefault(bucket, MemoryStore())
         return ObjectStore(memory, url, prefix=prefix, pool=pool, part_size=part_size)
+    if not _BUCKET.fullmatch(bucket):
+        raise ValueError(f"cannot open {url}: {bucket!r} is no name of a bucket")
     with _reported("open", url):
-        inner = from_url(url, **options)
-    return ObjectStore(inner, url, pool=pool, part_size=part_size)
+        inner = from_url(f"{scheme}://{bucket}", **options)
+    return ObjectStore(inner, url, prefix=prefix, pool=pool, part_size=part_size)
 
 
 class ObjectStore:
@@ -61,6 +82,10 @@ class ObjectStore:
     Reads ask for the exact ranges and copy them into place; writes go up in parts, several at
     once, and what was half sent is withdrawn on an error. A file appears when its last byte has
     arrived, so every write is atomic here, and there is nothing to sync.
+
+    A process that is killed while it sends a large file leaves parts behind that no listing shows
+    and that are paid for. The services have a rule against it: let the bucket's lifecycle abort
+    incomplete multipart uploads after a day.
 
     Args:
         inner: The store, as obstore opened it.
@@ -114,9 +139,15 @@ class ObjectStore:
         return sum(pool.map(fetch, bundled, nbytes=_nbytes))
 
     def write(
-        self, path: str, parts: Iterable[Buffer], *, nbytes: int | None = None, sync: bool = True
+        self,
+        path: str,
+        parts: Iterable[Buffer],
+        *,
+        nbytes: int | None = None,
+        sync: bool = True,
+        atomic: bool = False,
     ) -> int:
-        """Write a file whole; see `Store.write`. It is durable whatever ``sync`` says."""
+        """Write a file whole; see `Store.write`. It is always durable and atomic."""
         key, url = self._key(path), self._name(path)
         nbytes = total_bytes(parts) if nbytes is None else nbytes
         size = max(self._part_size, -(-(nbytes or 0) // _MAX_PARTS))
@@ -136,10 +167,29 @@ class ObjectStore:
                 )
         return stream.nbytes
 
-    def replace(self, path: str, data: bytes) -> None:
+    def read_all(self, path: str, *, limit: int) -> bytes:
+        """Return a small file whole, by a single request; see `Store.read_all`."""
+        url = self._name(path)
+        with _reported("read", url):
+            found = obstore.get(self._inner, self._key(path))
+            if found.meta["size"] > limit:
+                raise too_long(url, found.meta["size"], limit)
+            return bytes(found.bytes())
+
+    def replace(self, path: str, data: bytes, *, overwrite: bool = True) -> None:
         """Publish a small file at once, by a single request; see `Store.replace`."""
-        with _reported("replace", self._name(path)):
-            obstore.put(self._inner, self._key(path), data, use_multipart=False)
+        key, url = self._key(path), self._name(path)
+        with _reported("replace", url, lost="unsure"):
+            if not overwrite:
+                try:
+                    obstore.put(self._inner, key, data, use_multipart=False, mode="create")
+                    return
+                except exceptions.AlreadyExistsError:
+                    raise taken("replace", url) from None
+                except (exceptions.NotSupportedError, NotImplementedError):
+                    if self.exists(path):  # all that a service without such requests can offer
+                        raise taken("replace", url) from None
+            obstore.put(self._inner, key, data, use_multipart=False)
 
     def size(self, path: str) -> int:
         """Return the size of a file in bytes."""
@@ -156,15 +206,21 @@ class ObjectStore:
 
     def list(self, prefix: str = "", *, recursive: bool = True) -> tuple[str, ...]:
         """Return the files below a folder, sorted; see `Store.list`."""
+        return tuple(entry.name for entry in self.entries(prefix, recursive=recursive))
+
+    def entries(self, prefix: str = "", *, recursive: bool = True) -> tuple[Entry, ...]:
+        """Return the files below a folder with sizes and times; see `Store.entries`."""
         folder = self._key(prefix) if prefix else self._root.rstrip("/")
         with _reported("list", self._name(prefix)):
-            found = _below(self._inner, folder or None, recursive)
-            return tuple(sorted(key.removeprefix(self._root) for key in found))
+            found = list(_below(self._inner, folder or None, recursive))
+        named = (attrs.evolve(e, name=e.name.removeprefix(self._root)) for e in found)
+        return tuple(sorted(named, key=lambda entry: entry.name))
 
     def delete(self, paths: Iterable[str]) -> None:
         """Delete files; see `Store.delete`."""
+        paths = tuple(paths)
         keys = [self._key(path) for path in paths]
-        with _reported("delete", self._url):
+        with _reported("delete", listed([self._name(path) for path in paths], quote="")):
             try:
                 obstore.delete(self._inner, keys)
             except FileNotFoundError:  # some services mind, and then leave the others alone
@@ -240,18 +296,23 @@ def _nbytes(bundle: Sequence[Run]) -> int:
     return sum(view.nbytes for _, views in bundle for view in views)
 
 
-def _below(inner: Any, folder: str | None, recursive: bool) -> Iterator[str]:
+def _below(inner: Any, folder: str | None, recursive: bool) -> Iterator[Entry]:
     if recursive:
         for batch in obstore.list(inner, folder):
-            yield from (found["path"] for found in batch)
+            yield from map(_entry, batch)
         return
     found = obstore.list_with_delimiter(inner, folder)
-    yield from (entry["path"] for entry in found["objects"])
-    yield from (f"{name}/" for name in found["common_prefixes"])
+    yield from map(_entry, found["objects"])
+    yield from (Entry(f"{name}/") for name in found["common_prefixes"])
+
+
+def _entry(found: Any) -> Entry:
+    return Entry(found["path"], found["size"], found["last_modified"].timestamp())
 
 
 @contextmanager
-def _reported(operation: str, url: str) -> Iterator[None]:
+def _reported(operation: str, url: str, *, lost: Kind = "other") -> Iterator[None]:
+    """Say in our words what obstore reported; ``lost`` is the kind of what nobody can place."""
     try:
         yield
     except StoreError:
@@ -261,7 +322,7 @@ def _reported(operation: str, url: str) -> Iterator[None]:
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
         raise denied(operation, url, _first_line(error)) from error
     except exceptions.BaseError as error:
-        raise StoreError(operation, url, _first_line(error)) from error
+        raise StoreError(operation, url, _first_line(error), kind=lost) from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -13,11 +13,11 @@ from shardplan.planning.blocks import cut_blocks
 from shardplan.planning.catalog import column, padded
 from shardplan.planning.files import save_id_of
 from shardplan.planning.packing import Ints
-from shardplan.planning.tiling import Chunk
 
-from .checksums import Sums, hash_views
+from .checksums import Sums
 from .errors import FormatError
-from .headers import MAX_HEADER, Header, Slot, header_length, parse_header
+from .expected import Expected
+from .headers import Header, Slot, header_length, parse_header
 from .manifest import Manifest
 from .progress import Progress
 from .stores import MissingFileError, Store, StoreError
@@ -95,21 +95,13 @@ class Files:
 
     def __init__(self, store: Store, manifest: Manifest, progress: Progress) -> None:
         self._store, self._manifest, self._progress = store, manifest, progress
-        counts = np.diff(manifest.start)
-        row = np.repeat(np.arange(len(counts)), counts)  # one row a chunk of any entry
-        places = [manifest.places[p] for p in manifest.place.tolist() if p >= 0]
-        file = np.concatenate([column([]), *places])
-        self._order = np.argsort(file, kind="stable")
-        self._edges = np.searchsorted(file[self._order], np.arange(len(manifest.files) + 1))
-        self._row, self._chunk = row, np.arange(len(row)) - manifest.start[row]
-        self._boxes: dict[int, tuple[Chunk, ...]] = {}
+        self._expected = Expected(manifest)
 
     def scan(self, number: int) -> Scan:
         """Look at one file; its data is not read."""
         files = self._manifest.files
         name, size = files.names[number], int(files.sizes[number])
-        mine = self._order[self._edges[number] : self._edges[number + 1]]
-        expected = {slot.name: (slot, at) for at in mine.tolist() for slot in [self._slot(at)]}
+        expected = {slot.name: (slot, at) for at, slot in self._expected.slots(number)}
         found, header, faults = self._open(number)
         scan = Scan(name, faults)
         if header is None:
@@ -119,17 +111,6 @@ class Files:
             scan = self._with_blocks(attrs.evolve(scan, header_bytes=header.length), pairs)
         self._progress.add(size - int(scan.lengths.sum()))
         return scan
-
-    def _slot(self, at: int) -> Slot:
-        """Return what the manifest says of one chunk."""
-        entries, row, chunk = self._manifest.entries, int(self._row[at]), int(self._chunk[at])
-        name, layout = entries.names[row], int(entries.layout[row])
-        if layout < 0:
-            return Slot(name, "uint8", (int(self._manifest.values[name][1]),), (0,))
-        if layout not in self._boxes:  # a thousand layers cut alike share one
-            self._boxes[layout] = tuple(entries.layouts[layout].tiling)
-        box = self._boxes[layout][chunk]
-        return Slot(name, entries.props[entries.prop[row]].dtype, box.sizes, box.offsets)
 
     def _open(self, number: int) -> tuple[int, Header | None, list[Fault]]:
         """Return a file's size and, if chunks can be found by it, its header; and what is wrong."""
@@ -151,22 +132,22 @@ class Files:
             int(files.sizes[number]),
             int(files.headers[number]),
         )
-        data = self._read(name, min(length, MAX_HEADER + 8, found))
-        genuine = hash_views([memoryview(data)]) == files.digests[number]
+        data = self._read(name, self._expected.header_bytes(number, found))
+        genuine = self._expected.fits(number, data)
         faults = [] if found == size else [_wrong_size(name, size, found)]
         try:
             if not genuine:
-                own = header_length(data[:8], name, found)
-                data = self._read(name, own)
+                data = self._read(name, header_length(data[:8], name, found))
             header = parse_header(data, name, size if genuine else found)
         except FormatError as error:
             if found >= length:  # else it is cut short, and no more can be said
                 faults.append(Fault("header", name, error.reason, None, 0, length))
             return None, faults
-        stranger = self._stranger(name, header, found)
+        own = self._expected.wrote(number, header)
+        stranger = None if own else self._stranger(name, header, found)
         if stranger is not None:
             return None, [stranger]
-        if not genuine or (header.save_id, header.name) != (self._manifest.save_id, name):
+        if not genuine or not own:
             reason = "its header does not fit its checksum"
             faults.append(Fault("header", name, reason, None, 0, length))
         return header, faults
@@ -174,8 +155,6 @@ class Files:
     def _stranger(self, name: str, header: Header, found: int) -> Fault | None:
         """Tell whether a file was written under another name, by another save or program."""
         save_id = self._manifest.save_id
-        if (header.save_id, header.name) == (save_id, name):
-            return None
         if header.save_id is None:
             return Fault("foreign", name, "another program wrote it", None, 0, found)
         if header.save_id == save_id and header.name in self._manifest.files.names:
@@ -198,7 +177,7 @@ class Files:
         good = []
         for name, (wanted, at) in expected.items():
             slot = header.slots.get(name)
-            if slot is None or _place(slot) != _place(wanted):
+            if slot is None or slot.place != wanted.place:
                 says = "does not have it" if slot is None else f"says {_told(slot)}"
                 reason = f"the manifest says {_told(wanted)}, and the header {says}"
                 scan.faults.append(chunk_fault("disagrees", scan.file, reason, slot or wanted))
@@ -238,10 +217,6 @@ def _wrong_size(name: str, size: int, found: int) -> Fault:
     what = "it was cut short" if found < size else "something was added"
     reason = f"it has {found:,} bytes and was saved with {size:,}: {what}"
     return Fault("size", name, reason, None, min(size, found), max(size, found))
-
-
-def _place(slot: Slot) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    return slot.dtype, slot.shape, slot.offsets
 
 
 def _told(slot: Slot) -> str:

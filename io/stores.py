@@ -2,7 +2,7 @@
 
 A store is a folder of files, on a disk or in a bucket, with as few verbs as saving and loading
 need. Names are relative to its root and use forward slashes everywhere. Nothing is renamed, and
-nothing but `Store.replace` promises to be atomic.
+nothing but `Store.replace`, and a `Store.write` that is asked to, promises to be atomic.
 """
 
 from __future__ import annotations
@@ -13,16 +13,36 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final, Literal, Protocol, runtime_checkable
 from urllib.parse import unquote, urlsplit
 
+import attrs
+
 from .buffers import Buffer
 
-__all__ = ["MissingFileError", "Store", "StoreError", "check_path", "open_store"]
+__all__ = ["Entry", "MissingFileError", "Store", "StoreError", "check_path", "open_store"]
 
-Kind = Literal["missing", "denied", "full", "short", "path", "stopped", "other"]
+Kind = Literal[
+    "missing", "exists", "denied", "full", "short", "long", "path", "unsure", "stopped", "other"
+]
 
 _OBJECTS: Final = ("s3", "gs", "az", "memory")
 _MISSING: Final = "check the name, or see what is there with `list`"
 _DENIED: Final = "check who owns the folder, or the credentials in use"
 _FULL: Final = "free some space, or save elsewhere; what was half written has been removed"
+
+
+@attrs.frozen
+class Entry:
+    """A file in a listing; or a folder, whose name ends with a slash.
+
+    Attributes:
+        name: Its name, relative to the store's root.
+        size: Its size in bytes; 0 for a folder.
+        modified: When it got here, in seconds since 1970, by the store's own clock: on a disk the
+            last change of any kind, so that a fresh copy of an old file is young. 0 for a folder.
+    """
+
+    name: str
+    size: int = 0
+    modified: float = 0.0
 
 
 @runtime_checkable
@@ -62,14 +82,20 @@ class Store(Protocol):
         ...
 
     def write(
-        self, path: str, parts: Iterable[Buffer], *, nbytes: int | None = None, sync: bool = True
+        self,
+        path: str,
+        parts: Iterable[Buffer],
+        *,
+        nbytes: int | None = None,
+        sync: bool = True,
+        atomic: bool = False,
     ) -> int:
         """Write a file whole, and return its size in bytes.
 
         The parts follow one another in the file and are not joined in memory. They may be made on
         the fly: each is asked for once, and dropped when it is written. Several are on their way
         at once, so do not refill a buffer that was handed over. A file of that name is replaced,
-        but not atomically: choose a name that nobody reads yet.
+        but not atomically unless that is asked for: choose a name that nobody reads yet.
 
         Args:
             path: The file; folders are made as needed.
@@ -78,14 +104,42 @@ class Store(Protocol):
                 size is refused. Tell it where ``parts`` is an iterator of many gigabytes.
             sync: Whether the bytes must have reached the disk on return. Its name reaches the
                 disk with `sync`.
+            atomic: Whether readers must see the old file or the new one, whole and durable.
 
         Raises:
             StoreError: The disk is full, or the store fails. Nothing is left of the file.
         """
         ...
 
-    def replace(self, path: str, data: bytes) -> None:
-        """Publish a small file at once and durably: readers see the old bytes or the new ones."""
+    def read_all(self, path: str, *, limit: int) -> bytes:
+        """Return a small file whole, by a single request: all of it is of one version.
+
+        Args:
+            path: The file.
+            limit: How many bytes it may have at most.
+
+        Raises:
+            MissingFileError: There is no such file.
+            StoreError: It is larger than the limit (the ``kind`` is then ``long``), or the store
+                fails.
+        """
+        ...
+
+    def replace(self, path: str, data: bytes, *, overwrite: bool = True) -> None:
+        """Publish a small file at once and durably: readers see the old bytes or the new ones.
+
+        Args:
+            path: The file.
+            data: What it is to hold.
+            overwrite: Whether a file of that name may be there. If not, and several try at once,
+                one of them succeeds. (Disks without hard links, and services without conditional
+                requests, can only look first.)
+
+        Raises:
+            StoreError: With the ``kind`` ``exists`` if the name is taken and must not be. If the
+                ``kind`` is ``unsure`` or ``other``, the file may have been replaced nevertheless,
+                or may still be: a request that timed out here can arrive there.
+        """
         ...
 
     def size(self, path: str) -> int:
@@ -105,12 +159,16 @@ class Store(Protocol):
         """
         ...
 
+    def entries(self, prefix: str = "", *, recursive: bool = True) -> tuple[Entry, ...]:
+        """Return what `list` does, in the same order, with sizes and times."""
+        ...
+
     def delete(self, paths: Iterable[str]) -> None:
         """Delete files, and folders thereby emptied; a file that is not there is no error."""
         ...
 
     def sync(self) -> None:
-        """Return when the names of all files written so far would survive a loss of power."""
+        """Return when a loss of power would undo no name that was written or deleted so far."""
         ...
 
 
@@ -122,9 +180,10 @@ class StoreError(OSError):
         url: The file or folder concerned.
         reason: What went wrong.
         remedy: What to try next; may be empty.
-        kind: ``missing``, ``denied`` (no permission), ``full`` (no space), ``short`` (the file
-            ends too early), ``path`` (a name that no store accepts), ``stopped`` (a fault that a
-            test injected), or ``other``.
+        kind: ``missing``, ``exists`` (the name is taken), ``denied`` (no permission), ``full`` (no
+            space), ``short`` (the file ends too early), ``long`` (it is larger than allowed),
+            ``path`` (a name that no store accepts, or that of a folder), ``unsure`` (it may have
+            been done all the same), ``stopped`` (a fault that a test injected), or ``other``.
 
     >>> print(StoreError("read", "s3://bucket/a", "no such file", remedy="check the name"))
     cannot read s3://bucket/a: no such file; check the name
@@ -168,6 +227,23 @@ def missing(operation: str, url: str) -> MissingFileError:
     return MissingFileError(
         operation, url, "no such file", remedy=_MISSING, kind="missing", errno=codes.ENOENT
     )
+
+
+def taken(operation: str, url: str) -> StoreError:
+    """Make the error for a name that must not be taken and is."""
+    return StoreError(operation, url, "the file exists", kind="exists", errno=codes.EEXIST)
+
+
+def a_folder(operation: str, url: str) -> StoreError:
+    """Make the error for a folder where a file should be."""
+    reason, remedy = "a folder has that name", "move the folder away, or choose another place"
+    return StoreError(operation, url, reason, remedy=remedy, kind="path", errno=codes.EISDIR)
+
+
+def too_long(url: str, size: int, limit: int) -> StoreError:
+    """Make the error for a file that is too large to be read whole."""
+    reason = f"it has {size:,} bytes, and at most {limit:,} are read"
+    return StoreError("read", url, reason, kind="long", errno=codes.EFBIG)
 
 
 def denied(operation: str, url: str, reason: str) -> StoreError:
@@ -251,13 +327,17 @@ def open_store(url: str | os.PathLike[str] | Store, **options: Any) -> Store:
     Args:
         url: A local path, ``file://``, ``s3://bucket/folder``, ``gs://bucket/folder``,
             ``az://container/folder``, or ``memory://name``, which is one store per name for as
-            long as the process lives. A store comes back as it is.
+            long as the process lives. A store comes back as it is. A folder in a bucket is taken
+            as it is written, ``#``, ``?`` and ``%20`` included; in a ``file://`` URL, escapes such
+            as ``%20`` stand for their characters.
         **options: ``pool`` (a `Pool`) for any store. Object stores also take ``part_size`` and
             what obstore takes for that service: ``endpoint="http://…"``, ``region=…``,
             ``client_options={…}``; what is not given comes from the usual environment variables.
 
     Raises:
-        ValueError: The scheme is none of these.
+        ValueError: The scheme is none of these, or the URL names no folder.
+        StoreError: A folder in a bucket is written in a way that no store accepts, as ``a/../b``.
+        TypeError: It is no path and no store.
         ModuleNotFoundError: An object store was asked for and obstore is not installed.
 
     >>> store = open_store("memory://example")
@@ -273,6 +353,8 @@ def open_store(url: str | os.PathLike[str] | Store, **options: Any) -> Store:
         if options:
             raise TypeError(f"an open store takes no options, but got {', '.join(options)}")
         return url
+    if not isinstance(url, (str, os.PathLike)):
+        raise TypeError(_no_store(url))
     text = os.fspath(url)
     if "://" not in text:
         return _open_local(text, options)
@@ -287,6 +369,12 @@ def open_store(url: str | os.PathLike[str] | Store, **options: Any) -> Store:
     return open_objects(text, **options)
 
 
+def _no_store(thing: object) -> str:
+    verbs = [name for name in dir(Store) if not name.startswith("_")]
+    lacking = ", ".join(name for name in verbs if not hasattr(thing, name))
+    return f"a {type(thing).__name__} is no path, and no store: it lacks {lacking}"
+
+
 def _open_local(path: str, options: dict[str, Any]) -> Store:
     from .local import LocalStore  # which imports this module
 
@@ -297,4 +385,8 @@ def _local_path(url: str) -> str:
     parts = urlsplit(url)
     if parts.netloc not in {"", "localhost"}:
         raise ValueError(f"cannot open {url}: a local path has three slashes, as in file:///tmp")
+    if "?" in url or "#" in url:
+        raise ValueError(
+            f"cannot open {url}: in a URL of a file, write ? as %3F and # as %23; or give the path"
+        )
     return unquote(parts.path)

@@ -6,13 +6,13 @@ They wrap any store, and are meant for your tests as much as for ours.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 import attrs
 
 from .buffers import Buffer, byte_view
-from .stores import Store, StoreError
+from .stores import Entry, Store, StoreError
 
 __all__ = ["CountingStore", "FaultyStore", "InjectedError", "Operation"]
 
@@ -22,8 +22,8 @@ class Operation:
     """One call of a store.
 
     Attributes:
-        name: The method: ``read``, ``write``, ``replace``, ``size``, ``exists``, ``list``,
-            ``delete`` or ``sync``.
+        name: What was asked: ``read`` (a whole file, too), ``write``, ``replace``, ``size``,
+            ``exists``, ``list`` (with sizes and times, too), ``delete`` or ``sync``.
         path: The file or folder; the empty name where there is none. Each deleted file is an
             operation of its own.
         nbytes: How many bytes were read or written.
@@ -77,16 +77,28 @@ class CountingStore:
         return done
 
     def write(
-        self, path: str, parts: Iterable[Buffer], *, nbytes: int | None = None, sync: bool = True
+        self,
+        path: str,
+        parts: Iterable[Buffer],
+        *,
+        nbytes: int | None = None,
+        sync: bool = True,
+        atomic: bool = False,
     ) -> int:
         """Count a write."""
-        done = self.inner.write(path, parts, nbytes=nbytes, sync=sync)
+        done = self.inner.write(path, parts, nbytes=nbytes, sync=sync, atomic=atomic)
         self.operations.append(Operation("write", path, done))
         return done
 
-    def replace(self, path: str, data: bytes) -> None:
+    def read_all(self, path: str, *, limit: int) -> bytes:
+        """Count a read of a whole file."""
+        data = self.inner.read_all(path, limit=limit)
+        self.operations.append(Operation("read", path, len(data), ((0, len(data)),)))
+        return data
+
+    def replace(self, path: str, data: bytes, *, overwrite: bool = True) -> None:
         """Count a replacement."""
-        self.inner.replace(path, data)
+        self.inner.replace(path, data, overwrite=overwrite)
         self.operations.append(Operation("replace", path, len(data)))
 
     def size(self, path: str) -> int:
@@ -104,6 +116,12 @@ class CountingStore:
     def list(self, prefix: str = "", *, recursive: bool = True) -> tuple[str, ...]:
         """Count a listing."""
         found = self.inner.list(prefix, recursive=recursive)
+        self.operations.append(Operation("list", prefix))
+        return found
+
+    def entries(self, prefix: str = "", *, recursive: bool = True) -> tuple[Entry, ...]:
+        """Count a listing."""
+        found = self.inner.entries(prefix, recursive=recursive)
         self.operations.append(Operation("list", prefix))
         return found
 
@@ -137,10 +155,11 @@ class FaultyStore:
         inner: The store to change.
         fail_at: Which change fails, counted from 0; none if left out.
         mode: ``"raise"`` fails this once. ``"stop"`` acts like a kill: this call and every later
-            one raises, reads too, and nothing more reaches the store.
-        landed: How much of the failing change happens all the same, from 0 to 1: that share of a
-            file's bytes, or of the files to delete. A replacement is atomic, so it happens only
-            if this is 1: done, but the answer was lost.
+            one raises, reads too, and nothing more reaches the store. ``"late"`` fails this once,
+            as a request that times out, which happens all the same when `arrive` is called.
+        landed: How much of the failing change happens at once, from 0 to 1: that share of a
+            file's bytes, or of the files to delete. An atomic write or replacement happens only
+            if this is 1: done, but the answer was lost. Nothing does of a late one.
 
     Attributes:
         changes: How many changes were asked for.
@@ -159,16 +178,19 @@ class FaultyStore:
         inner: Store,
         *,
         fail_at: int | None = None,
-        mode: Literal["raise", "stop"] = "raise",
+        mode: Literal["raise", "stop", "late"] = "raise",
         landed: float = 0.5,
     ) -> None:
-        if mode not in {"raise", "stop"} or not 0 <= landed <= 1:
-            raise ValueError(f"mode is raise or stop, landed from 0 to 1; not {mode}, {landed}")
+        if mode not in {"raise", "stop", "late"} or not 0 <= landed <= 1:
+            raise ValueError(
+                f"mode is raise, stop or late, landed from 0 to 1; not {mode}, {landed}"
+            )
         self.inner = inner
         self.changes = 0
         self.url, self.staging = inner.url, inner.staging
         self._fail_at, self._mode, self._landed = fail_at, mode, landed
         self._stopped = False
+        self._late: list[Callable[[], object]] = []
         self._lock = threading.Lock()
 
     def read(self, path: str, ranges: Sequence[tuple[int, memoryview]]) -> int:
@@ -177,21 +199,43 @@ class FaultyStore:
         return self.inner.read(path, ranges)
 
     def write(
-        self, path: str, parts: Iterable[Buffer], *, nbytes: int | None = None, sync: bool = True
+        self,
+        path: str,
+        parts: Iterable[Buffer],
+        *,
+        nbytes: int | None = None,
+        sync: bool = True,
+        atomic: bool = False,
     ) -> int:
         """Write, or write the first bytes and fail."""
         if self._fails("write", path):
             views = [byte_view(part) for part in parts]
+            if self._mode == "late":
+                copies = [bytes(view) for view in views]
+                self._late.append(lambda: self.inner.write(path, copies, sync=sync, atomic=atomic))
+                raise self._error("write", path)
             keep = int(self._landed * sum(view.nbytes for view in views))
-            self.inner.write(path, list(_first_bytes(views, keep)), sync=sync)
+            if not atomic or self._landed == 1:
+                self.inner.write(path, list(_first_bytes(views, keep)), sync=sync, atomic=atomic)
             raise self._error("write", path)
-        return self.inner.write(path, parts, nbytes=nbytes, sync=sync)
+        return self.inner.write(path, parts, nbytes=nbytes, sync=sync, atomic=atomic)
 
-    def replace(self, path: str, data: bytes) -> None:
+    def read_all(self, path: str, *, limit: int) -> bytes:
+        """Read a whole file, unless stopped."""
+        self._check("read", path)
+        return self.inner.read_all(path, limit=limit)
+
+    def replace(self, path: str, data: bytes, *, overwrite: bool = True) -> None:
         """Replace, or fail before or after."""
         fails = self._fails("replace", path)
-        if not fails or self._landed == 1:
-            self.inner.replace(path, data)
+
+        def replace() -> None:
+            self.inner.replace(path, data, overwrite=overwrite)
+
+        if fails and self._mode == "late":
+            self._late.append(replace)
+        elif not fails or self._landed == 1:
+            replace()
         if fails:
             raise self._error("replace", path)
 
@@ -210,10 +254,18 @@ class FaultyStore:
         self._check("list", prefix)
         return self.inner.list(prefix, recursive=recursive)
 
+    def entries(self, prefix: str = "", *, recursive: bool = True) -> tuple[Entry, ...]:
+        """List, unless stopped."""
+        self._check("list", prefix)
+        return self.inner.entries(prefix, recursive=recursive)
+
     def delete(self, paths: Iterable[str]) -> None:
         """Delete, or delete the first few and fail."""
         paths = tuple(paths)
         fails = self._fails("delete", ", ".join(paths))
+        if fails and self._mode == "late":
+            self._late.append(lambda: self.inner.delete(paths))
+            raise self._error("delete", ", ".join(paths))
         self.inner.delete(paths[: int(self._landed * len(paths))] if fails else paths)
         if fails:
             raise self._error("delete", ", ".join(paths))
@@ -223,6 +275,12 @@ class FaultyStore:
         if self._fails("sync", self.url):
             raise self._error("sync", self.url)
         self.inner.sync()
+
+    def arrive(self) -> None:
+        """Let the change happen that failed in the mode ``"late"``."""
+        late, self._late = self._late, []
+        for change in late:
+            change()
 
     def _check(self, operation: str, path: str) -> None:
         if self._stopped:

@@ -11,7 +11,7 @@ import base64
 import io
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, Literal
 
 import attrs
@@ -19,11 +19,19 @@ import numpy as np
 
 from .errors import FormatError, ValueRefusedError
 
-__all__ = ["StoredValue", "decode_value", "encode_value", "load_value", "store_values"]
+__all__ = [
+    "StoredValue",
+    "decode_value",
+    "encode_value",
+    "load_value",
+    "sort_values",
+    "store_values",
+]
 
 _INLINE_LIMIT: Final = 1 << 16
 _PLAIN_INT: Final = 1 << 63
 _NUMPY_KINDS: Final = "biufc"
+_DEPTH: Final = 8  # how deep inside a value the part is looked for that cannot be stored
 
 
 @attrs.frozen
@@ -49,16 +57,27 @@ def store_values(values: Mapping[str, Any]) -> dict[str, StoredValue]:
     Raises:
         ValueRefusedError: Some values can be stored in no safe way; all of them are named.
     """
-    stored: dict[str, StoredValue] = {}
-    refused: dict[str, str] = {}
-    for key, value in values.items():
-        try:
-            stored[key] = _store(value)
-        except _Unfit as error:
-            refused[key] = str(error)
+    stored, refused = sort_values(values)
     if refused:
         raise ValueRefusedError(refused)
     return stored
+
+
+def sort_values(values: Mapping[str, Any]) -> tuple[dict[str, StoredValue], dict[str, str]]:
+    """Encode the values that can be; of the others, tell by key why they cannot.
+
+    >>> sort_values({"step": 7, "odd": [1, object()]})[1]
+    {'odd': 'holds an object at [1], which cannot be loaded without running code; save plain ...'}
+    """
+    stored: dict[str, StoredValue] = {}
+    refused: dict[str, str] = {}
+    for key, value in values.items():
+        found = _store(value)
+        if found is None:
+            refused[key] = _refusal(value)
+        else:
+            stored[key] = found
+    return stored, refused
 
 
 def load_value(stored: StoredValue, file: str, key: str) -> Any:
@@ -80,18 +99,21 @@ def load_value(stored: StoredValue, file: str, key: str) -> Any:
         raise FormatError(file, f"the value of `{key}` is damaged: {error}") from error
 
 
-def _store(value: Any) -> StoredValue:
+def _store(value: Any) -> StoredValue | None:
+    """Encode a value; None if there is no safe way."""
     try:
         data = encode_value(value)
     except (_Unfit, RecursionError):
-        return StoredValue("torch", _torch_bytes(value))
+        data = _torch_bytes(value)
+        return None if data is None else StoredValue("torch", data)
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     if len(text) > _INLINE_LIMIT:
         return StoredValue("json", text.encode("ascii"))
     return StoredValue("inline", data)
 
 
-def _torch_bytes(value: Any) -> bytes:
+def _torch_bytes(value: Any) -> bytes | None:
+    """Return what torch makes of a value; None if it would not load that safely."""
     import torch
 
     buffer = io.BytesIO()
@@ -99,17 +121,37 @@ def _torch_bytes(value: Any) -> bytes:
         torch.save(value, buffer)
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
-    except Exception as error:  # pickling may fail in any way that a class thinks of
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise _Unfit(
-            f"is a {type(value).__module__}.{type(value).__qualname__}, which cannot be loaded "
-            f"without running code ({reason[:200]}); save plain values or tensors instead"
-        ) from None
+    except Exception:  # pickling may fail in any way that a class thinks of
+        return None
     return buffer.getvalue()
 
 
+def _refusal(value: Any) -> str:
+    """Say what about a value cannot be stored, and where in it that is."""
+    way, culprit = _culprit(value)
+    name = f"{type(culprit).__module__}.{type(culprit).__qualname__}".removeprefix("builtins.")
+    article = "an" if name[0] in "aeiou" else "a"
+    what = f"holds {article} {name} at {way}" if way else f"is {article} {name}"
+    return (
+        f"{what}, which cannot be loaded without running code; save plain values or tensors instead"
+    )
+
+
+def _culprit(value: Any, way: str = "", depth: int = 0) -> tuple[str, Any]:
+    """Return the first thing in a value that cannot be stored, and the way to it."""
+    inner: Iterable[tuple[str, Any]] = ()
+    if depth < _DEPTH and type(value) is dict:
+        inner = ((f"{way}[{str(k)[:40]!r}]", v) for k, v in value.items())
+    elif depth < _DEPTH and type(value) in (list, tuple):
+        inner = ((f"{way}[{i}]", v) for i, v in enumerate(value))
+    for there, part in inner:
+        if _store(part) is None:
+            return _culprit(part, there, depth + 1)
+    return way, value
+
+
 class _Unfit(TypeError):
-    """A value that JSON cannot carry, or (its message says why) that nothing can."""
+    """A value that JSON cannot carry."""
 
 
 def encode_value(value: Any) -> Any:

@@ -25,7 +25,7 @@ from .headers import Slot, build_header, refused_name
 from .pieces import Piece, collect
 from .pool import Pool, default_pool
 from .stores import Store
-from .values import StoredValue, store_values
+from .values import StoredValue, sort_values
 
 __all__ = ["Written", "WrittenFile", "write_rank"]
 
@@ -115,7 +115,7 @@ def write_rank(
         block_bytes: The most bytes of a block; `assemble` must be told the same.
 
     Returns:
-        What was written. All of it has reached the disk.
+        What was written. All of it has reached the disk, the names of the files included.
 
     Raises:
         ValueRefusedError: Some values cannot be stored; nothing was written then.
@@ -129,13 +129,14 @@ def write_rank(
         _Job(n, files, plan, pieces, values, sums, block_bytes) for n in range(len(files.names))
     ]
     jobs = [job for job in jobs if job.rows]
-    headers = [build_header(job.name, job.slots, save_id)[0] for job in jobs]
+    headers = [build_header(job.name, job.slots, save_id) for job in jobs]
     try:
         written = (pool or default_pool()).map(
             lambda pair: _write_file(store, *pair),
             zip(jobs, headers, strict=True),
             nbytes=_STAGED + store.staging,
         )
+        store.sync()  # whoever commits may do so elsewhere, and cannot sync what it did not write
     except BaseException:
         with suppress(Exception):
             store.delete([job.name for job in jobs])
@@ -149,10 +150,8 @@ def _collect(
 ) -> tuple[dict[int, Piece], dict[str, StoredValue]]:
     """Find all that is to be written, and refuse what cannot be, before anything is."""
     pieces, values, refused = collect(flat, plan, refused_name)
-    try:
-        stored = store_values(values)
-    except ValueRefusedError as error:
-        raise ValueRefusedError({**refused, **error.reasons}) from None
+    stored, unfit = sort_values(values)
+    refused |= unfit
     for name, value in stored.items():
         reason = None if value.kind == "inline" else refused_name(name)
         if reason is not None:

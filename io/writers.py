@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -13,11 +14,12 @@ import attrs
 from shardplan.planning import Metadata, SavePlan
 
 from .commit import assemble, publish, read_manifest, refuse_existing
+from .errors import UnsureCommitError
 from .pool import Pool
-from .stores import Store
+from .stores import Store, open_store
 from .write import Written, write_rank
 
-__all__ = ["WRITERS", "NativeWriter", "Part", "Writer", "find_writer"]
+__all__ = ["WRITERS", "NativeWriter", "Part", "Writer", "find_writer", "open_target"]
 
 
 @attrs.frozen
@@ -82,14 +84,24 @@ class Writer(Protocol):
 
         Returns:
             Files of the older checkpoint that could not be removed.
+
+        Raises:
+            ExistsError: There is a checkpoint, and it was not to be overwritten.
+            UnsureCommitError: It may have happened nevertheless, or may still.
         """
 
     def discard(self, store: Store, report: bytes, save_id: str) -> None:
-        """Remove one rank's part, unless it was committed after all."""
+        """Remove one rank's part, unless it was committed after all, or may have been.
+
+        Call it on no rank after an `UnsureCommitError` of any.
+        """
 
 
 class NativeWriter:
     """Writes our own format; a `Writer`."""
+
+    def __init__(self) -> None:
+        self._unsure: set[str] = set()  # saves whose commit failed, but may have happened, or may
 
     def refuse(self, store: Store, overwrite: bool) -> None:
         """Refuse to save where a checkpoint is; see `Writer.refuse`."""
@@ -122,10 +134,17 @@ class NativeWriter:
         """Publish the manifest; see `Writer.commit`."""
         written = [Written.from_bytes(report) for report in reports]
         manifest = assemble(metadata, plans, written, save_id=save_id, created=time.time())
-        return publish(store, manifest, overwrite=overwrite)
+        try:
+            return publish(store, manifest, overwrite=overwrite)
+        except BaseException as error:  # an interrupt comes at any moment
+            if isinstance(error, UnsureCommitError) or not isinstance(error, Exception):
+                self._unsure.add(save_id)
+            raise
 
     def discard(self, store: Store, report: bytes, save_id: str) -> None:
-        """Remove one rank's files; see `Writer.discard`."""
+        """Remove one rank's files, unless a manifest may come to name them."""
+        if save_id in self._unsure:
+            return
         with suppress(Exception):
             try:
                 published = read_manifest(store).save_id == save_id
@@ -137,6 +156,9 @@ class NativeWriter:
 
 WRITERS: Final[dict[str, str]] = {
     "safetensors": "shardplan.io.writers:NativeWriter",
+    "hf": "shardplan.io.hf_write:HfWriter",
+    "dcp": "shardplan.io.dcp_write:DcpWriter",
+    "torch": "shardplan.io.torchsave_write:TorchWriter",
 }
 """The formats that can be written, and the class of each one's `Writer`."""
 
@@ -152,3 +174,28 @@ def find_writer(format: str) -> Writer:
     module, _, name = WRITERS[format].partition(":")
     writer: Writer = getattr(import_module(module), name)()
     return writer
+
+
+def open_target(path: str | os.PathLike[str] | Store, format: str) -> tuple[Store, Writer]:
+    """Return where a checkpoint goes, and what writes it there.
+
+    Args:
+        path: Its folder; for a format that is a single file (``"torch"``), that file.
+        format: What to write.
+
+    >>> open_target("memory://runs/step-7.pt", "torch")[0].url
+    'memory://runs'
+
+    Raises:
+        ValueError: Nothing writes that format, or it is a file and the path is none.
+    """
+    writer = find_writer(format)
+    if not hasattr(writer, "file"):
+        return open_store(path), writer
+    if isinstance(path, Store):
+        raise ValueError(f"a {format} checkpoint is a file: pass its path, not a store")
+    text = os.fspath(path)
+    folder, slash, writer.file = text.rpartition("/")
+    if not writer.file or folder.endswith(":/") or ("://" not in text and os.path.isdir(text)):
+        raise ValueError(f"a {format} checkpoint is a file, such as model.pt; {text} is a folder")
+    return open_store(folder or (slash or ".")), writer

@@ -8,9 +8,9 @@ from typing import Final
 
 import attrs
 
-from shardplan.io.commit import leftovers, read_manifest
-from shardplan.io.errors import FormatError
-from shardplan.io.manifest import MANIFEST, Manifest
+from shardplan.io.commit import find_manifest, leftovers, no_checkpoint
+from shardplan.io.errors import FormatError, listed
+from shardplan.io.manifest import MANIFEST, Manifest, decode_manifest
 from shardplan.io.pool import Pool
 from shardplan.io.progress import Progress, Tell
 from shardplan.io.scan import Fault
@@ -108,14 +108,16 @@ def verify(
     start = time.perf_counter()
     store = open_store(path)
     try:
-        manifest = read_manifest(store)
-        size = store.size(MANIFEST)
+        data = find_manifest(store)
+        manifest = None if data is None else decode_manifest(data)
     except (FormatError, StoreError) as error:
-        if not store.exists(MANIFEST):
+        if isinstance(error, StoreError) and not store.exists(MANIFEST):
             raise
         report = _without_manifest(store, error, progress)
     else:
-        report = _with_manifest(store, manifest, size, progress, pool)
+        if data is None or manifest is None:
+            raise no_checkpoint(store)
+        report = _with_manifest(store, manifest, len(data), progress, pool)
     return attrs.evolve(report, seconds=time.perf_counter() - start)
 
 
@@ -166,11 +168,11 @@ def _sheet(report: VerifyReport) -> Sheet:
     notes = [f"… {count - _SHOWN:,} more"] if count > _SHOWN else []
     if report.keys:
         keys = _many(len(report.keys), "key")
-        notes.append(f"{keys} cannot be loaded whole: {_listed(report.keys)}")
+        notes.append(f"{keys} cannot be loaded whole: {listed(report.keys, quote='')}")
     if report.leftovers:
         notes.append(
             f"{_many(len(report.leftovers), 'file')} of a killed save, or of one under way, which "
-            f"do no harm: {_listed(report.leftovers)}"
+            f"do no harm: {listed(report.leftovers, quote='')}"
         )
     return Sheet(title, tables, notes)
 
@@ -182,8 +184,3 @@ def _many(count: int, noun: str) -> str:
 def _row(fault: Fault) -> tuple[str, ...]:
     span = f"{fault.begin:,} to {fault.end:,}" if fault.end else ""
     return fault.kind, fault.key or "", fault.file, span, fault.reason
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - 8:,} more" if len(names) > 8 else ""
-    return ", ".join(names[:8]) + more

@@ -1,7 +1,9 @@
 """Checkpoints are equal just if their keys, shapes, dtypes and bits are, however they were cut."""
 
 import collections
+import copy
 import itertools
+import tracemalloc
 
 import attrs
 import numpy as np
@@ -12,7 +14,9 @@ from hypothesis import strategies as st
 
 import shardplan
 from shardplan.comparing import diff
+from shardplan.io import compare
 from shardplan.io.commit import assemble, publish
+from shardplan.io.compare import same_value
 from shardplan.io.errors import FormatError
 from shardplan.io.manifest import MANIFEST
 from shardplan.io.pool import Pool
@@ -20,6 +24,7 @@ from shardplan.io.stores import open_store
 from shardplan.io.testing import CountingStore
 from shardplan.io.write import write_rank
 from shardplan.planning import (
+    Chunk,
     Mesh,
     Replicate,
     Shard,
@@ -51,12 +56,15 @@ class Shards:
         return next(t for c, t in self.parts.items() if c.offsets == tuple(index.offset))
 
 
-def save_world(plans, tensors, **options):
-    """Save tensors as the ranks of a world would, each its own part; return the store."""
+def save_world(plans, tensors, holding=None, **options):
+    """Save tensors as the ranks of a world would, each its own part; return the store.
+
+    ``holding`` are the plans of what ranks hold, where they write it in other pieces.
+    """
     store = open_store(f"memory://diff-{next(COUNT)}")
     final, metadata = global_plan(plans)
     written = []
-    for rank, (local, plan) in enumerate(zip(plans, final, strict=True)):
+    for rank, (local, plan) in enumerate(zip(holding or plans, final, strict=True)):
         held = collections.defaultdict(list)
         for item in local.items:
             held[item.index.fqn].append(item.tensor_data and item.tensor_data.chunk)
@@ -197,7 +205,8 @@ def test_chunks_that_both_sides_share_are_not_read_though_others_are_cut_otherwi
     plans = world_plans({"w": TensorSpec((8, 6), "float32", [Shard(0)])}, Mesh(dp=2))
     one = CountingStore(save_world(plans, tensors))
     halves = world_plans({"w": TensorSpec((8, 6), "float32", [Shard(0)])}, Mesh(dp=2))
-    two = CountingStore(save_world((halves[0], *split_chunks(48)((halves[1],))), tensors))
+    cut = (halves[0], *split_chunks(48)((halves[1],)))
+    two = CountingStore(save_world(cut, tensors, holding=halves))
     assert not diff(one, two)
     assert data_bytes(one) == data_bytes(two) == 4 * 6 * 4
 
@@ -255,6 +264,58 @@ def test_differences_are_those_that_a_plain_comparison_finds(data, specs):
     found = diff(*sides, locate=True)
     assert {c.key: (c.elements, c.first) for c in found.changes} == expected
     assert {c.key for c in diff(*sides).changes} == expected.keys()
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ({1: 2}, {True: 2}),
+        ({(1, 2): 3}, {(1.0, 2): 3}),
+        ({0.0: 1}, {-0.0: 1}),
+        ({"x": 0.0}, {"x": -0.0}),
+        (0j, -0j),
+        ([1], [True]),
+        ({1}, {1.0}),
+        ({(0.0,)}, {(-0.0,)}),
+        (np.float32(0), np.float32(-0.0)),
+        (np.float32(1), np.float64(1)),
+        (np.array(["a"]), np.array(["b"])),
+        (torch.zeros(1), -torch.zeros(1)),
+        ({"a": 1}, {"b": 1}),
+    ],
+    ids=repr,
+)
+def test_values_differ_if_any_type_or_bit_does(a, b):
+    assert not same_value(a, b)
+    assert not same_value({"in": [a]}, {"in": [b]})
+    assert same_value(copy.deepcopy(a), copy.deepcopy(a))
+
+
+def test_the_order_of_a_dict_or_set_is_no_difference():
+    nan = float("nan")
+    assert same_value({"a": nan, "b": {1, 2}}, {"b": {2, 1}, "a": nan})
+    assert same_value({nan: 1}, {float("nan"): 1})
+    assert same_value(np.array(["a"]), np.array(["a"]))
+
+
+def test_a_chunk_that_is_compared_in_many_pieces_counts_once(monkeypatch):
+    monkeypatch.setattr(compare, "_BATCH", 64)
+    tensors = {"w": torch.zeros(4, 100)}
+    one = on_mesh(tensors, Mesh(dp=2), Shard(0))
+    tensors["w"][:2] = 1
+    two = on_mesh(tensors, Mesh(dp=2), Shard(0))
+    (change,) = diff(one, two, locate=True).changes
+    assert (change.chunks, change.elements, change.first) == (1, 200, (0, 0))
+
+
+def test_pieces_are_added_up_in_time_and_memory_that_grow_with_their_number():
+    found = compare.TensorDiff(1, 1, (0,))
+    box = compare.Box("w", Chunk((0,), (1,)), 4, 0)
+    pieces = [(attrs.evolve(box, number=n), attrs.evolve(found, first=(n,))) for n in range(20_000)]
+    tracemalloc.start()
+    assert compare._merge(pieces)["w"].chunks == 20_000
+    assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    tracemalloc.stop()
 
 
 def test_nans_are_compared_as_bits():

@@ -104,20 +104,22 @@ def test_the_first_error_is_raised_once_after_the_others_ended():
 
 
 def test_an_error_among_the_items_is_raised_after_the_work_ended():
-    ended = []
+    ended, begun = [], threading.Event()
 
     def items():
         yield 1
+        assert begun.wait(10)
         raise KeyError("no more")
 
     def work(n):
-        time.sleep(0.02)
+        begun.set()
+        time.sleep(0.05)
         ended.append(n)
 
     with Pool(max_workers=2) as pool:
         with pytest.raises(KeyError, match="no more"):
             pool.map(work, items())
-        assert ended in ([1], [])
+        assert ended == [1]
         assert repr(pool).startswith("Pool(2 threads, 0 of")
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from shardplan.io import local
+from shardplan.io.folders import FolderStore
 from shardplan.io.local import LocalStore
 from shardplan.io.pool import Pool
 from shardplan.io.stores import MissingFileError, Store, StoreError, open_store
@@ -224,12 +225,13 @@ def test_a_name_that_could_leave_the_root_is_refused_by_every_verb(store, path):
     calls = [
         lambda: store.write(path, [b"abc"]),
         lambda: store.replace(path, b"abc"),
+        lambda: store.read_all(path, limit=9),
         lambda: store.read(path, [(0, memoryview(bytearray(1)))]),
         lambda: store.size(path),
         lambda: store.exists(path),
         lambda: store.delete(["a", path]),
     ]
-    calls += [lambda: store.list(path)] if path else []
+    calls += [lambda: store.list(path), lambda: store.entries(path)] if path else []
     for call in calls:
         with pytest.raises(StoreError, match="cannot use") as info:
             call()
@@ -306,6 +308,63 @@ def test_a_reader_sees_the_old_bytes_or_the_new_ones(store):
     assert seen <= set(versions)
 
 
+def test_a_file_is_created_once(store):
+    store.replace("folder/m", b"one", overwrite=False)
+    with pytest.raises(StoreError, match="the file exists") as info:
+        store.replace("folder/m", b"two", overwrite=False)
+    assert info.value.kind == "exists"
+    assert whole(store, "folder/m") == b"one"
+    assert store.list() == ("folder/m",)
+    store.replace("folder/m", b"three")
+    assert whole(store, "folder/m") == b"three"
+
+
+def test_of_many_who_create_a_file_one_succeeds(store):
+    ready = threading.Barrier(8, timeout=30)
+
+    def create(n):
+        ready.wait()
+        try:
+            store.replace("m", bytes([n]), overwrite=False)
+        except StoreError as error:
+            return error.kind
+        return n
+
+    with ThreadPoolExecutor(8) as threads:
+        told = list(threads.map(create, range(8)))
+    (winner,) = (n for n in told if n != "exists")
+    assert whole(store, "m") == bytes([winner])
+    assert store.list() == ("m",)
+
+
+def test_a_whole_file_is_read_by_its_name_up_to_a_limit(store):
+    store.write("a", [b"abcdef"])
+    store.write("empty", [])
+    assert store.read_all("a", limit=6) == b"abcdef"
+    assert store.read_all("empty", limit=0) == b""
+    with pytest.raises(StoreError, match="6 bytes, and at most 5") as info:
+        store.read_all("a", limit=5)
+    assert info.value.kind == "long"
+    with pytest.raises(MissingFileError):
+        store.read_all("nothing", limit=5)
+
+
+def test_a_listing_tells_sizes_and_times(store):
+    begin = time.time()
+    store.write("a", [b"abc"])
+    store.write("b/c", [b"abcd"])
+    end = time.time()
+    found = store.entries()
+    assert [(e.name, e.size) for e in found] == [("a", 3), ("b/c", 4)]
+    assert all(begin - 2 < e.modified < end + 2 for e in found)
+    assert [(e.name, e.size) for e in store.entries(recursive=False)] == [("a", 3), ("b/", 0)]
+    assert [e.name for e in store.entries("b")] == ["b/c"]
+    assert store.entries("nothing") == ()
+    inner = FolderStore(store, "b")
+    assert [(e.name, e.size) for e in inner.entries()] == [("c", 4)]
+    assert inner.read_all("c", limit=4) == b"abcd"
+
+
 def test_syncing_is_always_allowed(store):
     store.sync()
     store.write("folder/a", [b"x"], sync=False)
@@ -334,6 +393,49 @@ def test_a_local_store_opens_by_path_string_or_url(tmp_path):
     assert open_store((tmp_path / "ä b").as_uri()).list() == ("x",)
     with pytest.raises(ValueError, match="three slashes"):
         open_store("file://host/x")
+
+
+@pytest.mark.parametrize("name", ["run#1", "run?1", "a b", "a%20b", "run#1?x=%2e%2e"])
+def test_a_url_means_every_letter_of_it(tmp_path, s3, name):
+    (tmp_path / name).mkdir()
+    assert open_store((tmp_path / name).as_uri()).url == str(tmp_path / name)
+    home = f"{s3.bucket}/{next(names)}"
+    url = f"s3://{home}/{name}"
+    open_store(url, **s3.options).write("x", [b"abc"])
+    assert open_store(url, **s3.options).url == url
+    assert open_store(f"s3://{home}", **s3.options).list() == (f"{name}/x",)
+    memory = next(names)
+    open_store(f"memory://{memory}/{name}").write("x", [b"abc"])
+    assert open_store(f"memory://{memory}").list() == (f"{name}/x",)
+
+
+@pytest.mark.parametrize("url", ["file:///tmp/run#1", "file:///tmp/run?1"])
+def test_a_url_of_a_file_with_a_loose_tail_is_refused(url):
+    with pytest.raises(ValueError, match="%3F and # as %23"):
+        open_store(url)
+
+
+@pytest.mark.parametrize("rest", ["b/x/../y", "b/../y", "b/x//y", "b/./y"])
+def test_a_url_that_climbs_is_refused(rest):
+    for scheme in ("s3", "memory"):
+        with pytest.raises(StoreError, match="cannot use") as info:
+            open_store(f"{scheme}://{rest}")
+        assert info.value.kind == "path"
+
+
+@pytest.mark.parametrize("bucket", ["", "?x", "b?x", "b#1", "b%20"])
+def test_a_url_without_a_bucket_is_refused(bucket):
+    with pytest.raises(ValueError, match="no name of a bucket"):
+        open_store(f"s3://{bucket}/x")
+
+
+def test_what_is_no_store_is_told_what_it_lacks():
+    class Half:
+        def read(self, path, ranges):
+            return 0
+
+    with pytest.raises(TypeError, match=r"a Half is no path, and no store: it lacks .*read_all"):
+        open_store(Half())
 
 
 def test_an_open_store_takes_no_more_options(tmp_path):
@@ -473,6 +575,52 @@ def test_a_folder_without_permission_is_called_that(tmp_path, monkeypatch, verb)
     with pytest.raises(StoreError, match="permission denied") as info:
         calls[verb]()
     assert info.value.kind == "denied"
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EACCES, errno.EIO])
+def test_whether_a_file_exists_is_an_error_if_nobody_can_tell(tmp_path, monkeypatch, code):
+    store = open_store(tmp_path)
+    store.write("a", [b"abc"])
+    stat = os.stat
+
+    def fail(path, *args, **options):
+        if str(path).endswith("/a"):
+            raise OSError(code, os.strerror(code))
+        return stat(path, *args, **options)
+
+    monkeypatch.setattr(os, "stat", fail)
+    with pytest.raises(StoreError) as info:
+        store.exists("a")
+    assert info.value.errno == code
+    assert not store.exists("a/b/c")
+    assert not store.exists("b")
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
+def test_a_disk_without_links_looks_first(tmp_path, monkeypatch, code):
+    def link(*_):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", link)
+    store = open_store(tmp_path)
+    store.replace("m", b"one", overwrite=False)
+    with pytest.raises(StoreError) as info:
+        store.replace("m", b"two", overwrite=False)
+    assert info.value.kind == "exists"
+    assert (whole(store, "m"), store.list()) == (b"one", ("m",))
+
+
+def test_a_link_whose_answer_was_lost_is_no_conflict(tmp_path, monkeypatch):
+    link = os.link
+
+    def twice(*args):
+        link(*args)
+        link(*args)
+
+    monkeypatch.setattr(os, "link", twice)
+    store = open_store(tmp_path)
+    store.replace("m", b"one", overwrite=False)
+    assert (whole(store, "m"), store.list()) == (b"one", ("m",))
 
 
 def test_files_and_then_their_folders_are_synced(tmp_path, monkeypatch):
@@ -616,6 +764,31 @@ def test_reads_keep_to_the_pool_s_budget(s3, monkeypatch):
         assert 64 << 10 < pool.peak_bytes <= 200_000
 
 
+def test_a_whole_file_is_a_single_request(s3):
+    store = open_store(f"s3://{s3.bucket}/{next(names)}", **s3.options)
+    store.write("a", [b"abc"])
+    s3.requests.clear()
+    assert store.read_all("a", limit=10) == b"abc"
+    assert [r[0] for r in s3.requests] == ["GET"]
+
+
+def test_a_deletion_that_fails_names_the_files(s3):
+    store = open_store(f"s3://{s3.bucket}/{next(names)}", **s3.options)
+    s3.refuse = lambda request: True
+    with pytest.raises(StoreError, match=f"cannot delete {store.url}/a, {store.url}/b: perm"):
+        store.delete(["a", "b"])
+
+
+def test_a_replacement_whose_answer_is_lost_is_unsure(s3):
+    store = open_store(
+        f"s3://{s3.bucket}/{next(names)}",
+        **s3.options | {"endpoint": "http://127.0.0.1:9", "retry_config": {"max_retries": 0}},
+    )
+    with pytest.raises(StoreError) as info:
+        store.replace("a", b"abc")
+    assert info.value.kind == "unsure"
+
+
 def test_an_endpoint_that_refuses_is_reported_as_permission(s3):
     store = open_store(f"s3://{s3.bucket}/{next(names)}", **s3.options)
     s3.refuse = lambda request: True
@@ -724,9 +897,55 @@ def test_after_a_raise_the_store_works_again():
     assert faulty.write("data", [b"abcd"]) == 4
 
 
+def test_a_late_change_happens_when_it_arrives():
+    for fail_at, expected in enumerate(
+        [
+            OLD | {"data": b"abcdefgh"},
+            None,
+            OLD | {"data": b"abcdefgh", "manifest": b"new"},
+            {"manifest": b"new", "data": b"abcdefgh"},
+        ]
+    ):
+        inner = prepared()
+        late = FaultyStore(inner, fail_at=fail_at, mode="late")
+        with pytest.raises(InjectedError):
+            changes(late)
+        before = found(inner)
+        late.arrive()
+        late.arrive()
+        if expected is not None:
+            assert before != expected
+            assert found(inner) == expected
+
+
 @pytest.mark.parametrize(("landed", "kept"), [(0, b"old"), (0.9, b"old"), (1, b"new")])
 def test_a_replacement_fails_before_or_after_but_never_between(landed, kept):
     inner = prepared()
     with pytest.raises(InjectedError):
         FaultyStore(inner, fail_at=0, landed=landed).replace("manifest", b"new")
     assert whole(inner, "manifest") == kept
+
+
+def test_pieces_come_in_the_order_of_the_file_each_filled_by_then(tmp_path):
+    data = bytes(range(256)) * 4
+    store = LocalStore(tmp_path)
+    store.write("a", [data])
+    buffers = [memoryview(bytearray(n)) for n in (300, 0, 70)]
+    pieces = store.read_pieces("a", list(zip((500, 9, 3), buffers, strict=True)), 128)
+    assert [bytes(piece) for piece in pieces] == [
+        data[3:73],
+        data[500:628],
+        data[628:756],
+        data[756:800],
+    ]
+    assert bytes(buffers[0]) == data[500:800]
+
+
+def test_pieces_past_the_end_or_of_no_file_are_refused(tmp_path):
+    store = LocalStore(tmp_path)
+    store.write("a", [bytes(10)])
+    with pytest.raises(StoreError, match="bytes 5 to 15 were asked for") as caught:
+        list(store.read_pieces("a", [(5, memoryview(bytearray(10)))], 4))
+    assert caught.value.kind == "short"
+    with pytest.raises(MissingFileError):
+        list(store.read_pieces("b", [(0, memoryview(bytearray(1)))], 4))

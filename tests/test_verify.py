@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import threading
+import time
 import tracemalloc
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from shardplan.io.errors import FormatError
 from shardplan.io.headers import parse_header
 from shardplan.io.manifest import MANIFEST, sign
 from shardplan.io.pool import Pool
+from shardplan.io.progress import Progress
 from shardplan.io.stores import StoreError, open_store
 from shardplan.io.testing import CountingStore, FaultyStore
 from shardplan.planning import split_chunks
@@ -433,9 +435,14 @@ def test_progress_is_told_by_one_thread_at_a_time(tmp_path):
 
     def tell(done, total):
         assert inside.acquire(blocking=False)
+        time.sleep(0.002)  # long enough for another thread to come along
         inside.release()
 
-    verify(tmp_path, progress=tell)
+    with Pool(max_workers=8) as pool:
+        verify(tmp_path, progress=tell, pool=pool)
+    progress = Progress(100, tell)
+    with Pool(max_workers=8) as pool:
+        pool.map(progress.add, [1] * 50)
 
 
 def test_what_progress_raises_stops_the_check(saved):
