@@ -21,6 +21,7 @@ __all__ = [
     "can_cast",
     "dump",
     "empty",
+    "is_plain",
     "memory",
     "run_bytes",
     "runs",
@@ -42,6 +43,13 @@ _RAW: Final[dict[int, torch.dtype]] = {
 }
 
 
+# Those that Python's memory views know, too.
+_NUMPY: Final = frozenset(
+    (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64)
+)
+
+
+@cache
 def torch_dtype(name: str) -> torch.dtype:
     """Return torch's dtype of that name.
 
@@ -118,14 +126,31 @@ def memory(tensor: torch.Tensor) -> memoryview | None:
     >>> memory(torch.tensor([1, 2], dtype=torch.int16)).tolist()
     [1, 0, 2, 0]
     """
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        return None
-    if tensor.is_conj() or tensor.is_neg():
-        return None  # the flag says that memory holds something else
+    if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None  # a flag says that memory holds something else
     if not tensor.numel():
         return memoryview(b"")
-    flat = tensor.as_strided((tensor.numel(),), (1,))  # an axis of one may have any stride
-    return flat.view(torch.uint8).numpy().data
+    if tensor.dtype not in _NUMPY:
+        tensor = _raw(tensor)
+        if tensor.dtype not in _NUMPY:
+            flat = tensor.as_strided((tensor.numel(),), (1,))  # an axis of one has any stride
+            return flat.view(torch.uint8).numpy().data
+    return tensor.numpy().data.cast("B")
+
+
+def is_plain(tensor: torch.Tensor, dtype: str) -> bool:
+    """Tell whether bytes of that dtype, row-major, are a tensor's memory as it is.
+
+    >>> is_plain(torch.zeros(2, 3), "float32"), is_plain(torch.zeros(2, 3).T, "float32")
+    (True, False)
+    """
+    return (
+        tensor.dtype == torch_dtype(dtype)
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
 
 
 def dump(tensor: torch.Tensor, dtype: str) -> memoryview:

@@ -5,103 +5,38 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from functools import cached_property
 from typing import Final
 
-import attrs
 import numpy as np
 import numpy.typing as npt
-import torch
+import xxhash
 
-from shardplan.planning import byte_ranges, coalesce
-from shardplan.planning.blocks import BLOCK_BYTES, Blocks
+from shardplan.planning import coalesce
 from shardplan.planning.catalog import column
 from shardplan.planning.packing import Ints
 
 from .arrays import memory, run_bytes, runs, same_dtype, store
 from .arrays import window as box_of
 from .checksums import hash_views
+from .jobs import Job
+from .local import LocalStore
 from .stores import Store
 
-__all__ = ["Fetch", "Job"]
+__all__ = ["Fetch"]
 
 _SMALL: Final = 1 << 12  # ranges shorter than this are read together and picked apart by numpy
 _TINY_GAP: Final = 64  # bytes that are always cheaper to read over than to leave out
-_TASK_BLOCKS: Final = 1 << 12
 _MAX_GAP: Final = 1 << 16
+_PIECE: Final = 1 << 19  # bytes that are still in a processor's own cache once they were read
 
 Range = tuple[int, memoryview]
-
-
-@attrs.frozen(eq=False, slots=False)
-class Job:
-    """Everything that a load has to do; one row a read, except ``blocks``, which cut reads up.
-
-    Attributes:
-        tensors: The boxes to fill.
-        files: The checkpoint's files, and ``file``, which of them each read is from.
-        begin: Where the chunk that is read begins in its file, in bytes.
-        dtypes, itemsize: What the chunk is stored as.
-        extents: The sizes of the chunk, in elements.
-        offsets: Where the read starts in it, in elements.
-        whole: Whether the read is all of its chunk, and to be hashed.
-        blocks: What is fetched at a time.
-    """
-
-    tensors: list[torch.Tensor]
-    files: tuple[str, ...]
-    file: Ints
-    begin: Ints
-    dtypes: list[str]
-    itemsize: Ints
-    extents: Ints
-    offsets: Ints
-    whole: npt.NDArray[np.bool_]
-    blocks: Blocks
-
-    @cached_property
-    def block_bytes(self) -> Ints:
-        """How many bytes each block has."""
-        nbytes: Ints = self.blocks.sizes.prod(axis=1) * self.itemsize[self.blocks.box]
-        return nbytes
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes are wanted altogether."""
-        return int(self.block_bytes.sum())
-
-    @cached_property
-    def first(self) -> Ints:
-        """Where the first byte of each block lies in its file."""
-        step = np.ones_like(self.extents)  # elements that one step along an axis skips
-        for axis in reversed(range(self.extents.shape[1] - 1)):
-            step[:, axis] = step[:, axis + 1] * self.extents[:, axis + 1]
-        box = self.blocks.box
-        place = ((self.offsets[box] + self.blocks.offsets) * step[box]).sum(axis=1)
-        first: Ints = self.begin[box] + place * self.itemsize[box]
-        return first
-
-    @cached_property
-    def tasks(self) -> list[Ints]:
-        """The blocks in order of place, in groups of one file that are worth a thread's while."""
-        file = self.file[self.blocks.box]
-        order = np.lexsort((self.first, file))
-        size, limit = self.block_bytes[order], max(int(self.block_bytes.max()), BLOCK_BYTES)
-        before = np.cumsum(size) - size
-        group = before // limit + (np.arange(len(order)) // _TASK_BLOCKS)
-        new = (np.diff(group) != 0) | (np.diff(file[order]) != 0)
-        return np.split(order, np.flatnonzero(new) + 1)
-
-    def cost(self, task: Ints) -> int:
-        """How many bytes a task may have to hold."""
-        return int(self.block_bytes[task].sum())
 
 
 class Fetch:
     """Carries out a job's tasks, on any number of threads.
 
     Attributes:
-        digests: The checksums of the blocks of reads that are `Job.whole`.
+        digests: The checksums of the job's units that are hashed, by unit.
         begun, done: Which blocks may have been written to, and which are complete.
         bytes_read, requests: What was asked of the store.
     """
@@ -110,45 +45,94 @@ class Fetch:
         self._store, self._job = source, job
         self._lock = threading.Lock()
         # Local reads keep a processor busy each, and more threads than these slow each other down.
-        turns = len(job.tasks) if source.staging else (os.cpu_count() or 1) + 1
+        turns = len(job.tasks) if source.staging else _processors()
         self._turn = threading.Semaphore(max(turns, 1))
-        self.digests: dict[int, int] = {}
+        columns = (job.blocks.box, job.first, job.into, job.block_bytes)
+        self._places = np.stack(columns, axis=1)  # one row a block
+        local = isinstance(source, LocalStore)
+        self._large = _large(job) if local else np.zeros(len(job.blocks), bool)
+        self.digests = np.zeros(len(job.blocks), np.uint64)
         self.begun = np.zeros(len(job.blocks), bool)
         self.done = np.zeros(len(job.blocks), bool)
         self.bytes_read = 0
         self.requests = 0
 
     def run(self, task: Ints) -> None:
-        """Fetch some blocks of one file."""
-        job, box = self._job, self._job.blocks.box[task]
-        blocks = job.blocks
-        ranges = byte_ranges(
-            job.offsets[box] + blocks.offsets[task],
-            blocks.sizes[task],
-            job.extents[box],
-            job.itemsize[box],
-            job.begin[box],
-        )
-        edges = np.searchsorted(ranges.read, np.arange(len(task) + 1)).tolist()
-        works = [
-            _Work(job, block, ranges.start[low:high], int(ranges.length[low]))
-            for block, low, high in zip(task.tolist(), edges, edges[1:], strict=False)
-        ]
+        """Fetch some blocks of one file, given in order of place."""
+        job = self._job
+        file = job.files[job.file[job.blocks.box[task[0]]]]
+        large, rest = self._large[task], task
         self.begun[task] = True
-        file = job.files[job.file[box[0]]]
         with self._turn:
-            wanted = [found for work in works for found in work.ranges()]
-            self._read(file, list(_joined(wanted)))
-            for work in works:
-                work.deliver()
-                if job.whole[blocks.box[work.block]]:
-                    self.digests[work.block] = hash_views(work.views)
+            if large.any():
+                for unit in _alike(task[large], job.unit):
+                    self._read_large(file, unit)
+                rest = task[~large]
+            if len(rest):
+                self._read_together(file, rest)
         self.done[task] = True
 
-    def _read(self, file: str, ranges: list[Range]) -> None:
-        done = self._store.read(file, ranges)
+    def _read_large(self, file: str, unit: Ints) -> None:
+        """Read blocks that are hashed together, and hash every piece while it is in the cache."""
+        assert isinstance(self._store, LocalStore)
+        state, ranges = xxhash.xxh3_64(), self._plain_ranges(unit)
+        for piece in self._store.read_pieces(file, ranges, _PIECE):
+            state.update(piece)
+        self.digests[self._job.unit[unit[0]]] = state.intdigest()
+        self._count(ranges, sum(view.nbytes for _, view in ranges))
+
+    def _read_together(self, file: str, task: Ints) -> None:
+        """Read many blocks at once; then deliver and hash each of them."""
+        job, plain = self._job, self._job.plain[task]
+        ranges = self._plain_ranges(task[plain])
+        views = [[view] for _, view in ranges]
+        works = [] if plain.all() else self._works(task[~plain])
+        for work in works:
+            ranges.extend(work.ranges())
+        ranges = _joined(ranges)
+        self._count(ranges, self._store.read(file, ranges))
+        for work in works:
+            work.deliver()
+            views.append(work.views)
+        blocks = np.concatenate((task[plain], task[~plain]))  # in the order of `views`
+        self._hash(blocks, views, job.first[blocks])
+
+    def _hash(self, blocks: Ints, views: list[list[memoryview]], place: Ints) -> None:
+        """Hash those blocks that are to be, given the memory of each and its place in the file."""
+        job = self._job
+        rows = np.flatnonzero(job.hashed[job.blocks.box[blocks]])
+        rows = rows[np.argsort(place[rows], kind="stable")]
+        units: dict[int, list[memoryview]] = {}
+        for row, unit in zip(rows.tolist(), job.unit[blocks[rows]].tolist(), strict=True):
+            if unit in units:
+                units[unit] = units[unit] + views[row]
+            else:
+                units[unit] = views[row]
+        self.digests[list(units)] = [
+            xxhash.xxh3_64_intdigest(found[0]) if len(found) == 1 else hash_views(found)
+            for found in units.values()
+        ]
+
+    def _plain_ranges(self, blocks: Ints) -> list[Range]:
+        """Return where blocks lie in their file, and the tensors' own memory that they go to."""
+        found = []
+        for row, start, low, size in self._places[blocks].tolist():
+            view = memory(self._job.tensors[row])
+            assert view is not None
+            found.append((start, view if len(view) == size else view[low : low + size]))
+        return found
+
+    def _works(self, blocks: Ints) -> list[_Work]:
+        ranges = self._job.ranges(blocks)
+        edges = np.searchsorted(ranges.read, np.arange(len(blocks) + 1)).tolist()
+        return [
+            _Work(self._job, block, ranges.start[low:high], int(ranges.length[low]))
+            for block, low, high in zip(blocks.tolist(), edges, edges[1:], strict=False)
+        ]
+
+    def _count(self, ranges: list[Range], nbytes: int) -> None:
         with self._lock:
-            self.bytes_read += done
+            self.bytes_read += nbytes
             self.requests += len(ranges)
 
 
@@ -237,16 +221,41 @@ class _Work:
             store(self._tensor, self._staged, self._dtype)
 
 
-def _joined(ranges: list[Range]) -> Iterator[Range]:
-    """Yield ranges in order of place; a gap that is cheap to read over becomes a range of waste."""
-    ranges = sorted(ranges, key=lambda pair: pair[0])
-    start = column([s for s, _ in ranges])
-    length = column([len(v) for _, v in ranges])
-    joined = coalesce(np.zeros_like(start), start, length, max_gap=_MAX_GAP).members
+def _joined(ranges: list[Range]) -> list[Range]:
+    """Return ranges in order of place; gaps that are cheap to read over become ranges of waste."""
+    start, length = column([s for s, _ in ranges]), column([len(v) for _, v in ranges])
+    if (start[1:] == (start + length)[:-1]).all():
+        return ranges
+    order = np.argsort(start, kind="stable")
+    joined = coalesce(np.zeros_like(start), start, length, max_gap=_MAX_GAP).members[order].tolist()
     waste = memoryview(bytearray(_MAX_GAP))
-    end = 0
-    for number, (begin, view) in enumerate(ranges):
-        if number and joined[number] == joined[number - 1] and begin > end:
-            yield end, waste[: begin - end]
-        yield begin, view
-        end = begin + len(view)
+    found, end, last = list[Range](), 0, -1
+    for number, member in zip(order.tolist(), joined, strict=True):
+        begin, view = ranges[number]
+        if member == last and begin > end:
+            found.append((end, waste[: begin - end]))
+        found.append((begin, view))
+        end, last = begin + len(view), member
+    return found
+
+
+def _alike(rows: Ints, label: Ints) -> list[Ints]:
+    """Split rows wherever the label changes from one to the next."""
+    if not len(rows):
+        return []
+    return np.split(rows, np.flatnonzero(np.diff(label[rows])) + 1)
+
+
+def _large(job: Job) -> npt.NDArray[np.bool_]:
+    """Tell which blocks are worth hashing while they are read: those of large units, all plain."""
+    rough = np.bincount(job.unit, ~job.plain)[job.unit] > 0
+    nbytes = np.bincount(job.unit, job.block_bytes)[job.unit]
+    large: npt.NDArray[np.bool_] = job.hashed[job.blocks.box] & ~rough & (nbytes > _PIECE)
+    return large
+
+
+def _processors() -> int:
+    """Return how many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

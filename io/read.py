@@ -15,14 +15,16 @@ import torch
 
 from shardplan.planning import LoadItemType, LoadPlan, itemsize
 from shardplan.planning.blocks import Blocks, cut_blocks
-from shardplan.planning.catalog import column
+from shardplan.planning.catalog import column, padded
 from shardplan.planning.packing import Ints
+from shardplan.planning.ranges import filled
 from shardplan.planning.reads import ReadItems
 from shardplan.planning.tiling import pad
 
 from .checksums import combine
 from .errors import FormatError, LoadError
-from .fetch import Fetch, Job
+from .fetch import Fetch
+from .jobs import Job
 from .pool import Pool, default_pool
 from .sources import Source
 from .stores import StoreError
@@ -38,7 +40,8 @@ class ReadStats:
         bytes_needed: Bytes of the elements that were wanted.
         bytes_read: Bytes that were fetched for them, headers left out.
         requests: How many ranges were asked for.
-        verified: How many chunks were read whole and found to fit their checksums.
+        verified: How many chunks were read whole, by one read or by several, and found to fit their
+            checksums.
     """
 
     bytes_needed: int = 0
@@ -90,7 +93,8 @@ class Reader:
         Args:
             items: The reads of a `LoadPlan`; values that are no tensors are left out.
             dest: Given the row of a read, the tensor of just its box to fill.
-            verify: Whether to check every chunk that is read whole.
+            verify: Whether to check every chunk that is read whole, by one read or by several of
+                which each brings one range of it.
 
         Raises:
             FormatError: A file is damaged; it says which keys were filled.
@@ -99,22 +103,19 @@ class Reader:
         rows = np.flatnonzero((items.type == LoadItemType.TENSOR.value) & (items.numel > 0))
         if not len(rows):
             return ReadStats()
-        job, chunk = self._job(items.take(rows), [dest(row) for row in rows.tolist()], verify)
+        job, chunks = self._job(items.take(rows), [dest(row) for row in rows.tolist()], verify)
         fetch = Fetch(self.store, job)
         names = [items.names[i] for i in items.dest[rows].tolist()]
         try:
-            self.pool.map(
-                fetch.run, job.tasks, nbytes=lambda t: 2 * job.cost(t) + self.store.staging
-            )
+            self.pool.map(fetch.run, job.tasks, nbytes=lambda t: job.cost(t) + self.store.staging)
         except Exception as error:
             raise _stopped(error, *_progress(job.blocks, fetch, names)) from error
-        self._check(fetch, job, chunk, names)
-        whole = int(job.whole.sum()) if verify else 0
-        return ReadStats(job.nbytes, fetch.bytes_read, fetch.requests, whole)
+        verified = _check(fetch, job, chunks, names)
+        return ReadStats(job.nbytes, fetch.bytes_read, fetch.requests, verified)
 
     def _job(
         self, items: ReadItems, tensors: list[torch.Tensor], verify: bool
-    ) -> tuple[Job, list[tuple[str, int]]]:
+    ) -> tuple[Job, _Chunks]:
         """Find the bytes of every read."""
         keys = list(zip(items.storage.tolist(), items.storage_hint.tolist(), strict=True))
         distinct = {key: i for i, key in enumerate(dict.fromkeys(keys))}
@@ -122,20 +123,17 @@ class Reader:
         spots = self.source.spots(chunks)
         at = column([distinct[key] for key in keys])
         axes = max(items.lengths.shape[1], 1)
-        shapes = [(*spot.extents, *[1] * (axes - len(spot.extents))) for spot in spots]
-        extents = column(shapes, len(shapes), axes)[at]
+        extents = padded([spot.extents for spot in spots], 1, axes)[at]
         lengths, offsets = pad(items.lengths, axes, 1), pad(items.storage_offsets, axes, 0)
-        turned = [row for row, i in enumerate(at.tolist()) if spots[i].axes is not None]
-        if turned:
-            lengths, offsets = lengths.copy(), offsets.copy()
-        for row in turned:  # stored in another order of axes: so is the box that is filled
-            order = spots[at[row]].axes
-            assert order is not None
-            tensors[row] = tensors[row].permute(order)
-            full = [*order, *range(len(order), axes)]
-            lengths[row], offsets[row] = lengths[row][full], offsets[row][full]
-        width = column([itemsize(spot.dtype) for spot in spots])[at]
-        hashed = [verify and self.source.sums_of(name) is not None for name, _ in chunks]
+        if any(spot.axes is not None for spot in spots):
+            lengths, offsets = _turn(
+                [spots[i].axes for i in at.tolist()], tensors, lengths, offsets
+            )
+        widths = {dtype: itemsize(dtype) for dtype in {spot.dtype for spot in spots}}
+        width = column([widths[spot.dtype] for spot in spots])[at]
+        known = _Chunks(chunks, self._sums(chunks) if verify else [None] * len(chunks))
+        hashed = np.array([s is not None for s in known.sums], bool)[at]
+        hashed &= filled(at, offsets, lengths, extents)
         job = Job(
             tensors=tensors,
             files=tuple(self.source.files),
@@ -145,35 +143,86 @@ class Reader:
             itemsize=width,
             extents=extents,
             offsets=offsets,
-            whole=(lengths == extents).all(axis=1) & np.array(hashed, bool)[at],
-            blocks=cut_blocks(lengths, width, self.source.block_bytes),
+            lengths=lengths,
+            chunk=at,
+            hashed=hashed,
+            blocks=cut_blocks(
+                lengths,
+                width,
+                self.source.block_bytes,
+                offsets=np.where(hashed[:, None], offsets, 0),
+                extents=np.where(hashed[:, None], extents, lengths),
+            ),
         )
-        return job, [chunks[i] for i in at.tolist()]
+        return job, known
 
-    def _check(
-        self, fetch: Fetch, job: Job, chunk: list[tuple[str, int]], names: list[str]
-    ) -> None:
-        """Compare the checksums of all chunks that were read whole; tell every one that differs."""
-        damaged: dict[int, str] = {}
-        edges = np.searchsorted(job.blocks.box, np.arange(len(names) + 1))
-        for row in np.flatnonzero(job.whole).tolist():
-            name, number = chunk[row]
-            found = combine([fetch.digests[b] for b in range(edges[row], edges[row + 1])])
-            sums = self.source.sums_of(name)
-            if sums is not None and found != int(sums[number]):
-                nbytes = int(job.extents[row].prod() * job.itemsize[row])
-                first = int(job.begin[row])
-                damaged[row] = f"`{name}` (bytes {first:,} to {first + nbytes:,})"
-        if damaged:
-            bad = {names[row] for row in damaged}
-            files = sorted({job.files[job.file[row]] for row in damaged})
-            raise FormatError(
-                ", ".join(files),
-                f"checksums do not fit: {', '.join(list(damaged.values())[:8])}"
-                + (f" and {len(damaged) - 8} more" if len(damaged) > 8 else ""),
-                filled=set(names) - bad,
-                touched=bad,
-            )
+    def _sums(self, chunks: list[tuple[str, int]]) -> list[int | None]:
+        """Return the checksum of each chunk; None where there is none."""
+        found = ((self.source.sums_of(name), number) for name, number in chunks)
+        return [None if sums is None else int(sums[number]) for sums, number in found]
+
+
+@attrs.frozen
+class _Chunks:
+    """The chunks that a job touches, each by name and number, and what their checksums must be."""
+
+    names: list[tuple[str, int]]
+    sums: list[int | None]
+
+
+def _turn(
+    orders: list[tuple[int, ...] | None], tensors: list[torch.Tensor], lengths: Ints, offsets: Ints
+) -> tuple[Ints, Ints]:
+    """Bring boxes, and the tensors they fill, into the order of axes that chunks are stored in."""
+    lengths, offsets = lengths.copy(), offsets.copy()
+    for row, order in enumerate(orders):
+        if order is not None:
+            tensors[row] = tensors[row].permute(order)
+            full = [*order, *range(len(order), lengths.shape[1])]
+            lengths[row], offsets[row] = lengths[row][full], offsets[row][full]
+    return lengths, offsets
+
+
+def _check(fetch: Fetch, job: Job, chunks: _Chunks, names: list[str]) -> int:
+    """Compare the checksums of all chunks that were filled; tell every one that differs.
+
+    Returns:
+        How many there are.
+    """
+    hashed = np.flatnonzero(job.hashed[job.blocks.box])  # the blocks
+    _, first = np.unique(job.unit[hashed], return_index=True)
+    blocks = hashed[first]  # one of each unit
+    chunk, number = job.chunk[job.blocks.box[blocks]], job.blocks.number[blocks]
+    order = np.lexsort((number, chunk))
+    which, edges = np.unique(chunk[order], return_index=True)
+    digests = fetch.digests[job.unit[blocks[order]]].tolist()
+    ends = [*edges[1:].tolist(), len(digests)]
+    damaged = [
+        chunk
+        for chunk, low, high in zip(which.tolist(), edges.tolist(), ends, strict=False)
+        if combine(digests[low:high]) != chunks.sums[chunk]
+    ]
+    if damaged:
+        raise _damaged(damaged, job, chunks, names)
+    return len(which)
+
+
+def _damaged(damaged: list[int], job: Job, chunks: _Chunks, names: list[str]) -> FormatError:
+    rows = np.flatnonzero(np.isin(job.chunk, damaged)).tolist()
+    told = {}
+    for row in rows:
+        nbytes = int(job.extents[row].prod() * job.itemsize[row])
+        first, name = int(job.begin[row]), chunks.names[job.chunk[row]][0]
+        told[int(job.chunk[row])] = f"`{name}` (bytes {first:,} to {first + nbytes:,})"
+    bad = {names[row] for row in rows}
+    files = sorted({job.files[job.file[row]] for row in rows})
+    return FormatError(
+        ", ".join(files),
+        f"checksums do not fit: {', '.join(list(told.values())[:8])}"
+        + (f" and {len(told) - 8} more" if len(told) > 8 else ""),
+        filled=set(names) - bad,
+        touched=bad,
+    )
 
 
 def _progress(blocks: Blocks, fetch: Fetch, names: list[str]) -> tuple[set[str], set[str]]:

@@ -1,11 +1,12 @@
-"""byte_ranges and coalesce, against enumerating every byte."""
+"""Byte ranges, what they fill and how they are joined, against enumerating every byte."""
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardplan.planning.ranges import byte_ranges, coalesce
-from shardplan.planning.strategies import chunks, shapes
+from shardplan.planning.blocks import cut_blocks
+from shardplan.planning.ranges import byte_ranges, coalesce, filled, lies_together
+from shardplan.planning.strategies import chunks, shapes, tilings
 
 
 @st.composite
@@ -95,3 +96,62 @@ def test_neighbours_are_joined_over_a_small_gap_only():
 def test_no_ranges_make_no_requests():
     none = np.zeros(0, np.int64)
     assert len(coalesce(none, none, none)) == 0
+
+
+@given(boxes())
+def test_a_box_lies_together_if_its_bytes_are_one_range(case):
+    extents, box, *_ = case
+    if box.numel:
+        together = lies_together(np.array([box.sizes]), np.array([extents]))
+        assert together.tolist() == [len(ranges_of(*case)) == 1]
+
+
+@st.composite
+def cut_chunks(draw):
+    """Some chunks, and boxes of them: all of one, or all but one, or one twice."""
+    rows = []
+    for chunk in range(draw(st.integers(1, 3))):
+        extents = draw(shapes(min_dims=2, max_dims=2, min_side=1, max_side=4))
+        parts = [part for part in draw(tilings(extents)) if part.numel]
+        if draw(st.booleans()):
+            parts = draw(st.lists(st.sampled_from(parts), max_size=4))
+        rows += [(chunk, part, extents) for part in parts]
+    return draw(st.permutations(rows))
+
+
+@given(cut_chunks())
+def test_chunks_are_filled_by_single_ranges_that_hold_each_element_once(rows):
+    offsets = np.array([part.offsets for _, part, _ in rows], np.int64).reshape(-1, 2)
+    lengths = np.array([part.sizes for _, part, _ in rows], np.int64).reshape(-1, 2)
+    extents = np.array([whole for _, _, whole in rows], np.int64).reshape(-1, 2)
+    found = filled(np.array([c for c, _, _ in rows], np.int64), offsets, lengths, extents)
+    for row, (chunk, _, whole) in enumerate(rows):
+        mine = [part for c, part, _ in rows if c == chunk]
+        count = np.zeros(whole, int)
+        for part in mine:
+            count[tuple(slice(o, e) for o, e in zip(part.offsets, part.ends, strict=True))] += 1
+        single = all(len(ranges_of(whole, part, 1, 0)) == 1 for part in mine)
+        assert found[row] == (single and (count == 1).all())
+
+
+@given(boxes(), st.integers(1, 40))
+def test_a_box_is_cut_where_the_blocks_of_its_chunk_end(case, limit):
+    extents, box, itemsize, _ = case
+    if not box.numel:
+        return
+    row = lambda values: np.array([values], np.int64).reshape(1, len(values))  # noqa: E731
+    width = np.array([itemsize])
+    owner = np.empty(extents or (1,), int)  # the chunk's block of each cell
+    whole = cut_blocks(row(extents), width, limit)
+    for number, place in enumerate(zip(whole.offsets, whole.sizes, strict=True)):
+        owner[tuple(slice(o, o + s) for o, s in zip(*place, strict=True))] = number
+    start = box.offsets or (0,)
+    parts = cut_blocks(row(box.sizes), width, limit, offsets=row(box.offsets), extents=row(extents))
+    seen = np.zeros(extents or (1,), int)
+    for number, *place in zip(parts.number, parts.offsets, parts.sizes, strict=True):
+        inside = tuple(slice(b + o, b + o + s) for b, o, s in zip(start, *place, strict=True))
+        assert (owner[inside] == number).all()
+        seen[inside] += 1
+    inside = tuple(slice(o, e) for o, e in zip(start, box.ends or (1,), strict=True))
+    assert (seen[inside] == 1).all()
+    assert seen.sum() == box.numel

@@ -1,8 +1,10 @@
 """What was saved is what is loaded, bit for bit, however either side was cut."""
 
 import collections
+import os
 import subprocess
 import sys
+import threading
 
 import attrs
 import numpy as np
@@ -12,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardplan
+from shardplan.io import fetch
 from shardplan.io.commit import assemble, publish
-from shardplan.io.errors import ExistsError
+from shardplan.io.errors import ExistsError, FormatError
 from shardplan.io.pool import Pool
 from shardplan.io.read import Reader
 from shardplan.io.sources import open_source
@@ -331,6 +334,81 @@ def test_a_small_budget_of_memory_is_enough(tmp_path):
         report = shardplan.load(target, tmp_path, pool=pool)
     assert torch.equal(target["w"], tensor.t())
     assert report.verified == 1
+
+
+def halves(tensor, row, make):
+    """Return blank memory for a tensor's rows before and from ``row`` on, in two shards."""
+    low = Chunk((0, 0), (row, tensor.shape[1]))
+    high = Chunk((row, 0), (tensor.shape[0] - row, tensor.shape[1]))
+    parts = {chunk: make(box(tensor, chunk)) for chunk in (low, high)}
+    return Shards(tensor.shape, tensor.dtype, parts)
+
+
+@pytest.mark.parametrize("make", [torch.empty_like, blank_strided])
+@pytest.mark.parametrize("rows", [9, 6000])  # of 4 KiB: less than a block, and more
+@pytest.mark.parametrize("wrap", [lambda store: store, CountingStore])
+def test_a_chunk_that_several_reads_fill_is_verified(tmp_path, rows, make, wrap):
+    tensor = random_tensor(TensorSpec((rows, 1024), "int32"))
+    shardplan.save({"w": tensor}, tmp_path)
+    target = halves(tensor, rows // 2, make)
+    assert shardplan.load({"w": target}, wrap(open_store(tmp_path))).verified == 1
+    for chunk, shard in target.parts.items():
+        assert torch.equal(shard, box(tensor, chunk))
+    (file,) = tmp_path.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    for place in (-1, -rows * 2048, -rows * 2048 - 1):  # at the end, and where the halves meet
+        data[place] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(FormatError, match="checksums do not fit: `w`"):
+            shardplan.load({"w": target}, wrap(open_store(tmp_path)))
+        data[place] ^= 1
+
+
+def test_a_chunk_that_is_read_in_part_or_twice_is_not_taken_for_whole(tmp_path):
+    tensor = random_tensor(TensorSpec((8, 4), "int32"))
+    shardplan.save({"w": tensor}, tmp_path)
+    low, high = Chunk((0, 0), (4, 4)), Chunk((4, 0), (4, 4))
+    left, right = Chunk((0, 0), (8, 2)), Chunk((0, 2), (8, 2))
+    for chunks in ([low], [high], [left, right]):
+        parts = {chunk: torch.empty(chunk.sizes, dtype=torch.int32) for chunk in chunks}
+        report = shardplan.load({"w": Shards((8, 4), torch.int32, parts)}, tmp_path)
+        assert report.verified == 0
+        assert all(torch.equal(shard, box(tensor, chunk)) for chunk, shard in parts.items())
+
+
+def test_small_neighbours_are_read_by_one_call(tmp_path, monkeypatch):
+    dtypes = ("float32", "bfloat16", "complex64", "bool", "float8_e4m3fn")
+    specs = {f"w{i}": TensorSpec((i % 3 + 1, 5), dtypes[i % 5]) for i in range(2000)}
+    saved = {name: random_tensor(spec) for name, spec in specs.items()}
+    shardplan.save(saved, tmp_path)
+    calls, preadv = [], os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *args: calls.append(args) or preadv(*args))
+    target = {name: torch.zeros_like(tensor) for name, tensor in saved.items()}
+    report = shardplan.load(target, tmp_path)
+    assert report.verified == 2000
+    assert len(calls) < 20
+    assert all(bits(target[name]) == bits(saved[name]) for name in saved)
+
+
+def test_loads_into_plain_memory_reserve_none_beside_it(tmp_path):
+    tensor = torch.randn(2000, 5000)
+    shardplan.save({"w": tensor}, tmp_path)
+    with Pool(max_workers=2) as pool:
+        shardplan.load({"w": torch.zeros(2000, 5000)}, tmp_path, pool=pool)
+        assert pool.peak_bytes < 1 << 20  # headers
+        shardplan.load({"w": torch.zeros(5000, 2000).t()}, tmp_path, pool=pool)
+        assert pool.peak_bytes > 1 << 20
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
+def test_a_large_transposed_tensor_is_filled_by_several_threads(tmp_path, monkeypatch):
+    tensor = torch.randn(4096, 4096)  # four blocks
+    shardplan.save({"w": tensor}, tmp_path)
+    both, store = threading.Barrier(2, timeout=60), fetch.store
+    monkeypatch.setattr(fetch, "store", lambda *args: (both.wait(), store(*args)))
+    target = torch.zeros(4096, 4096).t()
+    assert shardplan.load({"w": target}, tmp_path).verified == 1
+    assert torch.equal(target, tensor)
 
 
 def test_a_checkpoint_is_not_overwritten_unless_asked(tmp_path):
