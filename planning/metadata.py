@@ -14,7 +14,7 @@ from .errors import NotFoundError, nearest_hint, nearest_names
 from .frozen import freeze
 from .items import TensorProperties
 from .packing import Ints
-from .text import counted, human_bytes, table
+from .text import Listing, counted, human_bytes
 from .tiling import Tiling, as_ints, tile_chunks
 
 __all__ = ["BytesMetadata", "Entries", "Layout", "Metadata", "StorageMeta", "TensorMetadata"]
@@ -217,13 +217,19 @@ class Metadata:
             raise NotFoundError(f"`{name}` is not in the checkpoint{hint}", near)
         return entries[name]
 
-    def __repr__(self) -> str:
+    @property
+    def _listing(self) -> Listing:
         entries = self.state_dict_metadata
         rows = [_row(name, entries[name]) for name in entries.names[:_SHOWN]]
         total = sum(_nbytes(entries.record(row)) for row in range(len(entries)))
         title = f"Metadata: {counted(len(entries), 'entry')}, {human_bytes(total)}"
-        more = [f"… {len(entries) - _SHOWN:,} more"] if len(entries) > _SHOWN else []
-        return "\n".join([title, table(("name", "dtype", "shape", "chunks"), rows), *more])
+        return Listing(title, ("name", "dtype", "shape", "chunks"), rows, len(entries))
+
+    def __repr__(self) -> str:
+        return self._listing.text()
+
+    def _repr_html_(self) -> str:
+        return self._listing.html()
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(repr(self))  # for IPython, and for Hypothesis, which would list the columns

@@ -24,7 +24,7 @@ from .items import (
 )
 from .metadata import BytesMetadata, Entries, Layout, Metadata, StorageMeta, TensorMetadata
 from .reads import ReadItems, Transfer, Transfers
-from .text import counted, human_bytes, table
+from .text import Listing, counted, human_bytes
 from .tiling import Chunk
 
 __all__ = [
@@ -99,10 +99,17 @@ class SavePlan:
         """Bytes of all chunks in the checkpoint."""
         return int(self.items.nbytes.sum())
 
-    def __repr__(self) -> str:
+    @property
+    def _listing(self) -> Listing:
         rows = [_write_row(item) for item in self.items[:_SHOWN]]
         title = f"SavePlan: {counted(len(self.items), 'item')}, {human_bytes(self.nbytes)}"
-        return _listing(title, ("name", "type", "dtype", "shape", "box"), rows, len(self.items))
+        return Listing(title, ("name", "type", "dtype", "shape", "box"), rows, len(self.items))
+
+    def __repr__(self) -> str:
+        return self._listing.text()
+
+    def _repr_html_(self) -> str:
+        return self._listing.html()
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(repr(self))  # for IPython, and for Hypothesis, which would list the columns
@@ -142,7 +149,8 @@ class LoadPlan:
     report: KeyReport = KeyReport()
     transfers: Transfers = attrs.field(factory=_no_transfers, converter=_transfers)
 
-    def __repr__(self) -> str:
+    @property
+    def _listing(self) -> Listing:
         rows = [_read_row(item) for item in self.items[:_SHOWN]]
         keys = self.report
         elements = int(self.items.numel.sum())
@@ -152,7 +160,13 @@ class LoadPlan:
             f"{len(keys.mismatched):,} mismatched; {len(self.transfers):,} transfers"
         )
         head = ("name", "saved chunk", "at", "into", "at", "lengths")
-        return _listing(title, head, rows, len(self.items))
+        return Listing(title, head, rows, len(self.items))
+
+    def __repr__(self) -> str:
+        return self._listing.text()
+
+    def _repr_html_(self) -> str:
+        return self._listing.html()
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(repr(self))  # for IPython, and for Hypothesis, which would list the columns
@@ -179,8 +193,3 @@ def _read_row(item: ReadItem) -> tuple[str, ...]:
         return name, "value", "", "", "", ""
     boxes = (source.offset, item.storage_offsets, dest.offset, item.dest_offsets, item.lengths)
     return name, *(str(list(box or ())) for box in boxes)
-
-
-def _listing(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]], count: int) -> str:
-    more = [f"… {count - len(rows):,} more"] if count > len(rows) else []
-    return "\n".join([title, *([table(head, rows)] if rows else []), *more])

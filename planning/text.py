@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["counted", "human_bytes", "table"]
+import attrs
+
+__all__ = ["Listing", "counted", "human_bytes", "table"]
 
 
 def counted(count: int, noun: str) -> str:
@@ -15,7 +17,11 @@ def counted(count: int, noun: str) -> str:
     """
     if count == 1:
         return f"1 {noun}"
-    return f"{count:,} {noun[:-1]}ies" if noun[-1] == "y" and noun[-2] not in "aeou" else f"{count:,} {noun}s"
+    return (
+        f"{count:,} {noun[:-1]}ies"
+        if noun[-1] == "y" and noun[-2] not in "aeou"
+        else f"{count:,} {noun}s"
+    )
 
 
 def human_bytes(count: float) -> str:
@@ -29,6 +35,40 @@ def human_bytes(count: float) -> str:
     units = ("KiB", "MiB", "GiB", "TiB", "PiB")
     power = next((p for p in range(1, len(units)) if abs(count) < 1024 ** (p + 1)), len(units))
     return f"{count / 1024**power:,.1f} {units[power - 1]}"
+
+
+@attrs.frozen
+class Listing:
+    """The first rows of something long, under a title: as text, and as HTML for a notebook.
+
+    >>> print(Listing("Sizes", ("name", "bytes"), [("w", 64)], count=3).text())
+    Sizes
+    name  bytes
+    w        64
+    … 2 more
+    """
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    count: int
+
+    @property
+    def _more(self) -> list[str]:
+        left = self.count - len(self.rows)
+        return [f"… {left:,} more"] if left > 0 else []
+
+    def text(self) -> str:
+        """Return it as lines of text."""
+        lines = [table(self.head, self.rows)] if self.rows else []
+        return "\n".join([self.title, *lines, *self._more])
+
+    def html(self) -> str:
+        """Return it as HTML, all text escaped."""
+        from .reports.sheet import Sheet, Table  # loaded on demand
+
+        tables = [Table(tuple(self.head), self.rows)] if self.rows else []
+        return Sheet(self.title, tables, self._more).html()
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
