@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import attrs
 
 from shardplan.planning import Issue
-from shardplan.planning.text import human_bytes
+from shardplan.planning.reports.sheet import Sheet, Table, human_seconds
+from shardplan.planning.text import counted, human_bytes
 
 __all__ = ["LoadReport", "RankReport", "SaveReport", "Stopwatch", "slowest_ranks"]
 
@@ -62,9 +63,16 @@ class SaveReport:
     ranks: tuple[RankReport, ...] = ()
     profile: tuple[tuple[str, int, float], ...] = ()
 
+    @property
+    def _told(self) -> str:
+        return f"saved {human_bytes(self.nbytes)} in {counted(self.files, 'file')}"
+
     def __repr__(self) -> str:
-        text = f"saved {human_bytes(self.nbytes)} in {self.files:,} files, {_times(self.seconds)}"
+        text = f"{self._told}, {_times(self.seconds)}"
         return "\n".join([text, *_slowest(self.slowest), *_hottest(self.profile)])
+
+    def _repr_html_(self) -> str:
+        return _sheet(self._told, self.seconds, self.slowest, self.profile)
 
 
 @attrs.frozen(repr=False)
@@ -107,7 +115,8 @@ class LoadReport:
         """How many bytes were fetched for each byte that was needed."""
         return self.bytes_read / self.bytes_needed if self.bytes_needed else 1.0
 
-    def __repr__(self) -> str:
+    @property
+    def _told(self) -> str:
         counts = (
             f"{len(self.missing):,} missing, {len(self.unexpected):,} unexpected, "
             f"{len(self.mismatched):,} mismatched"
@@ -115,8 +124,14 @@ class LoadReport:
         read = f"loaded {human_bytes(self.bytes_read)} ({self.amplification:.2f} × what was needed)"
         if self.bytes_received:
             read += f", {human_bytes(self.bytes_received)} from other ranks"
-        text = f"{read}; {counts}; {_times(self.seconds)}"
+        return f"{read}; {counts}"
+
+    def __repr__(self) -> str:
+        text = f"{self._told}; {_times(self.seconds)}"
         return "\n".join([text, *_slowest(self.slowest), *_hottest(self.profile)])
+
+    def _repr_html_(self) -> str:
+        return _sheet(self._told, self.seconds, self.slowest, self.profile)
 
 
 def slowest_ranks(ranks: Iterable[RankReport]) -> dict[str, tuple[int, float]]:
@@ -138,6 +153,26 @@ def _slowest(slowest: Mapping[str, tuple[int, float]]) -> list[str]:
         return []
     told = (f"{phase} rank {rank} ({time:.3f} s)" for phase, (rank, time) in slowest.items())
     return [f"slowest: {', '.join(told)}"]
+
+
+def _sheet(
+    title: str,
+    seconds: Mapping[str, float],
+    slowest: Mapping[str, tuple[int, float]],
+    profile: tuple[tuple[str, int, float], ...],
+) -> str:
+    """Return a report as HTML: phases, the slowest rank of each, the hottest functions."""
+    head = ("phase", "here", *(("slowest rank", "there") if slowest else ()))
+    rows = []
+    for phase, time in seconds.items():
+        rank, longest = slowest.get(phase, ("", time))
+        there = (rank, human_seconds(longest)) if slowest else ()
+        rows.append((phase, human_seconds(time), *there))
+    tables = [Table(head, rows)]
+    if profile:
+        hot = [(name, calls, human_seconds(own)) for name, calls, own in profile]
+        tables.append(Table(("function", "calls", "own time"), hot, "The coordinator's hottest"))
+    return Sheet(title, tables).html()
 
 
 def _hottest(profile: tuple[tuple[str, int, float], ...]) -> list[str]:
