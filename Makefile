@@ -38,7 +38,7 @@ types: $(STAMP) ## type-check an installed copy, strictly
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target build/types .
 	cd build/types && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p shardplan
 
-test: $(STAMP) ## check everything: format, lint, types, tests, doctests
+test: $(STAMP) ## check everything: format, lint, types, tests, examples, notebooks, demo
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory types
 	$(BIN)/pytest
@@ -52,9 +52,13 @@ thorough: $(STAMP) ## run the tests with many more random examples
 demo: $(STAMP) ## run the demo
 	$(BIN)/python -P -m shardplan.demo
 
-bench: $(STAMP) ## compare planning, saving and loading with torch DCP
+bench: $(STAMP) ## compare planning, saving, loading and converting with torch
 	$(BIN)/python -P benchmarks/planning.py
 	$(BIN)/python -P benchmarks/io.py
+	$(BIN)/python -P benchmarks/formats.py
+	$(BIN)/python -P benchmarks/convert.py
+	$(BIN)/python -P benchmarks/ranks.py
+	$(BIN)/python -P benchmarks/cli.py
 
 build: $(STAMP) ## build the wheel and the sdist into build/wheels (dist/ holds source)
 	@rm -rf build/wheels build/lib build/bdist.*

@@ -2,8 +2,11 @@
 
 - Where do bytes go? `stores`, `local`, `objects`, `folders`, `pool`, `buffers`, `kernel`
 - What is in a file? `headers`, `manifest`, `expected`, `values`, `checksums`
-- Which formats are there? `sources` (reading), `writers` (saving), `native` (our own)
-- How is a plan carried out? `pieces`, `write`, `commit`, `read`, `fetch`, `arrays`
+- Which formats are there? `sources` (reading), `writers` (saving); `native` (our own), `dcp`, `hf`,
+  `torchsave`, each with its `…_write`
+- How is another tool's file read without running it? `pickles`, `torchpickles`, `torchzip`, `strided`
+- How is a plan carried out? `pieces`, `write`, `commit`, `read`, `jobs`, `fetch`, `arrays`
+- How does one checkpoint become another? `ahead`, `proof`
 - Is it sound, are two alike? `verify`, `scan`, `compare`, `progress`
 - How do I test against a failing store? `testing`
 

@@ -164,10 +164,10 @@ def _sheet(
     """Return a report as HTML: phases, the slowest rank of each, the hottest functions."""
     head = ("phase", "here", *(("slowest rank", "there") if slowest else ()))
     rows = []
-    for phase, time in seconds.items():
-        rank, longest = slowest.get(phase, ("", time))
+    for phase, mine in seconds.items():
+        rank, longest = slowest.get(phase, ("", mine))
         there = (rank, human_seconds(longest)) if slowest else ()
-        rows.append((phase, human_seconds(time), *there))
+        rows.append((phase, human_seconds(mine), *there))
     tables = [Table(head, rows)]
     if profile:
         hot = [(name, calls, human_seconds(own)) for name, calls, own in profile]
