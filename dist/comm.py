@@ -17,7 +17,7 @@ class Pending(Protocol):
         """Return once the memory may be used again, or holds what was sent.
 
         Raises:
-            LostRanksError: The other rank is gone, or took too long.
+            LostRanksError: The other rank is gone, or took longer than half the comm's timeout.
         """
 
 

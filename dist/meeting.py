@@ -168,12 +168,17 @@ class Meetings:
         return notes, said
 
     def lose(self, reasons: Mapping[int, str]) -> LostRanksError:
-        """Note that ranks are lost, tell those that meet now or next, and return the error."""
+        """Note that ranks are lost, tell those that meet now or next, and return the error.
+
+        If others have noted something else before, that is what happened: this rank may be the one
+        that they gave up, and find their connections closed.
+        """
         self.lost = LostRanksError(reasons)
         numbers = (self.number, self.number + 1)
         # If the store is gone as well, there is no one to tell.
         with contextlib.suppress(LostRanksError):
-            self._ask(lambda: [self._decide(n, reasons) for n in numbers], GRACE)
+            verdicts = self._ask(lambda: [self._decide(n, reasons)[0] for n in numbers], GRACE)
+            reasons = verdicts[0] or verdicts[1]
         self.lost = LostRanksError(reasons)
         return LostRanksError(reasons)
 

@@ -212,13 +212,19 @@ class _ToldError(Exception):
 
 @contextlib.contextmanager
 def _together(comm: Comm, step: str) -> Iterator[_Here]:
-    """Take a step; ranks that are lost become failures of it, and who is interrupted says so."""
+    """Take a step; ranks that are lost become failures of it, and who cannot go on says so."""
     try:
         yield _Here(comm, step)
+    except CheckpointError:
+        raise
     except LostRanksError as error:
         raise CheckpointError(error.failures(step)) from None
-    except Exception:
-        raise
+    except Exception as error:  # of the comm itself: all else was caught, and told to the others
+        failure = Failure.of(error, comm.ranks[comm.rank], step)
+        reason = f"left {step}: {failure.type}: {failure.text}"
+        comm.leave(reason)
+        # This rank cannot know what the others do now: it is lost, to itself as to them.
+        raise CheckpointError([attrs.evolve(failure, type="LostRank", text=reason)]) from error
     except BaseException as error:
         comm.leave(f"left {step}: {type(error).__name__}")
         raise
@@ -241,6 +247,8 @@ class _Here:
             return [b"".join((_DONE, _only_bytes(part))) for part in work()]
         except _ToldError as told:
             failures = list(told.failures)
+        except LostRanksError as lost:  # to blame is who is lost, not who has noticed
+            failures = lost.failures(self.step)
         except Exception as error:
             failures = [Failure.of(error, self.comm.ranks[self.comm.rank], self.step)]
         return [_FAILED + encode_json([attrs.astuple(f) for f in failures])] * self.comm.world_size

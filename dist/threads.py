@@ -140,17 +140,18 @@ class _Room:
         """Leave memory for another rank to copy."""
         with self.changed:
             self.parcels.setdefault(way, deque()).append(parcel)
-            self.changed.notify_all()
+            self._deliver(way)
 
     def take(self, way: tuple[int, int], into: memoryview) -> _Receipt:
         """Line up memory to be filled by another rank."""
         receipt = _Receipt(self, way, into)
         with self.changed:
             self.receipts.setdefault(way, deque()).append(receipt)
+            self._deliver(way)
         return receipt
 
-    def deliver(self, way: tuple[int, int]) -> None:
-        """Copy what has come, in order; called with the lock held."""
+    def _deliver(self, way: tuple[int, int]) -> None:
+        """Copy what has come, in order, on whichever side came last: nobody has to wait for it."""
         parcels, receipts = self.parcels.get(way, deque()), self.receipts.get(way, deque())
         while parcels and receipts:
             parcel, receipt = parcels.popleft(), receipts.popleft()
@@ -159,11 +160,15 @@ class _Room:
             self.changed.notify_all()
 
     def await_parcel(self, place: int, ready: Callable[[], bool]) -> None:
-        """Wait for something that another rank does, or raise LostRanksError."""
+        """Wait for something that another rank does, or raise LostRanksError.
+
+        Not as long as for a meeting: who waits here must not be missed there by all others.
+        """
+        limit = self.timeout / 2
         with self.changed:
-            self.changed.wait_for(lambda: ready() or place in self.gone, self.timeout)
+            self.changed.wait_for(lambda: ready() or place in self.gone, limit)
             if not ready():
-                why = self.gone.get(place, f"sent or took nothing within {self.timeout:g} s")
+                why = self.gone.get(place, f"sent or took nothing within {limit:g} s")
                 raise LostRanksError({place: why})
 
     def lose(self, reasons: dict[int, str]) -> None:
@@ -235,11 +240,7 @@ class _Receipt:
 
     def wait(self) -> None:
         """Return once it was filled."""
-        self.room.await_parcel(self.way[0], self._arrived)
-
-    def _arrived(self) -> bool:
-        self.room.deliver(self.way)
-        return self.filled
+        self.room.await_parcel(self.way[0], lambda: self.filled)
 
 
 @attrs.define(eq=False, repr=False)

@@ -91,13 +91,20 @@ class Wire:
             data: The memory; it must stay as it is until the parcel has arrived.
             gone: Makes the error for when the other side is lost.
             sends: Whether it is sent.
+
+        Raises:
+            LostRanksError: The other side is known to be gone.
         """
         import torch
 
         whole = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0)
         begin = self.group.send if sends else self.group.recv
-        works = [begin([piece], place, self.tag + _DATA) for piece in _pieces(whole)]
-        return Parcel(place, works, self.timeout, gone)
+        try:
+            works = [begin([piece], place, self.tag + _DATA) for piece in _pieces(whole)]
+        except (RuntimeError, OSError) as error:  # the connection is known to be gone
+            raise gone(place, f"is lost: {str(error).splitlines()[0][:200]}") from None
+        # Not as long as for a meeting: who waits for this must not be missed there by all others.
+        return Parcel(place, works, self.timeout / 2, gone)
 
     def _finish(self, works: Mapping[int, Sequence[Work]]) -> dict[int, str]:
         """Wait for all messages; return, per place to which one failed, the reason."""

@@ -14,6 +14,7 @@ import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Final, Literal
 
 import attrs
@@ -128,7 +129,7 @@ def agree(
         cache: Where to look for a plan made before, and to keep this one.
         verify_replicas: Whether to compare what several ranks claim to hold alike; then plans are
             gathered in any case.
-        first: Called on the coordinator before anything else; what it raises, all raise.
+        first: Called before anything else; what it raises on any rank, all raise.
 
     Returns:
         The state dict, the agreement, and a name for the save, the same on all ranks.
@@ -176,7 +177,6 @@ class _Offer:
         self.cache, self.first = cache, first
         self.save_id = secrets.token_hex(6)
         self.sd: Mapping[Any, Any] = {}
-        self.flat: Mapping[str, Any] = {}
         self.key: Hashable = None
         self.cached: Agreement | None = None
         self.derived: Agreement | None = None
@@ -191,16 +191,21 @@ class _Offer:
 
     def prepare(self, derive: bool) -> None:
         """Look for a known plan; if there is none, plan this rank's part."""
-        if self.comm.rank == self.comm.coordinator:
-            self.first()
+        self.first()
         self.sd = self.state()
-        self.flat, paths = flatten(self.sd)
-        key = layout_key(self.flat)
+        key = layout_key(self.sd)
         ranks = (tuple(self.comm.ranks), self.comm.rank, self.comm.coordinator)
-        self.key = None if key is None else (key, tuple(paths.items()), self.planner, ranks)
+        self.key = None if key is None else _Key(key, self.planner, ranks)
+        if not _is_hashable(self.key):
+            self.key = None
         self.cached = None if self.key is None else self.cache.get(self.key)
         if self.cached is None and derive:
             self.derived = self._derive()
+
+    @cached_property
+    def flat(self) -> Mapping[str, Any]:
+        """The state dict, flattened."""
+        return flatten(self.sd)[0]
 
     @property
     def local(self) -> SavePlan:
@@ -232,6 +237,24 @@ class _Offer:
         mine = self.comm.rank == self.comm.coordinator
         known = (plans, metadata) if mine else (None, None)
         return Agreement(plans[self.comm.rank], "derived", tag, *known)
+
+
+@attrs.frozen(cache_hash=True)
+class _Key:
+    """All that a plan depends on."""
+
+    layout: Hashable
+    planner: Pass[SavePlan] | None
+    ranks: Hashable
+
+
+def _is_hashable(key: object) -> bool:
+    """Tell whether a key can be looked up: a planner may be any function, or what acts like one."""
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return True
 
 
 def _described(whole: WorldPlans) -> str:

@@ -34,34 +34,36 @@ class SaveFuture(Future[SaveReport]):
     Attributes:
         path: Where it goes.
         blocked: Seconds for which training waited: for the save before, and for the snapshot.
+        told: Whether somebody has had its outcome.
     """
 
     def __init__(self, path: str) -> None:
         super().__init__()
         self.path = path
         self.blocked = 0.0
-        self._seen = False
+        self.told = False
 
     def result(self, timeout: float | None = None) -> SaveReport:
         """Wait for the save, and return its report or raise its error."""
         try:
             return super().result(timeout)
         finally:
-            self._seen = self._seen or self.done()
+            self.told = self.told or self.done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the save, and return its error, if there was one."""
         try:
             return super().exception(timeout)
         finally:
-            self._seen = self._seen or self.done()
+            self.told = self.told or self.done()
 
-    def settle(self) -> None:
-        """Wait for the save; raise its error unless somebody has had it already."""
+    def settle(self) -> BaseException | None:
+        """Wait for the save; return its error unless somebody has had it already."""
         error = super().exception()
-        if error is not None and not self._seen:
-            self._seen = True
-            raise error
+        if error is None or self.told:
+            return None
+        self.told = True
+        return error
 
 
 def async_save(
@@ -109,14 +111,11 @@ def async_save(
     ...     restore(folder)
     {'w': tensor([1., 1.])}
     """
-    saver = _saver_of(comm)
-    where = path.url if isinstance(path, Store) else os.fspath(path)
-    future, start = SaveFuture(where), time.perf_counter()
-    if saver.last is not None:
-        saver.last.settle()
-    watch = Stopwatch()
+    saver, start = _saver_of(comm), time.perf_counter()
+    future, watch = SaveFuture(str(getattr(path, "url", path))), Stopwatch()
+    earlier = saver.settle()
     with watch.phase("stage"):
-        state = saver.snapshot(state_dict)
+        state = saver.snapshot(state_dict) if earlier is None else _failing(earlier)
     saver.last = future
     options = {
         "planner": planner,
@@ -134,6 +133,9 @@ def async_save(
     )
     thread.start()
     future.blocked = time.perf_counter() - start
+    if earlier is not None:
+        future.told = True
+        raise earlier
     return future
 
 
@@ -150,13 +152,24 @@ class _Saver:
         try:
             copied = self.buffers.copy(expand(state_dict))
         except Exception as error:
-            failure = error
-
-            def fail() -> Mapping[Any, Any]:
-                raise failure
-
-            return fail
+            return _failing(error)
         return lambda: copied
+
+    def settle(self) -> BaseException | None:
+        """Wait for the save before, if there is one; return its error if nobody has had it.
+
+        Other ranks may have had it, and save now: this one must take part, if only to fail.
+        """
+        return None if self.last is None else self.last.settle()
+
+
+def _failing(error: BaseException) -> Callable[[], Mapping[Any, Any]]:
+    """Return what raises an error when it is asked for a state dict."""
+
+    def fail() -> Mapping[Any, Any]:
+        raise error
+
+    return fail
 
 
 _savers: weakref.WeakKeyDictionary[Any, _Saver] = weakref.WeakKeyDictionary()

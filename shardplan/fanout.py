@@ -7,6 +7,7 @@ who waits in turn, and what is under way at a time is bounded.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ import attrs
 import numpy as np
 import torch
 
-from shardplan.dist import Comm, Pending
+from shardplan.dist import Comm, LostRanksError, Pending
 from shardplan.io.arrays import empty, memory, same_dtype, store
 from shardplan.io.read import Reader, ReadStats
 from shardplan.planning import LoadItemType, LoadPlan, Metadata
@@ -52,23 +53,31 @@ class FanOut:
         reader: The checkpoint; only who reads for others needs one that can read.
         metadata: What the checkpoint holds.
         plan: This rank's plan, with transfers.
+        failed: What has gone wrong on this rank already. Others still get as many bytes as they
+            wait for; then the first of these errors is raised.
 
     Attributes:
         sent, received: Bytes that went to other ranks, and came from them.
     """
 
     def __init__(
-        self, comm: Comm, reader: Reader | None, metadata: Metadata, plan: LoadPlan
+        self,
+        comm: Comm,
+        reader: Reader | None,
+        metadata: Metadata,
+        plan: LoadPlan,
+        failed: list[Exception] | None = None,
     ) -> None:
         self._comm, self._reader, self._metadata, self._plan = comm, reader, metadata, plan
+        self._failed = [] if failed is None else failed
         self._starts = _starts(metadata)
         self.sent = self.received = 0
 
     def run(self, items_dest: Dest, transfers_dest: Dest, *, verify: bool) -> ReadStats:
         """Read, send and receive.
 
-        If reading fails, others still get as many bytes as they wait for; then it raises, and the
-        step that this is part of fails on all ranks.
+        If anything but the sending fails, others still get as many bytes as they wait for; then it
+        raises, and the step that this is part of fails on all ranks.
 
         Args:
             items_dest: Given the row of one of the plan's reads, the tensor of its box to fill.
@@ -81,26 +90,34 @@ class FanOut:
         reads, transfers = self._plan.transfers.reads, self._plan.transfers
         tensors = reads.type == LoadItemType.TENSOR.value
         regions = _regions(reads)
-        coming = np.flatnonzero((transfers.target == self._comm.rank) & tensors)
-        going = np.flatnonzero((transfers.source == self._comm.rank) & tensors)
+        coming = np.flatnonzero((transfers.target == self._comm.rank) & tensors).tolist()
+        going = np.flatnonzero((transfers.source == self._comm.rank) & tensors).tolist()
         own = _by_region(_regions(self._plan.items))
-        sends = self._sends(regions, going.tolist())
-        shared = {row for region in sends for row in own.get(region, ())}
-        rounds = sorted({self._round(regions[row]) for row in (*coming.tolist(), *going.tolist())})
-        stats, failed = ReadStats(), list[Exception]()
-        for number in rounds:
-            arrivals = [
-                self._expect(row, regions[row], transfers_dest(row))
-                for row in sorted(coming.tolist(), key=lambda row: (regions[row], row))
-                if self._round(regions[row]) == number
-            ]
-            now = {r: s for r, s in sends.items() if self._round(r) == number}
-            done = self._send(reads, now, own, items_dest, verify and not failed, failed)
-            stats = _add(stats, done)
-            for arrival in arrivals:
-                arrival.finish()
-        if failed:
-            raise failed[0]
+        sends: dict[int, dict[_Region, _Send]] = {}
+        for region, send in self._sends(regions, going).items():
+            sends.setdefault(self._round(region), {})[region] = send
+        arrivals: dict[int, list[int]] = {}
+        for row in sorted(coming, key=lambda row: (regions[row], row)):
+            arrivals.setdefault(self._round(regions[row]), []).append(row)
+        stats = ReadStats()
+        try:
+            for number in sorted({*sends, *arrivals}):
+                expected = [
+                    self._expect(row, regions[row], transfers_dest)
+                    for row in arrivals.get(number, ())
+                ]
+                now = sends.get(number, {})
+                stats = _add(stats, self._send(reads, now, own, items_dest, verify))
+                for arrival in expected:
+                    arrival.finish(self._failed)
+        except LostRanksError:
+            raise
+        except Exception as error:  # of the comm: others would wait for what never comes
+            self._comm.leave(f"left the load: {type(error).__name__}: {error}")
+            raise
+        if self._failed:
+            raise self._failed[0]
+        shared = {row for now in sends.values() for region in now for row in own.get(region, ())}
         rest = [row for row in range(len(self._plan.items)) if row not in shared]
         if rest and self._reader is not None:
             left = self._plan.items.take(np.array(rest, np.int64))
@@ -133,7 +150,6 @@ class FanOut:
         own: Mapping[_Region, Sequence[int]],
         dest: Dest,
         verify: bool,
-        failed: list[Exception],
     ) -> ReadStats:
         """Read some regions once, send them, and keep what this rank needs of them."""
         if not sends:
@@ -142,11 +158,11 @@ class FanOut:
         staged = [empty(region[2], self._dtype(region[0])) for region in sends]
         stats = ReadStats()
         try:
-            if not failed and self._reader is not None:
+            if not self._failed and self._reader is not None:
                 chosen = reads.take(np.array(rows, np.int64))
                 stats = self._reader.fill(chosen, lambda row: staged[row], verify=verify)
-        except Exception as error:  # others wait for bytes: they get some, and then this error
-            failed.append(error)
+        except Exception as error:
+            self._failed.append(error)
         pending: list[Pending] = []
         for (region, send), tensor in zip(sends.items(), staged, strict=True):
             view = memory(tensor)
@@ -154,20 +170,26 @@ class FanOut:
             for target in send.targets:
                 pending.append(self._comm.send(target, view))
                 self.sent += len(view)
-            for row in own.get(region, ()):
-                if not failed:
+            try:
+                for row in own.get(region, ()) if not self._failed else ():
                     store(dest(row), np.frombuffer(view, np.uint8), self._dtype(region[0]))
+            except Exception as error:
+                self._failed.append(error)
         for parcel in pending:
             parcel.wait()
         return stats
 
-    def _expect(self, row: int, region: _Region, tensor: torch.Tensor) -> _Arrival:
+    def _expect(self, row: int, region: _Region, dest: Dest) -> _Arrival:
         """Make ready to receive a region, straight into its tensor where that is possible."""
-        dtype = self._dtype(region[0])
-        view = memory(tensor) if same_dtype(tensor, dtype) else None
-        staged = None
+        dtype, tensor, view, staged = self._dtype(region[0]), None, None, None
+        try:
+            if not self._failed:
+                tensor = dest(row)
+                view = memory(tensor) if same_dtype(tensor, dtype) else None
+        except Exception as error:
+            self._failed.append(error)
         if view is None:
-            staged = np.empty(tensor.numel() * self._starts[region[0]][2], np.uint8)
+            staged = np.empty(math.prod(region[2]) * self._starts[region[0]][2], np.uint8)
             view = staged.data
         self.received += len(view)
         source = int(self._plan.transfers.source[row])
@@ -181,18 +203,21 @@ class FanOut:
 
 @attrs.frozen(eq=False)
 class _Arrival:
-    """A region that another rank sends."""
+    """A region that another rank sends; without a tensor, it is thrown away."""
 
     parcel: Pending
-    tensor: torch.Tensor
+    tensor: torch.Tensor | None
     staged: np.ndarray[Any, np.dtype[np.uint8]] | None
     dtype: str
 
-    def finish(self) -> None:
+    def finish(self, failed: list[Exception]) -> None:
         """Wait for it, and bring it to where it belongs."""
         self.parcel.wait()
-        if self.staged is not None:
-            store(self.tensor, self.staged, self.dtype)
+        try:
+            if self.staged is not None and self.tensor is not None and not failed:
+                store(self.tensor, self.staged, self.dtype)
+        except Exception as error:
+            failed.append(error)
 
 
 def _starts(metadata: Metadata) -> dict[str, tuple[int, tuple[int, ...], int]]:

@@ -21,36 +21,56 @@ from shardplan.planning import (
     world_plans,
 )
 from shardplan.planning.errors import PlanError, RefusedError
-from shardplan.planning.flatten import is_tensor
+from shardplan.planning.flatten import _is_leaf, is_tensor
 from shardplan.planning.values import placement_of
 
 __all__ = ["layout_key", "whole_layout"]
 
 
-def layout_key(flat: Mapping[str, Any]) -> Hashable | None:
+def layout_key(sd: Mapping[Any, Any]) -> Hashable | None:
     """Return all that a local plan depends on, without planning; None if only planning can tell.
+
+    It is nested as the state dict is. This is what a save with a known plan spends its time on.
 
     >>> a, b = np.zeros(3), np.ones(3)
     >>> layout_key({"w": a, "step": 1}) == layout_key({"w": b, "step": 2})
     True
     """
-    key: list[Hashable] = []
-    for name, value in flat.items():
-        spec = getattr(value, "_spec", None)
-        if spec is not None:  # a DTensor
-            local = value._local_tensor
-            if hasattr(local, "__create_chunk_list__"):
-                return None
-            key.append((name, spec.mesh, spec.placements, spec.tensor_meta, local.shape))
-            key.append(value.requires_grad)
-        elif not is_tensor(value):
-            key.append(name)
-        elif hasattr(value, "local_shards") or hasattr(value, "__create_chunk_list__"):
+    try:
+        return _entries(sd)
+    except _UntoldError:
+        return None
+
+
+class _UntoldError(Exception):
+    """A value whose layout only planning can tell."""
+
+
+def _entries(sd: Mapping[Any, Any]) -> tuple[Hashable, ...]:
+    # With the type of each name, for 1 == True, and they make different names.
+    return tuple([(name.__class__, name, _value_key(value)) for name, value in sd.items()])
+
+
+def _value_key(value: Any) -> Hashable:
+    """Return the key of one value; None for all that are saved as a whole."""
+    if isinstance(value, Mapping):
+        return _entries(value) or None
+    if isinstance(value, (list, tuple)):
+        if _is_leaf(value):
             return None
-        else:
-            layout, grad = (getattr(value, a, None) for a in ("layout", "requires_grad"))
-            key.append((name, tuple(value.shape), value.dtype, layout, grad))
-    return tuple(key)
+        return (type(value).__name__, *(_value_key(entry) for entry in value))
+    spec = getattr(value, "_spec", None)
+    if spec is not None:  # a DTensor
+        local = value._local_tensor
+        if hasattr(local, "__create_chunk_list__"):
+            raise _UntoldError
+        return (spec.mesh, spec.placements, spec.tensor_meta, local.shape, value.requires_grad)
+    if not is_tensor(value):
+        return None
+    if hasattr(value, "local_shards") or hasattr(value, "__create_chunk_list__"):
+        raise _UntoldError
+    layout, grad = (getattr(value, a, None) for a in ("layout", "requires_grad"))
+    return (tuple(value.shape), value.dtype, layout, grad)
 
 
 @attrs.frozen

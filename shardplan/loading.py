@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,9 +14,8 @@ import attrs
 import numpy as np
 import torch
 
-from shardplan.dist import Comm, all_gather, broadcast, reduce_scatter
-from shardplan.io.arrays import as_tensor, empty, window
-from shardplan.io.errors import ValueRefusedError
+from shardplan.dist import CheckpointError, Comm, Failure, all_gather, broadcast, reduce_scatter
+from shardplan.io.arrays import empty
 from shardplan.io.pool import Pool
 from shardplan.io.read import Reader, ReadStats
 from shardplan.io.sources import detect, locate, open_source
@@ -24,10 +25,11 @@ from shardplan.planning import (
     LoadItemType,
     LoadPlan,
     Metadata,
-    MetadataIndex,
     NotFoundError,
     Pass,
+    PlanError,
     SavePlan,
+    TensorSpec,
     chain,
     decode_metadata,
     decode_plan,
@@ -35,7 +37,6 @@ from shardplan.planning import (
     dtype_name,
     encode_metadata,
     encode_plan,
-    find_shard,
     flatten,
     global_load_plan,
     load_plan,
@@ -52,7 +53,9 @@ from shardplan.planning.load import Strict
 from shardplan.planning.metadata import TensorMetadata
 from shardplan.planning.reads import ReadItems
 
+from .destinations import destinations, refuse_fixed, refuse_shared
 from .fanout import MIN_SHARED, PIECE_BYTES, FanOut
+from .freshness import ATTEMPTS, STOPPED, plain_errors, was_replaced
 from .nested import put
 from .profiling import profiled
 from .ranks import default_comm, device_of, host_name, take_step
@@ -88,6 +91,7 @@ def load(
         path: The checkpoint.
         planner: The pass it was saved with.
         strict: Whether everything must be filled: True, False, or patterns of names that must be.
+            A pattern that matches no name on any rank is a mistake.
         dtype: ``"same"`` takes another stored dtype for a mistake, ``"cast"`` for a wish to cast.
         shape: ``"same"`` takes another shape for a mistake; ``"overlap"`` fills what both have.
         format: What wrote the checkpoint; found out if left out.
@@ -122,16 +126,30 @@ def load(
         raise ValueError(f'share_reads must be True, False or "auto", not {share_reads!r}')
     watch = Stopwatch()
     with profiled(profile and comm.rank == comm.coordinator) as hot:
-        task = _Load(comm, path, format, pool, watch)
+        for left in reversed(range(ATTEMPTS if comm.world_size == 1 else 1)):
+            task = _Load(comm, path, format, pool, watch)
 
-        def plan() -> LoadPlan:
-            local = task.local(state_dict, planner or chain())
-            return load_plan(task.metadata, local, strict=strict, dtype=dtype, shape=shape)
+            def plan(task: _Load = task) -> LoadPlan:
+                local = task.local(state_dict, planner or chain())
+                must = task.patterns(strict, local)
+                found = load_plan(task.metadata, local, strict=must, dtype=dtype, shape=shape)
+                refuse_fixed(task.sd, task.paths, _value_names(found.items))
+                return found
 
-        task.plan_with(plan, share_reads)
-        report = task.run(verify)
-    give_back(state_dict, task.sd)
+            try:
+                task.plan_with(plan, share_reads)
+                report = task.run(verify, state_dict)
+                break
+            except STOPPED:  # if it was overwritten meanwhile, the new checkpoint is loaded
+                if not left or not was_replaced(task.reader):
+                    raise
     return attrs.evolve(report, profile=tuple(hot))
+
+
+def _value_names(items: ReadItems) -> list[str]:
+    """Return the names, in the state dict, of the values that are no tensors."""
+    rows = np.flatnonzero(items.type == LoadItemType.BYTE_IO.value)
+    return [items.names[number] for number in items.dest[rows].tolist()]
 
 
 class _Load:
@@ -153,6 +171,7 @@ class _Load:
         self.flat: Mapping[str, Any] = {}
         self.paths: Mapping[str, Any] = {}
         self.needed = 0
+        self._unmatched: tuple[str, ...] = ()
 
     @property
     def _mine(self) -> bool:
@@ -171,6 +190,16 @@ class _Load:
         self.flat, self.paths = flatten(self.sd)
         return planner((local_plan(self.sd),))[0]
 
+    def patterns(self, strict: Strict, local: SavePlan) -> Strict:
+        """Return what of ``strict`` concerns this rank: others may hold what the rest matches."""
+        if self.comm.world_size == 1 or isinstance(strict, (bool, int)):
+            return strict
+        names = local.items.catalog.names
+        wanted = (strict,) if isinstance(strict, str) else tuple(strict)
+        here = tuple(p for p in wanted if any(fnmatchcase(name, p) for name in names))
+        self._unmatched = tuple(p for p in wanted if p not in here)
+        return here
+
     def plan_with(self, plan: Callable[[], LoadPlan], share: bool | Literal["auto"]) -> None:
         """Plan on every rank, and together where reads are shared."""
         if self.comm.world_size == 1:
@@ -179,45 +208,81 @@ class _Load:
                 self.plan = plan()
                 self.needed = _nbytes(self.plan, self.metadata)
             return
-        alone = _is_torch_file(self._path, self._format)
-        if alone:
-            self._open_on_one()
 
-        def offer() -> tuple[int, str, bool]:
-            if not alone:
-                self.open()
+        def wish() -> tuple[Any, ...]:
             with self.watch.phase("plan"):
                 self.plan = plan()
                 self.needed = _nbytes(self.plan, self.metadata)
             local = self.reader is not None and not self.reader.store.staging
-            return self.needed, host_name(), local
+            wish = _Wish(self.needed, *_named(self.plan, self.metadata), host_name(), local)
+            return (*attrs.astuple(wish), self._unmatched)
 
+        def offer() -> tuple[Any, ...] | None:
+            if self._is_file():
+                return None  # let one rank look at it first
+            self.open()
+            return wish()
+
+        def second_offer() -> tuple[Any, ...]:
+            if not alone:
+                self.open()
+            return wish()
+
+        alone = False
         with self.watch.phase("exchange"):
             offers = all_gather(self.comm, "plan", offer)
+            if None in offers:
+                alone = self._open_on_one()
+                offers = all_gather(self.comm, "plan", second_offer)
+        self._check_matched([set(unmatched) for *_, unmatched in offers])
+        wishes = [_Wish(*wish) for *wish, _ in offers]
         if alone:
             self._share(read_on(self.comm.coordinator))
-        elif share is not False and _worth_sharing(offers, self.metadata, share):
+        elif share is not False and _worth_sharing(wishes, share):
             least = 1 if share is True else MIN_SHARED
             self._share(share_pass(self.metadata, min_bytes=least))
 
-    def _open_on_one(self) -> None:
-        """Open a file on the coordinator, which tells the others all but the tensors' elements."""
+    def _check_matched(self, unmatched: Sequence[set[str]]) -> None:
+        """Raise, on all ranks alike, if some pattern matches nothing on any of them."""
+        lost = sorted(set.intersection(*unmatched))
+        if lost:
+            told = ", ".join(map(repr, lost))
+            text = f"strict: {told} matches no name that any rank wants"
+            raise CheckpointError(
+                Failure(rank, "plan", PlanError.__name__, text) for rank in self.comm.ranks
+            )
 
-        def tell() -> dict[str, Any]:
+    def _is_file(self) -> bool:
+        """Tell whether the checkpoint may be a file of `torch.save`, without reading it."""
+        return self._format in (None, "torch") and bool(locate(self._path)[1])
+
+    def _open_on_one(self) -> bool:
+        """Open a file of `torch.save` on the coordinator, which tells the others what it holds.
+
+        Returns:
+            Whether it is one. Any other checkpoint is opened by every rank.
+        """
+
+        def tell() -> dict[str, Any] | None:
+            store, name = locate(self._path)
+            if not name or (self._format or detect(store, name)) != "torch":
+                return None
             self.open()
             reader = self.reader
             assert reader is not None
             entries = self.metadata.state_dict_metadata
             names = [n for n, row in entries.row_of.items() if entries.layout[row] < 0]
             stored = store_values({name: reader.value(name) for name in names})
-            values = {name: (v.kind, _plain(v.data)) for name, v in stored.items()}
+            values = {name: (v.kind, _packed(v)) for name, v in stored.items()}
             return {"metadata": encode_metadata(self.metadata), "values": values}
 
-        with self.watch.phase("exchange"):
-            told = broadcast(self.comm, "open", tell)
-        self.values = {name: StoredValue(*value) for name, value in told["values"].items()}
+        told = broadcast(self.comm, "open", tell)
+        if told is None:
+            return False
+        self.values = {name: _unpacked(*value) for name, value in told["values"].items()}
         if not self._mine:
             self.metadata = decode_metadata(told["metadata"])
+        return True
 
     def _share(self, share: Pass[LoadPlan]) -> None:
         """Have the coordinator say who reads what for whom."""
@@ -239,8 +304,8 @@ class _Load:
             )
         self.plan = cast(LoadPlan, decode_plan(mine))
 
-    def run(self, verify: bool) -> LoadReport:
-        """Read on all ranks; report what each did."""
+    def run(self, verify: bool, state_dict: Mapping[Any, Any]) -> LoadReport:
+        """Read on all ranks; once all have read, hand over what was read; report what each did."""
         everyone: list[RankReport] = []
         results: list[tuple[ReadStats, dict[str, Any], FanOut | None]] = []
         comm = self.comm
@@ -251,18 +316,22 @@ class _Load:
             stats, _, fan = results[0]
             sent = fan.sent if fan is not None else 0
             seconds, device = dict(self.watch.seconds), device_of(self.sd)
-            return (comm.ranks[comm.rank], seconds, stats.bytes_read, sent, device)
+            own = (comm.ranks[comm.rank], seconds, stats.bytes_read, sent, device)
+            return (self.sd is not state_dict, own)
 
-        def summary(told: list[tuple[Any, ...]]) -> dict[str, Any]:
-            everyone.extend(RankReport(*one) for one in told)
+        def summary(told: list[tuple[bool, tuple[Any, ...]]]) -> dict[str, Any]:
+            everyone.extend(RankReport(*one) for _, one in told)
             slowest = slowest_ranks(everyone) if comm.world_size > 1 else {}
-            return {"total": sum(one.nbytes for one in everyone), "slowest": slowest}
+            total = sum(one.nbytes for one in everyone)
+            return {"total": total, "slowest": slowest, "stateful": any(s for s, _ in told)}
 
         with self.watch.phase("wait"):  # for the other ranks, as far as it is nothing else
             done = take_step(comm, "read", read, summary)
         stats, values, fan = results[0]
         for name, value in values.items():
             put(self.sd, self.paths[name], value)
+        if done["stateful"]:
+            self._give_back(state_dict)
         keys = self.plan.report
         own = RankReport(
             comm.ranks[comm.rank], self.watch.seconds, stats.bytes_read, fan.sent if fan else 0
@@ -282,19 +351,37 @@ class _Load:
             tuple(everyone) if self._mine else (own,),
         )
 
+    def _give_back(self, state_dict: Mapping[Any, Any]) -> None:
+        """Hand stateful values their state: another step, for any of them may refuse it."""
+
+        def give() -> None:
+            with self.watch.phase("hand over"):
+                give_back(state_dict, self.sd)
+
+        take_step(self.comm, "load_state_dict", give, lambda told: None)
+
     def _read(self, verify: bool) -> tuple[ReadStats, dict[str, Any], FanOut | None]:
         if not len(self.plan.transfers):
             if self.reader is None:
                 return ReadStats(), self._told(self.plan.items), None
             return *read_rank(self.reader, self.flat, self.plan, verify=verify), None
+        failed: list[Exception] = []  # if any, others still get what they wait for
         transfers = self.plan.transfers
-        coming = transfers.reads.take(np.flatnonzero(transfers.target == self.comm.rank))
-        values = self._values(ReadItems.concat([self.plan.items, coming]), verify)
-        fan = FanOut(self.comm, self.reader, self.metadata, self.plan)
-        own = _destinations(self.flat, self.plan.items)
         mine = np.flatnonzero(transfers.target == self.comm.rank)
-        place = {int(row): at for at, row in enumerate(mine)}
-        theirs = _destinations(self.flat, coming)
+        coming, place = transfers.reads.take(mine), {int(row): at for at, row in enumerate(mine)}
+        values: dict[str, Any] = {}
+        own: Callable[[int], torch.Tensor] = _nowhere
+        theirs: Callable[[int], torch.Tensor] = _nowhere
+        try:
+            everything = ReadItems.concat([self.plan.items, coming])
+            if self.reader is not None:
+                refuse_shared(self.flat, everything, self.reader)
+            values = self._values(everything, verify)
+            own = destinations(self.flat, self.plan.items)
+            theirs = destinations(self.flat, coming)
+        except Exception as error:
+            failed.append(error)
+        fan = FanOut(self.comm, self.reader, self.metadata, self.plan, failed)
         stats = fan.run(own, lambda row: theirs(place[row]), verify=verify)
         return stats, values, fan
 
@@ -310,14 +397,19 @@ class _Load:
         return {dest: load_value(self.values[name], str(self._path), name) for dest, name in names}
 
 
-def _is_torch_file(path: str | os.PathLike[str] | Store, format: str | None) -> bool:
-    """Tell whether the checkpoint is a single file of `torch.save`."""
-    store, name = locate(path)
-    return bool(name) and (format or detect(store, name)) == "torch"
+def _nowhere(row: int) -> torch.Tensor:
+    """Stand in for where reads go, once it is known that the load fails."""
+    raise LookupError(f"read {row} has nowhere to go")
 
 
-def _plain(data: Any) -> Any:
-    return bytes(data) if isinstance(data, (bytes, bytearray, memoryview)) else data
+def _packed(value: StoredValue) -> bytes:
+    """Return the data of a stored value as bytes: JSON that travels as such comes back frozen."""
+    return json.dumps(value.data).encode() if value.kind == "inline" else bytes(value.data)
+
+
+def _unpacked(kind: Any, data: bytes) -> StoredValue:
+    """Return what `_packed` was given."""
+    return StoredValue(kind, json.loads(data) if kind == "inline" else data)
 
 
 def _nbytes(plan: LoadPlan, metadata: Metadata) -> int:
@@ -330,30 +422,49 @@ def _nbytes(plan: LoadPlan, metadata: Metadata) -> int:
     return int((items.numel * width[row[items.storage]]).sum())
 
 
-def _worth_sharing(
-    offers: Sequence[tuple[int, str, bool]], metadata: Metadata, share: bool | Literal["auto"]
-) -> bool:
+@attrs.frozen
+class _Wish:
+    """What one rank needs of a checkpoint.
+
+    Attributes:
+        needed: Bytes of what it needs.
+        names: A fingerprint of the names of the tensors of which it needs anything.
+        size: Bytes of these tensors, whole.
+        host: The machine it runs on.
+        local: Whether storage is a local path to it.
+    """
+
+    needed: int
+    names: str
+    size: int
+    host: str
+    local: bool
+
+
+def _named(plan: LoadPlan, metadata: Metadata) -> tuple[str, int]:
+    """Return a fingerprint of the names of the tensors that a plan reads, and their size, whole."""
+    entries, items = metadata.state_dict_metadata, plan.items
+    used = sorted({items.names[n] for n in np.unique(items.storage).tolist()})
+    rows = [entries.row_of[name] for name in used]
+    size = sum(
+        math.prod(entries.layouts[layout].size) * entries.props[prop].itemsize
+        for layout, prop in zip(
+            entries.layout[rows].tolist(), entries.prop[rows].tolist(), strict=True
+        )
+        if layout >= 0
+    )
+    return hashlib.blake2b("\0".join(used).encode(), digest_size=16).hexdigest(), size
+
+
+def _worth_sharing(wishes: Sequence[_Wish], share: bool | Literal["auto"]) -> bool:
     """Tell whether reading once and sending is cheaper than reading more than once.
 
-    Args:
-        offers: Per rank: bytes it needs, its machine, and whether storage is a local path.
-        metadata: The checkpoint.
-        share: What was asked for.
+    If ranks need more bytes than the tensors have that they need anything of, some need the same.
     """
-    needed, size = sum(n for n, _, _ in offers), _saved_bytes(metadata)
-    if needed <= size:  # as far as this tells, nobody needs what another one does
+    size = sum({wish.names: wish.size for wish in wishes}.values())
+    if share is True or sum(wish.needed for wish in wishes) <= size:
         return share is True
-    hosts = {host for _, host, _ in offers}
-    local = all(local for _, _, local in offers)
-    return share is True or not local or len(hosts) > 1
-
-
-def _saved_bytes(metadata: Metadata) -> int:
-    """Count the bytes of all tensors of a checkpoint."""
-    entries = metadata.state_dict_metadata
-    numel = column([*(math.prod(layout.size) for layout in entries.layouts), 0])
-    width = column([*(p.itemsize for p in entries.props), 0])
-    return int((numel[entries.layout] * width[entries.prop]).sum())
+    return not all(wish.local for wish in wishes) or len({wish.host for wish in wishes}) > 1
 
 
 def read_rank(
@@ -371,30 +482,7 @@ def read_rank(
         What was read, and the values that are no tensors, by name in the state dict.
     """
     values = reader.values(plan, verify=verify)
-    return reader.fill(plan.items, _destinations(flat, plan.items), verify=verify), values
-
-
-def _destinations(flat: Mapping[str, Any], items: ReadItems) -> Callable[[int], torch.Tensor]:
-    """Return what gives the box of the state dict that a read fills, having checked them all."""
-    shards: dict[tuple[int, bytes], torch.Tensor] = {}
-    refused: dict[str, str] = {}
-
-    def key(row: int) -> tuple[int, bytes]:
-        return int(items.dest[row]), items.dest_anchor[row].tobytes()
-
-    for row, kind in enumerate(items.type.tolist()):
-        if kind == LoadItemType.TENSOR.value and key(row) not in shards:
-            name, anchor = items.names[items.dest[row]], items.dest_anchor[row]
-            index = MetadataIndex(name, anchor[: items.ndim[row]].tolist())
-            try:
-                shards[key(row)] = as_tensor(find_shard(flat, index), writable=True)
-            except TypeError as error:
-                refused[name] = str(error)
-    if refused:
-        raise ValueRefusedError(refused)
-    return lambda row: window(
-        shards[key(row)], items.dest_offsets[row].tolist(), items.lengths[row].tolist()
-    )
+    return reader.fill(plan.items, destinations(flat, plan.items, reader), verify=verify), values
 
 
 def restore(
@@ -413,10 +501,11 @@ def restore(
     Args:
         path: The checkpoint.
         target: What to make, nested in any way: meta tensors, `TensorSpec`s, or anything else with
-            a shape and a dtype; other leaves stand for values that are no tensors. Everything that
-            was saved if left out.
+            a shape and a dtype; other leaves stand for values that are no tensors. A DTensor stands
+            for one on the same mesh, of which this rank reads its own part. Everything that was
+            saved if left out.
         keys: Shell-style patterns of the flattened names to read; everything if left out.
-        device: Where new tensors are made.
+        device: Where new tensors are made; DTensors are made where their mesh is.
         dtype: Whether tensors of ``target`` may have another dtype than the saved ones: ``"cast"``.
         format: What wrote the checkpoint; found out if left out.
         verify: Whether to check what is read whole against its checksums.
@@ -432,34 +521,73 @@ def restore(
     Raises:
         PlanError: Something in ``target`` is not in the checkpoint, or does not fit.
         NotFoundError: A pattern of ``keys`` matches nothing.
-        FormatError: The checkpoint is damaged.
+        FormatError: The checkpoint is damaged. If it was overwritten meanwhile, the new one is
+            read instead.
     """
-    reader = Reader(open_source(path, format=format, pool=pool), pool)
-    metadata = reader.metadata
-    if target is None:
-        wanted, paths = _everything(metadata)
-    else:
-        wanted, paths = flatten(target)
-    flat = {
-        name: empty(leaf.shape, dtype_name(leaf.dtype), device) if is_tensor(leaf) else None
-        for name, leaf in _matching(wanted, keys).items()
-    }
-    plan = load_plan(metadata, local_plan(flat), dtype=dtype)
+    if torch.device(device).type == "meta":
+        raise ValueError(
+            "the meta device holds no elements to restore; open_checkpoint tells names, shapes and "
+            "dtypes without reading them"
+        )
+    for left in reversed(range(ATTEMPTS)):
+        reader = Reader(open_source(path, format=format, pool=pool), pool)
+        try:
+            with plain_errors(reader):
+                return _restore(reader, target, keys, device, dtype, verify)
+        except STOPPED:
+            if not left or not was_replaced(reader):
+                raise
+    raise AssertionError  # the last attempt returns or raises
+
+
+def _restore(
+    reader: Reader,
+    target: Mapping[Any, Any] | None,
+    keys: Iterable[str] | None,
+    device: Any,
+    dtype: Literal["same", "cast"],
+    verify: bool,
+) -> dict[Any, Any]:
+    """Make a new state dict of a checkpoint; all is planned before memory is asked for."""
+    wanted, paths = _everything(reader.metadata) if target is None else flatten(target)
+    wanted = _matching(wanted, keys)
+    specs = {name: _spec(leaf) if is_tensor(leaf) else None for name, leaf in wanted.items()}
+    plan = load_plan(reader.metadata, local_plan(specs), dtype=dtype)
+    flat = {name: None if spec is None else _blank(spec, device) for name, spec in specs.items()}
     _, values = read_rank(reader, flat, plan, verify=verify)
     return unflatten({**flat, **values}, paths)
 
 
-class _Saved:
-    """A saved tensor's shape and dtype."""
+def _spec(leaf: Any) -> Any:
+    """Return what is to be made like a leaf: a DTensor, or a whole tensor."""
+    if isinstance(leaf, torch.Tensor) and hasattr(leaf, "placements"):
+        return leaf
+    return TensorSpec(tuple(leaf.shape), dtype_name(leaf.dtype))
 
-    def __init__(self, entry: TensorMetadata) -> None:
-        self.shape, self.dtype = entry.size, entry.properties.dtype
+
+def _blank(spec: Any, device: Any) -> torch.Tensor:
+    """Return a new tensor; a DTensor where its like is, with memory for this rank's part."""
+    if isinstance(spec, TensorSpec):
+        return empty(spec.shape, spec.dtype, device)
+    local = spec.to_local()
+    device = spec.device_mesh.device_type if local.is_meta else local.device
+    blank: torch.Tensor = type(spec).from_local(
+        torch.empty_like(local, device=device, requires_grad=False),
+        spec.device_mesh,
+        spec.placements,
+        run_check=False,
+        shape=spec.shape,
+        stride=spec.stride(),
+    )
+    return blank
 
 
 def _everything(metadata: Metadata) -> tuple[dict[str, Any], Mapping[str, Any]]:
     entries = metadata.state_dict_metadata
     wanted = {
-        name: _Saved(entry) if isinstance(entry, TensorMetadata) else None
+        name: TensorSpec(entry.size, entry.properties.dtype)
+        if isinstance(entry, TensorMetadata)
+        else None
         for name, entry in entries.items()
     }
     data = metadata.planner_data

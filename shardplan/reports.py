@@ -88,7 +88,7 @@ class LoadReport:
         requests: How many ranges were asked for.
         verified: How many chunks were read whole and found to fit their checksums.
         seconds: This rank's seconds by phase: open, plan, exchange, read, wait (for the other
-            ranks).
+            ranks), hand over (to objects that keep their own state).
         bytes_received: Bytes that came from other ranks.
         total_read: Bytes that all ranks together fetched from storage.
         slowest: By phase, the rank that took longest for it, and its seconds.

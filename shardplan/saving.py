@@ -9,9 +9,10 @@ from typing import Any
 import attrs
 
 from shardplan.dist import CheckpointError, Comm
+from shardplan.io.errors import UnsureCommitError
 from shardplan.io.pool import Pool
-from shardplan.io.stores import Store, open_store
-from shardplan.io.writers import Part, Writer, find_writer
+from shardplan.io.stores import Store
+from shardplan.io.writers import Part, Writer, open_target
 from shardplan.planning import Pass, SavePlan
 
 from .agreement import Agreement, PlanCache, agree
@@ -45,7 +46,8 @@ def save(
     Args:
         state_dict: Tensors and other values, nested in any way. Objects with ``state_dict()`` and
             ``load_state_dict()`` are saved as the state they return.
-        path: A folder that will hold the checkpoint, on a disk or in an object store.
+        path: A folder that will hold the checkpoint, on a disk or in an object store; for a format
+            that is a single file, that file.
         planner: A pass over the plan, such as ``chain(rename(...), cast("bfloat16"))``. Load with
             the same one.
         format: What to write; see `shardplan.io.writers.WRITERS`.
@@ -104,7 +106,20 @@ def save_state(
     watch: Stopwatch,
 ) -> SaveReport:
     """Save what ``state`` returns; all else is as in `save`."""
-    store, writer = open_store(path), find_writer(format)
+    targets: list[tuple[Store, Writer]] = []
+
+    def begin() -> None:
+        store, writer = open_target(path, format)
+        most = getattr(writer, "max_ranks", comm.world_size)
+        if most < comm.world_size:
+            raise ValueError(
+                f"{comm.world_size} ranks cannot save as {format!r}, which {most} can; save in "
+                "another format, and `convert` that"
+            )
+        if comm.rank == comm.coordinator:
+            writer.refuse(store, overwrite)
+        targets.append((store, writer))
+
     with profiled(profile and comm.rank == comm.coordinator) as hot:
         sd, agreement, save_id = agree(
             comm,
@@ -113,9 +128,9 @@ def save_state(
             watch=watch,
             cache=cache,
             verify_replicas=verify_replicas,
-            first=lambda: writer.refuse(store, overwrite),
+            first=begin,
         )
-        task = SaveTask(comm, store, writer, sd, agreement, save_id, overwrite, pool)
+        task = SaveTask(comm, *targets[0], sd, agreement, save_id, overwrite, pool)
         report = task.run(watch)
     return attrs.evolve(report, profile=tuple(hot))
 
@@ -210,7 +225,12 @@ class SaveTask:
 
 
 def _surely_failed(error: BaseException) -> bool:
-    """Tell whether no rank can still commit: not if ranks were lost, who may know nothing of it."""
+    """Tell whether no rank can still commit, or have done so unnoticed.
+
+    Ranks that were lost may know nothing of the failure, a store may carry out late what it seemed
+    to refuse, and an interrupt may come at any time.
+    """
     if isinstance(error, CheckpointError):
-        return all(failure.type != "LostRank" for failure in error.failures)
-    return True
+        unsure = {"LostRank", UnsureCommitError.__name__}
+        return all(failure.type not in unsure for failure in error.failures)
+    return isinstance(error, Exception) and not isinstance(error, UnsureCommitError)

@@ -33,7 +33,16 @@ def expand(state_dict: Mapping[Any, Any]) -> Mapping[Any, Any]:
     {'counter': {'count': 3}, 'step': 7}
     """
     changed: dict[Any, Any] = {}
-    for key in sorted(state_dict, key=lambda key: (str(key), type(key).__name__)):
+    tensors: set[type] = set()  # seen here: most values are of one of a few such types
+    kept: list[Any] = []
+    for key, value in state_dict.items():
+        if type(value) in tensors:
+            continue
+        if is_tensor(value):
+            tensors.add(type(value))
+        else:
+            kept.append(key)
+    for key in sorted(kept, key=lambda key: (str(key), type(key).__name__)):
         value = state_dict[key]
         if is_stateful(value):
             changed[key] = value.state_dict()

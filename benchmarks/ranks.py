@@ -1,0 +1,228 @@
+"""Save and load speed on several ranks, as ratios of what torch DCP does on the same ranks.
+
+    python -P benchmarks/ranks.py --gib 1 --ranks 4 --folder /tmp
+
+Both sides move the same bytes over the same process group, with a warm page cache, several times in
+turn; the median counts. A time is that of the slowest rank. Files are synced on both sides.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import shardplan
+
+TENSORS, COLUMNS = 32, 1024
+GOALS = {
+    "save": 1.25,
+    "load, same layout": 3.0,
+    "load, rows to columns": 4.0,
+    "load, replicated": 3.0,
+}
+
+
+def tensors(gib, mesh, placement, fill):
+    """Return a state dict of DTensors of this many GiB over all ranks."""
+    rows = max(int(gib * 2**30) // 4 // TENSORS // COLUMNS // 8 * 8, 8)
+    ranks = 1 if isinstance(placement, Replicate) else mesh.size()
+    shape = [rows, COLUMNS]
+    if ranks > 1:
+        shape[placement.dim] //= ranks
+    seed = 0 if ranks == 1 else dist.get_rank()
+    generator = torch.Generator().manual_seed(seed)
+    sd = {}
+    for number in range(TENSORS):
+        local = torch.zeros(shape)
+        if fill:
+            ints = local.view(torch.int32)
+            ints.random_(-(2**31), 2**31 - 1, generator=generator)
+        sd[f"layers.{number}.weight"] = DTensor.from_local(
+            local, mesh, [placement], run_check=False
+        )
+    return sd
+
+
+def bits(tensor):
+    return tensor.to_local().view(torch.int32)
+
+
+def dcp_save(sd, path):
+    dcp.save(sd, storage_writer=dcp.FileSystemWriter(path, sync_files=True))
+
+
+def dcp_load(sd, path):
+    dcp.load(sd, storage_reader=dcp.FileSystemReader(path))
+
+
+def timed(work, *args):
+    """Return the seconds until the last rank is done."""
+    if dist.get_rank() == 0:
+        os.sync()
+    dist.barrier()
+    start = time.perf_counter()
+    work(*args)
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def in_turn(ways, rounds, before=lambda name: None):
+    """Return the median seconds of each way, having taken turns."""
+    times = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            before(name)
+            times[name].append(timed(way))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def say(text):
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+def tell(label, times, goal):
+    ratio = times["dcp"] / times["ours"]
+    say(
+        f"{label:24} torch DCP {times['dcp']:6.3f} s   shardplan {times['ours']:6.3f} s   "
+        f"{ratio:5.2f} × as fast   wanted {goal}"
+    )
+
+
+def measure_moves(gib, folder, mesh, rounds):
+    """Save by rows and replicated; load both, and rows as columns."""
+
+    def remove(name):
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder / f"{name}-rows", ignore_errors=True)
+        dist.barrier()
+
+    sd = tensors(gib, mesh, Shard(0), fill=True)
+    saves = {
+        "dcp": lambda: dcp_save(sd, folder / "dcp-rows"),
+        "ours": lambda: shardplan.save(sd, folder / "ours-rows"),
+    }
+    tell("save", in_turn(saves, rounds, remove), GOALS["save"])
+    say(f"  {shardplan.save(sd, folder / 'ours-rows', overwrite=True)!r}")
+    whole = tensors(gib, mesh, Replicate(), fill=True)
+    dcp_save(whole, folder / "dcp-whole")
+    shardplan.save(whole, folder / "ours-whole")
+    loads = {
+        "load, same layout": ("rows", Shard(0)),
+        "load, rows to columns": ("rows", Shard(1)),
+        "load, replicated": ("whole", Replicate()),
+    }
+    for label, (saved, placement) in loads.items():
+        target = tensors(gib, mesh, placement, fill=False)
+        ways = {
+            "dcp": lambda t=target, s=saved: dcp_load(t, folder / f"dcp-{s}"),
+            "ours": lambda t=target, s=saved: shardplan.load(t, folder / f"ours-{s}"),
+        }
+        tell(label, in_turn(ways, rounds), GOALS[label])
+        say(f"  {shardplan.load(target, folder / f'ours-{saved}')!r}")
+        if placement == Shard(0):
+            same = all(torch.equal(bits(target[k]), bits(sd[k])) for k in sd)
+            assert same, "what was loaded is not what was saved"
+        del target
+
+
+def measure_planning(folder, mesh, rounds):
+    """Save a thousand small tensors again and again: planning is only looking up."""
+    sd = {
+        f"layers.{i}.weight": DTensor.from_local(torch.zeros(2, 8), mesh, [Shard(0)])
+        for i in range(1000)
+    }
+    plans = []
+    for turn in range(rounds + 1):
+        report = shardplan.save(sd, folder / "many", overwrite=True)
+        plans.append(1000 * report.seconds["plan"])
+        how = "derived" if turn == 0 else "cached"
+        assert report.how == how, f"the plan was {report.how}, not {how}"
+    told = [None] * dist.get_world_size()
+    dist.all_gather_object(told, plans)
+    slowest = [max(rank[turn] for rank in told) for turn in range(rounds + 1)]
+    say(
+        f"planning, 1,000 tensors  first {slowest[0]:.1f} ms, again "
+        f"{statistics.median(slowest[1:]):.1f} ms on the slowest rank   wanted below 5"
+    )
+
+
+def measure_async(gib, folder, mesh, rounds):
+    """Time what training waits for, against a plain copy of the same tensors."""
+    sd = tensors(gib, mesh, Shard(0), fill=True)
+    copy = {name: tensor.to_local().clone() for name, tensor in sd.items()}
+
+    def copied():
+        for name, tensor in sd.items():
+            copy[name].copy_(tensor.to_local())
+
+    def cloned():
+        return {name: tensor.to_local().clone() for name, tensor in sd.items()}
+
+    futures = []
+
+    def saved():
+        futures.append(shardplan.async_save(sd, folder / "async", overwrite=True))
+
+    first = {"clone": timed(cloned), "save": timed(saved)}
+    futures[-1].result()
+    times = {"copy": [], "save": []}
+    for _ in range(rounds):
+        times["copy"].append(timed(copied))
+        times["save"].append(timed(saved))
+        futures[-1].result()
+        dist.barrier()
+    for label, other, mine in (
+        ("first", first["clone"], first["save"]),
+        ("again", statistics.median(times["copy"]), statistics.median(times["save"])),
+    ):
+        say(
+            f"async_save, {label:12} copy {other:6.3f} s   blocks {mine:6.3f} s   "
+            f"{mine / other:5.2f} × as long   wanted at most 1.3"
+        )
+
+
+def rank_main(args):
+    warnings.filterwarnings("ignore")
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    folder = args.folder
+    measure_moves(args.gib, folder, mesh, args.rounds)
+    measure_planning(folder, mesh, args.rounds + 2)
+    measure_async(args.gib, folder, mesh, args.rounds)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gib", type=float, default=1.0)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    args = parser.parse_args()
+    if "RANK" in os.environ:
+        rank_main(args)
+        return
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(args.ranks), __file__, "--folder", folder]
+        command += ["--gib", str(args.gib), "--rounds", str(args.rounds)]
+        environment = os.environ | {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, check=True, env=environment)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Groups of three real ranks of which one exits or stalls in the middle of a save or a load.
+
+Run as ``python faults.py FOLDER``. Torch is imported once; each rank of each group is a fork, and
+all groups run at the same time, each with a checkpoint of its own below FOLDER, saved before by
+all of its ranks. ``FOLDER/CASE/told-RANK`` says what each rank that lives was told, and when.
+"""
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import shardplan
+from shardplan import loading, saving  # noqa: F401  # imported once, before the forks
+from shardplan.dist import CheckpointError, torch_comm
+from shardplan.io.stores import open_store
+from shardplan.io.testing import CountingStore
+
+WORLD, TIMEOUT, STALL = 3, 5.0, 12.0
+SAVES = ("state_dict", "plan", "write", "commit")
+LOADS = ("open", "read", "send", "receive")
+# The coordinator is rank 0, and so is the store's host where the store is TCP's.
+CASES = [
+    f"{phase}:{victim}:{how}:file"
+    for how in ("exit", "stall")
+    for phase in (*SAVES, *LOADS)
+    for victim in (0, 2)
+    if (phase, victim) != ("commit", 2)
+]
+CASES += ["write:0:exit:tcp", "write:2:exit:tcp", "read:2:stall:tcp"]
+
+
+def old(rank):
+    """Every rank holds a row of its own, and all hold the same three megabytes, to be shared."""
+    alike = {f"all{i}": torch.arange(1 << 18) + i + 0.5 for i in range(WORLD)}
+    return {f"row{rank}": torch.full((4,), float(rank))} | alike
+
+
+def new(rank):
+    return {name: -value for name, value in old(rank).items()}
+
+
+class Fault:
+    """What becomes of the victim when it comes to a phase."""
+
+    def __init__(self, phase, how, active):
+        self.phase, self.how, self.active = phase, how, active
+
+    def at(self, phase):
+        if self.active and phase == self.phase:
+            self.active = False
+            if self.how == "exit":
+                os._exit(0)
+            time.sleep(STALL)
+
+
+class Store(CountingStore):
+    def __init__(self, inner, fault):
+        super().__init__(inner)
+        self.fault = fault
+
+    def write(self, *args, **options):
+        self.fault.at("write")
+        return super().write(*args, **options)
+
+    def replace(self, *args, **options):
+        self.fault.at("commit")
+        return super().replace(*args, **options)
+
+    def read_all(self, *args, **options):
+        self.fault.at("open")
+        return super().read_all(*args, **options)
+
+    def read(self, *args):
+        self.fault.at("read")
+        return super().read(*args)
+
+
+class State:
+    def __init__(self, state, fault):
+        self.state, self.fault = state, fault
+
+    def state_dict(self):
+        self.fault.at("state_dict")
+        return self.state
+
+    def load_state_dict(self, state):
+        pass
+
+
+class Comm:
+    """The comm of a group, on which sending and receiving may strike."""
+
+    def __init__(self, inner, fault):
+        self.inner, self.fault = inner, fault
+
+    def __getattr__(self, name):
+        if name in ("send", "receive"):
+            self.fault.at(name)
+        return getattr(self.inner, name)
+
+
+def take(case, rank, comm, path):
+    phase, victim, how, _ = case.split(":")
+    fault = Fault(phase, how, rank == int(victim))
+    store, comm = Store(open_store(path), fault), Comm(comm, fault)
+
+    def planner(plans):
+        fault.at("plan")
+        return plans
+
+    if phase in SAVES:
+        state = {"part": State(new(rank), fault)}
+        shardplan.save(state, store, comm=comm, overwrite=True, planner=planner)
+    else:
+        state = {"part": {name: torch.zeros_like(value) for name, value in old(rank).items()}}
+        shardplan.load(state, store, comm=comm, share_reads=True)
+
+
+def run(case, rank, folder):
+    store = dist.FileStore(f"{folder}/{case}/store", WORLD)
+    if case.endswith("tcp"):
+        port = f"{folder}/{case}/port"
+        if rank == 0:
+            store = dist.TCPStore("127.0.0.1", 0, WORLD, True, wait_for_workers=False)
+            with open(f"{port}.new", "w", encoding="utf-8") as file:
+                file.write(str(store.port))
+            os.rename(f"{port}.new", port)
+        else:
+            while not os.path.exists(port):
+                time.sleep(0.05)
+            with open(port, encoding="utf-8") as file:
+                store = dist.TCPStore("127.0.0.1", int(file.read()), WORLD, False)
+    wait = timedelta(seconds=100)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=wait)
+    path = f"{folder}/{case}/checkpoint"
+    shardplan.save({"part": old(rank)}, path, comm=torch_comm(timeout=100))
+    comm = torch_comm(timeout=TIMEOUT)
+    torch_comm(timeout=100).barrier()
+    time.sleep(1)  # all have left the barrier before the store may die
+    start = time.monotonic()
+    try:
+        take(case, rank, comm, path)
+        told = {"returned": True}
+    except CheckpointError as error:
+        told = {"named": list(error.ranks), "text": str(error)}
+    except BaseException as error:
+        told = {"raised": repr(error)}
+    told["seconds"] = time.monotonic() - start
+    with open(f"{folder}/{case}/told-{rank}", "w", encoding="utf-8") as file:
+        json.dump(told, file)
+    time.sleep(STALL if "stall" in case else 1)  # the store may live here, and others still ask
+
+
+def main(folder):
+    children = []
+    for case in CASES:
+        os.mkdir(f"{folder}/{case}")
+        for rank in range(WORLD):
+            child = os.fork()
+            if child == 0:
+                try:
+                    run(case, rank, folder)
+                finally:
+                    os._exit(0)
+            children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

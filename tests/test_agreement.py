@@ -1,0 +1,330 @@
+"""How ranks come to one plan: what they tell each other, and what they remember."""
+
+import importlib.util
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import shardplan
+from shardplan.agreement import PlanCache, agree
+from shardplan.dist import CheckpointError, run_ranks, solo
+from shardplan.io.stores import open_store
+from shardplan.layouts import layout_key
+from shardplan.planning import cast, chain, rename
+from shardplan.reports import Stopwatch
+
+FOLDER = Path(__file__).parent / "ranks"
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(f"ranks_{name}", FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+parts = script("parts")
+WORLD = 3
+
+
+class Saves:
+    """Saves one after the other, each rank with its own memory; what ranks give is counted."""
+
+    def __init__(self, name, world=WORLD):
+        self.store = open_store(f"memory://agreement/{name}")
+        self.store.delete(self.store.list())
+        self.world = world
+        self.caches = [PlanCache() for _ in range(world)]
+
+    def save(self, state_of, **options):
+        """Save what ``state_of(rank)`` returns; return how plans came to be, and bytes given."""
+
+        def fn(comm):
+            spy = parts.SpyComm(comm)
+            report = shardplan.save(
+                state_of(comm.rank),
+                self.store,
+                comm=spy,
+                cache=self.caches[comm.rank],
+                overwrite=True,
+                **options,
+            )
+            planning = [n for name, n in spy.given if name != "broadcast"]
+            # What ranks give before they write: all but the last gather and the last agreement.
+            return report.how, sum(planning[:-2]), spy.given
+
+        told = run_ranks(self.world, fn)
+        (how,) = {how for how, _, _ in told}
+        return how, [n for _, n, _ in told]
+
+    def restored(self):
+        return shardplan.restore(self.store)
+
+
+def many(rank, seed=0, count=200):
+    return {f"layers.{i}.w": torch.full((4, 2), float(seed + i)) for i in range(count)}
+
+
+def chunked(rank, count=200, rows=6):
+    """Return tensors of which each rank holds some rows, and says so itself."""
+    whole = {f"layers.{i}.w": torch.full((rows, 2), float(i)) for i in range(count)}
+    return parts.part(whole, "rows", WORLD, rank)
+
+
+def test_the_first_save_of_equal_plain_tensors_exchanges_one_fingerprint_per_rank():
+    saves = Saves("first")
+    how, given = saves.save(many)
+    assert how == "derived"
+    assert max(given) < 300
+
+
+def test_tensors_that_only_their_holders_know_are_gathered():
+    saves = Saves("gathered")
+    how, given = saves.save(chunked)
+    assert how == "gathered"
+    assert min(given) > 1000
+
+
+def test_an_unchanged_layout_exchanges_fingerprints_only_and_new_values_are_saved():
+    saves = Saves("unchanged")
+    saves.save(many)
+    how, given = saves.save(lambda rank: many(rank, seed=5) | {"layers.0.w": torch.ones(4, 2)})
+    assert how == "cached"
+    assert max(given) < 300
+    assert torch.equal(saves.restored()["layers.3.w"], torch.full((4, 2), 8.0))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_changed_values_are_always_saved(seed):
+    saves = Saves(f"values-{seed}")
+    for turn in range(3):
+        sd = {"w": torch.full((3,), float(turn + seed)), "step": turn, "note": f"turn {turn}"}
+        how, _ = saves.save(lambda rank, sd=sd: sd)
+        assert how == ("derived" if turn == 0 else "cached")
+        restored = saves.restored()
+        assert restored["w"].tolist() == [turn + seed] * 3
+        assert (restored["step"], restored["note"]) == (turn, f"turn {turn}")
+
+
+CHANGES = {
+    "shape": lambda sd: sd | {"w": torch.zeros(5, 2)},
+    "dtype": lambda sd: sd | {"w": torch.zeros(4, 2, dtype=torch.float64)},
+    "name": lambda sd: {k + "x" if k == "w" else k: v for k, v in sd.items()},
+    "more": lambda sd: sd | {"extra": torch.zeros(1)},
+    "fewer": lambda sd: {k: v for k, v in sd.items() if k != "own"},
+    "a value more": lambda sd: sd | {"note": "hello"},
+    "a value for a tensor": lambda sd: sd | {"own": 3},
+    "grad": lambda sd: sd | {"own": torch.zeros(2, requires_grad=True)},
+}
+
+
+@pytest.mark.parametrize("victim", range(WORLD))
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_on_any_single_rank_makes_all_plan_again(change, victim):
+    saves = Saves("change")
+
+    def unchanged(rank):
+        return {"w": torch.full((4, 2), float(rank)), "own": torch.zeros(2)}
+
+    def changed(rank):
+        return CHANGES[change](unchanged(rank)) if rank == victim else unchanged(rank)
+
+    def named(state):
+        return lambda rank: {f"{name}.{rank}": value for name, value in state(rank).items()}
+
+    hows = [saves.save(named(s))[0] for s in (unchanged, unchanged, changed, changed, unchanged)]
+    # The last time, the others remember a plan with the change.
+    assert hows == ["gathered", "cached", "gathered", "cached", "gathered"]
+    assert set(shardplan.open_checkpoint(saves.store).keys()) == {
+        name for rank in range(WORLD) for name in named(unchanged)(rank)
+    }
+
+
+def test_equal_flat_names_in_other_nestings_are_not_confused():
+    saves = Saves("nesting")
+    w = torch.ones(2)
+    nestings = [{"a.b": w}, {"a": {"b": w}}, {"a": [w]}, {"a": {0: w}}, {"a": {"0": w}}]
+    for nested in nestings:
+        saves.save(lambda rank, nested=nested: nested)
+        restored = saves.restored()
+        assert repr(restored) == repr(nested)
+        how, _ = saves.save(lambda rank, nested=nested: nested)
+        assert how == "cached"
+
+
+def test_ranks_that_nest_differently_do_not_share_a_plan():
+    saves = Saves("differently", world=2)
+    how, _ = saves.save(lambda rank: {"a": {"b": torch.ones(2)}} if rank else {"c": torch.ones(2)})
+    assert how == "gathered"
+
+
+def test_another_planner_is_another_plan():
+    saves = Saves("planner")
+    bf16, renamed = cast("bfloat16"), rename({"layers.0.w": "first"})
+    hows = [saves.save(many, planner=p)[0] for p in (None, bf16, renamed, None, bf16)]
+    assert hows == ["derived", "derived", "derived", "cached", "cached"]
+    assert shardplan.open_checkpoint(saves.store)["layers.0.w"].dtype == torch.bfloat16
+
+
+def test_a_planner_that_does_not_hash_is_never_remembered():
+    class Planner(list):
+        def __call__(self, plans):
+            return plans
+
+    saves = Saves("unhashable")
+    hows = [saves.save(many, planner=Planner())[0] for _ in range(2)]
+    assert hows == ["derived", "derived"]
+
+
+def test_another_coordinator_or_fewer_ranks_make_another_plan():
+    cache = [PlanCache() for _ in range(4)]
+    store = open_store("memory://agreement/ranks")
+
+    def fn(comm):
+        return shardplan.save(
+            many(comm.rank), store, comm=comm, cache=cache[comm.rank], overwrite=True
+        ).how
+
+    assert set(run_ranks(4, fn)) == {"derived"}
+    assert set(run_ranks(3, fn)) == {"derived"}
+    assert set(run_ranks(3, fn, coordinator=1)) == {"derived"}
+    assert set(run_ranks(4, fn)) == {"cached"}
+
+
+def test_a_single_rank_remembers_too():
+    cache, store = PlanCache(), open_store("memory://agreement/solo")
+    for turn in range(2):
+        shardplan.save({"w": torch.full((2,), float(turn))}, store, cache=cache, overwrite=True)
+        assert shardplan.restore(store)["w"].tolist() == [turn, turn]
+
+
+def test_a_rank_that_forgot_makes_all_plan_again():
+    saves = Saves("forgot")
+    saves.save(chunked_plain)
+    assert saves.save(chunked_plain)[0] == "cached"
+    saves.caches[1].clear()
+    assert saves.save(chunked_plain)[0] == "gathered"
+    assert saves.save(chunked_plain)[0] == "cached"
+
+
+def chunked_plain(rank):
+    """Return tensors that differ from rank to rank, so that only a gathering tells."""
+    return {f"w{rank}": torch.full((2,), float(rank)), "all": torch.ones(3)}
+
+
+def test_a_cache_keeps_the_last_few_and_forgets_the_oldest():
+    cache = PlanCache(entries=2)
+    for key in "abc":
+        cache.put(key, key)
+    assert (cache.get("a"), cache.get("b"), cache.get("c")) == (None, "b", "c")
+    cache.get("b")
+    cache.put("d", "d")
+    assert (cache.get("b"), cache.get("c"), cache.get("d")) == ("b", None, "d")
+
+
+def test_the_key_of_a_layout_is_the_same_for_other_values_and_no_other_layout():
+    base = {"w": torch.zeros(2, 3), "n": np.zeros(2), "step": 1}
+    key = layout_key(base)
+    assert layout_key({"w": torch.ones(2, 3), "n": np.ones(2), "step": 2}) == key
+    others = [
+        base | {"w": torch.zeros(3, 2)},
+        base | {"w": torch.zeros(2, 3).half()},
+        base | {"w": torch.zeros(2, 3, requires_grad=True)},
+        base | {"n": np.zeros(2, np.float32)},
+        {k: v for k, v in base.items() if k != "step"},
+        base | {"step": torch.zeros(())},
+    ]
+    keys = [layout_key(other) for other in others]
+    assert key not in keys
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_tensor_that_knows_its_own_chunks_has_no_key():
+    assert layout_key(chunked(0)) is None
+
+
+# Derived and gathered plans are one
+
+
+def test_an_agreement_is_the_same_however_it_came_about(monkeypatch):
+    """With the way to derive it closed, the coordinator makes the very same plan."""
+    store = open_store("memory://agreement/ways")
+
+    def agreed(comm):
+        _, agreement, _ = agree(
+            comm,
+            lambda: many(comm.rank, count=5) | {"step": 7},
+            planner=chain(),
+            watch=Stopwatch(),
+            cache=PlanCache(),
+        )
+        return agreement
+
+    derived = run_ranks(WORLD, agreed)
+    monkeypatch.setattr("shardplan.agreement.whole_layout", lambda *args: None)
+    gathered = run_ranks(WORLD, agreed)
+    assert {a.how for a in derived} == {"derived"}
+    assert {a.how for a in gathered} == {"gathered"}
+    assert [a.plan for a in derived] == [a.plan for a in gathered]
+    assert derived[0].metadata == gathered[0].metadata
+    assert tuple(derived[0].plans) == tuple(gathered[0].plans)
+    assert store.list() == ()
+
+
+def test_plans_are_derived_only_if_all_ranks_derive_the_same():
+    saves = Saves("same", world=2)
+    how, _ = saves.save(
+        lambda rank: (
+            {"w": torch.zeros(2 + rank), "v": torch.zeros(1)}
+            if rank == 0
+            else {"v": torch.zeros(1)}
+        )
+    )
+    assert how == "gathered"
+
+
+def test_tensors_of_one_name_and_two_shapes_are_a_conflict_on_all_ranks():
+    saves = Saves("conflict", world=2)
+    with pytest.raises(CheckpointError, match="`w`"):
+        saves.save(lambda rank: {"w": torch.zeros(2 + rank)})
+    assert saves.store.list() == ()
+
+
+def test_agreements_of_several_saves_at_once_do_not_mix():
+    """Comms of their own keep saves apart, though they share a cache."""
+    cache = [PlanCache() for _ in range(2)]
+    stores = [open_store(f"memory://agreement/at-once-{i}") for i in range(4)]
+    errors = []
+
+    def save(number):
+        def fn(comm):
+            sd = {"w": torch.full((number + 1,), float(number))}
+            return shardplan.save(
+                sd, stores[number], comm=comm, cache=cache[comm.rank], overwrite=True
+            )
+
+        try:
+            for _ in range(3):
+                run_ranks(2, fn)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=save, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    for number, store in enumerate(stores):
+        assert shardplan.restore(store)["w"].tolist() == [number] * (number + 1)
+
+
+def test_one_rank_alone_needs_no_comm_to_agree():
+    sd, agreement, _ = agree(
+        solo(), lambda: {"w": torch.ones(1)}, planner=None, watch=Stopwatch(), cache=PlanCache()
+    )
+    assert agreement.how == "alone"
+    assert list(sd) == ["w"]

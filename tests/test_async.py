@@ -1,0 +1,344 @@
+"""Saves in the background: what is saved is what was there, and nothing gets in training's way."""
+
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardplan
+from shardplan.dist import CheckpointError, run_ranks
+from shardplan.io.errors import ExistsError
+from shardplan.io.stores import open_store
+from shardplan.io.testing import CountingStore
+from shardplan.snapshots import Buffers
+
+FOLDER = Path(__file__).parent / "ranks"
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(f"ranks_{name}", FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+parts = script("parts")
+
+
+class Gate(CountingStore):
+    """A store that writes nothing until it is opened, and can fail then."""
+
+    def __init__(self, name):
+        inner = open_store(f"memory://async/{name}")
+        inner.delete(inner.list())
+        super().__init__(inner)
+        self.open, self.writing, self.error = threading.Event(), threading.Event(), None
+        self.under_way = self.most = 0
+
+    def write(self, path, *args, **options):
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        self.writing.set()
+        assert self.open.wait(30)
+        self.under_way -= 1
+        if self.error is not None:
+            raise self.error
+        return super().write(path, *args, **options)
+
+
+@pytest.fixture
+def gate(request):
+    gate = Gate(request.node.name)
+    yield gate
+    gate.open.set()
+
+
+# The snapshot
+
+
+def test_nothing_that_happens_after_it_returned_is_saved(gate):
+    base = torch.arange(20.0).reshape(4, 5)
+    array, frozen = np.arange(6.0), torch.ones(2, requires_grad=True)
+    sd = {
+        "w": base,
+        "view": base[1:, ::2],
+        "transposed": base.T,
+        "expanded": torch.ones(1).expand(3),
+        "numpy": array,
+        "nested": [{"x": torch.zeros(2)}, (torch.ones(1), [torch.full((2,), 3.0)])],
+        "grad": frozen,
+        "value": [1, {"deep": [2]}],
+        "text": "before",
+    }
+    before = {
+        "w": base.clone(),
+        "view": base[1:, ::2].clone(),
+        "transposed": base.T.clone(),
+        "numpy": array.copy(),
+    }
+    future = shardplan.async_save(sd, gate)
+    base.zero_()
+    array[:] = -1
+    sd["nested"][0]["x"].fill_(9)
+    sd["nested"][1][0].fill_(9)
+    sd["nested"][1][1][0].fill_(9)
+    sd["value"][1]["deep"].append("late")
+    sd["text"] = "after"
+    sd["new"] = torch.ones(1)
+    with torch.no_grad():
+        frozen.zero_()
+    gate.open.set()
+    future.result(30)
+    saved = shardplan.restore(gate)
+    for name, value in before.items():
+        assert np.array_equal(np.asarray(saved[name]), np.asarray(value)), name
+    assert saved["expanded"].tolist() == [1.0] * 3
+    assert saved["nested"][0]["x"].tolist() == [0, 0]
+    assert [saved["nested"][1][0].tolist(), saved["nested"][1][1][0].tolist()] == [[1], [3, 3]]
+    assert saved["grad"].tolist() == [1, 1]
+    assert saved["value"] == [1, {"deep": [2]}]
+    assert saved["text"] == "before"
+    assert "new" not in saved
+
+
+def test_tensors_that_know_their_own_chunks_are_copied_too(gate):
+    whole = {"w": torch.arange(24.0).reshape(6, 4)}
+    mine = parts.part(whole, "scattered", 1, 0)
+    future = shardplan.async_save(mine, gate)
+    for tensor in mine["w"].parts.values():
+        tensor.zero_()
+    gate.open.set()
+    future.result(30)
+    assert torch.equal(shardplan.restore(gate)["w"], whole["w"])
+
+
+def test_stateful_objects_are_asked_at_once(gate):
+    net = torch.nn.Linear(2, 2)
+    before = net.weight.detach().clone()
+    future = shardplan.async_save({"net": net}, gate)
+    with torch.no_grad():
+        net.weight.zero_()
+    gate.open.set()
+    future.result(30)
+    assert torch.equal(shardplan.restore(gate)["net"]["weight"], before)
+
+
+shapes = st.lists(st.integers(0, 4), min_size=1, max_size=3)
+
+
+@given(st.lists(st.tuples(shapes, st.booleans(), st.booleans()), max_size=4), st.integers(1, 3))
+def test_copies_in_used_buffers_are_copies_all_the_same(kinds, turns):
+    buffers = Buffers()
+    for turn in range(turns):
+        sd = {}
+        for number, (shape, transposed, as_list) in enumerate(kinds[turn:] or kinds):
+            tensor = torch.rand(shape)
+            tensor = tensor.T if transposed and tensor.ndim == 2 else tensor
+            sd[f"t{number}"] = [tensor, turn] if as_list else tensor
+        wanted = {
+            name: [v[0].clone(), v[1]] if isinstance(v, list) else v.clone()
+            for name, v in sd.items()
+        }
+        copied = buffers.copy(sd)
+        for value in sd.values():
+            (value[0] if isinstance(value, list) else value).fill_(-1)
+        for name, value in wanted.items():
+            got, want = copied[name], value
+            if isinstance(want, list):
+                assert got[1] == want[1]
+                got, want = got[0], want[0]
+            assert torch.equal(got, want)
+
+
+def test_tied_tensors_are_copied_once_and_buffers_are_used_again():
+    buffers, w = Buffers(), torch.ones(1000)
+    first = buffers.copy({"a": w, "b": w})
+    assert first["a"] is first["b"]
+    kept = first["a"].data_ptr()
+    assert buffers.copy({"a": w, "b": w})["a"].data_ptr() == kept
+    assert buffers.copy({"a": torch.ones(999)})["a"].data_ptr() != kept
+
+
+# One at a time
+
+
+def test_it_returns_before_anything_is_written(gate):
+    future = shardplan.async_save({"w": torch.ones(2)}, gate)
+    assert not future.done()
+    assert gate.inner.list() == ()
+    assert 0 < future.blocked < 10
+    gate.open.set()
+    report = future.result(30)
+    assert "stage" in report.seconds
+    assert future.done()
+
+
+def test_a_second_call_waits_for_the_first_save(gate):
+    shardplan.async_save({"w": torch.ones(2)}, gate)
+    assert gate.writing.wait(10)
+    threading.Timer(0.3, gate.open.set).start()
+    start = time.monotonic()
+    second = shardplan.async_save({"w": torch.zeros(2)}, gate, overwrite=True)
+    assert time.monotonic() - start > 0.2
+    second.result(30)
+    assert gate.most == 1
+    assert shardplan.restore(gate)["w"].tolist() == [0, 0]
+
+
+# Errors
+
+
+def test_an_error_surfaces_in_result_and_is_logged(gate, caplog):
+    gate.error = OSError("disk full")
+    gate.open.set()
+    with caplog.at_level(logging.ERROR, "shardplan"):
+        future = shardplan.async_save({"w": torch.ones(2)}, gate)
+        with pytest.raises(OSError, match="disk full"):
+            future.result(30)
+    assert "the save to memory://async" in caplog.text
+    assert "disk full" in caplog.text
+    gate.error = None
+    shardplan.async_save({"w": torch.ones(2)}, gate).result(30)  # it was told: this one goes on
+
+
+def test_an_error_nobody_asked_for_surfaces_in_the_next_call(gate):
+    gate.error = OSError("disk full")
+    gate.open.set()
+    shardplan.async_save({"w": torch.ones(2)}, gate)
+    with pytest.raises(OSError, match="disk full"):
+        shardplan.async_save({"w": torch.ones(2)}, gate)
+    gate.error = None
+    shardplan.async_save({"w": torch.ones(2)}, gate).result(30)
+    assert shardplan.restore(gate)["w"].tolist() == [1, 1]
+
+
+def test_an_error_that_was_asked_for_by_exception_is_not_raised_again(gate):
+    gate.error = OSError("disk full")
+    gate.open.set()
+    error = shardplan.async_save({"w": torch.ones(2)}, gate).exception(30)
+    assert "disk full" in str(error)
+    gate.error = None
+    shardplan.async_save({"w": torch.ones(2)}, gate).result(30)
+
+
+def test_what_save_refuses_surfaces_in_the_future(gate):
+    gate.open.set()
+    shardplan.save({"w": torch.ones(2)}, gate)
+    with pytest.raises(ExistsError):
+        shardplan.async_save({"w": torch.zeros(2)}, gate).result(30)
+    assert shardplan.restore(gate)["w"].tolist() == [1, 1]
+
+
+def test_a_state_that_cannot_be_copied_fails_the_save_not_the_call(gate):
+    class Broken:
+        def state_dict(self):
+            raise RuntimeError("no state today")
+
+        def load_state_dict(self, state):
+            pass
+
+    gate.open.set()
+    future = shardplan.async_save({"broken": Broken()}, gate)
+    with pytest.raises(RuntimeError, match="no state today"):
+        future.result(30)
+
+
+@pytest.mark.parametrize("asks", [(), (0,), (0, 1), (0, 1, 2)])
+def test_ranks_of_which_only_some_asked_for_an_error_stay_together(gate, asks):
+    """Who has not asked gets the old error; who has gets one that names those ranks."""
+    gate.open.set()
+
+    class Broken:
+        def __init__(self, fails):
+            self.fails = fails
+
+        def state_dict(self):
+            if self.fails:
+                raise RuntimeError("no state today")
+            return {"w": torch.ones(1)}
+
+        def load_state_dict(self, state):
+            pass
+
+    def fn(comm):
+        future = shardplan.async_save({"b": Broken(comm.rank == 1)}, gate, comm=comm)
+        if comm.rank in asks:
+            with pytest.raises(CheckpointError):
+                future.result(30)
+        told = None
+        try:
+            second = shardplan.async_save({"b": Broken(False)}, gate, comm=comm, overwrite=True)
+            second.result(30)
+        except CheckpointError as error:
+            told = [(f.rank, f.text.splitlines()[0]) for f in error.failures]
+        third = shardplan.async_save({"b": Broken(False)}, gate, comm=comm, overwrite=True)
+        return told, third.exception(30)
+
+    told = run_ranks(3, fn, timeout=20)
+    assert [third for _, third in told] == [None] * 3
+    for rank, (second, _) in enumerate(told):
+        if len(asks) == 3:
+            assert second is None
+        elif rank in asks:
+            assert [who for who, _ in second] == [r for r in range(3) if r not in asks]
+        else:
+            assert second == [(1, "no state today")]
+
+
+# The end of the program
+
+
+def run(program, **env):
+    return subprocess.run(
+        [sys.executable, "-P", "-c", textwrap.dedent(program)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+SLOW = """
+    import sys, time, torch, shardplan
+    from shardplan.io.stores import open_store
+    from shardplan.io.testing import CountingStore
+
+    class Slow(CountingStore):
+        def write(self, *args, **options):
+            time.sleep(1)
+            {error}
+            return super().write(*args, **options)
+
+    shardplan.async_save({{"w": torch.arange(6.0)}}, Slow(open_store({path!r})))
+    print("main ends")
+    {end}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["pass", "sys.exit(3)", "raise ValueError('in training')"])
+def test_an_interpreter_that_exits_waits_for_the_save(tmp_path, end):
+    done = run(SLOW.format(error="", path=str(tmp_path / "c"), end=end))
+    assert done.stdout == "main ends\n"
+    assert done.returncode == {"pass": 0, "sys.exit(3)": 3}.get(end, 1), done.stderr
+    assert shardplan.restore(tmp_path / "c")["w"].tolist() == list(range(6))
+
+
+@pytest.mark.slow
+def test_a_save_that_fails_while_the_interpreter_exits_is_told(tmp_path):
+    error = "raise OSError('disk full')"
+    done = run(SLOW.format(error=error, path=str(tmp_path / "c"), end="pass"))
+    assert "the save to" in done.stderr
+    assert "disk full" in done.stderr

@@ -1,0 +1,963 @@
+"""Saves and loads on many ranks: threads for every combination, processes where torch cuts."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardplan
+from shardplan.agreement import PlanCache
+from shardplan.dist import CheckpointError, run_ranks
+from shardplan.io.errors import ExistsError
+from shardplan.io.pool import Pool
+from shardplan.io.stores import open_store
+from shardplan.io.testing import CountingStore, FaultyStore
+from shardplan.planning import cast, rename
+
+FOLDER = Path(__file__).parent / "ranks"
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(f"ranks_{name}", FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+parts = script("parts")
+VALUES = {"step": 7, "betas": (0.9, 0.99), "note": "two\nlines"}
+
+
+@pytest.fixture
+def store(request):
+    store = open_store(f"memory://ranks/{request.node.nodeid.replace(':', '-')}")
+    store.delete(store.list())
+    return store
+
+
+def save_on(world, layout, whole, store, **options):
+    """Save whole tensors on threads, cut as the layout says; return every rank's report."""
+
+    def fn(comm):
+        mine = parts.part(whole, layout, world, comm.rank)
+        return shardplan.save(mine, store, comm=comm, cache=PlanCache(), **options)
+
+    return run_ranks(world, fn, timeout=60)
+
+
+def load_on(world, layout, whole, store, **options):
+    """Load on threads; return every rank's report, after comparing every bit."""
+
+    def fn(comm):
+        mine = parts.part(whole, layout, world, comm.rank, parts.blank)
+        for name, value in mine.items():
+            if not hasattr(value, "shape"):
+                mine[name] = None
+        report = shardplan.load(mine, store, comm=comm, **options)
+        assert parts.same(mine, whole) == []
+        return report
+
+    return run_ranks(world, fn, timeout=60)
+
+
+# Every world and layout, to every other
+
+
+def everything(world, rank, turn, make=torch.clone):
+    """Return a rank's part of tensors in all layouts: what is named after one is cut as another."""
+    layouts = list(parts.LAYOUTS)
+    whole = parts.tensors() | VALUES
+    return {
+        name: parts.part(whole, layouts[(number + turn) % len(layouts)], world, rank, make)
+        for number, name in enumerate(layouts)
+    }
+
+
+@pytest.mark.parametrize("target", parts.WORLDS)
+@pytest.mark.parametrize("source", parts.WORLDS)
+def test_what_any_world_saved_in_any_layout_any_world_loads_in_any_other(store, source, target):
+    whole = parts.tensors() | VALUES
+    run_ranks(
+        source, lambda comm: shardplan.save(everything(source, comm.rank, 0), store, comm=comm)
+    )
+
+    def load(comm):
+        wrong = []
+        for turn in range(len(parts.LAYOUTS)):
+            mine = everything(target, comm.rank, turn, parts.blank)
+            shardplan.load(mine, store, comm=comm, share_reads=turn % 2 == 0)
+            wrong += [(turn, name, parts.same(part, whole)) for name, part in mine.items()]
+        return [found for found in wrong if found[-1]]
+
+    assert run_ranks(target, load) == [[]] * target
+
+
+@given(
+    st.integers(1, 5),
+    st.integers(1, 5),
+    st.sampled_from(list(parts.LAYOUTS)),
+    st.sampled_from(list(parts.LAYOUTS)),
+    st.lists(st.integers(0, 9), max_size=3),
+    st.booleans(),
+    st.integers(0, 4),
+)
+def test_tensors_of_any_shape_move_between_any_two_worlds(a, b, source, target, shape, share, who):
+    count = torch.Size(shape).numel()
+    whole = {"w": torch.arange(count, dtype=torch.float64).reshape(shape), "step": count}
+    store = open_store("memory://ranks/any")
+    store.delete(store.list())
+
+    def save(comm):
+        return shardplan.save(parts.part(whole, source, a, comm.rank), store, comm=comm)
+
+    run_ranks(a, save, coordinator=who % a)
+    load_on(b, target, whole, store, share_reads=share)
+
+
+def test_any_rank_can_be_the_coordinator(store):
+    whole = parts.tensors() | VALUES
+
+    def fn(comm):
+        report = shardplan.save(parts.part(whole, "grid", 4, comm.rank), store, comm=comm)
+        mine = parts.part(whole, "columns", 4, comm.rank, parts.blank)
+        shardplan.load(mine, store, comm=comm, share_reads=True)
+        return len(report.ranks), parts.same(mine, whole)
+
+    assert run_ranks(4, fn, coordinator=2) == [(1, []), (1, []), (4, []), (1, [])]
+
+
+# Who writes what
+
+
+def test_all_ranks_write_and_replicas_are_written_once_in_equal_shares(store):
+    whole = {f"w{i}": torch.full((64, 64), float(i)) for i in range(16)}
+    coordinator = save_on(4, "replicated", whole, store)[0]
+    shares = [rank.nbytes for rank in coordinator.ranks]
+    data = 16 * 64 * 64 * 4
+    assert data <= sum(shares) < 1.05 * data
+    assert max(shares) < 1.05 * data / 4
+    assert coordinator.files == 4
+
+
+def test_ranks_write_at_the_same_time(store):
+    """Each rank's write waits for all others': in turn, they would wait for ever."""
+    together = threading.Barrier(3)
+
+    class Meeting(CountingStore):
+        def write(self, path, *args, **options):
+            if path.endswith(".safetensors"):
+                together.wait(20)
+            return super().write(path, *args, **options)
+
+    whole = {"w": torch.arange(12.0).reshape(6, 2)}
+
+    def fn(comm):
+        mine = parts.part(whole, "rows", 3, comm.rank)
+        with Pool() as pool:  # as each process has its own
+            return shardplan.save(mine, Meeting(store), comm=comm, pool=pool)
+
+    run_ranks(3, fn)
+    load_on(2, "columns", whole, store)
+
+
+def test_nothing_is_committed_before_the_last_rank_has_written(store):
+    seen = []
+
+    class Slow(CountingStore):
+        def write(self, path, *args, **options):
+            if path.startswith("shard-00002"):
+                threading.Event().wait(0.3)
+                seen.append(store.exists("shardplan.json"))
+            return super().write(path, *args, **options)
+
+    def fn(comm):
+        sd = {f"w{comm.rank}": torch.ones(4)}
+        return shardplan.save(sd, Slow(store), comm=comm)
+
+    run_ranks(3, fn)
+    assert seen == [False]
+
+
+def test_a_rank_that_holds_nothing_takes_part(store):
+    whole = {"w": torch.arange(6.0)}
+
+    def fn(comm):
+        sd = parts.part(whole, "replicated", 3, comm.rank) if comm.rank == 1 else {}
+        shardplan.save(sd, store, comm=comm)
+        mine = {"w": torch.zeros(6)} if comm.rank == 2 else {}
+        shardplan.load(mine, store, comm=comm, share_reads=True)
+        return mine.get("w", torch.zeros(0)).tolist()
+
+    assert run_ranks(3, fn) == [[], [], whole["w"].tolist()]
+
+
+def test_one_planner_serves_all_ranks_in_both_directions(store):
+    planner = shardplan.planning.chain(rename({"w": "model.w"}), cast("bfloat16"))
+    whole = {"w": torch.arange(24.0).reshape(6, 4)}
+    save_on(3, "rows", whole, store, planner=planner)
+    assert list(shardplan.open_checkpoint(store).keys()) == ["model.w"]
+    load_on(2, "columns", whole, store, planner=planner, dtype="cast")
+
+
+def test_disjoint_keys_make_one_checkpoint(store):
+    def fn(comm):
+        sd = {"model": {f"stage{comm.rank}": {"w": torch.full((3,), float(comm.rank))}}, "step": 7}
+        shardplan.save(sd, store, comm=comm)
+        other = 1 - comm.rank
+        target = {"model": {f"stage{other}": {"w": torch.zeros(3)}}, "step": 0}
+        report = shardplan.load(target, store, comm=comm)
+        return target["model"][f"stage{other}"]["w"].tolist(), target["step"], report.unexpected
+
+    assert run_ranks(2, fn) == [
+        ([1.0] * 3, 7, ("model.stage0.w",)),
+        ([0.0] * 3, 7, ("model.stage1.w",)),
+    ]
+    assert set(shardplan.restore(store)["model"]) == {"stage0", "stage1"}
+
+
+def test_an_existing_checkpoint_is_refused_on_all_ranks_and_replaced_if_asked(store):
+    old, new = parts.tensors(1), parts.tensors(2)
+    save_on(2, "rows", old, store)
+    before = store.list()
+    with pytest.raises(CheckpointError, match="rank 0, plan: ExistsError"):
+        save_on(3, "rows", new, store)
+    assert store.list() == before
+    save_on(3, "rows", new, store, overwrite=True)
+    load_on(2, "columns", new, store)
+    assert not set(before) - {"shardplan.json"} & set(store.list())
+
+
+def test_a_single_rank_raises_its_own_errors(store):
+    shardplan.save({"w": torch.ones(1)}, store)
+    with pytest.raises(ExistsError):
+        shardplan.save({"w": torch.ones(1)}, store)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_format_that_one_process_writes_is_refused_before_anything_is_written(tmp_path, world):
+    torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
+    before = (tmp_path / "x.pt").read_bytes()
+
+    def fn(comm):
+        sd, path = {"w": torch.zeros(2)}, tmp_path / "x.pt"
+        return shardplan.save(sd, path, format="torch", overwrite=True, comm=comm)
+
+    with pytest.raises(CheckpointError, match="ranks cannot save as 'torch'"):
+        run_ranks(world, fn)
+    assert (tmp_path / "x.pt").read_bytes() == before
+
+
+# Objects that keep their own state
+
+
+class Counter:
+    def __init__(self, count, fails=False):
+        self.count, self.fails, self.given = count, fails, None
+
+    def state_dict(self):
+        if self.fails:
+            raise RuntimeError("no state today")
+        return {"count": self.count, "seen": [torch.full((2,), float(self.count))]}
+
+    def load_state_dict(self, state):
+        if self.fails:
+            raise RuntimeError("not that state")
+        self.given = state
+
+
+def test_stateful_objects_are_asked_for_their_state_and_given_it(store):
+    def fn(comm):
+        shardplan.save({"a": {"counter": Counter(3)}, "step": 7}, store, comm=comm)
+        target = {"a": {"counter": Counter(0)}, "step": 0}
+        report = shardplan.load(target, store, comm=comm)
+        given = target["a"]["counter"].given
+        assert "hand over" in report.seconds
+        return given["count"], given["seen"][0].tolist(), target["step"]
+
+    assert run_ranks(2, fn) == [(3, [3.0, 3.0], 7)] * 2
+
+
+def test_an_object_that_refuses_its_state_fails_the_load_on_all_ranks(store):
+    def fn(comm):
+        shardplan.save({"counter": Counter(3)}, store, comm=comm)
+        target = {"counter": Counter(0)}
+        original = target["counter"]
+        original.load_state_dict = Counter(0, fails=comm.rank == 1).load_state_dict
+        with pytest.raises(CheckpointError) as caught:
+            shardplan.load(target, store, comm=comm)
+        (failure,) = caught.value.failures
+        return failure.rank, failure.step, failure.text
+
+    assert run_ranks(3, fn) == [(1, "load_state_dict", "not that state")] * 3
+
+
+def test_real_modules_and_optimizers_may_be_passed_as_they_are(store):
+    def made(seed):
+        torch.manual_seed(seed)
+        net = torch.nn.Linear(3, 2)
+        adam = torch.optim.Adam(net.parameters(), lr=0.1)
+        net(torch.ones(3) * seed).sum().backward()
+        adam.step()
+        return net, adam
+
+    nets = [(made(1), made(2)) for _ in range(2)]
+
+    def fn(comm):
+        (net, adam), (other, second) = nets[comm.rank]
+        shardplan.save({"net": net, "adam": adam}, store, comm=comm)
+        shardplan.load({"net": other, "adam": second}, store, comm=comm)
+        weights = zip(net.parameters(), other.parameters(), strict=True)
+        states = zip(adam.state.values(), second.state.values(), strict=True)
+        same = [torch.equal(a, b) for a, b in weights]
+        return same, [torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in states]
+
+    assert run_ranks(2, fn) == [([True, True], [True, True])] * 2
+
+
+# Replicas that are not
+
+
+def test_replicas_that_differ_are_named_with_the_ranks_on_either_side(store):
+    def fn(comm):
+        sd = {
+            "same": torch.ones(3),
+            "w": torch.tensor([1.0, 2.0 + (comm.rank == 2)]),
+            "lr": 0.1 if comm.rank else 0.2,
+        }
+        return shardplan.save(sd, store, comm=comm, verify_replicas=True)
+
+    with pytest.raises(CheckpointError) as caught:
+        run_ranks(4, fn)
+    text = str(caught.value)
+    assert "`w` at [0] is said to be the same everywhere, and is not" in text
+    assert "ranks 0-1, 3 differ from rank 2" in text or "rank 2" in text
+    assert "`lr`" in text
+    assert "`same`" not in text
+    assert store.list() == ()
+
+
+def test_replicas_that_agree_pass_and_are_saved(store):
+    whole = parts.tensors() | VALUES
+    reports = save_on(4, "halves", whole, store, verify_replicas=True)
+    assert reports[0].how == "gathered"
+    load_on(3, "rows", whole, store)
+
+
+def test_a_difference_in_a_single_bit_of_a_shard_s_replica_is_found(store):
+    whole = {"w": torch.zeros(8, 4)}
+
+    def fn(comm):
+        mine = parts.part(whole, "halves", 4, comm.rank)
+        if comm.rank == 3:
+            next(iter(mine["w"].parts.values())).view(torch.int32)[-1, -1] = 1
+        return shardplan.save(mine, store, comm=comm, verify_replicas=True)
+
+    with pytest.raises(CheckpointError, match=r"`w` at \[4, 0\].*rank 2 differ from rank 3"):
+        run_ranks(4, fn)
+
+
+# Faults: whatever fails, on whichever rank
+
+
+def at(rank, comm, action):
+    return action if comm.rank == rank else (lambda *args: None)
+
+
+class Fault:
+    """One thing that goes wrong on one rank."""
+
+    def __init__(self, phase, victim):
+        self.phase, self.victim, self.calls = phase, victim, 0
+
+    def strike(self, comm, phase):
+        if comm.rank == self.victim and phase == self.phase:
+            raise RuntimeError(f"{phase} broke")
+
+    def comm(self, comm):
+        """Break one call of the comm."""
+        name, _, number = self.phase.partition("#")
+        if comm.rank != self.victim or not number:
+            return comm
+
+        def fail(method):
+            if method in name.split("|"):
+                self.calls += 1
+                if self.calls == int(number):
+                    raise RuntimeError(f"{self.phase} broke")
+
+        return parts.SpyComm(comm, fail)
+
+    def store(self, comm, inner):
+        fault = self
+
+        class Broken(CountingStore):
+            def write(self, *args, **options):
+                fault.strike(comm, "write")
+                return super().write(*args, **options)
+
+            def read(self, *args):
+                fault.strike(comm, "read")
+                return super().read(*args)
+
+            def read_all(self, *args, **options):
+                fault.strike(comm, "open")
+                return super().read_all(*args, **options)
+
+            def sync(self):
+                fault.strike(comm, "sync")
+                return super().sync()
+
+            def replace(self, *args, **options):
+                fault.strike(comm, "commit")
+                return super().replace(*args, **options)
+
+        return Broken(inner)
+
+    def planner(self, comm):
+        def planner(plans):
+            self.strike(comm, "plan")
+            return plans
+
+        return planner
+
+    def state(self, comm, state):
+        outer = self
+
+        class Part:
+            def state_dict(self):
+                outer.strike(comm, "state_dict")
+                return state
+
+            def load_state_dict(self, state):
+                outer.strike(comm, "load_state_dict")
+
+        return {"part": Part()}
+
+
+def told(function):
+    """Return the error that each rank is to raise."""
+    try:
+        function()
+    except CheckpointError as error:
+        return error
+    return None
+
+
+OLD, NEW = parts.tensors(1) | VALUES, parts.tensors(2) | VALUES
+SAVE_PHASES = ["state_dict", "plan", "write", "sync"]
+SAVE_PHASES += ["all_gather#1", "all_gather#2", "gather#1", "scatter#1", "gather#2", "broadcast#1"]
+LOAD_PHASES = ["state_dict", "plan", "open", "read", "load_state_dict"]
+LOAD_PHASES += ["all_gather#1", "gather#1", "scatter#1", "gather#2", "broadcast#1"]
+LOAD_PHASES += ["send#1", "receive#1"]
+
+
+def check_saved(errors, victim, store, whole):
+    """All ranks name the one that failed; what was there loads, and the next save succeeds."""
+    assert [type(error) for error in errors] == [CheckpointError] * len(errors)
+    assert {error.ranks for error in errors} == {(victim,)}
+    saved = {f"part.{name}": value for name, value in whole.items()}
+    load_on(2, "rows", saved, store)
+
+
+@pytest.mark.parametrize("coordinator", [0, 2])
+@pytest.mark.parametrize("victim", range(3))
+@pytest.mark.parametrize("phase", SAVE_PHASES)
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_changes_nothing(
+    store, phase, victim, coordinator
+):
+    save_on(3, "rows", {f"part.{k}": v for k, v in OLD.items()}, store)
+    before, fault = set(store.list()), Fault(phase, victim)
+
+    def fn(comm):
+        state = fault.state(comm, parts.part(NEW, "columns", 3, comm.rank))
+        return told(
+            lambda: shardplan.save(
+                state,
+                fault.store(comm, store),
+                comm=fault.comm(comm),
+                planner=fault.planner(comm),
+                overwrite=True,
+            )
+        )
+
+    errors = run_ranks(3, fn, coordinator=coordinator, timeout=5)
+    committed = phase == "broadcast#1"  # what fails then is only to tell it
+    check_saved(errors, victim, store, NEW if committed else OLD)
+    lost = any(f.type == "LostRank" for error in errors for f in error.failures)
+    if not committed:
+        assert lost or set(store.list()) == before  # who does not know for sure removes nothing
+        shardplan.prune(store, keep_last=1, min_age=0)
+        assert set(store.list()) == before
+    again = {f"part.{k}": v for k, v in NEW.items()}
+    save_on(2, "rows", again, store, overwrite=True)
+    load_on(3, "grid", again, store)
+
+
+@pytest.mark.parametrize("coordinator", [0, 2])
+@pytest.mark.parametrize("landed", [0.0, 1.0])
+def test_a_commit_that_may_have_happened_leaves_a_whole_checkpoint(store, coordinator, landed):
+    save_on(3, "rows", OLD, store)
+    late = []
+
+    def fn(comm):
+        mine = parts.part(NEW, "columns", 3, comm.rank)
+        broken = FaultyStore(store, mode="late" if not landed else "raise", landed=landed)
+        broken._fails = lambda operation, path: operation == "replace"
+        if comm.rank == coordinator:
+            late.append(broken)
+        return told(lambda: shardplan.save(mine, broken, comm=comm, overwrite=True))
+
+    errors = run_ranks(3, fn, coordinator=coordinator)
+    assert {error.ranks for error in errors} == {(coordinator,)}
+    assert {f.type for error in errors for f in error.failures} == {"UnsureCommitError"}
+    load_on(2, "rows", NEW if landed else OLD, store)
+    late[0].arrive()  # the request that timed out is carried out after all
+    load_on(2, "rows", NEW, store)
+
+
+@pytest.mark.parametrize("coordinator", [0, 2])
+@pytest.mark.parametrize("victim", range(3))
+@pytest.mark.parametrize("phase", LOAD_PHASES)
+def test_a_load_that_fails_on_one_rank_fails_on_all(store, phase, victim, coordinator):
+    whole = {f"part.{k}": v for k, v in OLD.items()}
+    save_on(2, "rows", whole, store)
+    fault = Fault(phase, victim)
+
+    def fn(comm):
+        state = fault.state(comm, parts.part(OLD, "replicated", 3, comm.rank, parts.blank))
+        return told(
+            lambda: shardplan.load(
+                state,
+                fault.store(comm, store),
+                comm=fault.comm(comm),
+                planner=fault.planner(comm),
+                share_reads=True,
+            )
+        )
+
+    errors = run_ranks(3, fn, coordinator=coordinator, timeout=5)
+    if phase.startswith(("send", "receive")) and fault.calls == 0:
+        pytest.skip("this rank sends, or receives, nothing")
+    check_saved(errors, victim, store, OLD)
+
+
+def test_a_state_dict_that_cannot_be_filled_fails_a_shared_load_on_all_ranks_at_once(store):
+    whole = {"w": torch.arange(1 << 16)}
+    save_on(2, "rows", whole, store)
+
+    def fn(comm):
+        target = torch.zeros(1 << 16, dtype=torch.int64)
+        if comm.rank == 1:
+            target = target.numpy()
+            target.flags.writeable = False
+        return told(lambda: shardplan.load({"w": target}, store, comm=comm, share_reads=True))
+
+    errors = run_ranks(3, fn, timeout=30)
+    assert [error.ranks for error in errors] == [(1,)] * 3
+    assert errors[0].failures[0].type == "ValueRefusedError"
+
+
+def test_all_ranks_that_fail_are_told_together(store):
+    def fn(comm):
+        return told(lambda: shardplan.load({"w": torch.zeros(comm.rank)}, store, comm=comm))
+
+    save_on(1, "rows", {"w": torch.zeros(2)}, store)
+    errors = run_ranks(4, fn)
+    assert [error.ranks for error in errors] == [(0, 1, 3)] * 4
+
+
+# Read once, sent to all
+
+
+@pytest.mark.parametrize("target", ["replicated", "halves"])
+def test_shared_reads_fetch_every_byte_once(tmp_path, target):
+    store = open_store(tmp_path)  # from afar, gaps are read over
+    whole = {f"w{i}": torch.rand(1024, 64) for i in range(6)} | VALUES  # too big to read over
+    save_on(2, "rows", whole, store)
+    alone = load_on(4, target, whole, store, share_reads=False)
+    shared = load_on(4, target, whole, store, share_reads=True)
+    unique = 6 * 1024 * 64 * 4
+    assert {report.total_read for report in shared} == {unique}
+    assert sum(report.bytes_read for report in shared) == unique
+    assert alone[0].total_read == sum(report.bytes_needed for report in alone) > unique
+    assert [r.bytes_needed for r in shared] == [r.bytes_needed for r in alone]
+    received = sum(report.bytes_received for report in shared)
+    assert received == sum(rank.sent for rank in shared[0].ranks) > 0
+
+
+def test_shares_of_shared_reads_are_even(store):
+    whole = {f"w{i}": torch.rand(1024, 64) for i in range(16)}
+    save_on(1, "rows", whole, store)
+    reads = [r.bytes_read for r in load_on(4, "replicated", whole, store, share_reads=True)]
+    assert max(reads) <= 1.1 * sum(reads) / 4
+
+
+def test_reads_are_shared_by_themselves_from_an_object_store_and_not_from_a_disk(store, tmp_path):
+    whole = {"w": torch.rand(256, 128)}
+    for place in (store, open_store(tmp_path / "here")):
+        save_on(2, "rows", whole, place)
+    shared = load_on(3, "replicated", whole, store)
+    local = load_on(3, "replicated", whole, open_store(tmp_path / "here"))
+    assert shared[0].total_read == whole["w"].nbytes
+    assert local[0].total_read == 3 * whole["w"].nbytes
+    assert load_on(3, "rows", whole, store)[0].total_read == whole["w"].nbytes
+
+
+def test_reads_are_shared_between_machines_even_from_a_disk(tmp_path, monkeypatch):
+    whole = {"w": torch.rand(256, 128)}
+    place = open_store(tmp_path / "here")
+    save_on(2, "rows", whole, place)
+    names = {}
+
+    def host_name():
+        return names.setdefault(threading.current_thread().name, f"host-{len(names)}")
+
+    monkeypatch.setattr("shardplan.loading.host_name", host_name)
+    assert load_on(2, "replicated", whole, place)[0].total_read == whole["w"].nbytes
+
+
+def test_a_real_object_store_is_asked_for_every_byte_once(s3):
+    whole = {"w": torch.rand(256, 128)}
+    store = open_store(f"s3://{s3.bucket}/shared", **s3.options)
+    save_on(2, "rows", whole, store)
+    s3.requests.clear()
+    load_on(3, "replicated", whole, store)
+    data = [r for r in s3.requests if r[0] == "GET" and r[1].endswith(".safetensors") and r[3]]
+    spans = [tuple(map(int, r[3].removeprefix("bytes=").split("-"))) for r in data]
+    assert sum(high - low + 1 for low, high in spans) < 1.2 * whole["w"].nbytes
+
+
+@pytest.mark.parametrize("layout", ["rows", "replicated", "mixed"])
+def test_a_file_of_torch_save_is_read_by_one_rank_and_sent_in_slices(tmp_path, monkeypatch, layout):
+    whole = parts.tensors() | {"step": 7, "betas": (0.9, 0.99), "note": "text"}
+    torch.save(whole, tmp_path / "x.pt")
+    stores, lock = {}, threading.Lock()
+
+    def counting(path, **options):
+        with lock:
+            store = CountingStore(open_store(path, **options))
+            stores.setdefault(threading.current_thread().name, []).append(store)
+            return store
+
+    monkeypatch.setattr("shardplan.io.sources.open_store", counting)
+
+    def fn(comm):
+        mine = parts.part(whole, layout, 3, comm.rank, parts.blank)
+        report = shardplan.load(mine, tmp_path / "x.pt", comm=comm)
+        assert parts.same(mine, whole) == []
+        return report
+
+    reports = run_ranks(3, fn, coordinator=1)
+    touched = {name for name, made in stores.items() if any(s.operations for s in made)}
+    assert touched == {"rank-1"}
+    assert [report.bytes_read > 0 for report in reports] == [False, True, False]
+    for rank in (0, 2):
+        assert reports[rank].bytes_received == reports[rank].bytes_needed
+
+
+def test_a_file_that_is_missing_or_damaged_is_told_on_all_ranks(tmp_path):
+    (tmp_path / "x.pt").write_bytes(b"PK\3\4 and nothing more")
+
+    def fn(comm):
+        damaged = told(lambda: shardplan.load({}, tmp_path / "x.pt", comm=comm))
+        missing = told(lambda: shardplan.load({}, tmp_path / "y.pt", comm=comm))
+        return damaged.ranks, missing.ranks
+
+    assert run_ranks(2, fn) == [((0,), (0, 1))] * 2
+
+
+# Reports
+
+
+def test_reports_tell_bytes_and_seconds_by_phase_and_rank_and_the_slowest(store):
+    whole = {"w": torch.rand(64, 32)}
+
+    class Slow(CountingStore):
+        def write(self, *args, **options):
+            threading.Event().wait(0.5)
+            return super().write(*args, **options)
+
+        def read(self, *args):
+            threading.Event().wait(0.5)
+            return super().read(*args)
+
+    def fn(comm):
+        mine = parts.part(whole, "rows", 3, comm.rank)
+        place = Slow(store) if comm.rank == 1 else store
+        with Pool() as pool:  # as each process has its own
+            saved = shardplan.save(mine, place, comm=comm, profile=True, pool=pool)
+            return saved, shardplan.load(mine, place, comm=comm, profile=True, pool=pool)
+
+    saved, loaded = zip(*run_ranks(3, fn), strict=True)
+    assert [[one.rank for one in report.ranks] for report in saved] == [[0, 1, 2], [1], [2]]
+    assert {"plan", "exchange", "write", "wait"} <= set(saved[1].seconds)
+    assert "commit" in saved[0].seconds
+    assert saved[2].slowest["write"][0] == 1 == loaded[2].slowest["read"][0]
+    assert saved[2].slowest["write"][1] >= 0.5
+    assert "write rank 1 (" in repr(saved[0])
+    assert "read rank 1 (" in repr(loaded[0])
+    assert saved[0].nbytes == sum(one.nbytes for one in saved[0].ranks) >= whole["w"].nbytes
+    assert [one.nbytes for one in loaded[0].ranks] == [r.bytes_read for r in loaded]
+    assert {one.device for one in (*saved[0].ranks, *loaded[0].ranks)} == {"cpu"}
+    assert saved[0].profile
+    assert loaded[0].profile
+    assert not saved[1].profile
+    name, calls, seconds = saved[0].profile[0]
+    assert name in repr(saved[0])
+    assert calls >= 1
+    assert seconds >= 0
+
+
+def test_phases_add_up_to_the_time_that_a_rank_took(store):
+    import time
+
+    whole = {"w": torch.rand(64, 32)}
+
+    def fn(comm):
+        start = time.perf_counter()
+        report = shardplan.save(parts.part(whole, "rows", 2, comm.rank), store, comm=comm)
+        return sum(report.seconds.values()), time.perf_counter() - start
+
+    for told_seconds, took in run_ranks(2, fn):
+        assert 0.5 * took - 0.05 < told_seconds <= took
+
+
+# Processes: torch's own ways to cut a model
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_processes(folder, name, world):
+    """Run one script as all ranks of a process group; all must end well."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    port, logs = free_port(), [(folder / f"log-{name}-{r}").open("w+") for r in range(world)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-P", FOLDER / f"{name}.py", str(r), str(world), str(port), folder],
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        for r, log in enumerate(logs)
+    ]
+    try:
+        codes = [process.wait(timeout=240) for process in processes]
+    finally:
+        for process, log in zip(processes, logs, strict=True):
+            process.kill()
+            process.wait()
+            log.close()
+    assert codes == [0] * world, "\n".join(Path(log.name).read_text()[-3000:] for log in logs)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """Train, save and load on four real ranks; return the folder, and what each rank told."""
+    folder = tmp_path_factory.mktemp("four")
+    run_processes(folder, "layouts", 4)
+    return folder, [json.loads((folder / f"told-4-{r}").read_text()) for r in range(4)]
+
+
+@pytest.fixture(scope="module")
+def eight(four):
+    """Load on eight ranks what four have saved."""
+    folder, _ = four
+    run_processes(folder, "layouts", 8)
+    return [json.loads((folder / f"told-8-{r}").read_text()) for r in range(8)]
+
+
+LAYOUTS = ("fsdp", "tp", "fsdp_tp", "hsdp", "ddp", "pipeline")
+LAZY = [f"optim.state.second.lazy.{name}" for name in ("exp_avg", "exp_avg_sq", "step")]
+
+
+def check_training(told, digests, source, target):
+    """Each bit of model and optimizer came back, and training goes on as if nothing had been."""
+    for rank in told:
+        got = rank[f"{source}:{target}"]
+        found = {name: digest for name, digest in got["digests"].items() if name not in LAZY}
+        assert found == digests
+        assert set(got["missing"]) <= set(LAZY)  # of the parameter that never had a gradient
+        assert got["distance"] <= (0 if source == f"{len(told)}-{target}" else 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("source", LAYOUTS)
+def test_training_saved_on_one_layout_goes_on_alike_on_another(four, source, target):
+    _, told = four
+    check_training(told, told[0][f"saved:{source}"]["digests"], f"4-{source}", target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", LAYOUTS)
+def test_a_single_process_restores_what_four_ranks_saved(four, source):
+    folder, _ = four
+    kept = torch.load(folder / f"4-{source}.ref")["saved"]
+    restored, _ = shardplan.planning.flatten(shardplan.restore(folder / f"4-{source}"))
+    assert set(restored) == set(kept)
+    for name, value in kept.items():
+        same = torch.equal(restored[name], value) if torch.is_tensor(value) else None
+        assert same if same is not None else restored[name] == value
+    assert shardplan.verify(folder / f"4-{source}").ok
+
+
+@pytest.mark.slow
+def test_layouts_that_say_it_all_are_derived_and_no_others(four):
+    _, told = four
+    hows = {name: told[0][f"saved:{name}"]["how"] for name in LAYOUTS}
+    assert hows == {
+        "fsdp": "derived",
+        "tp": "derived",
+        "fsdp_tp": "gathered",  # some of its shards are uneven
+        "hsdp": "derived",
+        "ddp": "derived",
+        "pipeline": "gathered",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["fsdp", "fsdp_tp", "hsdp"])
+@pytest.mark.parametrize("source", LAYOUTS)
+def test_eight_ranks_go_on_with_what_four_saved(four, eight, source, target):
+    digests = four[1][0][f"saved:{source}"]["digests"]
+    check_training(eight, digests, f"4-{source}", target)
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory):
+    """Take every case of the script on four real ranks; return the folder, and what each told."""
+    folder = tmp_path_factory.mktemp("cases")
+    run_processes(folder, "cases", 4)
+    return folder, [json.loads((folder / f"told-{r}").read_text()) for r in range(4)]
+
+
+@pytest.mark.slow
+def test_derived_and_gathered_plans_of_real_meshes_are_equal(cases):
+    _, told = cases
+    for rank in told:
+        for name, (hows, same, nbytes) in rank["ways"].items():
+            assert hows == ["derived", "gathered", "cached"], name
+            assert same, name
+            derived, gathered, cached = nbytes
+            assert derived < 300
+            assert cached < 300 < gathered
+
+
+@pytest.mark.slow
+def test_training_goes_on_over_its_own_connections_while_a_save_is_under_way(cases):
+    folder, told = cases
+    for rank in told:
+        found = rank["background"]
+        assert found["rounds"] >= 20
+        assert found["wrong"] == 0
+        assert found["own_group"]
+        assert found["how"] == "gathered"
+    restored = shardplan.restore(folder / "background")
+    assert torch.equal(restored["w"], torch.arange(32.0).reshape(8, 4))
+
+
+@pytest.mark.slow
+def test_reads_shared_by_real_ranks_fetch_every_byte_once(cases):
+    _, told = cases
+    for rank in told:
+        found = rank["shared"]
+        assert found["same"]
+        assert found["total_read"] == found["unique"]
+    assert sum(rank["shared"]["received"] for rank in told) == 3 * told[0]["shared"]["unique"]
+
+
+@pytest.mark.slow
+def test_a_torch_save_file_is_read_by_the_coordinator_of_real_ranks_only(cases):
+    _, told = cases
+    assert [rank["file"]["same"] for rank in told] == [True] * 4
+    assert [rank["file"]["read"] > 0 for rank in told] == [True, False, False, False]
+
+
+@pytest.mark.slow
+def test_replicas_of_real_ranks_that_differ_are_named(cases):
+    _, told = cases
+    assert len({rank["replicas"] for rank in told}) == 1
+    assert "`w` at [3, 0]" in told[0]["replicas"]
+    assert "rank 1 differ from rank 3" in told[0]["replicas"]
+
+
+@pytest.mark.slow
+def test_optimizer_state_with_groups_comes_back_as_get_state_dict_gave_it(cases):
+    _, told = cases
+    for rank in told:
+        assert rank["nested"]["before"] == rank["nested"]["after"]
+        assert len(rank["nested"]["before"]) > 20
+
+
+@pytest.mark.slow
+def test_real_ranks_that_exit_wait_for_their_save(cases):
+    folder, _ = cases
+    assert shardplan.restore(folder / "last")["w"].tolist() == list(range(8))
+
+
+# Processes that exit or stall
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory):
+    """Let a rank exit or stall in every phase; return the folder."""
+    folder = tmp_path_factory.mktemp("faults")
+    command = [sys.executable, "-P", FOLDER / "faults.py", folder]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    with (folder / "log").open("w+") as log:
+        process = subprocess.Popen(
+            command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout=150)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert code == 0, (folder / "log").read_text()[-3000:]
+    return folder
+
+
+FAULTS = script("faults")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FAULTS.CASES)
+def test_a_process_that_exits_or_stalls_is_named_by_all_and_the_checkpoint_is_whole(faults, case):
+    phase, victim, how, _ = case.split(":")
+    victim, folder = int(victim), faults / case
+    told = {int(f.name[5:]): json.loads(f.read_text()) for f in folder.glob("told-*")}
+    alive = {r for r in range(FAULTS.WORLD) if how == "stall" or r != victim}
+    assert set(told) == alive, (faults / "log").read_text()[-3000:]
+    for rank, found in told.items():
+        assert found.get("named") == [victim], (rank, found)
+        if rank != victim:
+            assert found["seconds"] < 2 * (FAULTS.TIMEOUT + 2) + 5
+    path = folder / "checkpoint"
+    saved = shardplan.restore(path)["part"]
+    late = phase == "commit" and how == "stall"  # carried out when it is long given up
+    for rank in range(FAULTS.WORLD):
+        expected = FAULTS.new(rank) if late else FAULTS.old(rank)
+        for name, value in expected.items():
+            assert torch.equal(saved[name], value), name
+    assert shardplan.verify(path).ok
+    shardplan.prune(path, keep_last=1, min_age=0)
+    named = {file.name for file in path.iterdir()}
+    save_on(2, "rows", {"w": torch.arange(6.0)}, open_store(path), overwrite=True)
+    assert not named - {"shardplan.json"} & {file.name for file in path.iterdir()}
+    load_on(3, "rows", {"w": torch.arange(6.0)}, open_store(path))
