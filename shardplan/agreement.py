@@ -68,7 +68,8 @@ class Agreement:
 class PlanCache:
     """Plans by what they were made of, the last few of them.
 
-    A key holds all that a plan depends on: so nothing in here can be out of date.
+    A key holds all that a plan depends on, so nothing in here can be out of date: a layout, or,
+    where a planner may do anything with it, what the planner made of it.
 
     Args:
         entries: How many are kept.
@@ -146,6 +147,8 @@ def agree(
             if found is None:
                 plans, metadata = global_plan((offer.local,))
                 found = offer.keep(Agreement(plans[0], "alone", "", plans, metadata))
+            else:
+                found = attrs.evolve(found, how="cached")
         return offer.sd, found, offer.save_id
     with watch.phase("exchange"):
         offers = all_gather(comm, "plan", lambda: offer.make(watch, derive=not verify_replicas))
@@ -193,11 +196,10 @@ class _Offer:
         """Look for a known plan; if there is none, plan this rank's part."""
         self.first()
         self.sd = self.state()
-        key = layout_key(self.sd)
+        # A planner may look at anything, so that it is asked every time.
+        key = layout_key(self.sd) if self.planner is None else fingerprint(self.local)
         ranks = (tuple(self.comm.ranks), self.comm.rank, self.comm.coordinator)
-        self.key = None if key is None else _Key(key, self.planner, ranks)
-        if not _is_hashable(self.key):
-            self.key = None
+        self.key = None if key is None else _Key(key, ranks)
         self.cached = None if self.key is None else self.cache.get(self.key)
         if self.cached is None and derive:
             self.derived = self._derive()
@@ -222,7 +224,8 @@ class _Offer:
 
     def _derive(self) -> Agreement | None:
         own = local_plan(self.sd)
-        self._local = _passed(self.planner, own)
+        if self.planner is None:
+            self._local = own
         whole = whole_layout(self.flat, own, self.comm)
         if whole is None:
             return None
@@ -244,17 +247,7 @@ class _Key:
     """All that a plan depends on."""
 
     layout: Hashable
-    planner: Pass[SavePlan] | None
     ranks: Hashable
-
-
-def _is_hashable(key: object) -> bool:
-    """Tell whether a key can be looked up: a planner may be any function, or what acts like one."""
-    try:
-        hash(key)
-    except TypeError:
-        return False
-    return True
 
 
 def _described(whole: WorldPlans) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
 import weakref
@@ -18,6 +17,7 @@ from shardplan.io.stores import Store
 from shardplan.planning import Pass, SavePlan
 
 from .agreement import PlanCache
+from .ranks import world_group
 from .reports import SaveReport, Stopwatch
 from .saving import save_state
 from .snapshots import Buffers
@@ -111,7 +111,8 @@ def async_save(
     ...     restore(folder)
     {'w': tensor([1., 1.])}
     """
-    saver, start = _saver_of(comm), time.perf_counter()
+    saver, comm = _saver_of(comm)
+    start = time.perf_counter()
     future, watch = SaveFuture(str(getattr(path, "url", path))), Stopwatch()
     earlier = saver.settle()
     with watch.phase("stage"):
@@ -120,7 +121,7 @@ def async_save(
     options = {
         "planner": planner,
         "format": format,
-        "comm": saver.comm,
+        "comm": comm,
         "overwrite": overwrite,
         "verify_replicas": verify_replicas,
         "profile": False,
@@ -131,7 +132,13 @@ def async_save(
     thread = threading.Thread(
         target=_run, args=(future, state, path, options), name="shardplan-save", daemon=False
     )
-    thread.start()
+    future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
+    try:
+        thread.start()
+    except BaseException as error:
+        future.set_exception(error)
+        comm.leave(f"left: {type(error).__name__}: {error}")
+        raise
     future.blocked = time.perf_counter() - start
     if earlier is not None:
         future.told = True
@@ -142,8 +149,7 @@ def async_save(
 class _Saver:
     """What saves in the background have in common."""
 
-    def __init__(self, comm: Comm) -> None:
-        self.comm = comm
+    def __init__(self) -> None:
         self.buffers = Buffers()
         self.last: SaveFuture | None = None
 
@@ -172,21 +178,21 @@ def _failing(error: BaseException) -> Callable[[], Mapping[Any, Any]]:
     return fail
 
 
-_savers: weakref.WeakKeyDictionary[Any, _Saver] = weakref.WeakKeyDictionary()
-_alone: list[_Saver] = []
+# By comm that a caller made, for as long as the caller has it; and for the job, one of our own.
+_savers: weakref.WeakKeyDictionary[Comm, _Saver] = weakref.WeakKeyDictionary()
+_own: dict[str, tuple[Any, _Saver, Comm]] = {}
 
 
-def _saver_of(comm: Comm | None) -> _Saver:
-    """Return what saves for some ranks, made when it is first needed."""
-    dist = sys.modules.get("torch.distributed")
-    if comm is None and (dist is None or not dist.is_available() or not dist.is_initialized()):
-        if not _alone:
-            _alone.append(_Saver(solo()))
-        return _alone[0]
-    key: Any = dist.group.WORLD if comm is None and dist is not None else comm
-    if key not in _savers:
-        _savers[key] = _Saver(torch_comm(key, private=True) if comm is None else comm)
-    return _savers[key]
+def _saver_of(comm: Comm | None) -> tuple[_Saver, Comm]:
+    """Return what saves for some ranks, made when it is first needed, and their comm."""
+    if comm is not None:
+        return _savers.setdefault(comm, _Saver()), comm
+    group = world_group()
+    known = _own.get("job")
+    if known is None or known[0] is not group:  # the group of before is gone, if there was one
+        made = solo() if group is None else torch_comm(group, private=True)
+        known = _own["job"] = (group, _Saver(), made)
+    return known[1], known[2]
 
 
 def _run(

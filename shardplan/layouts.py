@@ -37,8 +37,8 @@ def layout_key(sd: Mapping[Any, Any]) -> Hashable | None:
     True
     """
     try:
-        return _entries(sd)
-    except _UntoldError:
+        return _entries(sd) if isinstance(sd, Mapping) else None
+    except (_UntoldError, RuntimeError):  # planning says what is wrong with what has no shape
         return None
 
 
@@ -47,8 +47,13 @@ class _UntoldError(Exception):
 
 
 def _entries(sd: Mapping[Any, Any]) -> tuple[Hashable, ...]:
-    # With the type of each name, for 1 == True, and they make different names.
-    return tuple([(name.__class__, name, _value_key(value)) for name, value in sd.items()])
+    # With the type of each name, for 1 == True, and they make different names; so do 0.0 and -0.0.
+    return tuple(
+        [
+            (name.__class__, repr(name) if type(name) is float else name, _value_key(value))
+            for name, value in sd.items()
+        ]
+    )
 
 
 def _value_key(value: Any) -> Hashable:

@@ -16,6 +16,7 @@ import torch
 
 from shardplan.dist import CheckpointError, Comm, Failure, all_gather, broadcast, reduce_scatter
 from shardplan.io.arrays import empty
+from shardplan.io.errors import FormatError
 from shardplan.io.pool import Pool
 from shardplan.io.read import Reader, ReadStats
 from shardplan.io.sources import detect, locate, open_source
@@ -37,6 +38,7 @@ from shardplan.planning import (
     dtype_name,
     encode_metadata,
     encode_plan,
+    fingerprint,
     flatten,
     global_load_plan,
     load_plan,
@@ -47,7 +49,7 @@ from shardplan.planning import (
 )
 from shardplan.planning import share_reads as share_pass
 from shardplan.planning.catalog import column
-from shardplan.planning.errors import nearest_names
+from shardplan.planning.errors import nearest_names, span
 from shardplan.planning.flatten import is_tensor
 from shardplan.planning.load import Strict
 from shardplan.planning.metadata import TensorMetadata
@@ -215,7 +217,7 @@ class _Load:
                 self.needed = _nbytes(self.plan, self.metadata)
             local = self.reader is not None and not self.reader.store.staging
             wish = _Wish(self.needed, *_named(self.plan, self.metadata), host_name(), local)
-            return (*attrs.astuple(wish), self._unmatched)
+            return (*attrs.astuple(wish), self._unmatched, self._identity())
 
         def offer() -> tuple[Any, ...] | None:
             if self._is_file():
@@ -234,13 +236,33 @@ class _Load:
             if None in offers:
                 alone = self._open_on_one()
                 offers = all_gather(self.comm, "plan", second_offer)
-        self._check_matched([set(unmatched) for *_, unmatched in offers])
-        wishes = [_Wish(*wish) for *wish, _ in offers]
+        self._check_same([identity for *_, identity in offers])
+        self._check_matched([set(unmatched) for *_, unmatched, _ in offers])
+        wishes = [_Wish(*wish) for *wish, _, _ in offers]
         if alone:
             self._share(read_on(self.comm.coordinator))
         elif share is not False and _worth_sharing(wishes, share):
             least = 1 if share is True else MIN_SHARED
             self._share(share_pass(self.metadata, min_bytes=least))
+
+    def _identity(self) -> str:
+        """Return what tells the checkpoint that this rank has opened from any other."""
+        meta = self.metadata.storage_meta
+        known = None if meta is None else meta.save_id
+        return known or fingerprint(self.metadata)
+
+    def _check_same(self, identities: Sequence[str]) -> None:
+        """Raise, on all ranks alike, if not all of them have opened the same checkpoint."""
+        if len(set(identities)) == 1:
+            return
+        sides: dict[str, list[int]] = {}
+        for rank, identity in zip(self.comm.ranks, identities, strict=True):
+            sides.setdefault(identity, []).append(rank)
+        told = "; ".join(f"{span(ranks)}: save {name[:12]}" for name, ranks in sides.items())
+        text = f"ranks have opened different checkpoints ({told}); was one written meanwhile?"
+        raise CheckpointError(
+            Failure(rank, "open", FormatError.__name__, text) for rank in self.comm.ranks
+        )
 
     def _check_matched(self, unmatched: Sequence[set[str]]) -> None:
         """Raise, on all ranks alike, if some pattern matches nothing on any of them."""
@@ -549,8 +571,8 @@ def _restore(
     verify: bool,
 ) -> dict[Any, Any]:
     """Make a new state dict of a checkpoint; all is planned before memory is asked for."""
-    wanted, paths = _everything(reader.metadata) if target is None else flatten(target)
-    wanted = _matching(wanted, keys)
+    every, paths = _everything(reader.metadata) if target is None else flatten(target)
+    wanted = _matching(every, keys)
     specs = {name: _spec(leaf) if is_tensor(leaf) else None for name, leaf in wanted.items()}
     plan = load_plan(reader.metadata, local_plan(specs), dtype=dtype)
     flat = {name: None if spec is None else _blank(spec, device) for name, spec in specs.items()}
@@ -561,6 +583,8 @@ def _restore(
 def _spec(leaf: Any) -> Any:
     """Return what is to be made like a leaf: a DTensor, or a whole tensor."""
     if isinstance(leaf, torch.Tensor) and hasattr(leaf, "placements"):
+        return leaf
+    if isinstance(leaf, TensorSpec) and not leaf.placements:
         return leaf
     return TensorSpec(tuple(leaf.shape), dtype_name(leaf.dtype))
 
@@ -584,12 +608,16 @@ def _blank(spec: Any, device: Any) -> torch.Tensor:
 
 def _everything(metadata: Metadata) -> tuple[dict[str, Any], Mapping[str, Any]]:
     entries = metadata.state_dict_metadata
-    wanted = {
-        name: TensorSpec(entry.size, entry.properties.dtype)
-        if isinstance(entry, TensorMetadata)
-        else None
-        for name, entry in entries.items()
-    }
+    specs: dict[tuple[int, int], TensorSpec | None] = {}  # few tensors differ in shape and dtype
+    wanted = {}
+    columns = zip(entries.names, entries.layout.tolist(), entries.prop.tolist(), strict=True)
+    for name, layout, prop in columns:
+        if (layout, prop) not in specs:
+            entry, spec = entries[name], None
+            if isinstance(entry, TensorMetadata):
+                spec = TensorSpec(entry.size, entry.properties.dtype)
+            specs[layout, prop] = spec
+        wanted[name] = specs[layout, prop]
     data = metadata.planner_data
     return wanted, data.get("paths", {}) if isinstance(data, Mapping) else {}
 

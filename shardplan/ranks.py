@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import socket
 import sys
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from shardplan.dist import Comm, all_reduce, solo, torch_comm
 from shardplan.planning import flatten
 
-__all__ = ["default_comm", "device_of", "host_name", "normal_device", "take_step"]
+__all__ = [
+    "default_comm",
+    "device_of",
+    "host_name",
+    "normal_device",
+    "take_step",
+    "world_group",
+]
 
-# One comm per process group, made when it is first needed: making one is a step of its own.
-_comms: weakref.WeakKeyDictionary[Any, Comm] = weakref.WeakKeyDictionary()
+# The job's group and its comm, made when it is first needed: making one is a step of its own.
+_known: dict[str, tuple[Any, Comm]] = {}
 
 
 def default_comm() -> Comm:
@@ -25,13 +31,21 @@ def default_comm() -> Comm:
     >>> default_comm().world_size
     1
     """
+    group = world_group()
+    if group is None:
+        _known.clear()
+        return solo()
+    if "job" not in _known or _known["job"][0] is not group:
+        _known["job"] = (group, torch_comm(group))
+    return _known["job"][1]
+
+
+def world_group() -> Any:
+    """Return torch's process group of all ranks; None where there is none."""
     dist = sys.modules.get("torch.distributed")  # whoever has a process group has imported it
     if dist is None or not dist.is_available() or not dist.is_initialized():
-        return solo()
-    group = dist.group.WORLD
-    if group not in _comms:
-        _comms[group] = torch_comm(group)
-    return _comms[group]
+        return None
+    return dist.group.WORLD
 
 
 def take_step(

@@ -66,7 +66,8 @@ class _Copying:
         if hasattr(value, "local_shards") or hasattr(value, "__create_chunk_list__"):
             return self._shards(name, value)
         if isinstance(value, torch.Tensor):
-            return self._buffer((name,), value)
+            copied = self._buffer((name,), value)
+            return copied.detach().requires_grad_() if value.requires_grad else copied
         return copy.deepcopy(value)
 
     def _shards(self, name: str, value: Any) -> Shards:
@@ -83,15 +84,17 @@ class _Copying:
         source = source.detach()
         if source.device.type == "meta":
             return source  # refused when it is saved
-        same = (source.data_ptr(), source.dtype, source.shape, source.stride(), source.device)
-        if source.numel() and same in self._seen:
+        same = _memory_of(source)
+        if same is not None and same in self._seen:
             return self._seen[same]
         key = (*key, source.dtype, tuple(source.shape))
         target = self._kept.get(key)
         if target is None:
             pin = source.device.type == "cuda"
             target = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=pin)
-        self.used[key] = self._seen[same] = target
+        self.used[key] = target
+        if same is not None:
+            self._seen[same] = target
         self._sources.append(source)
         self._targets.append(target)
         return target
@@ -103,6 +106,14 @@ class _Copying:
         for device in {source.device for source in self._sources}:
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """Return what tells whether two tensors are the same elements; None if nothing does."""
+    if type(tensor) is not torch.Tensor or not tensor.numel() or not tensor.data_ptr():
+        return None  # a subclass may mean something else by its memory
+    flags = (tensor.is_conj(), tensor.is_neg())
+    return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device, *flags)
 
 
 @attrs.frozen(eq=False)

@@ -13,7 +13,7 @@ from shardplan.agreement import PlanCache, agree
 from shardplan.dist import CheckpointError, run_ranks, solo
 from shardplan.io.stores import open_store
 from shardplan.layouts import layout_key
-from shardplan.planning import cast, chain, rename
+from shardplan.planning import annotate, cast, chain, rename, select
 from shardplan.reports import Stopwatch
 
 FOLDER = Path(__file__).parent / "ranks"
@@ -169,14 +169,14 @@ def test_another_planner_is_another_plan():
     assert shardplan.open_checkpoint(saves.store)["layers.0.w"].dtype == torch.bfloat16
 
 
-def test_a_planner_that_does_not_hash_is_never_remembered():
+def test_what_a_planner_made_is_remembered_whether_or_not_the_planner_hashes():
     class Planner(list):
         def __call__(self, plans):
             return plans
 
     saves = Saves("unhashable")
     hows = [saves.save(many, planner=Planner())[0] for _ in range(2)]
-    assert hows == ["derived", "derived"]
+    assert hows == ["derived", "cached"]
 
 
 def test_another_coordinator_or_fewer_ranks_make_another_plan():
@@ -328,3 +328,47 @@ def test_one_rank_alone_needs_no_comm_to_agree():
     )
     assert agreement.how == "alone"
     assert list(sd) == ["w"]
+
+
+def test_a_planner_is_asked_every_time_whatever_was_planned_before():
+    """It may look at anything: at the step, at a list that grows."""
+    step, keep = [1], ["a"]
+    sd = {"a": torch.ones(2), "b": torch.ones(2)}
+    marks = annotate(lambda plan: {"step": step[0]})
+
+    def grows(plans):
+        return select(*keep)(plans)
+
+    for planner in (marks, grows):
+        step[0], keep[:] = 1, ["a"]
+        found = []
+        for turn in range(2):
+            path = f"memory://asked-{planner is marks}-{turn}"
+            shardplan.save(sd, path, planner=planner)
+            found.append(shardplan.open_checkpoint(path).metadata)
+            step[0] += 1
+            keep.append("b")
+        assert found[0] != found[1]
+
+
+def test_ranks_that_open_different_checkpoints_load_neither():
+    def both(comm):
+        shardplan.save(
+            {"w": torch.full((2,), float(comm.rank))}, f"memory://side-{comm.rank}", comm=solo()
+        )
+        sd = {"w": torch.zeros(2)}
+        try:
+            shardplan.load(sd, f"memory://side-{comm.rank}", comm=comm)
+        except CheckpointError as error:
+            return str(error), sd["w"].tolist()
+        return "", sd["w"].tolist()
+
+    for text, left in run_ranks(2, both):
+        assert "ranks have opened different checkpoints" in text
+        assert left == [0.0, 0.0]
+
+
+def test_zeros_of_either_sign_are_different_names():
+    shardplan.save({0.0: torch.ones(2)}, "memory://zero")
+    shardplan.save({-0.0: torch.ones(2)}, "memory://minus")
+    assert [repr(k) for k in shardplan.restore("memory://minus")] == ["-0.0"]

@@ -342,3 +342,57 @@ def test_a_save_that_fails_while_the_interpreter_exits_is_told(tmp_path):
     done = run(SLOW.format(error=error, path=str(tmp_path / "c"), end="pass"))
     assert "the save to" in done.stderr
     assert "disk full" in done.stderr
+
+
+def test_tensors_that_share_memory_but_not_values_are_kept_apart(tmp_path):
+    """A conjugate is the same memory with a flag; so is a negative imaginary part."""
+    x = torch.tensor([1 + 2j, 3 + 4j])
+    sd = {"x": x, "conj": x.conj(), "imag": x.imag, "minus": x.conj().imag}
+    shardplan.async_save(sd, tmp_path).result()
+    found = shardplan.restore(tmp_path)
+    assert all(torch.equal(found[name], sd[name]) for name in sd)
+
+
+def test_what_requires_a_gradient_is_saved_alike_in_the_background(tmp_path):
+    sd = {"w": torch.nn.Parameter(torch.ones(2)), "b": torch.zeros(2)}
+    shardplan.save(sd, tmp_path / "now")
+    shardplan.async_save(sd, tmp_path / "later").result()
+    metadata = [shardplan.open_checkpoint(tmp_path / n).metadata for n in ("now", "later")]
+    assert metadata[0].state_dict_metadata == metadata[1].state_dict_metadata
+
+
+def test_a_save_under_way_cannot_be_cancelled_and_the_next_one_works(tmp_path):
+    future = shardplan.async_save({"w": torch.ones(2)}, tmp_path / "a")
+    assert not future.cancel()
+    assert future.result().nbytes > 0
+    assert shardplan.async_save({"w": torch.ones(2)}, tmp_path / "b").result().nbytes > 0
+
+
+def test_if_no_thread_can_be_started_the_call_says_so_and_the_next_one_works(tmp_path, monkeypatch):
+    def fail(self):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="new thread"):
+            shardplan.async_save({"w": torch.ones(2)}, tmp_path / "a")
+    with pytest.raises(RuntimeError, match="new thread"):
+        shardplan.async_save({"w": torch.ones(2)}, tmp_path / "b")  # the error nobody had
+    assert shardplan.async_save({"w": torch.ones(2)}, tmp_path / "c").result().nbytes > 0
+
+
+def test_snapshots_go_when_the_comm_they_were_made_for_goes():
+    import gc
+
+    from shardplan import background
+
+    gc.collect()
+    before = len(background._savers)
+    run_ranks(
+        2,
+        lambda comm: shardplan.async_save(
+            {"w": torch.ones(2)}, "memory://gone", comm=comm
+        ).result(),
+    )
+    gc.collect()
+    assert len(background._savers) == before
