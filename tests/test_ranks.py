@@ -487,6 +487,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_changes_nothing(
                 fault.store(comm, store),
                 comm=fault.comm(comm),
                 planner=fault.planner(comm),
+                    cache=PlanCache(),  # so that plans are gathered
                 overwrite=True,
             )
         )
