@@ -32,7 +32,8 @@ class Failure:
 
     def __str__(self) -> str:
         lines = self.text.splitlines() or [""]
-        more = f" … and {len(lines) - 1} more lines" if len(lines) > 1 else ""
+        left = len(lines) - 1
+        more = f" … and {left} more line{'s' * (left > 1)}" if left else ""
         return f"rank {self.rank}, {self.step}: {self.type}: {lines[0]}{more}"
 
     @classmethod

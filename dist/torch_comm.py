@@ -36,6 +36,7 @@ _TAG = 0x5AD0000
 
 # By group: what is made once and shared by all comms of the group.
 _stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_hosted: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _twins: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
@@ -92,7 +93,8 @@ def torch_comm(
     rooms = dist.PrefixStore(f"shardplan/{number}", store)  # type: ignore[attr-defined]
     meetings = Meetings(rooms, rank, coordinator, ranks, timeout, _host_of_the_store())
     wire = Wire(_with_gloo(group, store, meetings, private), _TAG + number, timeout)
-    comm = TorchComm(meetings, wire)
+    # The group's own store, too: whoever hosts it must do so until we are done, group or no group.
+    comm = TorchComm(meetings, wire, _hosted[group])
     weakref.finalize(comm, _close, meetings, wire)
     return comm
 
@@ -131,6 +133,7 @@ def _private_store(group: ProcessGroup) -> Any:
     if group not in _stores:
         store = distributed_c10d._get_process_group_store(group)
         _stores[group] = store.clone() if hasattr(store, "clone") else store
+        _hosted[group] = store
     return _stores[group]
 
 
@@ -145,6 +148,7 @@ class TorchComm:
 
     _meetings: Meetings
     _wire: Wire
+    _hosted: Any
 
     @property
     def rank(self) -> int:

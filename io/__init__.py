@@ -4,9 +4,11 @@
 - What is in a file? `headers`, `manifest`, `expected`, `values`, `checksums`
 - Which formats are there? `sources` (reading), `writers` (saving); `native` (our own), `dcp`, `hf`,
   `torchsave`, each with its `…_write`
-- How is another tool's file read without running it? `pickles`, `torchpickles`, `torchzip`, `strided`
+- How is another tool's file read without running it? `pickles`, `torchpickles`, `torchzip`,
+  `strided`; is it sound? `verify_foreign`
 - How is a plan carried out? `pieces`, `write`, `commit`, `read`, `jobs`, `fetch`, `arrays`
-- How does one checkpoint become another? `ahead`, `proof`
+- How does one checkpoint become another? `ahead`, `proof`, `places`, `copying`, `moving`, `crc`
+- How does one take another's place? `replacing`
 - Is it sound, are two alike? `verify`, `scan`, `compare`, `progress`
 - How do I test against a failing store? `testing`
 

@@ -7,11 +7,13 @@ one is written. Boxes that are asked for in another order are read all the same,
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
+from functools import cached_property, partial
 from typing import Any, Final
 
 import attrs
@@ -28,6 +30,9 @@ from shardplan.planning.packing import Ints
 from shardplan.planning.reads import ReadItems
 
 from .arrays import empty, torch_dtype, window
+from .copying import Block
+from .moving import Stretch
+from .places import Places, find_places
 from .proof import Proof
 from .read import Reader, ReadStats
 
@@ -124,6 +129,7 @@ class Ahead:
             self._entries[name] = entry
         self._boxes = [box for box in boxes if 0 not in box.sizes]
         self._reads, self._rows = self._plan()
+        self._at = {box: i for i, box in enumerate(self._boxes)}
         self._batches = list(self._group())
         self._batch_of = {
             self._boxes[i]: number for number, batch in enumerate(self._batches) for i in batch
@@ -147,13 +153,40 @@ class Ahead:
         found = None if future is None else future.result().pop(box, None)
         if found is None:
             found = self._fetch([box], *self._direct(box))[box]
-        self._told(found.numel() * found.itemsize)
+        self._delivered(box)
+        return found
+
+    def stretches(self, box: Box) -> Block | None:
+        """Return the bytes of files that a box is made of; None if they are not to be had so."""
+        number = self._at.get(box)
+        places = self._places
+        if number is None or places is None or not all(places.plain[r] for r in self._rows[number]):
+            return None
+        rows = sorted(self._rows[number], key=places.into.__getitem__)
+        return Block([self._stretch(places, row) for row in rows], partial(self._done, box))
+
+    def _stretch(self, places: Places, row: int) -> Stretch:
+        items, seen = self._reads, None
+        if self._proof is not None:
+            axes = items.ndim[row]
+            key = items.names[items.storage[row]], int(items.storage_hint[row])
+            offsets, lengths = items.storage_offsets[row, :axes], items.lengths[row, :axes]
+            seen = self._proof.wants(key, tuple(offsets.tolist()), tuple(lengths.tolist()))
+        file = places.files[places.file[row]]
+        return Stretch(places.store, file, places.begin[row], places.nbytes[row], seen)
+
+    def _done(self, box: Box) -> None:
+        nbytes = self._nbytes(box)
+        self._count(ReadStats(nbytes, nbytes, len(self._rows[self._at[box]])))
+        self._delivered(box)
+
+    def _delivered(self, box: Box) -> None:
+        self._told(self._nbytes(box))
         with self._lock:
             complete = self._waiting == {box}
             self._waiting.discard(box)
         if complete:
             self._last()
-        return found
 
     def close(self) -> None:
         """Forget what was read and not asked for."""
@@ -177,6 +210,16 @@ class Ahead:
             for old in [n for n in self._under_way if n < number and _is_empty(self._under_way[n])]:
                 del self._under_way[old]
             return self._under_way.get(number)
+
+    @cached_property
+    def _places(self) -> Places | None:
+        """Where the bytes of all reads lie, if that is on a disk."""
+        axes = self._reads.lengths.shape[1]
+        box = np.zeros(len(self._reads), np.int64)
+        for number, rows in enumerate(self._rows):
+            box[rows] = number
+        sizes = padded([box.sizes for box in self._boxes], 1, axes)
+        return find_places(self._reader.source, self._reads, sizes[box])
 
     def _plan(self) -> tuple[ReadItems, list[list[int]]]:
         """Return all reads, and which of them fill which box."""
@@ -203,7 +246,7 @@ class Ahead:
 
     def _nbytes(self, box: Box) -> int:
         width = itemsize(self._entries[box.name].properties.dtype)
-        return int(np.prod(box.sizes, dtype=np.int64)) * width
+        return math.prod(box.sizes) * width
 
     def _fetch_batch(self, batch: Sequence[int]) -> dict[Box, torch.Tensor]:
         rows = column([row for i in batch for row in self._rows[i]])
@@ -287,3 +330,7 @@ class AheadTensor:
     def read_box(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """Return a box of it, contiguous."""
         return self._ahead.read(Box(self._name, tuple(offsets), tuple(sizes)))
+
+    def stretches(self, offsets: Sequence[int], sizes: Sequence[int]) -> Block | None:
+        """Return the bytes of files that a box of it is made of; see `Ahead.stretches`."""
+        return self._ahead.stretches(Box(self._name, tuple(offsets), tuple(sizes)))

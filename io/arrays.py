@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from importlib import import_module
 from typing import Any, Final
 
 import numpy as np
@@ -21,12 +22,14 @@ __all__ = [
     "can_cast",
     "dump",
     "empty",
+    "flip",
     "is_plain",
     "memory",
     "run_bytes",
     "runs",
     "same_dtype",
     "store",
+    "to_numpy",
     "torch_dtype",
     "window",
 ]
@@ -74,14 +77,18 @@ def as_tensor(value: Any, *, writable: bool = False) -> torch.Tensor:
     if isinstance(value, torch.Tensor):
         if value.device.type == "meta":
             raise TypeError("is on the meta device and has no elements; materialise it first")
-        return value.detach()
+        own = type(value) is torch.Tensor and not value.requires_grad
+        return value if own else value.detach()
     if not isinstance(value, np.ndarray):
         raise TypeError(f"is a {type(value).__qualname__}, which holds no elements")
-    shared = value.dtype.isnative and value.flags.writeable and min(value.strides, default=0) >= 0
-    if shared:
+    shared = value.dtype.isnative and value.flags.writeable
+    if shared and all(s >= 0 and s % value.itemsize == 0 for s in value.strides):
         return torch.from_numpy(value)
     if writable:
-        raise TypeError("is a numpy array that is read-only, reversed or of foreign byte order")
+        raise TypeError(
+            "is a numpy array that is read-only, reversed, of foreign byte order, or whose "
+            "elements lie askew, as the fields of a record do"
+        )
     return torch.from_numpy(np.array(value, value.dtype.newbyteorder("="), order="C"))
 
 
@@ -165,15 +172,71 @@ def dump(tensor: torch.Tensor, dtype: str) -> memoryview:
     return view
 
 
-def store(tensor: torch.Tensor, data: Bytes, dtype: str) -> None:
-    """Fill a tensor from bytes that hold elements of ``dtype``, row-major, casting them."""
+def store(
+    tensor: torch.Tensor, data: Bytes, dtype: str, strides: Sequence[int] | None = None
+) -> None:
+    """Fill a tensor from bytes that hold elements of ``dtype``, casting them.
+
+    Args:
+        tensor: The tensor.
+        data: The bytes.
+        dtype: What they hold.
+        strides: How many elements a step along each axis skips there (surplus axes are ignored);
+            elements lie row-major if left out.
+
+    >>> column = torch.zeros(2, 1)
+    >>> store(column, np.arange(6, dtype=np.float32).view(np.uint8), "float32", (3, 1))
+    >>> column.tolist()
+    [[0.0], [3.0]]
+    """
     if not data.size:
         return
-    source = torch.from_numpy(data).view(torch_dtype(dtype)).reshape(tensor.shape)
+    source = torch.from_numpy(data).view(torch_dtype(dtype))
+    if strides is None:
+        source = source.reshape(tensor.shape)
+    else:
+        source = source.as_strided(tensor.shape, tuple(strides[: tensor.ndim]))
     if source.dtype == tensor.dtype and not (tensor.is_conj() or tensor.is_neg()):
         _raw(tensor).copy_(_raw(source))
     else:
         tensor.copy_(source)
+
+
+def flip(tensor: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+    """Return a copy with some axes reversed, whatever its elements are.
+
+    >>> flip(torch.tensor([1, 2, 3], dtype=torch.uint16), [0]).tolist()
+    [3, 2, 1]
+    """
+    return _raw(tensor).flip(tuple(axes)).view(tensor.dtype)
+
+
+def to_numpy(tensor: torch.Tensor, dtype: npt.DTypeLike | None = None) -> npt.NDArray[Any]:
+    """Return a tensor as an array, cast to ``dtype`` if that is given.
+
+    Dtypes that numpy does not have come as those of the package ml_dtypes, if it is installed.
+
+    >>> to_numpy(torch.ones(2, dtype=torch.bfloat16), np.float32)
+    array([1., 1.], dtype=float32)
+
+    Raises:
+        TypeError: There is no such array.
+    """
+    try:
+        return np.asarray(tensor.numpy(), dtype)
+    except TypeError:
+        name = dtype_name(tensor.dtype)
+    if dtype is not None:
+        wide = torch.complex64 if tensor.dtype.is_complex else torch.float32
+        if can_cast(name, dtype_name(wide)):  # which holds every value of those that numpy lacks
+            return np.asarray(tensor.to(wide).numpy(), dtype)
+    try:
+        return _raw(tensor).numpy().view(getattr(import_module("ml_dtypes"), name))
+    except (ImportError, AttributeError):
+        raise TypeError(
+            f"is {name}, which numpy does not have; read it as a torch tensor, with [...], or ask "
+            f'for "{"complex64" if tensor.dtype.is_complex else "float32"}", or install ml_dtypes'
+        ) from None
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:

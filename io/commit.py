@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .write import Written  # needs torch, which reading a manifest does not
 
 __all__ = [
+    "SURE",
     "assemble",
     "find_manifest",
     "leftovers",
@@ -35,10 +36,12 @@ __all__ = [
     "read_manifest",
     "refuse_existing",
     "strays",
+    "unsure_commit",
 ]
 
 _MAX_MANIFEST: Final = 1 << 30  # bytes; one of a million chunks has 20 MB
-_SURE: Final = frozenset({"missing", "exists", "denied", "full", "short", "long", "path"})
+_PRUNED: Final = "; prune removes what is not needed"
+SURE: Final = frozenset({"missing", "exists", "denied", "full", "short", "long", "path"})
 """The kinds of error after which a replacement has surely not happened, and never will."""
 
 
@@ -275,12 +278,12 @@ def _commit(store: Store, save_id: str, data: bytes, overwrite: bool) -> None:
         if error.kind == "exists":
             if not _is_committed(store, save_id):
                 raise _exists(store) from None
-        elif error.kind in _SURE:
+        elif error.kind in SURE:
             raise
         else:
-            raise _unsure(store, error) from error
+            raise unsure_commit(store, error, "the manifest was put in place", _PRUNED) from error
     except Exception as error:
-        raise _unsure(store, error) from error
+        raise unsure_commit(store, error, "the manifest was put in place", _PRUNED) from error
 
 
 def _is_committed(store: Store, save_id: str) -> bool:
@@ -290,14 +293,22 @@ def _is_committed(store: Store, save_id: str) -> bool:
     return False
 
 
-def _unsure(store: Store, error: Exception) -> UnsureCommitError:
+def unsure_commit(store: Store, error: Exception, doing: str, later: str = "") -> UnsureCommitError:
+    """Make the error for a commit that may have happened.
+
+    Args:
+        store: Where.
+        error: What went wrong.
+        doing: Meanwhile, as a clause.
+        later: What to do in the end.
+    """
     reason = error.reason if isinstance(error, StoreError) else str(error)
     return UnsureCommitError(
         "commit",
         store.url,
-        f"the store failed while the manifest was put in place ({reason})",
+        f"the store failed while {doing} ({reason})",
         remedy="the checkpoint may exist nevertheless, so its files were kept: look with "
-        "open_checkpoint, or save again; prune removes what is not needed",
+        f"open_checkpoint, or save again{later}",
         kind="unsure",
     )
 

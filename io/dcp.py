@@ -91,6 +91,9 @@ class DcpSource:
         store: Where it lies.
         described: What its `.metadata` says.
         pool: The threads and the memory budget to use.
+
+    Attributes:
+        inner: The store as it is, without the files that `store` makes up.
     """
 
     format = "dcp"
@@ -99,7 +102,7 @@ class DcpSource:
     def __init__(self, store: Store, described: Described, pool: Pool | None = None) -> None:
         self.described = described
         self.metadata = described.metadata
-        self._inner = store
+        self.inner = store
         self._overlay = Overlay(store, described.files)
         self._pool = pool or default_pool()
         self._sizes: dict[int, int] = {}
@@ -139,7 +142,7 @@ class DcpSource:
             return self._inline[name]
         file, data = self._bytes(name, self._place(name, None))
         try:
-            return _plain(file, data, self._inner)
+            return _plain(file, data, self.inner)
         except (PickleError, FormatError):
             return load_torch(data, file, name)  # which tells best what is wrong
 
@@ -153,7 +156,7 @@ class DcpSource:
             if not isinstance(entry, BytesMetadata) or place is None or place.transforms:
                 continue
             try:
-                value = _plain(*self._bytes(name, place), self._inner)
+                value = _plain(*self._bytes(name, place), self.inner)
                 flat, inner = flatten({name: value})
             except ValueError:
                 continue  # whoever asks for it learns why
@@ -172,7 +175,7 @@ class DcpSource:
     def _bytes(self, name: str, place: Place) -> tuple[str, bytes]:
         """Return the file of a value that is no tensor, and its bytes there."""
         self._check_inside(name, place)
-        window = Window(self._inner, self.described.files[place.file], place.offset, place.length)
+        window = Window(self.inner, self.described.files[place.file], place.offset, place.length)
         return window.file, window.read(0, place.length)
 
     def _items(self, chunks: Sequence[tuple[str, int]]) -> list[_Item]:
@@ -208,7 +211,7 @@ class DcpSource:
         file = self.described.files[place.file]
         if place.file not in self._sizes:
             try:
-                self._sizes[place.file] = self._inner.size(file)
+                self._sizes[place.file] = self.inner.size(file)
             except MissingFileError:
                 raise FormatError(file, f"it is missing; `{name}` lies in it") from None
         size, end = self._sizes[place.file], place.offset + place.length
@@ -229,7 +232,7 @@ class DcpSource:
             ends.append(ends[-1] + min(_HEAD, item.place.length))
         heads = memoryview(bytearray(ends[-1]))
         spans = list(zip(items, ends, ends[1:], strict=False))
-        read_ranges(self._inner, file, [(i.place.offset, heads[a:b]) for i, a, b in spans])
+        read_ranges(self.inner, file, [(i.place.offset, heads[a:b]) for i, a, b in spans])
         found = {}
         for item, low, high in spans:
             head = bytes(heads[low:high])
@@ -260,7 +263,7 @@ class DcpSource:
             layout = known.get(head[:begin])
             if layout is not None and layout.length == place.length:
                 return layout
-        archive = read_archive(Window(self._inner, file, place.offset, place.length, head))
+        archive = read_archive(Window(self.inner, file, place.offset, place.length, head))
         if "byteorder" in archive.records and archive.read("byteorder", 8) != b"little":
             raise PickleError("it was written on a machine of another byte order")
         tensor = load_tensor(archive.read("data.pkl", _MAX_PICKLE))
@@ -279,7 +282,7 @@ class DcpSource:
         at = item.place.offset
         header = self._shared.get((item.place.file, at))
         if header is None:
-            window = Window(self._inner, file, at, self._sizes[item.place.file] - at)
+            window = Window(self.inner, file, at, self._sizes[item.place.file] - at)
             try:
                 nbytes = int.from_bytes(window.read(0, 8), "little")
                 if nbytes > MAX_HEADER:

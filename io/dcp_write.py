@@ -1,7 +1,8 @@
 """How is a DCP checkpoint written? Archives one after another, and `.metadata` last of all.
 
 Torch goes by the names and places in `.metadata` alone, so it is written last and replaced at once,
-as our own manifest is; files of a save that replaces another have names of their own.
+as our own manifest is; files of a save that replaces another have names of their own. Where the
+folder holds a checkpoint of a format that is looked for first, that one goes then; see `replacing`.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ from shardplan.planning import CodecError, Metadata, SavePlan, flatten
 from shardplan.planning.metadata import TensorMetadata
 from shardplan.planning.packing import DAMAGE
 
+from .copying import Content, Seal, literal, threads_for, write_file
+from .crc import sum_crc
 from .dcp_metadata import METADATA, OWN_PATHS, parse_metadata
-from .errors import ExistsError, FormatError, ValueRefusedError
+from .errors import ValueRefusedError
+from .moving import PIECE
 from .pieces import Piece, collect
 from .pool import Pool, default_pool
-from .sources import detect, open_source
-from .stores import Store, StoreError
+from .replacing import Older, committing, put_in_place, refuse_folder, remove, retire
+from .stores import Store
 from .torchvalues import dump_values, pickle_tensor
 from .torchzip import ALIGNMENT
-from .torchzip_write import Member, archive_parts, archive_size, members_of
+from .torchzip_write import Frame, frame_of
 from .writers import Part
 
 __all__ = ["DcpWriter"]
@@ -49,14 +53,24 @@ class _Written:
     begin: int
     length: int
 
+    def told(self) -> tuple[Any, ...]:
+        """Return it as it travels."""
+        return self.name, self.offset, self.number, self.file, self.begin, self.length
+
 
 class DcpWriter:
     """Writes checkpoints that `torch.distributed.checkpoint.load` reads; a `Writer`."""
 
+    def __init__(self) -> None:
+        self._unsure: set[str] = set()  # saves of which nobody can tell whether they were committed
+
     def refuse(self, store: Store, overwrite: bool) -> None:
         """Refuse to save where a checkpoint is; see `Writer.refuse`."""
-        if not overwrite and _format(store) is not None:
-            raise ExistsError(f"{store.url} holds a checkpoint; pass overwrite=True to replace it")
+        refuse_folder(store, "dcp", overwrite)
+
+    def prepare(self, plans: Sequence[SavePlan]) -> tuple[SavePlan, ...]:
+        """Return the plans as they are; see `Writer.prepare`."""
+        return tuple(plans)
 
     def write(
         self,
@@ -82,9 +96,11 @@ class DcpWriter:
             _File(f"__{rank}_{number}{tag}.distcp", items)
             for number, items in enumerate(_share(_items(plan, pieces, dumped)))
         ]
+        pool = pool or default_pool()
+        threads = threads_for(pool, len(files))
         try:
-            (pool or default_pool()).map(
-                lambda file: store.write(file.name, file.parts(), nbytes=file.nbytes),
+            pool.map(
+                lambda file: file.write(store, threads),
                 files,
                 nbytes=_STAGED + store.staging,
             )
@@ -92,7 +108,7 @@ class DcpWriter:
             with suppress(Exception):
                 store.delete([file.name for file in files])
             raise
-        told = [attrs.astuple(item) for file in files for item in file.written]
+        told = [item.told() for file in files for item in file.written]
         nbytes = sum(file.nbytes for file in files)
         return Part(len(files), nbytes, json.dumps(told).encode())
 
@@ -111,19 +127,18 @@ class DcpWriter:
         written = [item for report in reports for item in _from_report(report)]
         _check_all(metadata, written)
         data = pickle.dumps(_torch_metadata(metadata, written, store.url, save_id))
-        old = _older(store) if overwrite else ()
+        old = Older("dcp", ()).files(store) if store.exists(METADATA) else ()
+        new = {item.file for item in written}
         store.sync()
-        store.replace(METADATA, data)
-        doomed = [name for name in old if name not in {item.file for item in written}]
-        try:
-            if doomed:
-                store.delete(doomed)
-        except StoreError:
-            return tuple(doomed)
-        return ()
+        with committing(self._unsure, save_id):
+            put_in_place(store, METADATA, data)
+            left = retire(store, "dcp", new)
+        return (*left, *remove(store, [name for name in old if name not in new]))
 
     def discard(self, store: Store, report: bytes, save_id: str) -> None:
         """Remove one rank's files; see `Writer.discard`."""
+        if save_id in self._unsure:
+            return
         with suppress(Exception):
             if _published(store) != save_id:
                 store.delete({item.file for item in _from_report(report)})
@@ -137,11 +152,34 @@ class _Item:
     offset: tuple[int, ...] | None
     number: int
     nbytes: int
-    members: Sequence[Member] = ()
     data: bytes = b""
+    frame: Frame | None = None
+    piece: Piece | None = None
 
     def parts(self) -> Iterator[memoryview]:
-        return archive_parts(self.members) if self.members else iter([memoryview(self.data)])
+        """Yield its bytes in order."""
+        if self.frame is None or self.piece is None:
+            yield memoryview(self.data)
+            return
+        yield memoryview(self.frame.head)
+        crc = 0
+        for block in self.piece.blocks():
+            for start in range(0, len(block), PIECE):
+                part = block[start : start + PIECE]
+                crc = sum_crc(part, crc)
+                yield part
+        yield memoryview(self.frame.make_tail(crc))
+
+    def contents(self, record: int) -> list[Content | Seal] | None:
+        """Return what it is made of, if all of it only has to be copied."""
+        frame = self.frame
+        if frame is None or self.piece is None:
+            return [literal(self.data)]
+        blocks = self.piece.direct()
+        if blocks is None:
+            return None
+        tail = Seal(frame.tail, [record], lambda sums: frame.make_tail(sums[0]))
+        return [literal(frame.head), Content(blocks, record), tail]
 
 
 class _File:
@@ -158,7 +196,24 @@ class _File:
             at += item.nbytes
         self.nbytes = at
 
-    def parts(self) -> Iterator[memoryview]:
+    def write(self, store: Store, threads: int) -> None:
+        """Write it."""
+        contents, parts = self._contents, self._parts
+        write_file(store, self.name, contents, parts, nbytes=self.nbytes, threads=threads)
+
+    def _contents(self) -> list[Content | Seal] | None:
+        """Return what it is made of, if all of it only has to be copied."""
+        found: list[Content | Seal] = []
+        at = 0
+        for number, (item, place) in enumerate(zip(self._items, self.written, strict=True)):
+            own = item.contents(number)
+            if own is None:
+                return None
+            found += [literal(bytes(place.begin - at)), *own]
+            at = place.begin + place.length
+        return found
+
+    def _parts(self) -> Iterator[memoryview]:
         """Yield its bytes in order."""
         at = 0
         for item, place in zip(self._items, self.written, strict=True):
@@ -174,12 +229,11 @@ def _items(
     items = plan.items
     hints = np.zeros(len(items), np.int64) if items.hint is None else items.hint
     for name, data in dumped.items():
-        yield _Item(name, None, 0, len(data), data=data)
+        yield _Item(name, None, 0, len(data), data)
     for row, piece in pieces.items():
-        storage = Member("data/0", piece.nbytes, piece.blocks)
-        members = members_of(pickle_tensor(piece.dtype, piece.shape), [storage])
-        size = archive_size(members)
-        yield _Item(piece.name, piece.offsets, int(hints[row]), size, members)
+        frame = frame_of(pickle_tensor(piece.dtype, piece.shape), piece.nbytes)
+        number = int(hints[row])
+        yield _Item(piece.name, piece.offsets, number, frame.size, frame=frame, piece=piece)
 
 
 def _share(items: Iterator[_Item]) -> list[list[_Item]]:
@@ -275,29 +329,6 @@ def _nested(metadata: Metadata) -> tuple[dict[str, tuple[Any, ...]], dict[str, A
         if not kept and all(type(key) in _PLAIN_KEYS for _, key in path):
             ours[name] = tuple(path)
     return theirs, ours
-
-
-def _format(store: Store) -> str | None:
-    try:
-        return detect(store)
-    except FormatError:
-        return None
-
-
-def _older(store: Store) -> tuple[str, ...]:
-    """Name the files of the checkpoint that is there, other than `.metadata`."""
-    from .manifest import MANIFEST
-
-    found: list[str] = []
-    # It may be one that cannot be read: what it named is then left alone.
-    with suppress(FormatError):
-        format = detect(store)
-        found += open_source(store, format=format).files
-        found += [MANIFEST] if format == "safetensors" else []
-    if store.exists(METADATA):
-        with suppress(FormatError):
-            found += open_source(store, format="dcp").files
-    return tuple(dict.fromkeys(found))
 
 
 def _published(store: Store) -> str | None:

@@ -11,23 +11,25 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from shardplan.planning import coalesce
+from shardplan.planning import coalesce, itemsize
 from shardplan.planning.catalog import column
 from shardplan.planning.packing import Ints
 
 from .arrays import memory, run_bytes, runs, same_dtype, store
 from .arrays import window as box_of
 from .checksums import hash_views
-from .jobs import Job
+from .jobs import FAR_GAP, SMALL, Job
 from .local import LocalStore
 from .stores import Store
 
 __all__ = ["Fetch"]
 
-_SMALL: Final = 1 << 12  # ranges shorter than this are read together and picked apart by numpy
-_TINY_GAP: Final = 64  # bytes that are always cheaper to read over than to leave out
-_MAX_GAP: Final = 1 << 16
+_MAX_GAP: Final = 1 << 16  # bytes that may be read over between tensors, if
+_WASTE: Final = 0.1  # they are no larger a share of what is wanted on both sides
 _PIECE: Final = 1 << 19  # bytes that are still in a processor's own cache once they were read
+
+_MANY: Final = 16  # ranges that are sooner copied out of a file's pages than read one by one
+_SHORT: Final = 1 << 16  # if they have fewer bytes than this
 
 Range = tuple[int, memoryview]
 
@@ -50,6 +52,7 @@ class Fetch:
         columns = (job.blocks.box, job.first, job.into, job.block_bytes)
         self._places = np.stack(columns, axis=1)  # one row a block
         local = isinstance(source, LocalStore)
+        self._maps = job.is_mapped
         self._large = _large(job) if local else np.zeros(len(job.blocks), bool)
         self.digests = np.zeros(len(job.blocks), np.uint64)
         self.begun = np.zeros(len(job.blocks), bool)
@@ -88,11 +91,17 @@ class Fetch:
         views = [[view] for _, view in ranges]
         works = [] if plain.all() else self._works(task[~plain])
         for work in works:
-            ranges.extend(work.ranges())
-        ranges = _joined(ranges)
-        self._count(ranges, self._store.read(file, ranges))
+            if not (self._maps and work.is_scattered):
+                ranges.extend(work.ranges())
+        if ranges:
+            ranges = _joined(ranges, job.is_far)
+            self._count(ranges, self._store.read(file, ranges))
         for work in works:
-            work.deliver()
+            if self._maps and work.is_scattered:
+                assert isinstance(self._store, LocalStore)
+                self._count_scattered(work.deliver_from(self._store, file))
+            else:
+                work.deliver()
             views.append(work.views)
         blocks = np.concatenate((task[plain], task[~plain]))  # in the order of `views`
         self._hash(blocks, views, job.first[blocks])
@@ -123,12 +132,17 @@ class Fetch:
         return found
 
     def _works(self, blocks: Ints) -> list[_Work]:
-        ranges = self._job.ranges(blocks)
-        edges = np.searchsorted(ranges.read, np.arange(len(blocks) + 1)).tolist()
+        starts, block = self._job.starts(blocks)
+        edges = np.searchsorted(block, np.arange(len(blocks) + 1)).tolist()
         return [
-            _Work(self._job, block, ranges.start[low:high], int(ranges.length[low]))
+            _Work(self._job, block, starts[low:high])
             for block, low, high in zip(blocks.tolist(), edges, edges[1:], strict=False)
         ]
+
+    def _count_scattered(self, nbytes: int) -> None:
+        with self._lock:
+            self.bytes_read += nbytes
+            self.requests += 1
 
     def _count(self, ranges: list[Range], nbytes: int) -> None:
         with self._lock:
@@ -141,26 +155,42 @@ class _Work:
 
     Attributes:
         block: Its number.
-        views: Its bytes in order, once they were read.
+        views: Its bytes in order, once they were read; none if others lie between them.
     """
 
-    def __init__(self, job: Job, block: int, starts: Ints, length: int) -> None:
+    def __init__(self, job: Job, block: int, starts: Ints) -> None:
         row = int(job.blocks.box[block])
         offsets, sizes = job.blocks.offsets[block].tolist(), job.blocks.sizes[block].tolist()
         self.block, self.views = block, list[memoryview]()
         self._tensor = box_of(job.tensors[row], offsets, sizes)
         self._dtype = job.dtypes[row]
-        self._starts, self._length = starts, length
+        self._starts, self._length = starts, int(job.span[block])
         self._staged: npt.NDArray[np.uint8] | None = None
-        self._spans: list[tuple[Ints, npt.NDArray[np.uint8], int]] = []
+        self._apart: list[int] | None = None  # how far one element is from the next, per axis
+        self._in_file = job.strides[row].tolist()
+        if self._length * len(starts) > int(job.block_bytes[block]):
+            self._apart = _strides(job, block)
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether it is many short ranges, or other bytes lie between its own, not a page apart."""
+        many = len(self._starts) >= _MANY and self._length < _SHORT
+        return self._apart is not None or many
+
+    def deliver_from(self, source: LocalStore, file: str) -> int:
+        """Bring its bytes to where they belong, out of the file's own pages; return how many."""
+        with source.mapped(file, self._starts.tolist(), self._length) as found:
+            store(self._tensor, found, self._dtype, self._in_file)
+        return self._tensor.numel() * itemsize(self._dtype)
 
     def ranges(self) -> Iterator[Range]:
         """Say which bytes of the file go where in memory."""
-        small = self._length < _SMALL and len(self._starts) > 1
-        self.views = self._memory(min(self._length, self._direct_bytes()), small)
-        if small:
-            yield from self._span_ranges()
+        if self._apart is not None:
+            self._staged = np.empty(len(self._starts) * self._length, np.uint8)
+            views = _slices(self._staged.data, self._length)
+            yield from zip(self._starts.tolist(), views, strict=True)
             return
+        self.views = self._memory(min(self._length, self._direct_bytes()))
         per = self._length // len(self.views[0])  # views that one range fills
         for number, view in enumerate(self.views):
             start = int(self._starts[number // per])
@@ -173,62 +203,47 @@ class _Work:
             return 0
         return 0 if tensor.is_conj() or tensor.is_neg() else run_bytes(tensor)
 
-    def _memory(self, piece: int, small: bool) -> list[memoryview]:
+    def _memory(self, piece: int) -> list[memoryview]:
         """Return the memory to read into: the tensor's own where that is worth it."""
         whole = memory(self._tensor) if piece else None
         if whole is not None:
-            if small:
-                self._staged = np.frombuffer(whole, np.uint8)
-                return [whole]
-            return [whole[i : i + piece] for i in range(0, len(whole), piece)]
-        if piece >= _SMALL and not small:
+            return _slices(whole, piece)
+        if piece >= SMALL:
             return runs(self._tensor, piece)
         self._staged = np.empty(len(self._starts) * self._length, np.uint8)
-        view = self._staged.data
-        if small:
-            return [view]
-        return [view[i : i + self._length] for i in range(0, len(view), self._length)]
-
-    def _span_ranges(self) -> Iterator[Range]:
-        """Read many short ranges as few long ones."""
-        file, sizes = np.zeros_like(self._starts), np.full_like(self._starts, self._length)
-        near = coalesce(file, self._starts, sizes, max_gap=_TINY_GAP, max_waste=np.inf)
-        far = coalesce(near.file, near.start, near.length, max_gap=_MAX_GAP)
-        if len(far) == len(self._starts):  # nothing to join: each range goes where it belongs
-            view, length = self.views[0], self._length
-            for number, start in enumerate(self._starts.tolist()):
-                yield start, view[number * length : (number + 1) * length]
-            return
-        member = far.members[near.members]
-        edges = np.searchsorted(member, np.arange(len(far) + 1))
-        for number, (start, size) in enumerate(
-            zip(far.start.tolist(), far.length.tolist(), strict=True)
-        ):
-            buffer = np.empty(size, np.uint8)
-            low, high = int(edges[number]), int(edges[number + 1])
-            self._spans.append((self._starts[low:high] - start, buffer, low))
-            yield start, buffer.data
+        return _slices(self._staged.data, self._length)
 
     def deliver(self) -> None:
         """Bring what was read to where it belongs."""
-        for starts, buffer, low in self._spans:
-            assert self._staged is not None
-            cells = self._staged.reshape(-1, self._length)
-            windows = np.lib.stride_tricks.sliding_window_view(buffer, self._length)
-            cells[low : low + len(starts)] = windows[starts]
-        own = memory(self._tensor) if self._direct_bytes() else None
-        if self._staged is not None and own is None:
-            store(self._tensor, self._staged, self._dtype)
+        if self._staged is not None:
+            store(self._tensor, self._staged, self._dtype, self._apart)
 
 
-def _joined(ranges: list[Range]) -> list[Range]:
+def _slices(view: memoryview, length: int) -> list[memoryview]:
+    return [view[i : i + length] for i in range(0, len(view), length)]
+
+
+def _strides(job: Job, block: int) -> list[int]:
+    """Return how far apart the elements of a block are, once its ranges were read one by one."""
+    row = int(job.blocks.box[block])
+    axis, sizes = int(job.axis[row]), job.blocks.sizes[block].tolist()
+    strides: list[int] = job.strides[row].tolist()
+    step = int(job.span[block]) // int(job.itemsize[row])
+    for at in reversed(range(axis)):  # outside of a range, ranges follow one another
+        strides[at], step = step, step * sizes[at]
+    return strides
+
+
+def _joined(ranges: list[Range], is_far: bool) -> list[Range]:
     """Return ranges in order of place; gaps that are cheap to read over become ranges of waste."""
     start, length = column([s for s, _ in ranges]), column([len(v) for _, v in ranges])
     if (start[1:] == (start + length)[:-1]).all():
         return ranges
     order = np.argsort(start, kind="stable")
-    joined = coalesce(np.zeros_like(start), start, length, max_gap=_MAX_GAP).members[order].tolist()
-    waste = memoryview(bytearray(_MAX_GAP))
+    gap, share = (FAR_GAP, np.inf) if is_far else (_MAX_GAP, _WASTE)
+    requests = coalesce(np.zeros_like(start), start, length, max_gap=gap, max_waste=share)
+    joined = requests.members[order].tolist()
+    waste = memoryview(bytearray(gap))
     found, end, last = list[Range](), 0, -1
     for number, member in zip(order.tolist(), joined, strict=True):
         begin, view = ranges[number]

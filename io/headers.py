@@ -28,6 +28,7 @@ __all__ = [
     "Header",
     "Slot",
     "build_header",
+    "file_entry",
     "header_length",
     "parse_header",
 ]
@@ -44,6 +45,8 @@ TORCH_NAMES: Final[dict[str, str]] = {
     "F8_E5M2": "float8_e5m2",
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F4": "float4_e2m1fn_x2",
     "U16": "uint16",
     "I16": "int16",
     "F16": "float16",
@@ -57,6 +60,7 @@ TORCH_NAMES: Final[dict[str, str]] = {
     "C64": "complex64",
 }
 _FILE_NAMES: Final = {ours: theirs for theirs, ours in TORCH_NAMES.items()}
+_PACKED: Final = {"F4": 2}  # elements of the file that one of ours holds, along the last axis
 _ALIGN: Final = 8
 _MAX_NUMBER: Final = 1 << 62
 _RESERVED: Final = "__metadata__"
@@ -112,6 +116,25 @@ class Header:
     metadata: Mapping[str, str]
 
 
+def file_entry(dtype: str, shape: Sequence[int]) -> tuple[str, list[int]] | None:
+    """Say how safetensors names a dtype, and what shape it has there; None if it has no name.
+
+    >>> file_entry("bfloat16", (2, 3)), file_entry("float4_e2m1fn_x2", (2, 3))
+    (('BF16', [2, 3]), ('F4', [2, 6]))
+    >>> file_entry("float4_e2m1fn_x2", ()), file_entry("complex128", (2,))
+    (None, None)
+    """
+    name = _FILE_NAMES.get(dtype)
+    if name is None or (name in _PACKED and not shape):
+        return None
+    return name, _scaled(shape, _PACKED.get(name, 1))
+
+
+def _scaled(numbers: Sequence[int], factor: int) -> list[int]:
+    """Multiply the last of some numbers, if there is any."""
+    return [*numbers[:-1], *(n * factor for n in numbers[-1:])]
+
+
 def build_header(file: str, slots: Sequence[Slot], save_id: str) -> bytes:
     """Return a file's header.
 
@@ -125,15 +148,17 @@ def build_header(file: str, slots: Sequence[Slot], save_id: str) -> bytes:
     """
     tensors: dict[str, Any] = {}
     own: dict[str, Any] = {"version": 1, "file": file, "save_id": save_id}
-    own["encoded"] = {s.name: s.dtype for s in slots if s.dtype not in _FILE_NAMES}
+    own["encoded"] = {s.name: s.dtype for s in slots if file_entry(s.dtype, s.shape) is None}
     sharding = {}
     at = 0
     for slot in slots:
-        extra = () if slot.dtype in _FILE_NAMES else (itemsize(slot.dtype),)
-        sharding[slot.name] = {"saved_offsets": [*slot.offsets, *(0 for _ in extra)]}
+        width = itemsize(slot.dtype)
+        dtype, shape = file_entry(slot.dtype, slot.shape) or ("U8", [*slot.shape, width])
+        start = [*slot.offsets, *(0 for _ in shape[len(slot.shape) :])]
+        sharding[slot.name] = {"saved_offsets": _scaled(start, _PACKED.get(dtype, 1))}
         tensors[slot.name] = {
-            "dtype": _FILE_NAMES.get(slot.dtype, "U8"),
-            "shape": [*slot.shape, *extra],
+            "dtype": dtype,
+            "shape": shape,
             "data_offsets": [at, at := at + slot.nbytes],
         }
     metadata = {
@@ -224,10 +249,20 @@ def _slot(
         if dtype != "uint8" or not shape or shape[-1] != itemsize(inner):
             raise ValueError(f"{entry['dtype']} of shape {shape} does not encode {inner}")
         dtype, shape, offsets = inner, shape[:-1], offsets[:-1]
+    factor = _PACKED.get(entry["dtype"], 1)
+    if factor > 1:
+        shape, offsets = _unpacked(shape, factor), _unpacked(offsets, factor)
     slot = Slot(name, dtype, shape, offsets, base + begin)
     if end - begin != slot.nbytes:
         raise ValueError(f"{end - begin} bytes do not hold {entry['dtype']} of shape {list(shape)}")
     return slot
+
+
+def _unpacked(numbers: tuple[int, ...], factor: int) -> tuple[int, ...]:
+    """Divide the last of some numbers of a packed dtype, which must go up."""
+    if not numbers or numbers[-1] % factor:
+        raise ValueError(f"{list(numbers)} ends within a byte")
+    return (*numbers[:-1], numbers[-1] // factor)
 
 
 def _check_cover(slots: Sequence[Slot], file: str, length: int, size: int) -> None:

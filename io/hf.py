@@ -29,7 +29,17 @@ from .pool import Pool, default_pool
 from .sources import Spot
 from .stores import MissingFileError, Store, StoreError, check_path
 
-__all__ = ["INDEX", "SINGLE", "HfSource", "find", "read_index", "source", "uncommitted"]
+__all__ = [
+    "INDEX",
+    "SINGLE",
+    "HfSource",
+    "find",
+    "indices",
+    "plain_files",
+    "read_index",
+    "source",
+    "uncommitted",
+]
 
 SINGLE: Final = "model.safetensors"
 """The file that holds a whole model."""
@@ -54,9 +64,9 @@ def find(store: Store, name: str = "") -> bool:
     if name:
         return name.endswith((_SUFFIX, _INDEX_SUFFIX)) and save_id_of(name) is None
     found = store.list(recursive=False)
-    if SINGLE in found or _indices(found):
+    if SINGLE in found or indices(found):
         return True
-    return any(not uncommitted(store, file) for file in _plain(found))
+    return any(not uncommitted(store, file) for file in plain_files(found))
 
 
 def source(store: Store, name: str = "", pool: Pool | None = None) -> HfSource:
@@ -128,17 +138,17 @@ class HfSource:
         found = () if name else self.store.list(recursive=False)
         if SINGLE in found:
             return {}, [SINGLE], None
-        indices = [name] if name else _indices(found)
-        if len(indices) > 1 and INDEX not in indices:
+        named = [name] if name else indices(found)
+        if len(named) > 1 and INDEX not in named:
             raise FormatError(
                 self.store.url,
-                f"it holds several models: {', '.join(indices)}; give the path of one of these",
+                f"it holds several models: {', '.join(named)}; give the path of one of these",
             )
-        if not indices:
-            files = _plain(found)
+        if not named:
+            files = plain_files(found)
             _check_numbered(files)
             return {}, files, None
-        index = INDEX if INDEX in indices else indices[0]
+        index = INDEX if INDEX in named else named[0]
         weights = read_index(self.store, index)
         return weights, sorted(set(weights.values())), index
 
@@ -170,11 +180,12 @@ class HfSource:
         _LOG.warning(note)
 
 
-def _indices(found: Iterable[str]) -> list[str]:
+def indices(found: Iterable[str]) -> list[str]:
+    """Name the files that say which of several files holds which tensor."""
     return [name for name in found if name.endswith(_INDEX_SUFFIX)]
 
 
-def _plain(found: Iterable[str]) -> list[str]:
+def plain_files(found: Iterable[str]) -> list[str]:
     """Name the safetensors files that may be a checkpoint: not those of a killed save of ours."""
     return [name for name in found if name.endswith(_SUFFIX) and save_id_of(name) is None]
 

@@ -9,13 +9,13 @@ older checkpoint has taken the usual names, the new files carry the save id in t
 may name any file: so the old one stays whole until the new index is there. A single file appears
 when it is complete. Tools that find ``model.safetensors`` prefer it to an index, and so does our
 reader: where an older checkpoint was that file, it is its removal that shows the new one. So at any
-moment the old checkpoint or the new one loads, on any store.
+moment the old checkpoint or the new one loads, on any store; see `replacing` for older ones of
+other formats.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -24,97 +24,26 @@ from typing import Any, Final
 import attrs
 import torch
 
-from shardplan.planning import CodecError, Metadata, RefusedError, SavePlan, flatten, itemsize
+from shardplan.planning import CodecError, Metadata, SavePlan, flatten, itemsize
 
-from .errors import ExistsError, FormatError, UnsureCommitError, ValueRefusedError
-from .headers import TORCH_NAMES, refused_name
+from .commit import unsure_commit
+from .copying import Content, Seal, literal, threads_for, write_file
+from .errors import FormatError, ValueRefusedError
+from .headers import file_entry, refused_name
 from .hf import INDEX, PART_OF, RESERVED, SINGLE, read_index, uncommitted
+from .hf_shards import MAX_SHARD_SIZE, assign_shards, parse_size, refuse_split, tensor_sizes
 from .local import TEMPORARY
 from .pieces import Piece, collect
 from .pool import Pool, default_pool
-from .sources import detect
-from .stores import Store, StoreError
+from .replacing import committing, put_in_place, refuse_folder, remove, retire
+from .stores import Store
 from .writers import Part
 
-__all__ = ["MAX_SHARD_SIZE", "HfWriter", "Shards", "assign_shards", "parse_size"]
+__all__ = ["HfWriter"]
 
-MAX_SHARD_SIZE: Final = 5_000_000_000
-"""How many bytes of tensors a file holds by default; Hugging Face tools say ``"5GB"``."""
-
-_FILE_NAMES: Final = {ours: theirs for theirs, ours in TORCH_NAMES.items()}
-_UNITS: Final = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _STAGED: Final = 96 << 20  # memory that one file in the making may take
 _OWN: Final = re.compile(r"model-(?:[0-9a-f]+-)?\d{5}-of-\d{5}\.safetensors")
 _STRAY: Final = re.compile(rf"model\.safetensors\.[0-9a-f]+{re.escape(TEMPORARY)}")
-
-
-def parse_size(size: int | str) -> int:
-    """Return a number of bytes, given as one or as Hugging Face tools write it.
-
-    >>> parse_size("5GB"), parse_size("1.5 MiB"), parse_size(1000)
-    (5000000000, 1572864, 1000)
-
-    Raises:
-        ValueError: It is no size.
-    """
-    if isinstance(size, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", size, re.IGNORECASE)
-        if match is None:
-            raise ValueError(f"{size!r} is no size; write '5GB', '500MiB' or a number of bytes")
-        unit = match[2].upper()
-        scale = _UNITS[unit] if not match[3] else 1024 ** list(_UNITS).index(unit)
-        size = int(float(match[1]) * scale)
-    if size < 1:
-        raise ValueError(f"a file must hold a byte at least, not {size}")
-    return int(size)
-
-
-@attrs.frozen
-class Shards:
-    """Which tensors go into which file.
-
-    Attributes:
-        first: The number of this rank's first file, from 0.
-        count: How many files all ranks write.
-        names: The tensors of each of this rank's files.
-    """
-
-    first: int
-    count: int
-    names: tuple[tuple[str, ...], ...]
-
-
-def assign_shards(
-    sizes: Sequence[Mapping[str, int]], max_shard_size: int = MAX_SHARD_SIZE
-) -> list[Shards]:
-    """Fill files with tensors one after the other, as Hugging Face tools do.
-
-    Args:
-        sizes: Per rank, the bytes of each of its tensors, in order.
-        max_shard_size: How many bytes a file holds at most; a larger tensor has one to itself.
-
-    >>> [s.names for s in assign_shards([{"a": 4, "b": 4, "c": 9, "d": 1}], 8)]
-    [(('a', 'b'), ('c',), ('d',))]
-    """
-    ranks = []
-    for mine in sizes:
-        files: list[list[str]] = []
-        room = 0
-        for name, nbytes in mine.items():
-            if not files or nbytes > room:
-                files.append([])
-                room = max_shard_size
-            files[-1].append(name)
-            room -= nbytes
-        ranks.append(tuple(map(tuple, files)))
-    if ranks and not any(ranks):
-        ranks[0] = ((),)  # a checkpoint without tensors has a file, too
-    count, first = sum(map(len, ranks)), 0
-    shards = []
-    for files_of in ranks:
-        shards.append(Shards(first, count, files_of))
-        first += len(files_of)
-    return shards
 
 
 class HfWriter:
@@ -139,14 +68,12 @@ class HfWriter:
     ) -> None:
         self.max_shard_size = parse_size(max_shard_size)
         self.leave_out, self.tied = leave_out, tied or {}
-        self._unsure = False  # whether an index of ours may be in place
+        self._unsure: set[str] = set()  # saves of which nobody can tell whether they were committed
         self.left_out: list[str] = []
         self.ties: dict[str, str] = {}
 
     def refuse(self, store: Store, overwrite: bool) -> None:
         """Refuse to save where a checkpoint is; see `Writer.refuse`.
-
-        One of another format is never replaced: it could not be done at one instant.
 
         Raises:
             ExistsError: There is one.
@@ -154,17 +81,7 @@ class HfWriter:
         """
         if store.url.endswith(".safetensors"):
             raise ValueError(f"an `hf` checkpoint is a folder; {store.url} is the name of a file")
-        try:
-            format = detect(store)
-        except FormatError:
-            return
-        if format != "hf":
-            raise ExistsError(
-                f"{store.url} holds a checkpoint of the format {format!r}, which an `hf` one "
-                "cannot replace; choose another folder"
-            )
-        if not overwrite:
-            raise ExistsError(f"{store.url} holds a checkpoint; pass overwrite=True to replace it")
+        refuse_folder(store, "hf", overwrite)
 
     def prepare(self, plans: Sequence[SavePlan]) -> tuple[SavePlan, ...]:
         """Number the files of all ranks, in each plan's ``storage_data``; see `Shards`.
@@ -172,9 +89,10 @@ class HfWriter:
         Raises:
             RefusedError: Some tensor is not whole on a rank.
         """
-        _refuse_split(plans)
+        refuse_split(plans)
         sizes = [
-            {n: b for n, b in _sizes(plan).items() if self.tied.get(n, n) == n} for plan in plans
+            {n: b for n, b in tensor_sizes(plan).items() if self.tied.get(n, n) == n}
+            for plan in plans
         ]
         shards = assign_shards(sizes, self.max_shard_size)
         data = [{"hf": (s.first, s.count, s.names)} for s in shards]
@@ -199,7 +117,7 @@ class HfWriter:
         data = plan.storage_data
         numbered = isinstance(data, Mapping) and "hf" in data
         if not numbered:
-            _refuse_split((plan,), rank)
+            refuse_split((plan,), rank)
         pieces, ties = self._collect(sd, plan)
         if numbered:
             first, count, names = data["hf"]
@@ -214,9 +132,11 @@ class HfWriter:
         if _is_taken(store, count):
             jobs = [job.unique(save_id) for job in jobs]
         headers = [job.header(ties, save_id) for job in jobs]
+        pool = pool or default_pool()
+        threads = threads_for(pool, len(jobs))
         try:
-            (pool or default_pool()).map(
-                lambda pair: pair[0].write(store, pair[1]),
+            pool.map(
+                lambda pair: pair[0].write(store, pair[1], threads),
                 zip(jobs, headers, strict=True),
                 nbytes=_STAGED + store.staging,
             )
@@ -244,7 +164,7 @@ class HfWriter:
         rows = sorted(found, key=lambda item: order[heads[row[item]][1]])
         pieces = {found[item].name: found[item] for item in rows}
         for name, piece in pieces.items():
-            if piece.dtype not in _FILE_NAMES:
+            if file_entry(piece.dtype, piece.shape) is None:
                 refused[name] = f"is {piece.dtype}, which safetensors has no name for; cast it"
         if values and not self.leave_out:
             why = "is no tensor, and an `hf` checkpoint holds only tensors; leave it out with drop"
@@ -276,28 +196,18 @@ class HfWriter:
             total = sum(part["nbytes"] for part in parts)
             table = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
             store.sync()
-            self._publish(store, (json.dumps(table, indent=2) + "\n").encode())
+            with committing(self._unsure, save_id):
+                put_in_place(store, INDEX, (json.dumps(table, indent=2) + "\n").encode())
             new.add(INDEX)
-        return _tidy(store, old, new)
-
-    def _publish(self, store: Store, index: bytes) -> None:
-        self._unsure = True
-        try:
-            store.replace(INDEX, index)
-        except Exception as error:
-            reason = error.reason if isinstance(error, StoreError) else str(error)
-            raise UnsureCommitError(
-                "commit",
-                store.url,
-                f"the store failed while the index was put in place ({reason})",
-                remedy="the checkpoint may exist nevertheless, so its files were kept: look with "
-                "open_checkpoint, or save again",
-                kind="unsure",
-            ) from error
+        with committing(self._unsure, save_id):
+            left = retire(store, "hf", new)
+            if SINGLE in old - new:
+                _remove_single(store)
+        return (*left, *_tidy(store, old, new))
 
     def discard(self, store: Store, report: bytes, save_id: str) -> None:
         """Remove one rank's files, unless an index may come to name them; see `Writer.discard`."""
-        if self._unsure:
+        if save_id in self._unsure:
             return
         with suppress(Exception):
             committed = _files_of(store)
@@ -344,19 +254,39 @@ class _File:
         table: dict[str, Any] = {"__metadata__": metadata}
         at = 0
         for piece in self.ordered():
+            entry = file_entry(piece.dtype, piece.shape)
+            assert entry is not None
             table[piece.name] = {
-                "dtype": _FILE_NAMES[piece.dtype],
-                "shape": list(piece.shape),
+                "dtype": entry[0],
+                "shape": entry[1],
                 "data_offsets": [at, at := at + piece.nbytes],
             }
         text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
 
-    def write(self, store: Store, header: bytes) -> None:
+    def write(self, store: Store, header: bytes, threads: int) -> None:
         """Write it."""
-        size = len(header) + self.nbytes
-        store.write(self.name, self._parts(header), nbytes=size, atomic=not self.part)
+        size, atomic = len(header) + self.nbytes, not self.part
+        write_file(
+            store,
+            self.name,
+            lambda: self._contents(header),
+            lambda: self._parts(header),
+            nbytes=size,
+            atomic=atomic,
+            threads=threads,
+        )
+
+    def _contents(self, header: bytes) -> list[Content | Seal] | None:
+        """Return what it is made of, if all of it only has to be copied."""
+        found: list[Content | Seal] = [literal(header)]
+        for piece in self.ordered():
+            blocks = piece.direct()
+            if blocks is None:
+                return None
+            found.append(Content(blocks))
+        return found
 
     def _parts(self, header: bytes) -> Iterator[memoryview]:
         yield memoryview(header)
@@ -376,42 +306,6 @@ def _is_taken(store: Store, count: int) -> bool:
         return True
     names = (_name(number, count)[0] for number in range(count))
     return any(store.exists(name) and not uncommitted(store, name) for name in names)
-
-
-def _refuse_split(plans: Sequence[SavePlan], rank: int = 0) -> None:
-    """Refuse plans that would split tensors; or one of several plans, if they are not numbered."""
-    way = "save as 'safetensors', then use shardplan.convert(..., format='hf')"
-    split = {name for plan in plans for name in _split_tensors(plan)}
-    if split:
-        named = ", ".join(f"`{name}`" for name in sorted(split)[:8])
-        raise RefusedError(
-            f"an `hf` checkpoint holds tensors whole, and {named} would be split; {way}"
-        )
-    if rank:
-        raise RefusedError(
-            f"several ranks write an `hf` checkpoint only from plans that `HfWriter.prepare` has "
-            f"numbered; {way}"
-        )
-
-
-def _split_tensors(plan: SavePlan) -> Iterator[str]:
-    """Name the tensors of which an item is only a part."""
-    items = plan.items
-    size = items.catalog.size[items.row] if len(items) else items.sizes
-    partial = (items.sizes != size).any(axis=1)
-    for row in items.row[partial].tolist():
-        yield items.catalog.names[row]
-
-
-def _sizes(plan: SavePlan) -> dict[str, int]:
-    """Return the bytes of each tensor of a plan, in order of names."""
-    items = plan.items
-    found = {}
-    for row in items.row.tolist():
-        name, _, _, properties, size = items.catalog.heads[row]
-        if properties is not None:
-            found[name] = math.prod(size) * properties.itemsize
-    return dict(sorted(found.items()))
 
 
 def _tied_in_memory(pieces: Mapping[str, Piece]) -> dict[str, str]:
@@ -447,6 +341,14 @@ def _files_of(store: Store) -> set[str]:
     return found
 
 
+def _remove_single(store: Store) -> None:
+    """Remove the older checkpoint's only file, which readers prefer to the new one's index."""
+    try:
+        store.delete([SINGLE])
+    except Exception as error:
+        raise unsure_commit(store, error, f"the older {SINGLE} was removed") from error
+
+
 def _tidy(store: Store, old: set[str], new: set[str]) -> tuple[str, ...]:
     """Remove what the older checkpoint and killed saves left; return what could not be."""
     strays = {
@@ -454,11 +356,8 @@ def _tidy(store: Store, old: set[str], new: set[str]) -> tuple[str, ...]:
         for name in store.list(recursive=False)
         if _STRAY.fullmatch(name) or (_OWN.fullmatch(name) and uncommitted(store, name))
     }
-    doomed = (old | strays) - new
-    try:
-        # `model.safetensors` goes first: readers prefer it to the index that was just written.
-        for name in sorted(doomed, key=lambda name: (name != SINGLE, name != INDEX, name)):
-            store.delete([name])
-    except OSError:
+    doomed = (old | strays) - new - {SINGLE}
+    # The index goes first: without it, nobody misses the files that it names.
+    if INDEX in doomed and remove(store, [INDEX]):
         return tuple(sorted(doomed))
-    return ()
+    return remove(store, sorted(doomed - {INDEX}))

@@ -13,22 +13,34 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardplan.planning.blocks import BLOCK_BYTES, Blocks
+from shardplan.planning.blocks import BLOCK_BYTES, Blocks, cut_blocks
+from shardplan.planning.overlap import expand
 from shardplan.planning.packing import Ints
-from shardplan.planning.ranges import ByteRanges, byte_ranges, lies_together, steps
+from shardplan.planning.ranges import steps
 
 from .arrays import is_plain
+from .mapped import PAGE
 
-__all__ = ["Job"]
+__all__ = ["FAR_GAP", "SMALL", "Job"]
 
 Flags = npt.NDArray[np.bool_]
 
+SMALL: Final = 1 << 12
+"""Ranges shorter than this many bytes are worth reading together and picking apart."""
+
+FAR_GAP: Final = 1 << 17
+"""Bytes that are cheaper to read over than to leave out, where every range is a request."""
+
+_NEAR_GAP: Final = 512  # likewise, where it is a system call
+_WIDE_GAP: Final = 1 << 16  # likewise, if the bytes on both sides are so many more
+_WASTE: Final = 0.1
 _TASK_BLOCKS: Final = 1 << 12
+_RANGE: Final = 256  # bytes of memory that it takes to ask for a range
 
 
 @attrs.frozen(eq=False, slots=False)
 class Job:
-    """Everything that a load has to do; one row a read, except ``blocks``, which cut reads up.
+    """Everything that a load has to do; one row a read.
 
     Attributes:
         tensors: The boxes to fill.
@@ -37,10 +49,14 @@ class Job:
         dtypes, itemsize: What the chunk is stored as.
         extents: The sizes of the chunk, in elements.
         offsets, lengths: Which box of it is read, in elements.
+        step: Which elements of it count along each axis: every one, every second, ...; ``lengths``
+            says how many do.
         chunk: Which chunk it is.
         hashed: Whether the reads fill that chunk (see `shardplan.planning.ranges.filled`), so that
             it can be hashed.
-        blocks: What is fetched at a time. Those of reads that are hashed end where the chunk's do.
+        block_limit: The most bytes of a block.
+        is_far: Whether every range is a request to another machine.
+        is_mapped: Whether bytes can be copied out of the files' own pages; see `map_ranges`.
     """
 
     tensors: list[torch.Tensor]
@@ -52,15 +68,71 @@ class Job:
     extents: Ints
     offsets: Ints
     lengths: Ints
+    step: Ints
     chunk: Ints
     hashed: Flags
-    blocks: Blocks
+    block_limit: int = BLOCK_BYTES
+    is_far: bool = False
+    is_mapped: bool = False
+
+    @cached_property
+    def strides(self) -> Ints:
+        """How many elements of the file one step along each axis of a read skips."""
+        strides: Ints = steps(self.extents) * self.step
+        return strides
+
+    @cached_property
+    def axis(self) -> Ints:
+        """From which axis on a read's elements are fetched as one range, gaps and all."""
+        gap = FAR_GAP if self.is_far else PAGE - 1 if self.is_mapped else _NEAR_GAP
+        return read_over(self.lengths, self.strides, self.itemsize, gap)
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """What is fetched at a time. Those of reads that are hashed end where the chunk's do.
+
+        Of other reads, a block counts as large as what is fetched for it.
+        """
+        hashed, axes = self.hashed[:, None], self.lengths.shape[1]
+        extents, width = self.lengths.copy(), self.itemsize.copy()
+        inside = np.arange(axes) >= self.axis[:, None]  # axes of one range
+        last = inside[:, -1]
+        width[last] *= self.strides[last, -1]
+        pitch = -(-self.strides[:, :-1] // self.strides[:, 1:])
+        extents[:, 1:] = np.where(inside[:, :-1], np.maximum(pitch, extents[:, 1:]), extents[:, 1:])
+        span = np.where(inside, (self.lengths - 1) * self.strides, 0).sum(axis=1) + 1
+        least = min(SMALL, max(self.block_limit >> 12, 1))  # so that ranges are not too many
+        width *= np.maximum(least // (span * self.itemsize), 1)
+        return cut_blocks(
+            self.lengths,
+            np.where(self.hashed, self.itemsize, width),
+            self.block_limit,
+            offsets=np.where(hashed, self.offsets, 0),
+            extents=np.where(hashed, self.extents, extents),
+        )
 
     @cached_property
     def block_bytes(self) -> Ints:
         """How many bytes each block has."""
         nbytes: Ints = self.blocks.sizes.prod(axis=1) * self.itemsize[self.blocks.box]
         return nbytes
+
+    @cached_property
+    def span(self) -> Ints:
+        """How many bytes each range of a block has."""
+        box, sizes = self.blocks.box, self.blocks.sizes
+        inside = np.arange(sizes.shape[1]) >= self.axis[box][:, None]
+        elements = np.where(inside, (sizes - 1) * self.strides[box], 0).sum(axis=1) + 1
+        span: Ints = elements * self.itemsize[box]
+        return span
+
+    @cached_property
+    def ranges(self) -> Ints:
+        """How many ranges each block has."""
+        sizes = self.blocks.sizes
+        outside = np.arange(sizes.shape[1]) < self.axis[self.blocks.box][:, None]
+        ranges: Ints = np.where(outside, sizes, 1).prod(axis=1)
+        return ranges
 
     @property
     def nbytes(self) -> int:
@@ -71,7 +143,7 @@ class Job:
     def first(self) -> Ints:
         """Where the first byte of each block lies in its file."""
         box = self.blocks.box
-        place = (self.offsets[box] + self.blocks.offsets) * steps(self.extents)[box]
+        place = (self.offsets * steps(self.extents))[box] + self.blocks.offsets * self.strides[box]
         first: Ints = self.begin[box] + place.sum(axis=1) * self.itemsize[box]
         return first
 
@@ -87,9 +159,8 @@ class Job:
     def plain(self) -> Flags:
         """Which blocks are one range of their file that goes into one range of memory as it is."""
         own = [is_plain(t, dtype) for t, dtype in zip(self.tensors, self.dtypes, strict=True)]
-        box = self.blocks.box
-        plain: Flags = np.array(own, bool)[box]
-        plain &= lies_together(self.blocks.sizes, self.extents[box])
+        plain: Flags = np.array(own, bool)[self.blocks.box]
+        plain &= (self.ranges == 1) & (self.span == self.block_bytes)
         return plain
 
     @cached_property
@@ -113,8 +184,9 @@ class Job:
         place = np.full(len(unit), np.iinfo(np.int64).max)  # of a unit
         np.minimum.at(place, unit, self.first)
         order = np.lexsort((self.first, unit, place[unit], file))
-        size, limit = self.block_bytes[order], max(int(self.block_bytes.max()), BLOCK_BYTES)
+        size = np.maximum(self.span, SMALL * (self.ranges > 1))[order] * self.ranges[order]
         before = np.cumsum(size) - size
+        limit = max(int(size.max()), BLOCK_BYTES)
         group = before // limit + (np.arange(len(order)) // _TASK_BLOCKS)
         leads = np.diff(unit[order], prepend=-1) != 0
         group = group[np.maximum.accumulate(np.where(leads, np.arange(len(order)), 0))]
@@ -123,15 +195,55 @@ class Job:
 
     def cost(self, task: Ints) -> int:
         """How many bytes a task may have to hold: plain blocks need no memory but the tensors'."""
-        return 2 * int(self.block_bytes[task[~self.plain[task]]].sum())
+        rough = task[~self.plain[task]]
+        fetched = (self.span[rough] + _RANGE) * self.ranges[rough]
+        return int((fetched + self.block_bytes[rough]).sum())
 
-    def ranges(self, task: Ints) -> ByteRanges:
-        """Return the bytes of their file that some blocks are made of."""
-        box = self.blocks.box[task]
-        return byte_ranges(
-            self.offsets[box] + self.blocks.offsets[task],
-            self.blocks.sizes[task],
-            self.extents[box],
-            self.itemsize[box],
-            self.begin[box],
-        )
+    def starts(self, blocks: Ints) -> tuple[Ints, Ints]:
+        """Return where the ranges of some blocks start in their file; and of which block each is.
+
+        They come by block, then by place in the block's box.
+        """
+        box, sizes = self.blocks.box[blocks], self.blocks.sizes[blocks]
+        outside = np.arange(sizes.shape[1]) < self.axis[box][:, None]
+        block, cell = expand(np.where(outside, sizes, 1))
+        place = (cell * self.strides[box][block]).sum(axis=1) * self.itemsize[box][block]
+        return self.first[blocks][block] + place, block
+
+
+def read_over(lengths: Ints, strides: Ints, itemsize: Ints, near: int = _NEAR_GAP) -> Ints:
+    """Tell from which axis on boxes are fetched as one range each, however much lies in between.
+
+    Gaps are read over where that is cheaper than another range. Long ranges go straight to where
+    they belong, so that they are not joined here unless they touch.
+
+    Args:
+        lengths: How many elements each box has along each axis; one row a box.
+        strides: How many elements of the file a step along each axis skips.
+        itemsize: Bytes an element takes.
+        near: How many bytes are cheaper to read over than to leave out.
+
+    Returns:
+        The first such axis; the number of axes if every element is a range of its own.
+
+    Of a tensor of 8-byte elements, one column of 4, one of 1,000, and all rows but the last:
+
+    >>> lengths, strides = (
+    ...     np.array([[50, 1], [50, 1], [49, 4]]),
+    ...     np.array([[4, 1], [1000, 1], [4, 1]]),
+    ... )
+    >>> read_over(lengths, strides, np.array([8, 8, 8])).tolist()
+    [0, 1, 0]
+    """
+    rows, axes = lengths.shape
+    span, needed = itemsize.copy(), itemsize.copy()  # bytes of a range; of what is wanted of it
+    axis, together = np.full(rows, axes, np.int64), np.ones(rows, bool)
+    for at in reversed(range(axes)):
+        gap = strides[:, at] * itemsize - span
+        cheap = (gap <= near) | ((gap <= _WIDE_GAP) & (gap <= 2 * _WASTE * span))
+        staged = (span < SMALL) | (span > needed)
+        together = together & ((lengths[:, at] == 1) | (gap == 0) | (cheap & staged))
+        span = np.where(together, span + (lengths[:, at] - 1) * strides[:, at] * itemsize, span)
+        needed = np.where(together, needed * lengths[:, at], needed)
+        axis = np.where(together, at, axis)
+    return axis

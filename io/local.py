@@ -25,6 +25,7 @@ from .buffers import (
     wanted,
 )
 from .kernel import IOV_MAX, reserve_space, start_writeback, sync_folder
+from .mapped import Bytes, map_ranges
 from .pool import Pool, default_pool
 from .stores import (
     Entry,
@@ -81,6 +82,7 @@ class LocalStore:
         self._pool = pool
         self._lock = threading.Lock()
         self._unsynced: set[str] = set()
+        self._made: set[str] = set()  # the root and those above it, if made since the last sync
         self._rooted = False  # whether the root's own name is among what is to be synced
 
     @property
@@ -98,7 +100,7 @@ class LocalStore:
 
     def read(self, path: str, ranges: Sequence[tuple[int, memoryview]]) -> int:
         """Fill buffers from a file; see `Store.read`."""
-        file = self._locate(path)
+        file = self.locate(path)
         asked = wanted(ranges)
         if not asked:
             return 0
@@ -124,7 +126,7 @@ class LocalStore:
             ranges: Pairs of a byte offset in the file and the writable memory to fill from there.
             max_bytes: How long a piece may be.
         """
-        file = self._locate(path)
+        file = self.locate(path)
         asked = wanted(ranges)
         with _reported("read", file), _closing(os.open(file, os.O_RDONLY | os.O_CLOEXEC)) as fd:
             _check_size(fd, file, asked)
@@ -133,6 +135,20 @@ class LocalStore:
                     piece = view[low : low + max_bytes]
                     _read_runs(fd, file, [(offset + low, [piece])])
                     yield piece
+
+    @contextmanager
+    def mapped(self, path: str, starts: Sequence[int], length: int) -> Iterator[Bytes]:
+        """Give the bytes of some ranges of a file, and what lies between; see `map_ranges`."""
+        file = self.locate(path)
+        with _reported("read", file), _closing(os.open(file, os.O_RDONLY | os.O_CLOEXEC)) as fd:
+            size = os.fstat(fd).st_size
+            if starts[-1] + length > size:
+                raise short(file, starts[-1], length, size)
+            try:
+                found = map_ranges(fd, starts, length)
+            except ValueError:  # the file was longer a moment ago
+                raise short(file, starts[-1], length, os.fstat(fd).st_size) from None
+        yield found
 
     def write(
         self,
@@ -144,16 +160,26 @@ class LocalStore:
         atomic: bool = False,
     ) -> int:
         """Write a file whole; see `Store.write`."""
-        target = self._locate(path)
-        file = f"{target}.{secrets.token_hex(8)}{TEMPORARY}" if atomic else target
         nbytes = total_bytes(parts) if nbytes is None else nbytes
-        with _reported("write", target), self._created(file) as fd:
-            reserve_space(fd, nbytes or 0)
+        with self.making(path, nbytes=nbytes, sync=sync, atomic=atomic) as fd:
             written = 0
             runs = gather(placed(pieces(parts, _STEP)), max_bytes=_STEP, max_views=IOV_MAX)
             for offset, views in runs:
                 written += _write_run(fd, offset, views)
                 start_writeback(fd, offset, written - offset)
+        return written
+
+    @contextmanager
+    def making(
+        self, path: str, *, nbytes: int | None = None, sync: bool = True, atomic: bool = False
+    ) -> Iterator[int]:
+        """Make a file that the block writes through a descriptor, in any order; see `write`."""
+        target = self.locate(path)
+        file = f"{target}.{secrets.token_hex(8)}{TEMPORARY}" if atomic else target
+        with _reported("write", target), self._created(file) as fd:
+            reserve_space(fd, nbytes or 0)
+            yield fd
+            written = os.fstat(fd).st_size
             if nbytes not in {None, written}:
                 raise wrong_size(target, nbytes or 0, written)
             if sync or atomic:
@@ -161,12 +187,12 @@ class LocalStore:
             if atomic:
                 os.replace(file, target)
         if atomic:
-            self.sync()
-        return written
+            with _unsure(target, "write"):
+                self.sync()
 
     def read_all(self, path: str, *, limit: int) -> bytes:
         """Return a small file whole; see `Store.read_all`."""
-        file = self._locate(path)
+        file = self.locate(path)
         with _reported("read", file), _closing(os.open(file, os.O_RDONLY | os.O_CLOEXEC)) as fd:
             found = os.fstat(fd)
             if stat.S_ISDIR(found.st_mode):
@@ -180,7 +206,7 @@ class LocalStore:
 
     def replace(self, path: str, data: bytes, *, overwrite: bool = True) -> None:
         """Publish a small file at once and durably; see `Store.replace`."""
-        file = self._locate(path)
+        file = self.locate(path)
         temporary = f"{file}.{secrets.token_hex(8)}{TEMPORARY}"
         with _reported("replace", file):
             if os.path.isdir(file):
@@ -202,13 +228,13 @@ class LocalStore:
 
     def size(self, path: str) -> int:
         """Return the size of a file in bytes."""
-        file = self._locate(path)
+        file = self.locate(path)
         with _reported("measure", file):
             return os.stat(file).st_size
 
     def exists(self, path: str) -> bool:
         """Say whether there is such a file; an error if nobody can tell."""
-        file = self._locate(path)
+        file = self.locate(path)
         with _reported("find", file):
             try:
                 return stat.S_ISREG(os.stat(file).st_mode)
@@ -219,22 +245,25 @@ class LocalStore:
 
     def list(self, prefix: str = "", *, recursive: bool = True) -> tuple[str, ...]:
         """Return the files below a folder, sorted; see `Store.list`."""
-        folder = self._locate(prefix) if prefix else self._root
+        folder = self.locate(prefix) if prefix else self._root
         with _reported("list", folder):
             found = _walk(folder, f"{prefix}/" if prefix else "", recursive)
             return tuple(sorted(name for name, _ in found))
 
     def entries(self, prefix: str = "", *, recursive: bool = True) -> tuple[Entry, ...]:
         """Return the files below a folder with sizes and times; see `Store.entries`."""
-        folder = self._locate(prefix) if prefix else self._root
+        folder = self.locate(prefix) if prefix else self._root
         with _reported("list", folder):
             walk = _walk(folder, f"{prefix}/" if prefix else "", recursive)
             found = (_entry(name, entry) for name, entry in walk)
             return tuple(sorted((e for e in found if e is not None), key=lambda e: e.name))
 
     def delete(self, paths: Iterable[str]) -> None:
-        """Delete files, and folders thereby emptied; see `Store.delete`."""
-        files = [self._locate(path) for path in paths]
+        """Delete files, and folders thereby emptied; see `Store.delete`.
+
+        The root goes, too, if it is empty and was made since the last `sync`.
+        """
+        files = [self.locate(path) for path in paths]
         folders = {os.path.dirname(file) for file in files}
         with self._lock:
             self._unsynced |= folders
@@ -248,6 +277,7 @@ class LocalStore:
         """Make durable the names written and deleted so far; see `Store.sync`."""
         with self._lock:
             folders, self._unsynced = self._unsynced, set()
+            self._made.clear()
         try:
             for folder in sorted(folders):
                 # Who may not list the folder above the root cannot sync it either.
@@ -259,7 +289,8 @@ class LocalStore:
                 self._unsynced |= folders
             raise
 
-    def _locate(self, path: str) -> str:
+    def locate(self, path: str) -> str:
+        """Return where a file is on the disk."""
         return os.path.join(self._root, check_path(path, root=self._root))
 
     @contextmanager
@@ -289,25 +320,29 @@ class LocalStore:
         return os.open(file, flags, 0o666)
 
     def _make_folder(self, folder: str) -> None:
-        new, made = folder, {folder}
+        new, made, above = folder, {folder}, set[str]()
         while not os.path.isdir(new):  # a new folder's name is part of its parent
+            if len(new) <= len(self._root):
+                above.add(new)
             new = os.path.dirname(new)
             made.add(new)
         os.makedirs(folder, exist_ok=True)
         with self._lock:
+            self._made |= above
             if not self._rooted:  # somebody may just have made the root for us
                 made.add(os.path.dirname(self._root))
                 self._rooted = True
             self._unsynced |= made
 
     def _remove_empty(self, folder: str) -> None:
-        while folder != self._root:
+        while len(folder) > len(self._root) or folder in self._made:
             try:
                 os.rmdir(folder)
             except OSError:
                 return
-            folder = os.path.dirname(folder)
             with self._lock:
+                self._made.discard(folder)
+                folder = os.path.dirname(folder)
                 self._unsynced.add(folder)
 
 
@@ -388,14 +423,14 @@ def _link(temporary: str, file: str) -> None:
 
 
 @contextmanager
-def _unsure(file: str) -> Iterator[None]:
+def _unsure(file: str, operation: str = "replace") -> Iterator[None]:
     """Say of an error that the file was replaced, though maybe not for good."""
     try:
         yield
     except OSError as error:
         why = error.reason if isinstance(error, StoreError) else str(error)
         reason = f"it was replaced, but a loss of power may undo that ({why})"
-        raise StoreError("replace", file, reason, kind="unsure", errno=error.errno) from error
+        raise StoreError(operation, file, reason, kind="unsure", errno=error.errno) from error
 
 
 def _entry(name: str, entry: os.DirEntry[str]) -> Entry | None:

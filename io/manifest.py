@@ -21,6 +21,7 @@ import xxhash
 from shardplan.planning import CodecError, Grid, Metadata, StorageMeta, TensorProperties
 from shardplan.planning.blocks import BLOCK_BYTES
 from shardplan.planning.catalog import column, within
+from shardplan.planning.flatten import unflatten
 from shardplan.planning.frozen import from_json, to_json
 from shardplan.planning.metadata import Entries, Layout
 from shardplan.planning.packing import DAMAGE, Ints, readonly
@@ -36,6 +37,7 @@ MANIFEST: Final = "shardplan.json"
 VERSION: Final = 1
 _FORMAT: Final = "shardplan"
 _MAX_BYTES: Final = 1 << 60
+_KINDS: Final = ("dict", "list", "tuple")
 _EMPTY_SEATS: Final = 1 << 20  # entries that lists may have in all, beyond those that are saved
 _HEAD: Final = re.compile(rb'\{"format":"shardplan","version":(\d+),"xxh3_64":"([0-9a-f]{16})",')
 _FILE: Final = re.compile(r"[^/]+\.safetensors")
@@ -171,18 +173,20 @@ def decode_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
         raise FormatError(file, f"it is not JSON: {error}") from None
     if not isinstance(body, dict) or body.get("format") != _FORMAT:
         raise FormatError(file, f'it is no manifest: it does not say "format":"{_FORMAT}"')
-    if body.get("version") != VERSION:
+    version = body.get("version")
+    if type(version) is not int or version < 1:
+        told = json.dumps(version)[:20]
+        raise FormatError(file, f"its version should be a whole number from 1 on, and is {told}")
+    if version != VERSION:
         raise FormatError(
-            file,
-            f"it has version {str(body.get('version'))[:20]}, and this program reads {VERSION}; "
-            "upgrade shardplan",
+            file, f"it has version {version}, and this program reads {VERSION}; upgrade shardplan"
         )
     head = _HEAD.match(data)
     if head is None or f"{xxhash.xxh3_64_intdigest(data[head.end() :]):016x}".encode() != head[2]:
         raise FormatError(file, "its checksum does not fit its text: it was damaged or edited")
     try:
         return _decode(body)
-    except (CodecError, MemoryError, StoreError, *DAMAGE) as error:
+    except (CodecError, MemoryError, RecursionError, StoreError, *DAMAGE) as error:
         raise FormatError(file, f"it is damaged: {error}") from None
 
 
@@ -204,7 +208,7 @@ def _decode(body: dict[str, Any]) -> Manifest:
         raise ValueError("a name is no text")
     stored = {name: _decode_value(value, len(places)) for name, value in values.items()}
     planner_data = from_json(body["planner_data"])
-    _check_paths(planner_data)
+    _check_paths(planner_data, names)
     none = np.full(len(stored), -1, np.int64)
     prop, layout = (readonly(np.concatenate([c, none])) for c in columns[:2])
     place = np.concatenate([columns[2], column([at for _, _, at in stored.values()])])
@@ -219,12 +223,14 @@ def _decode(body: dict[str, Any]) -> Manifest:
         files,
         places,
         readonly(place),
-        sums_from_hex(_text(body["sums"])),
+        _sums(_text(body["sums"])),
         {name: (kind, data) for name, (kind, data, _) in stored.items()},
         _time(body["created"]),
         int(_column([body["block_bytes"]], _MAX_BYTES, "a block's size")[0]),
     )
-    if manifest.block_bytes < 1 or len(manifest.sums) != manifest.start[-1]:
+    if manifest.block_bytes < 1:
+        raise ValueError(f"its block_bytes are {manifest.block_bytes}, and a block has some")
+    if len(manifest.sums) != manifest.start[-1]:
         raise ValueError(f"{manifest.start[-1]} chunks have {len(manifest.sums)} checksums")
     _check_bytes(manifest)
     return manifest
@@ -348,21 +354,35 @@ def _volumes(tiling: Tiling) -> Ints:
     return volume
 
 
-def _check_paths(planner_data: Any) -> None:
-    """Refuse lists that are nearly empty: a few bytes of a position make a list of any length."""
-    paths = planner_data.get("paths") if isinstance(planner_data, Mapping) else None
+def _check_paths(planner_data: Any, names: Sequence[str]) -> None:
+    """Refuse paths that no nested state dict has, and lists that are nearly empty.
+
+    A few bytes of a position would make a list of any length.
+    """
+    paths = planner_data.get("paths", {}) if isinstance(planner_data, Mapping) else {}
     if not isinstance(paths, Mapping):
-        return
+        raise ValueError("its planner_data has paths that are no object")
     lengths: dict[Any, int] = {}
     steps = 0
-    for path in paths.values():
-        for depth, (kind, key) in enumerate(path):
+    for name, path in paths.items():
+        for depth, step in enumerate(path):
+            kind, key = step if len(step) == 2 else ("", 0)
+            if kind not in _KINDS:
+                raise ValueError(f"the path of `{name}` has a step that is none: {str(step)[:80]}")
             steps += 1
             if kind != "dict":
                 node = path[:depth]
                 lengths[node] = max(lengths.get(node, 0), int(key) + 1)
     if sum(lengths.values()) > steps + _EMPTY_SEATS:
         raise ValueError(f"its lists would have {sum(lengths.values()):,} entries")
+    if paths:
+        unflatten(dict.fromkeys(names), paths)
+
+
+def _sums(text: str) -> Sums:
+    if len(text) % 16:
+        raise ValueError(f"its sums have {len(text):,} digits, and a checksum has sixteen")
+    return sums_from_hex(text)
 
 
 def _time(value: Any) -> float:

@@ -6,18 +6,19 @@ converted to another, in the checkpoint that they are read from as they are need
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
-import numpy as np
 import torch
 
 from shardplan.planning import MetadataIndex, SavePlan, dtype_name, find_shard, itemsize
 from shardplan.planning.blocks import BLOCK_BYTES, cut_blocks
 from shardplan.planning.catalog import column
 
-from .arrays import as_tensor, can_cast, dump, memory, same_dtype, window
+from .arrays import as_tensor, can_cast, dump, is_plain, memory, same_dtype, window
+from .copying import Block
 
 __all__ = ["Kept", "Lazy", "Piece", "boxes_of", "collect"]
 
@@ -76,7 +77,14 @@ class Piece:
     @property
     def nbytes(self) -> int:
         """How many bytes it takes."""
-        return int(np.prod(self.shape, dtype=np.int64)) * itemsize(self.dtype)
+        return math.prod(self.shape) * itemsize(self.dtype)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its bytes are those of tensor memory as it is, so that no copy is made."""
+        if not isinstance(self.source, torch.Tensor):
+            return False
+        return is_plain(window(self.source, self.start, self.shape), self.dtype)
 
     def blocks(self, block_bytes: int = BLOCK_BYTES) -> Iterator[memoryview]:
         """Yield its bytes in row-major order, a block at a time; see `cut_blocks`.
@@ -95,6 +103,30 @@ class Piece:
             view = memory(box) if same_dtype(box, self.dtype) else None
             yield dump(box, self.dtype) if view is None else view
 
+    def direct(self) -> list[Block] | None:
+        """Return its blocks as bytes that lie somewhere just as they are to be written.
+
+        None if some do not, and must be made by `blocks`.
+        """
+        if not self.nbytes:
+            return []
+        if isinstance(self.source, torch.Tensor):
+            box = window(self.source, self.start, self.shape)
+            view = memory(box) if same_dtype(box, self.dtype) else None
+            if view is None:
+                return None
+            return [Block([view[i : i + BLOCK_BYTES]]) for i in range(0, len(view), BLOCK_BYTES)]
+        find = getattr(self.source, "stretches", None)
+        if find is None or dtype_name(self.source.dtype) != self.dtype:
+            return None
+        found = []
+        for offsets, sizes in boxes_of(self.shape, self.dtype):
+            block = find([s + o for s, o in zip(self.start, offsets, strict=False)], sizes)
+            if block is None:
+                return None
+            found.append(block)
+        return found
+
 
 def boxes_of(
     shape: Sequence[int], dtype: str, block_bytes: int = BLOCK_BYTES
@@ -104,7 +136,7 @@ def boxes_of(
     >>> list(boxes_of((3, 4), "float32", 32))
     [([0, 0], [2, 4]), ([2, 0], [1, 4])]
     """
-    nbytes = int(np.prod(shape, dtype=np.int64)) * itemsize(dtype)
+    nbytes = math.prod(shape) * itemsize(dtype)
     if nbytes <= block_bytes:
         return iter([([0] * len(shape), shape)])
     blocks = cut_blocks(column([shape], 1, len(shape)), column([itemsize(dtype)]), block_bytes)

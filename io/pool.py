@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, TypeVar
+from weakref import WeakSet
 
 __all__ = ["Pool", "default_pool"]
 
@@ -28,7 +29,8 @@ class Pool:
     the whole budget runs, but alone.
 
     Work that itself hands in work does it there and then, on its own thread and its own
-    reservation: a pool never waits for itself.
+    reservation: a pool never waits for itself. A process that was forked has the pools of its
+    parent, but neither their threads nor what these were doing.
 
     Attributes:
         max_workers: How many threads there are at most.
@@ -49,12 +51,17 @@ class Pool:
                 f"a pool needs a thread and a byte, not {self.max_workers} and {max_bytes}"
             )
         self.max_bytes = max_bytes
+        self._closed = False
+        self._begin()
+        _pools.add(self)
+
+    def _begin(self) -> None:
+        """Make the threads, and hold nothing."""
         self.peak_bytes = 0
         self._held_bytes = 0
         self._held_items = 0
         self._changed = threading.Condition()
         self._line: deque[object] = deque()
-        self._closed = False
         self._thread = threading.local()
         self._executor = ThreadPoolExecutor(
             self.max_workers, "shardplan", initializer=self._mark_worker
@@ -155,6 +162,11 @@ class Pool:
         held = f"{self._held_bytes} of {self.max_bytes} bytes in flight"
         return f"Pool({self.max_workers} threads, {held}, peak {self.peak_bytes})"
 
+    @property
+    def inside(self) -> bool:
+        """Whether the thread that asks is one of the pool's: what it hands in, it does itself."""
+        return self._is_worker()
+
     def _mark_worker(self) -> None:
         self._thread.is_worker = True
 
@@ -204,6 +216,7 @@ def _done(work: Callable[[], R]) -> Future[R]:
 
 _lock = threading.Lock()
 _default: Pool | None = None
+_pools: WeakSet[Pool] = WeakSet()
 
 
 def default_pool() -> Pool:
@@ -219,11 +232,13 @@ def default_pool() -> Pool:
         return _default
 
 
-def _forget_default() -> None:
-    """Threads do not survive a fork, so the child makes its own pool."""
-    global _default, _lock
-    _lock, _default = threading.Lock(), None
+def _begin_anew() -> None:
+    """Threads do not survive a fork, and a lock may have been held: the child makes its own."""
+    global _lock
+    _lock = threading.Lock()
+    for pool in tuple(_pools):
+        pool._begin()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_default)
+    os.register_at_fork(after_in_child=_begin_anew)

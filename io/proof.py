@@ -71,6 +71,25 @@ class Proof:
             sizes = tuple(items.lengths[row, : axes[row]].tolist())
             self._note(key, offsets, sizes, partial(dest, row))
 
+    def wants(self, key: Key, offsets: Corner, sizes: Corner) -> Callable[[int], None] | None:
+        """Ask for the checksum of a box that is about to be read.
+
+        Args:
+            key: Its chunk.
+            offsets: Where in the chunk it starts.
+            sizes: How large it is.
+
+        Returns:
+            What to call with its xxh3; None if it is of no use.
+        """
+        if not self._is_hashed(key[0]):
+            return None
+        number, extent = self._blocks_of(key).get(offsets, (-1, ()))
+        if not any(offsets):
+            with self._lock:
+                self._open.add(key)
+        return partial(self._saw, key, number) if extent == sizes else None
+
     def settle(self, pool: Pool) -> None:
         """Check all chunks that were begun here and are not proved yet, by reading them again.
 
@@ -107,16 +126,20 @@ class Proof:
         view = memory(tensor()) if extent == sizes else None
         if view is None:
             return
-        digest = hash_views([view])
+        self._saw(key, number, hash_views([view]))
+
+    def _saw(self, key: Key, number: int, digest: int) -> None:
+        """Note the checksum of a block, and compare that of its chunk if it is complete."""
+        count = len(self._blocks_of(key))
         with self._lock:
             seen = self._seen.setdefault(key, {})
             seen[number] = digest
-            complete = len(seen) == len(blocks) and key in self._open
+            complete = len(seen) == count and key in self._open
             if complete:
                 self._open.discard(key)
                 self.proved += 1
         if complete:
-            self._compare(key, combine([seen[n] for n in range(len(blocks))]))
+            self._compare(key, combine([seen[n] for n in range(count)]))
 
     def _blocks_of(self, key: Key) -> dict[Corner, tuple[int, Corner]]:
         """Return the number and the size of each block of a chunk, by where it starts."""

@@ -6,25 +6,27 @@ others; cuts the reads into blocks; and has threads fetch, check and deliver the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
 import numpy as np
 import torch
 
-from shardplan.planning import LoadItemType, LoadPlan, itemsize
-from shardplan.planning.blocks import Blocks, cut_blocks
+from shardplan.planning import Issue, LoadItemType, LoadPlan, Metadata, PlanError, itemsize
+from shardplan.planning.blocks import Blocks
 from shardplan.planning.catalog import column, padded
-from shardplan.planning.packing import Ints
+from shardplan.planning.packing import Ints, readonly
 from shardplan.planning.ranges import filled
 from shardplan.planning.reads import ReadItems
-from shardplan.planning.tiling import pad
+from shardplan.planning.tiling import pad, tile
 
 from .checksums import combine
 from .errors import FormatError, LoadError
 from .fetch import Fetch
 from .jobs import Job
+from .local import LocalStore
+from .mapped import can_map
 from .pool import Pool, default_pool
 from .sources import Source
 from .stores import StoreError
@@ -86,54 +88,78 @@ class Reader:
         return {dest: value for (dest, _), value in zip(names, found, strict=True)}
 
     def fill(
-        self, items: ReadItems, dest: Callable[[int], torch.Tensor], *, verify: bool = True
+        self,
+        items: ReadItems,
+        dest: Callable[[int], torch.Tensor],
+        *,
+        step: Sequence[int] = (),
+        verify: bool = True,
     ) -> ReadStats:
         """Fill tensors with what a plan reads.
 
         Args:
             items: The reads of a `LoadPlan`; values that are no tensors are left out.
             dest: Given the row of a read, the tensor of just its box to fill.
+            step: Which elements of a read count along each axis, if not every one: those that are
+                a multiple of so many away from where the read begins.
             verify: Whether to check every chunk that is read whole, by one read or by several of
                 which each brings one range of it.
 
         Raises:
+            PlanError: A read is of no chunk that was saved; nothing was changed.
             FormatError: A file is damaged; it says which keys were filled.
             LoadError: Anything else went wrong half way; it says so, too.
         """
         rows = np.flatnonzero((items.type == LoadItemType.TENSOR.value) & (items.numel > 0))
         if not len(rows):
             return ReadStats()
-        job, chunks = self._job(items.take(rows), [dest(row) for row in rows.tolist()], verify)
+        wanted = items.take(rows)
+        number = find_chunks(self.metadata, wanted)
+        tensors = [dest(row) for row in rows.tolist()]
+        job, chunks = self._job(wanted, number, tensors, step, verify)
         fetch = Fetch(self.store, job)
-        names = [items.names[i] for i in items.dest[rows].tolist()]
+        names = [items.names[i] for i in wanted.dest.tolist()]
         try:
             self.pool.map(fetch.run, job.tasks, nbytes=lambda t: job.cost(t) + self.store.staging)
         except Exception as error:
-            raise _stopped(error, *_progress(job.blocks, fetch, names)) from error
-        verified = _check(fetch, job, chunks, names)
+            filled, touched = _progress(job.blocks, fetch, names)
+            bad = _named(_misfits(fetch, job, chunks)[0], job, names)
+            raise _stopped(error, filled - bad, touched | (filled & bad)) from error
+        damaged, verified = _misfits(fetch, job, chunks)
+        if damaged:
+            raise _damaged(damaged, job, chunks, names)
         return ReadStats(job.nbytes, fetch.bytes_read, fetch.requests, verified)
 
     def _job(
-        self, items: ReadItems, tensors: list[torch.Tensor], verify: bool
+        self,
+        items: ReadItems,
+        number: Ints,
+        tensors: list[torch.Tensor],
+        step: Sequence[int],
+        verify: bool,
     ) -> tuple[Job, _Chunks]:
-        """Find the bytes of every read."""
-        keys = list(zip(items.storage.tolist(), items.storage_hint.tolist(), strict=True))
+        """Find the bytes of every read, given which chunk of its tensor each is of."""
+        keys = list(zip(items.storage.tolist(), number.tolist(), strict=True))
         distinct = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-        chunks = [(items.names[name], hint) for name, hint in distinct]
+        chunks = [(items.names[name], chunk) for name, chunk in distinct]
         spots = self.source.spots(chunks)
         at = column([distinct[key] for key in keys])
         axes = max(items.lengths.shape[1], 1)
         extents = padded([spot.extents for spot in spots], 1, axes)[at]
         lengths, offsets = pad(items.lengths, axes, 1), pad(items.storage_offsets, axes, 0)
+        apart = np.ones_like(lengths)
+        if any(one > 1 for one in step):
+            apart[:, : len(step)] = step
+            lengths = -(-lengths // apart)
+            apart[lengths == 1] = 1
         if any(spot.axes is not None for spot in spots):
-            lengths, offsets = _turn(
-                [spots[i].axes for i in at.tolist()], tensors, lengths, offsets
-            )
+            orders = [spots[i].axes for i in at.tolist()]
+            lengths, offsets, apart = _turn(orders, tensors, lengths, offsets, apart)
         widths = {dtype: itemsize(dtype) for dtype in {spot.dtype for spot in spots}}
         width = column([widths[spot.dtype] for spot in spots])[at]
         known = _Chunks(chunks, self._sums(chunks) if verify else [None] * len(chunks))
         hashed = np.array([s is not None for s in known.sums], bool)[at]
-        hashed &= filled(at, offsets, lengths, extents)
+        hashed &= filled(at, offsets, lengths, extents) & (apart == 1).all(axis=1)
         job = Job(
             tensors=tensors,
             files=tuple(self.source.files),
@@ -144,15 +170,12 @@ class Reader:
             extents=extents,
             offsets=offsets,
             lengths=lengths,
+            step=apart,
             chunk=at,
             hashed=hashed,
-            blocks=cut_blocks(
-                lengths,
-                width,
-                self.source.block_bytes,
-                offsets=np.where(hashed[:, None], offsets, 0),
-                extents=np.where(hashed[:, None], extents, lengths),
-            ),
+            block_limit=self.source.block_bytes,
+            is_far=self.store.staging > 0,
+            is_mapped=isinstance(self.store, LocalStore) and can_map(),
         )
         return job, known
 
@@ -170,26 +193,89 @@ class _Chunks:
     sums: list[int | None]
 
 
+def find_chunks(metadata: Metadata, items: ReadItems) -> Ints:
+    """Tell which chunk of its tensor each read is of, by where the chunk starts.
+
+    The hint of a read is tried first: plans that were just made have right ones. A plan may come
+    from anywhere, though, or from a time at which the tensor was cut otherwise.
+
+    Args:
+        metadata: The checkpoint.
+        items: Reads of tensors.
+
+    Returns:
+        The number of the chunk among its tensor's.
+
+    Raises:
+        PlanError: There is no such tensor, no chunk that starts there, or the read reaches past it.
+    """
+    entries = metadata.state_dict_metadata
+    names, which = np.unique(items.storage, return_inverse=True)
+    entry = column([entries.row_of.get(items.names[n], -1) for n in names.tolist()])[which]
+    layouts = np.where(entry < 0, -1, entries.layout[entry])
+    used, layout = np.unique(layouts, return_inverse=True)
+    tilings = [entries.layouts[n].tiling if n >= 0 else tile([], []) for n in used.tolist()]
+    axes = max(items.lengths.shape[1], *(tiling.ndim for tiling in tilings))
+    count = column([len(tiling) for tiling in tilings])
+    first = np.cumsum(count) - count
+    starts = np.concatenate([pad(tiling.offsets, axes, 0) for tiling in tilings])
+    sizes = np.concatenate([pad(tiling.sizes, axes, 1) for tiling in tilings])
+    wanted, hint = pad(items.storage_anchor, axes, 0), items.storage_hint
+    inside = (hint >= 0) & (hint < count[layout])
+    found = np.where(inside, hint, -1)
+    rows = np.flatnonzero(inside)
+    stale = (starts[first[layout[rows]] + hint[rows]] != wanted[rows]).any(axis=1)
+    found[rows[stale]] = -1
+    lost = np.flatnonzero(found < 0)
+    for number in np.unique(layout[lost]).tolist():
+        rows, low = lost[layout[lost] == number], int(first[number])
+        mine = slice(low, low + int(count[number]))
+        real = np.all(sizes[mine] > 0, axis=1)  # an empty chunk may start where another does
+        known = {tuple(at): i for i, at in enumerate(starts[mine].tolist()) if real[i]}
+        found[rows] = [known.get(tuple(at), -1) for at in wanted[rows].tolist()]
+    at = np.where(found < 0, 0, first[layout] + found)
+    ends = pad(items.storage_offsets, axes, 0) + pad(items.lengths, axes, 1)
+    room = sizes[at] if len(sizes) else np.zeros_like(ends)
+    wrong = (found < 0) | (ends > room).any(axis=1) | (items.storage_offsets < 0).any(axis=1)
+    if wrong.any():
+        raise PlanError(_no_chunk(items, row) for row in np.flatnonzero(wrong).tolist())
+    return readonly(found)
+
+
+def _no_chunk(items: ReadItems, row: int) -> Issue:
+    read = items.record(row)
+    name, at = read.storage_index.fqn, list(read.storage_index.offset or ())
+    text = (
+        f"the plan reads {list(read.lengths)} elements from {list(read.storage_offsets)} on of a "
+        f"chunk of `{name}` at {at}, and the checkpoint has no such chunk; was the plan made for "
+        "another one? plan again with load_plan"
+    )
+    return Issue("missing", name, text)
+
+
 def _turn(
-    orders: list[tuple[int, ...] | None], tensors: list[torch.Tensor], lengths: Ints, offsets: Ints
-) -> tuple[Ints, Ints]:
+    orders: list[tuple[int, ...] | None], tensors: list[torch.Tensor], *columns: Ints
+) -> list[Ints]:
     """Bring boxes, and the tensors they fill, into the order of axes that chunks are stored in."""
-    lengths, offsets = lengths.copy(), offsets.copy()
+    turned = [one.copy() for one in columns]
     for row, order in enumerate(orders):
         if order is not None:
             tensors[row] = tensors[row].permute(order)
-            full = [*order, *range(len(order), lengths.shape[1])]
-            lengths[row], offsets[row] = lengths[row][full], offsets[row][full]
-    return lengths, offsets
+            full = [*order, *range(len(order), turned[0].shape[1])]
+            for one in turned:
+                one[row] = one[row][full]
+    return turned
 
 
-def _check(fetch: Fetch, job: Job, chunks: _Chunks, names: list[str]) -> int:
-    """Compare the checksums of all chunks that were filled; tell every one that differs.
+def _misfits(fetch: Fetch, job: Job, chunks: _Chunks) -> tuple[list[int], int]:
+    """Compare the checksums of all chunks that were filled.
 
     Returns:
-        How many there are.
+        The chunks whose checksums differ, and how many chunks there are to compare.
     """
-    hashed = np.flatnonzero(job.hashed[job.blocks.box])  # the blocks
+    whole = np.ones(len(chunks.names), bool)
+    whole[job.chunk[job.blocks.box[~fetch.done]]] = False
+    hashed = np.flatnonzero((job.hashed & whole[job.chunk])[job.blocks.box])  # the blocks
     _, first = np.unique(job.unit[hashed], return_index=True)
     blocks = hashed[first]  # one of each unit
     chunk, number = job.chunk[job.blocks.box[blocks]], job.blocks.number[blocks]
@@ -202,9 +288,12 @@ def _check(fetch: Fetch, job: Job, chunks: _Chunks, names: list[str]) -> int:
         for chunk, low, high in zip(which.tolist(), edges.tolist(), ends, strict=False)
         if combine(digests[low:high]) != chunks.sums[chunk]
     ]
-    if damaged:
-        raise _damaged(damaged, job, chunks, names)
-    return len(which)
+    return damaged, len(which)
+
+
+def _named(chunks: list[int], job: Job, names: list[str]) -> set[str]:
+    """Return the keys that are filled from some chunks."""
+    return {names[row] for row in np.flatnonzero(np.isin(job.chunk, chunks)).tolist()}
 
 
 def _damaged(damaged: list[int], job: Job, chunks: _Chunks, names: list[str]) -> FormatError:
@@ -214,7 +303,7 @@ def _damaged(damaged: list[int], job: Job, chunks: _Chunks, names: list[str]) ->
         nbytes = int(job.extents[row].prod() * job.itemsize[row])
         first, name = int(job.begin[row]), chunks.names[job.chunk[row]][0]
         told[int(job.chunk[row])] = f"`{name}` (bytes {first:,} to {first + nbytes:,})"
-    bad = {names[row] for row in rows}
+    bad = _named(damaged, job, names)
     files = sorted({job.files[job.file[row]] for row in rows})
     return FormatError(
         ", ".join(files),

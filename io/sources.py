@@ -16,7 +16,7 @@ import attrs
 from shardplan.planning import Metadata
 
 from .checksums import Sums
-from .errors import FormatError
+from .errors import FormatError, listed
 from .pool import Pool
 from .stores import Store, open_store
 
@@ -137,10 +137,14 @@ def detect(store: Store, name: str = "") -> str:
     for format, home in FORMATS.items():
         if import_module(home).find(store, name):
             return format
+    if name:
+        raise FormatError(name, f"it is no checkpoint of a known format ({', '.join(FORMATS)})")
+    found = store.list(recursive=False)
+    here = f"it holds {listed(found, quote='')}" if found else "it is empty, or not there"
     raise FormatError(
-        name or store.url,
-        f"there is no checkpoint in {store.url}: no save was ever committed there, and nothing "
-        f"there is of another known format ({', '.join(FORMATS)})",
+        store.url,
+        f"there is no checkpoint: no save was ever committed in this folder, and it holds none of "
+        f"another format ({', '.join(FORMATS)}); {here}",
     )
 
 
@@ -156,8 +160,8 @@ def locate(path: str | os.PathLike[str] | Store) -> tuple[Store, str]:
     >>> locate("memory://runs/step-1")[1]
     ''
     """
-    if isinstance(path, Store):
-        return path, ""
+    if isinstance(path, Store) or not isinstance(path, (str, os.PathLike)):
+        return open_store(path), ""
     path = os.fspath(path)
     if "://" not in path:
         if os.path.isfile(path):

@@ -370,6 +370,8 @@ def open_store(url: str | os.PathLike[str] | Store, **options: Any) -> Store:
 
 
 def _no_store(thing: object) -> str:
+    if isinstance(thing, (bytes, bytearray)):
+        return f"a path is text, not {type(thing).__name__}; pass os.fsdecode({thing!r})"
     verbs = [name for name in dir(Store) if not name.startswith("_")]
     lacking = ", ".join(name for name in verbs if not hasattr(thing, name))
     return f"a {type(thing).__name__} is no path, and no store: it lacks {lacking}"

@@ -103,6 +103,16 @@ class Overlay:
         return cast("Store", self)
 
     @property
+    def inner(self) -> Store:
+        """The store with the real files."""
+        return self._inner
+
+    @property
+    def real(self) -> int:
+        """How many files are real; they come first."""
+        return len(self._real)
+
+    @property
     def files(self) -> tuple[str, ...]:
         """All files so far."""
         return (*self._real, *self._made)

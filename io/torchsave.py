@@ -104,6 +104,9 @@ class TorchSource:
         nested: Its state dict, with tensors that have no elements.
         storages: Where the storages of these tensors lie.
         archive: The archive that it is; None for a file of the older kind.
+
+    Attributes:
+        inner: The folder as it is, without the files that `store` makes up.
     """
 
     format = "torch"
@@ -121,7 +124,7 @@ class TorchSource:
             raise FormatError(
                 file, f"it holds a {type(nested).__name__}, not a state dict: a dict by name"
             )
-        self._inner, self._file, self._archive = store, file, archive
+        self.inner, self.file, self.archive = store, file, archive
         self._overlay = Overlay(store, (file,))
         try:
             self._flat, self._paths = flatten(nested)
@@ -149,9 +152,9 @@ class TorchSource:
         ]
 
     def _begin(self, found: _Found) -> int:
-        if self._archive is None:
+        if self.archive is None:
             return found.begin
-        return found.begin + self._archive.begin(f"data/{found.tensor.storage.key}")
+        return found.begin + self.archive.begin(f"data/{found.tensor.storage.key}")
 
     def sums_of(self, name: str) -> Sums | None:
         """There are no checksums that could be compared."""
@@ -171,13 +174,13 @@ class TorchSource:
         import torch
 
         if self._loaded is None:
-            file = StoreFile(self._inner, self._file)
+            file = StoreFile(self.inner, self.file)
             try:
                 self._loaded = torch.load(
                     io.BufferedReader(file), map_location="cpu", weights_only=True
                 )
             except Exception as error:  # torch.load fails in many ways
-                raise FormatError(self._file, f"it {explain_refusal(error)}") from None
+                raise FormatError(self.file, f"it {explain_refusal(error)}") from None
         return self._loaded
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import attrs
 import numpy as np
@@ -13,15 +13,20 @@ from shardplan.planning import Metadata, SavePlan, flatten, unflatten
 
 from .arrays import dump, empty, window
 from .arrays import store as fill
+from .copying import threads_for, write_file
+from .dcp_metadata import METADATA
 from .errors import ExistsError, ValueRefusedError
+from .manifest import MANIFEST
 from .pieces import Piece, collect
-from .pool import Pool
+from .pool import Pool, default_pool
 from .stores import Store
 from .torchvalues import Leaf, dump_values, pickle_nested
-from .torchzip_write import Member, archive_parts, archive_size, members_of
+from .torchzip_write import Member, archive_contents, archive_parts, archive_size, members_of
 from .writers import Part
 
 __all__ = ["TorchWriter"]
+
+_TAKEN: Final = (".safetensors", ".safetensors.index.json", ".distcp")
 
 
 class TorchWriter:
@@ -44,10 +49,21 @@ class TorchWriter:
         """Refuse to save where a file is; see `Writer.refuse`."""
         if not self.file:
             raise ValueError("a torch checkpoint is a file: open it with `open_target`")
+        if self.file in (MANIFEST, METADATA) or self.file.endswith(_TAKEN):
+            raise ValueError(
+                f"a torch checkpoint called {self.file} would be taken for one of another format; "
+                "call it model.pt, say"
+            )
         if not overwrite and store.exists(self.file):
             raise ExistsError(
                 f"{store.url} holds a file {self.file}; pass overwrite=True to replace it"
             )
+
+    def prepare(self, plans: Sequence[SavePlan]) -> tuple[SavePlan, ...]:
+        """Return the plan as it is, if there is but one; see `Writer.prepare`."""
+        if len(plans) != 1:
+            raise _too_many()
+        return tuple(plans)
 
     def write(
         self,
@@ -71,12 +87,20 @@ class TorchWriter:
         }
         pickle = _pickle(flat, plan, leaves, values, refused)
         storages = [
-            Member(f"data/{leaves[name].key}", piece.nbytes, piece.blocks)
+            Member(f"data/{leaves[name].key}", piece.nbytes, piece.blocks, piece.direct)
             for name, piece in tensors.items()
         ]
         members = members_of(pickle, storages)
         size = archive_size(members)
-        store.write(self.file, archive_parts(members), nbytes=size, atomic=True)
+        write_file(
+            store,
+            self.file,
+            lambda: archive_contents(members),
+            lambda: archive_parts(members),
+            nbytes=size,
+            atomic=True,
+            threads=threads_for(pool or default_pool(), 1),
+        )
         return Part(1, size, b"")
 
     def commit(

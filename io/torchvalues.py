@@ -122,7 +122,11 @@ class _Pickler(pickle.Pickler):
         return "storage", obj.kind, obj.key, "cpu", obj.numel
 
     def reducer_override(self, obj: Any) -> Any:
-        return _rebuild(obj) if type(obj) is Leaf else NotImplemented
+        if type(obj) is Leaf:
+            return _rebuild(obj)
+        if type(obj) is OrderedDict and not obj:
+            return OrderedDict, ()  # what Python finds out the long way, for every tensor
+        return NotImplemented
 
 
 def _rebuild(leaf: Leaf) -> tuple[Any, ...]:

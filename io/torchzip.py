@@ -105,6 +105,7 @@ class Record:
         nbytes: Its size.
         described: Whether a descriptor follows its data.
         end: Where what follows it begins.
+        crc: The CRC-32 of its data, as its directory has it.
     """
 
     name: bytes
@@ -112,6 +113,7 @@ class Record:
     nbytes: int
     described: bool
     end: int
+    crc: int = 0
 
     @property
     def guess(self) -> int | None:
@@ -214,25 +216,25 @@ def read_archive(window: Window) -> Archive:
     for _ in range(count):
         if at + CENTRAL.size > size:
             raise fault(window, "its directory is cut short")
-        header, nbytes, name, flags, at = _entry(window, data, at)
-        found.append((header, nbytes, name, flags))
+        header, nbytes, name, flags, crc, at = _entry(window, data, at)
+        found.append((header, nbytes, name, flags, crc))
     found.sort()
     ends = [header for header, *_ in found[1:]] + [begin]
     records = {}
-    for (header, nbytes, name, flags), end in zip(found, ends, strict=True):
+    for (header, nbytes, name, flags, crc), end in zip(found, ends, strict=True):
         if flags & _PACKED:
             continue  # which torch.save never does, but TorchScript
         folder, _, inner = name.decode("utf-8", "replace").partition("/")
         if not inner or inner in records or header + LOCAL.size + nbytes > begin:
             raise fault(window, f"its directory lists {folder}/{inner}, which cannot be")
-        records[inner] = Record(name, header, nbytes, bool(flags & DESCRIBED), end)
+        records[inner] = Record(name, header, nbytes, bool(flags & DESCRIBED), end, crc)
     return Archive(window, records)
 
 
-def _entry(window: Window, data: bytes, at: int) -> tuple[int, int, bytes, int, int]:
-    """Read one entry of the directory: header, size, name, flags; and where the next begins."""
+def _entry(window: Window, data: bytes, at: int) -> tuple[int, int, bytes, int, int, int]:
+    """Read one entry of the directory: header, size, name, flags, CRC; where the next begins."""
     fields = CENTRAL.unpack_from(data, at)
-    signature, _, _, flags, method, _, _, _, packed, nbytes, spelled, extra, note = fields[:13]
+    signature, _, _, flags, method, _, _, crc, packed, nbytes, spelled, extra, note = fields[:13]
     header = fields[16]
     first = at + CENTRAL.size
     name, more = data[first : first + spelled], data[first + spelled : first + spelled + extra]
@@ -248,7 +250,7 @@ def _entry(window: Window, data: bytes, at: int) -> tuple[int, int, bytes, int, 
             header = numbers.pop(0) if header == HUGE else header
         except IndexError:
             raise fault(window, f"its record {name!r} tells no size") from None
-    return header, nbytes, name, flags, first + spelled + extra + note
+    return header, nbytes, name, flags, crc, first + spelled + extra + note
 
 
 def _huge(more: bytes) -> list[int]:

@@ -1,17 +1,20 @@
 """How is a `torch.save` archive written? As a stream of parts, tensor memory among them, uncopied.
 
 The layout is torch's own: records are aligned, their checksums follow them, the directory comes
-last. So the size is known before the first byte is.
+last. So the size is known before the first byte is; and where records only have to be copied,
+several threads can do it.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache, partial
 from typing import Final
 
 import attrs
 
+from .copying import Block, Content, Seal, literal
 from .torchzip import (
     CENTRAL,
     DESCRIBED,
@@ -24,7 +27,16 @@ from .torchzip import (
     zip64_field,
 )
 
-__all__ = ["Member", "archive_parts", "archive_size", "members_of", "zip_bytes"]
+__all__ = [
+    "Frame",
+    "Member",
+    "archive_contents",
+    "archive_parts",
+    "archive_size",
+    "frame_of",
+    "members_of",
+    "zip_bytes",
+]
 
 _UTF8: Final = 0x800
 _PIECE: Final = 1 << 20  # bytes that are summed and then written, while they are in the cache
@@ -38,11 +50,15 @@ class Member:
         name: Its name.
         nbytes: Its size.
         blocks: What gives its bytes, in order.
+        direct: What says where they lie; None if they must be made.
+        data: Its bytes, if they are few and known.
     """
 
     name: str
     nbytes: int
     blocks: Callable[[], Iterable[memoryview]]
+    direct: Callable[[], Sequence[Block] | None] = lambda: None
+    data: bytes | None = None
 
     @property
     def spelled(self) -> bytes:
@@ -63,7 +79,7 @@ def members_of(pickle: bytes, storages: Sequence[Member] = ()) -> list[Member]:
 
 
 def _small(name: str, data: bytes) -> Member:
-    return Member(name, len(data), lambda: [memoryview(data)])
+    return Member(name, len(data), lambda: [memoryview(data)], data=data)
 
 
 def archive_size(members: Sequence[Member]) -> int:
@@ -98,15 +114,8 @@ def archive_parts(members: Sequence[Member]) -> Iterator[memoryview]:
     ahead = b""  # the descriptor of the record before goes out with the next header
     directory = []
     for member in members:
-        name, nbytes = member.spelled, member.nbytes
-        begin = data_begin(at, len(name), nbytes)
-        flags = _UTF8 | (DESCRIBED if nbytes else 0)
-        huge = zip64_field(nbytes, at)
-        gap = begin - at - LOCAL.size - len(name) - len(huge)
-        extra = huge + b"FB" + (gap - 4).to_bytes(2, "little") + b"Z" * (gap - 4)
-        size = HUGE if nbytes >= HUGE else 0
-        head = LOCAL.pack(b"PK\3\4", 0, flags, 0, 0, 0, 0, size, size, len(name), len(extra))
-        yield memoryview(ahead + head + name + extra)
+        head, begin = _head(member, at)
+        yield memoryview(ahead + head)
         crc = done = 0
         for block in member.blocks():
             for start in range(0, len(block), _PIECE):
@@ -114,21 +123,154 @@ def archive_parts(members: Sequence[Member]) -> Iterator[memoryview]:
                 crc = zlib.crc32(piece, crc)
                 yield piece
             done += len(block)
-        if done != nbytes:
-            raise ValueError(f"{member.name} was to have {nbytes} bytes and has {done}")
-        directory.append(_entry(name, flags, crc, nbytes, at, huge))
-        tail = _tail_size(nbytes, at)
-        width = (tail - 8) // 2
-        sizes = 2 * nbytes.to_bytes(width, "little") if tail else b""
-        ahead = b"PK\7\10" + crc.to_bytes(4, "little") + sizes if tail else b""
-        at = begin + nbytes + tail
+        if done != member.nbytes:
+            raise ValueError(f"{member.name} was to have {member.nbytes} bytes and has {done}")
+        directory.append(_entry(member, crc, at))
+        ahead = _descriptor(member, crc, at)
+        at = begin + member.nbytes + len(ahead)
     yield memoryview(ahead + b"".join(directory) + _end(at, len(b"".join(directory)), len(members)))
 
 
-def _entry(name: bytes, flags: int, crc: int, nbytes: int, header: int, huge: bytes) -> bytes:
-    size, place = min(nbytes, HUGE), min(header, HUGE)
+def archive_contents(members: Sequence[Member], first: int = 0) -> list[Content | Seal] | None:
+    """Return what an archive is made of, to be written in any order; None if some must be made.
+
+    Args:
+        members: Its records.
+        first: The number that the first of those gets whose bytes are not known yet.
+
+    >>> [type(part).__name__ for part in archive_contents(members_of(b"N."))]
+    ['Content', 'Seal']
+    """
+    contents: list[Content | Seal] = []
+    known: list[int | None] = []  # the checksum of each record, as far as it is
+    starts: list[int] = []
+    at, number, before = 0, first, b""  # bytes that are known, and not in `contents` yet
+    open_: tuple[Member, int] | None = None  # the record whose checksum is to come
+    for member in members:
+        starts.append(at)
+        head, begin = _head(member, at)
+        crc = None if member.data is None else zlib.crc32(member.data)
+        known.append(crc)
+        tail = _tail_size(member.nbytes, at)
+        if crc is not None and member.data is not None:
+            before += head + member.data + _descriptor(member, crc, at)
+        else:
+            blocks = member.direct()
+            if blocks is None:
+                return None
+            contents += [_between(open_, before + head, number - 1), Content(blocks, number)]
+            open_, before, number = (member, at), b"", number + 1
+        at = begin + member.nbytes + tail
+    contents.append(_between(open_, before, number - 1))
+    size = archive_size(members) - at
+    make = partial(_directory, members, starts, known, at)
+    contents.append(Seal(size, range(first, number), make))
+    return contents
+
+
+@attrs.frozen(eq=False)
+class Frame:
+    """An archive of one storage, without the storage's bytes.
+
+    Attributes:
+        head: What comes before these.
+        nbytes: How many they are.
+        tail: How many bytes come after them.
+        make_tail: Given their CRC-32, returns those.
+    """
+
+    head: bytes
+    nbytes: int
+    tail: int
+    make_tail: Callable[[int], bytes]
+
+    @property
+    def size(self) -> int:
+        """How many bytes the archive has."""
+        return len(self.head) + self.nbytes + self.tail
+
+
+@lru_cache(maxsize=4096)
+def frame_of(pickle: bytes, nbytes: int) -> Frame:
+    """Return the archive of one tensor; it is the same for all of one shape and dtype.
+
+    >>> frame, data = frame_of(b"N.", 4), b"abcd"
+    >>> whole = frame.head + data + frame.make_tail(zlib.crc32(data))
+    >>> import io, zipfile
+    >>> zipfile.ZipFile(io.BytesIO(whole)).testzip() is None, len(whole) == frame.size
+    (True, True)
+    """
+    storage = Member("data/0", nbytes, lambda: (), lambda: ())
+    members = members_of(pickle, [storage])
+    contents = archive_contents(members)
+    assert contents is not None
+    head, seals = contents[0], contents[2:]
+    assert isinstance(head, Content)
+    (view,) = head.blocks[0].parts
+    assert isinstance(view, memoryview)
+    size = archive_size(members)
+    return Frame(
+        bytes(view),
+        nbytes,
+        size - nbytes - len(view),
+        lambda crc: b"".join(seal.make([crc]) for seal in seals if isinstance(seal, Seal)),
+    )
+
+
+def _between(last: tuple[Member, int] | None, data: bytes, number: int) -> Content | Seal:
+    """Return what comes after a record: what tells its checksum, and bytes that are known."""
+    if last is None:
+        return literal(data)
+    member, at = last
+    size = _tail_size(member.nbytes, at) + len(data)
+    return Seal(size, [number], lambda sums: _descriptor(member, sums[0], at) + data)
+
+
+def _directory(
+    members: Sequence[Member],
+    starts: Sequence[int],
+    known: Sequence[int | None],
+    at: int,
+    sums: Sequence[int],
+) -> bytes:
+    rest = iter(sums)
+    found = [next(rest) if crc is None else crc for crc in known]
+    entries = b"".join(map(_entry, members, found, starts))
+    return entries + _end(at, len(entries), len(members))
+
+
+def _head(member: Member, at: int) -> tuple[bytes, int]:
+    """Return what comes before the data of a record, and where the data begins."""
+    name, nbytes = member.spelled, member.nbytes
+    begin = data_begin(at, len(name), nbytes)
+    huge = zip64_field(nbytes, at)
+    gap = begin - at - LOCAL.size - len(name) - len(huge)
+    extra = huge + b"FB" + (gap - 4).to_bytes(2, "little") + b"Z" * (gap - 4)
+    size = HUGE if nbytes >= HUGE else 0
+    lengths = len(name), len(extra)
+    head = LOCAL.pack(b"PK\3\4", 0, _flags(member), 0, 0, 0, 0, size, size, *lengths)
+    return head + name + extra, begin
+
+
+def _flags(member: Member) -> int:
+    return _UTF8 | (DESCRIBED if member.nbytes else 0)
+
+
+def _descriptor(member: Member, crc: int, at: int) -> bytes:
+    """Return what comes after the data of a record."""
+    tail = _tail_size(member.nbytes, at)
+    if not tail:
+        return b""
+    return (
+        b"PK\7\10" + crc.to_bytes(4, "little") + 2 * member.nbytes.to_bytes(tail // 2 - 4, "little")
+    )
+
+
+def _entry(member: Member, crc: int, header: int) -> bytes:
+    name, huge = member.spelled, zip64_field(member.nbytes, header)
+    size, place = min(member.nbytes, HUGE), min(header, HUGE)
     lengths = (len(name), len(huge), 0, 0, 0, 0)
-    fields = (b"PK\1\2", 0, 0, flags, 0, 0, 0, crc, size, size, *lengths, place)
+    fields = (b"PK\1\2", 0, 0, _flags(member), 0, 0, 0, crc, size, size, *lengths, place)
     return CENTRAL.pack(*fields) + name + huge
 
 

@@ -30,7 +30,8 @@ from .values import StoredValue, sort_values
 __all__ = ["Written", "WrittenFile", "write_rank"]
 
 _PIECE: Final = 1 << 20  # bytes that are hashed and then written, while they are in the cache
-_STAGED: Final = 96 << 20  # memory that one file in the making may take
+_STAGED: Final = 96 << 20  # memory that copies for one file in the making may take
+_COPIES: Final = 3  # of what cannot be written as it lies: cast, laid out, waiting to be written
 
 
 @attrs.frozen
@@ -134,7 +135,7 @@ def write_rank(
         written = (pool or default_pool()).map(
             lambda pair: _write_file(store, *pair),
             zip(jobs, headers, strict=True),
-            nbytes=_STAGED + store.staging,
+            nbytes=lambda pair: pair[0].staged(store.staging) + len(pair[1]),
         )
         store.sync()  # whoever commits may do so elsewhere, and cannot sync what it did not write
     except BaseException:
@@ -193,6 +194,13 @@ class _Job:
             return Slot(piece.name, piece.dtype, piece.shape, piece.offsets)
         name = self.plan.items.catalog.names[self.plan.items.row[row]]
         return Slot(name, "uint8", (len(self.payloads[row]),), (0,))
+
+    def staged(self, by_store: int) -> int:
+        """Return how many bytes of memory it takes to write, given what the store may take."""
+        pieces = (self.pieces[row] for row in self.rows if row in self.pieces)
+        rough = sum(piece.nbytes for piece in pieces if not piece.is_plain)
+        nbytes = sum(slot.nbytes for slot in self.slots)
+        return min(_COPIES * rough, _STAGED) + min(2 * nbytes, by_store)
 
     def parts(self, header: bytes) -> Iterator[memoryview]:
         """Yield the file's bytes in order, noting the checksum of each item on the way."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
+from inspect import signature
 from typing import Any, Final, Protocol
 
 import attrs
@@ -14,8 +15,8 @@ import attrs
 from shardplan.planning import Metadata, SavePlan
 
 from .commit import assemble, publish, read_manifest, refuse_existing
-from .errors import UnsureCommitError
 from .pool import Pool
+from .replacing import committing, refuse_folder, retire
 from .stores import Store, open_store
 from .write import Written, write_rank
 
@@ -45,6 +46,13 @@ class Writer(Protocol):
 
         Raises:
             ExistsError: There is one, of whatever format.
+        """
+
+    def prepare(self, plans: Sequence[SavePlan]) -> tuple[SavePlan, ...]:
+        """Add to the plans of all ranks what this format has to know; before they go out.
+
+        Raises:
+            RefusedError: The format cannot be written from such plans.
         """
 
     def write(
@@ -106,6 +114,11 @@ class NativeWriter:
     def refuse(self, store: Store, overwrite: bool) -> None:
         """Refuse to save where a checkpoint is; see `Writer.refuse`."""
         refuse_existing(store, overwrite)
+        refuse_folder(store, "safetensors", overwrite)
+
+    def prepare(self, plans: Sequence[SavePlan]) -> tuple[SavePlan, ...]:
+        """Return the plans as they are; see `Writer.prepare`."""
+        return tuple(plans)
 
     def write(
         self,
@@ -134,12 +147,9 @@ class NativeWriter:
         """Publish the manifest; see `Writer.commit`."""
         written = [Written.from_bytes(report) for report in reports]
         manifest = assemble(metadata, plans, written, save_id=save_id, created=time.time())
-        try:
-            return publish(store, manifest, overwrite=overwrite)
-        except BaseException as error:  # an interrupt comes at any moment
-            if isinstance(error, UnsureCommitError) or not isinstance(error, Exception):
-                self._unsure.add(save_id)
-            raise
+        with committing(self._unsure, save_id):
+            left = publish(store, manifest, overwrite=overwrite)
+        return (*left, *retire(store, "safetensors", manifest.files.names))
 
     def discard(self, store: Store, report: bytes, save_id: str) -> None:
         """Remove one rank's files, unless a manifest may come to name them."""
@@ -163,25 +173,39 @@ WRITERS: Final[dict[str, str]] = {
 """The formats that can be written, and the class of each one's `Writer`."""
 
 
-def find_writer(format: str) -> Writer:
+def find_writer(format: str, **options: Any) -> Writer:
     """Return what writes a format.
 
+    Args:
+        format: One of `WRITERS`.
+        **options: What its class takes: ``max_shard_size`` and ``leave_out`` for ``hf``.
+
+    >>> find_writer("hf", max_shard_size="2GB").max_shard_size
+    2000000000
+
     Raises:
-        ValueError: Nothing does.
+        ValueError: Nothing writes that format, or it has no such option.
     """
     if format not in WRITERS:
         raise ValueError(f"cannot save as {format!r}; known formats are {', '.join(WRITERS)}")
     module, _, name = WRITERS[format].partition(":")
-    writer: Writer = getattr(import_module(module), name)()
+    kind = getattr(import_module(module), name)
+    unknown = sorted(options.keys() - signature(kind).parameters.keys())
+    if unknown:
+        raise ValueError(f"the format {format!r} has no option {', '.join(unknown)}")
+    writer: Writer = kind(**options)
     return writer
 
 
-def open_target(path: str | os.PathLike[str] | Store, format: str) -> tuple[Store, Writer]:
+def open_target(
+    path: str | os.PathLike[str] | Store, format: str, **options: Any
+) -> tuple[Store, Writer]:
     """Return where a checkpoint goes, and what writes it there.
 
     Args:
         path: Its folder; for a format that is a single file (``"torch"``), that file.
         format: What to write.
+        **options: Options of the format; see `find_writer`.
 
     >>> open_target("memory://runs/step-7.pt", "torch")[0].url
     'memory://runs'
@@ -189,7 +213,7 @@ def open_target(path: str | os.PathLike[str] | Store, format: str) -> tuple[Stor
     Raises:
         ValueError: Nothing writes that format, or it is a file and the path is none.
     """
-    writer = find_writer(format)
+    writer = find_writer(format, **options)
     if not hasattr(writer, "file"):
         return open_store(path), writer
     if isinstance(path, Store):

@@ -70,13 +70,15 @@ class Catalog:
     def of(cls, heads: Iterable[Head]) -> Catalog:
         """Make a catalog with one row for each head, in order."""
         names, sources, types, properties, sizes = zip(*heads, strict=True) if heads else [()] * 5
-        ids = {p: i for i, p in enumerate(dict.fromkeys(p for p in properties if p is not None))}
+        seen = {id(p): p for p in properties if p is not None}  # hashing each one takes long
+        ids = {p: i for i, p in enumerate(dict.fromkeys(seen.values()))}
+        number = {key: ids[p] for key, p in seen.items()}
         return cls(
             names,
             names if sources == names else sources,
             column([t.value for t in types]),
             tuple(ids),
-            column([-1 if p is None else ids[p] for p in properties]),
+            column([-1 if p is None else number[id(p)] for p in properties]),
             column([len(s) for s in sizes]),
             padded(sizes, 1),
         )

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 
-from .errors import Issue, PlanError
+from .errors import Issue, PlanError, RefusedError
 from .frozen import FrozenDict
 
-__all__ = ["Path", "flatten", "is_tensor", "unflatten"]
+__all__ = ["Path", "flatten", "is_tensor", "leaves", "unflatten"]
 
+_SCALARS: Final = frozenset((str, int, bool, float, type(None)))
+_NOTHING: Final = object()
 _LONGEST: Final = 1 << 20  # positions past this are damage, not a list of tensors
 
 Step = tuple[str, Any]
@@ -41,6 +45,7 @@ def flatten(sd: Mapping[Any, Any]) -> tuple[dict[str, Any], FrozenDict[str, Path
 
     Raises:
         PlanError: Two leaves would get the same name; every clash is told, with both ways to it.
+        RefusedError: A value contains itself, or is nested too deeply; every such key is named.
     """
     if not isinstance(sd, Mapping):
         raise TypeError(
@@ -49,15 +54,42 @@ def flatten(sd: Mapping[Any, Any]) -> tuple[dict[str, Any], FrozenDict[str, Path
     flat: dict[str, Any] = {}
     paths: dict[str, Path] = {}
     issues = []
-    for path, leaf in _leaves((), sd):
-        name = ".".join(str(key) for _, key in path)
-        if name in flat:
-            issues.append(clash(name, paths[name], path))
-        else:
-            flat[name], paths[name] = leaf, path
+    frozen = True  # whether all keys are of types that cannot change
+    try:
+        for path, leaf in _leaves((), sd):
+            keys = [key for _, key in path]
+            frozen = frozen and _SCALARS.issuperset(map(type, keys))
+            name = ".".join(map(str, keys))
+            if name in flat:
+                issues.append(clash(name, paths[name], path))
+            else:
+                flat[name], paths[name] = leaf, path
+    except RecursionError:
+        raise _too_deep(sd) from None
     if issues:
         raise PlanError(issues)
-    return flat, FrozenDict(paths)
+    return flat, FrozenDict.of_frozen(paths) if frozen else FrozenDict(paths)
+
+
+def leaves(sd: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each leaf, and the leaf; names that clash come more than once.
+
+    >>> list(leaves({"a": {1: 2, "1": 3}}))
+    [('a.1', 2), ('a.1', 3)]
+    """
+    for path, leaf in _leaves((), sd):
+        yield ".".join([str(key) for _, key in path]), leaf
+
+
+def _too_deep(sd: Mapping[Any, Any]) -> RefusedError:
+    """Name the keys whose values cannot be walked to their ends."""
+    told = []
+    for key, value in sd.items():
+        try:
+            deque(_leaves((("dict", key),), value), maxlen=0)
+        except RecursionError:
+            told.append(f"`{key}` contains itself, or is nested too deeply; save it in parts")
+    return RefusedError("; ".join(told))
 
 
 def unflatten(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any, Any]:
@@ -76,8 +108,10 @@ def unflatten(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any, A
             raise ValueError(f"the path of `{name}` starts at no dict: {path}")
         node = root
         for (_, key), (kind, _) in pairwise(path):
-            inner = node.setdefault(key, _Node(kind))
-            if not isinstance(inner, _Node) or inner.kind != kind:
+            inner = node.get(key, _NOTHING)
+            if inner is _NOTHING:
+                inner = node[key] = _Node(kind)
+            elif not isinstance(inner, _Node) or inner.kind != kind:
                 raise ValueError(f"`{name}` lies inside another value: {path}")
             node = inner
         if path[-1][1] in node:
@@ -99,34 +133,49 @@ def is_tensor(value: object) -> bool:
         return False
     if hasattr(value, "__create_chunk_list__"):
         return True  # without shape or dtype it is refused by name, never taken for a plain value
-    return hasattr(value, "shape") and hasattr(value, "dtype")
+    try:
+        return hasattr(value, "shape") and hasattr(value, "dtype")
+    except Exception:
+        return True  # a tensor that cannot tell its shape is refused by name, too
+
+
+def _kind_of(kind: type) -> str:
+    """Return what a type is a kind of: "dict", "list", "tuple", or "" for all else."""
+    if issubclass(kind, Mapping):
+        return "dict"
+    if issubclass(kind, tuple):
+        return "tuple"
+    return "list" if issubclass(kind, list) else ""
+
+
+_container: Callable[[type], str] = cast(Any, lru_cache(maxsize=1024)(_kind_of))
 
 
 def _is_leaf(value: Any) -> bool:
-    if isinstance(value, Mapping):
+    kind = _container(type(value))
+    if kind == "dict":
         return not value
-    if isinstance(value, (list, tuple)):
-        return not any(_opens(entry) for entry in value)
-    return True
+    return not kind or not any(_opens(entry) for entry in value)
 
 
 def _opens(entry: Any) -> bool:
     """Tell whether a list is opened for this entry: it is a tensor, or holds one, or a dict."""
-    if isinstance(entry, (Mapping, list, tuple)):
+    if _container(type(entry)):
         return not _is_leaf(entry)
     return is_tensor(entry)
 
 
 def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-    if path and _is_leaf(value):
+    kind = _container(type(value))
+    if path and (not kind or _is_leaf(value)):
         yield path, value
-    elif isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _leaves((*path, ("dict", key)), inner)
-    else:
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        for position, inner in enumerate(value):
-            yield from _leaves((*path, (kind, position)), inner)
+        return
+    entries = value.items() if kind == "dict" else enumerate(value)
+    for key, inner in entries:
+        if _container(type(inner)):
+            yield from _leaves((*path, (kind, key)), inner)
+        else:
+            yield (*path, (kind, key)), inner
 
 
 class _Node(dict[Any, Any]):

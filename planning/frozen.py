@@ -35,6 +35,13 @@ class FrozenDict(Mapping[K, V]):
         frozen = {freeze(key): freeze(value) for key, value in dict(items).items()}
         object.__setattr__(self, "_dict", frozen)
 
+    @classmethod
+    def of_frozen(cls, items: dict[K, V]) -> FrozenDict[K, V]:
+        """Make one of keys and values that cannot change, and a dict that nobody else has."""
+        made: FrozenDict[K, V] = cls.__new__(cls)
+        object.__setattr__(made, "_dict", items)
+        return made
+
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError("a FrozenDict cannot change; make a new one from dict(this)")
 
@@ -138,7 +145,7 @@ def from_json(data: Any) -> Any:
         return data
     tag = next(iter(data)) if len(data) == 1 else ""
     if not tag.startswith("$"):
-        return FrozenDict({k: from_json(v) for k, v in data.items()})
+        return FrozenDict.of_frozen({k: from_json(v) for k, v in data.items()})
     body = data[tag]
     match tag:
         case "$float":
@@ -146,7 +153,7 @@ def from_json(data: Any) -> Any:
         case "$bytes":
             return base64.b64decode(body, validate=True)
         case "$map":
-            return FrozenDict([(from_json(k), from_json(v)) for k, v in body])
+            return FrozenDict.of_frozen({from_json(k): from_json(v) for k, v in body})
         case "$set":
             return frozenset(from_json(v) for v in body)
     raise CodecError(f"unknown tag {tag!r} in encoded data; was it written by a newer version?")

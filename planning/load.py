@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import attrs
 import numpy as np
@@ -219,6 +219,8 @@ class _Match:
 def _match(entries: Entries, catalog: Catalog, rows: Ints, dtype: str, shape: str) -> _Match:
     """Compare what is wanted with what is there, tensor by tensor."""
     match = _Match(np.full(len(catalog), -1, np.int64), [], [], {})
+    layouts, props = entries.layout.tolist(), entries.prop.tolist()
+    fitting: set[tuple[Any, ...]] = set()  # pairs of tensors that fit, of which most are alike
     for row in rows.tolist():
         name, _, _, properties, size = catalog.heads[row]
         at = entries.row_of.get(name, -1)
@@ -226,13 +228,27 @@ def _match(entries: Entries, catalog: Catalog, rows: Ints, dtype: str, shape: st
             near = nearest_names(name, entries.names) if len(match.issues) < _SUGGESTED else ()
             hint = nearest_hint(near)
             text = f"`{name}` is not in the checkpoint{hint}; strict=False leaves it as it is"
+            below = properties is None and [n for n in near if n.startswith(f"{name}.")]
+            if below:
+                text = (
+                    f"`{name}` is empty here, and the checkpoint has more below ({below[0]}, …): "
+                    "an optimizer has no state before its first step; use torch's get_state_dict, "
+                    "or take a step, then load"
+                )
             match.issues.append(Issue("missing", name, text))
+            continue
+        pair = (layouts[at], props[at], id(properties), size)
+        if pair in fitting:
+            match.entry[row] = at
             continue
         saved = entries.record(at)
         issue = _misfit(name, saved, properties, size, dtype)
         if issue is None:
             match.entry[row] = at
-            match.notes.extend(_losses(name, saved, properties))
+            losses = list(_losses(name, saved, properties))
+            match.notes.extend(losses)
+            if not losses:
+                fitting.add(pair)
         elif shape == "same" or issue.kind != "shape" or (both := _shared(saved, size)) is None:
             match.issues.append(issue)
         else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import attrs
 
@@ -55,10 +55,15 @@ def held(name: str, value: Any, mesh: Mesh | None = None, rank: int = 0) -> Held
     """Describe a tensor; ``mesh`` and ``rank`` place a `TensorSpec` that has placements.
 
     Raises:
-        RefusedError: There is no right way to save it: a partial sum, a sparse layout, a dtype that
-            no checkpoint can carry, a DTensor whose local tensor does not fit its placements.
+        RefusedError: There is no right way to save it: a partial sum, a sparse or nested layout, a
+            dtype that no checkpoint can carry, a shape that is not known yet, a DTensor whose local
+            tensor does not fit its placements.
     """
-    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+    try:
+        known = hasattr(value, "shape") and hasattr(value, "dtype")
+    except Exception as error:
+        raise RefusedError(_shapeless(name, value, error)) from None
+    if not known:
         raise RefusedError(
             f"`{name}` has chunks, but a {type(value).__name__} lacks shape or dtype"
         )
@@ -69,6 +74,36 @@ def held(name: str, value: Any, mesh: Mesh | None = None, rank: int = 0) -> Held
         whole = Chunk([0] * len(size), size)  # an empty tensor has one empty chunk, on every rank
         return Held(properties, size, (whole,), chunks is not None)
     return Held(properties, size, tuple(c for c in chunks if c.numel), True)
+
+
+Memo = dict[tuple[Any, ...], Held]
+"""Plain tensors that were looked at before, by all that counts: there are mostly a few kinds."""
+
+
+def held_before(name: str, value: Any, memo: Memo) -> Held | None:
+    """Describe a tensor that is all here, as `held` does; None if it needs a closer look."""
+    if getattr(value, "placements", ()) or hasattr(value, "device_mesh"):
+        return None
+    if hasattr(value, "local_shards") or hasattr(value, "__create_chunk_list__"):
+        return None
+    try:
+        made = (getattr(value, "layout", None), getattr(value, "requires_grad", False))
+        key = (type(value), tuple(value.shape), value.dtype, *made)
+        if key not in memo:
+            memo[key] = held(name, value)
+    except Exception:  # `held` says what is wrong
+        return None
+    return memo[key]
+
+
+_NESTED: Final = "is a nested tensor; save the parts of it, `tensor.unbind()`"
+
+
+def _shapeless(name: str, value: Any, error: Exception) -> str:
+    why = str(error).partition("\n")[0]
+    if "NestedTensor" in why:
+        return f"`{name}` {_NESTED}"
+    return f"`{name}` is a {type(value).__name__} that has no shape: {why}"
 
 
 def _chunks(name: str, value: Any, mesh: Mesh | None, rank: int) -> Sequence[Chunk] | None:
@@ -109,6 +144,8 @@ def _is_dtensor(value: object) -> bool:
 
 def _properties(name: str, value: Any) -> TensorProperties:
     layout = str(getattr(value, "layout", "strided")).removeprefix("torch.")
+    if layout == "jagged":
+        raise RefusedError(f"`{name}` {_NESTED}")
     if layout != "strided":
         raise RefusedError(f"`{name}` has the layout {layout}; save `tensor.to_dense()` instead")
     try:

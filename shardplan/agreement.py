@@ -20,7 +20,8 @@ from typing import Any, Final, Literal
 import attrs
 import numpy as np
 
-from shardplan.dist import Comm, all_gather, reduce_scatter
+from shardplan.dist import CheckpointError, Comm, Failure, all_gather, reduce_scatter
+from shardplan.io.values import store_values
 from shardplan.planning import (
     Metadata,
     Pass,
@@ -35,6 +36,8 @@ from shardplan.planning import (
     global_plan,
     local_plan,
 )
+from shardplan.planning.errors import span
+from shardplan.planning.flatten import is_tensor
 from shardplan.planning.packing import pack, unpack
 
 from .layouts import layout_key, whole_layout
@@ -118,7 +121,7 @@ def agree(
     watch: Stopwatch,
     cache: PlanCache | None = None,
     verify_replicas: bool = False,
-    first: Callable[[], None] = lambda: None,
+    first: Callable[[], str] = lambda: "",
 ) -> tuple[Mapping[Any, Any], Agreement, str]:
     """Come to one plan for a save, on all ranks.
 
@@ -130,7 +133,8 @@ def agree(
         cache: Where to look for a plan made before, and to keep this one.
         verify_replicas: Whether to compare what several ranks claim to hold alike; then plans are
             gathered in any case.
-        first: Called before anything else; what it raises on any rank, all raise.
+        first: Called before anything else; what it raises on any rank, all raise. It returns what
+            is saved to, which must be the same on all ranks.
 
     Returns:
         The state dict, the agreement, and a name for the save, the same on all ranks.
@@ -153,6 +157,7 @@ def agree(
     with watch.phase("exchange"):
         offers = all_gather(comm, "plan", lambda: offer.make(watch, derive=not verify_replicas))
     save_id = offers[comm.coordinator][0]
+    _refuse_apart([one[3] for one in offers], comm.ranks)
     cached, derived = ({one[n] for one in offers} for n in (1, 2))
     if verify_replicas:
         found = offer.keep(_gather(comm, offer, watch, verify_replicas=True))
@@ -165,6 +170,18 @@ def agree(
     return offer.sd, found, save_id
 
 
+def _refuse_apart(places: Sequence[str], ranks: Sequence[int]) -> None:
+    """Raise, on all ranks alike, if they are about to save to different places."""
+    if len(set(places)) == 1:
+        return
+    sides: dict[str, list[int]] = {}
+    for rank, place in zip(ranks, places, strict=True):
+        sides.setdefault(place, []).append(rank)
+    told = "; ".join(f"{span(who)}: {place}" for place, who in sides.items())
+    text = f"ranks were told to save to different places ({told}); give all the same"
+    raise CheckpointError(Failure(rank, "plan", "ValueError", text) for rank in ranks)
+
+
 class _Offer:
     """What one rank brings: a plan it knows already, one it can derive, or just its own part."""
 
@@ -174,33 +191,36 @@ class _Offer:
         state: Callable[[], Mapping[Any, Any]],
         planner: Pass[SavePlan] | None,
         cache: PlanCache,
-        first: Callable[[], None],
+        first: Callable[[], str],
     ) -> None:
         self.comm, self.state, self.planner = comm, state, planner
         self.cache, self.first = cache, first
         self.save_id = secrets.token_hex(6)
+        self.place = ""
         self.sd: Mapping[Any, Any] = {}
         self.key: Hashable = None
         self.cached: Agreement | None = None
         self.derived: Agreement | None = None
         self._local: SavePlan | None = None
 
-    def make(self, watch: Stopwatch, derive: bool) -> tuple[str, str, str]:
-        """Return what to tell the others: a name, and the tags of the plans it could use."""
+    def make(self, watch: Stopwatch, derive: bool) -> tuple[str, str, str, str]:
+        """Return what to tell the others: a name, tags of the plans it could use, and where to."""
         with watch.phase("plan"):
             self.prepare(derive)
         tags = (a.tag if a is not None else "" for a in (self.cached, self.derived))
-        return (self.save_id, *tags)  # type: ignore[return-value]
+        return (self.save_id, *tags, self.place)  # type: ignore[return-value]
 
     def prepare(self, derive: bool) -> None:
         """Look for a known plan; if there is none, plan this rank's part."""
-        self.first()
+        self.place = self.first()
         self.sd = self.state()
         # A planner may look at anything, so that it is asked every time.
         key = layout_key(self.sd) if self.planner is None else fingerprint(self.local)
         ranks = (tuple(self.comm.ranks), self.comm.rank, self.comm.coordinator)
         self.key = None if key is None else _Key(key, ranks)
         self.cached = None if self.key is None else self.cache.get(self.key)
+        if self.cached is None:  # also values that another rank will write
+            store_values({k: v for k, v in self.flat.items() if not is_tensor(v)})
         if self.cached is None and derive:
             self.derived = self._derive()
 

@@ -118,6 +118,7 @@ def async_save(
     with watch.phase("stage"):
         state = saver.snapshot(state_dict) if earlier is None else _failing(earlier)
     saver.last = future
+    future.told = earlier is not None
     options = {
         "planner": planner,
         "format": format,
@@ -141,7 +142,6 @@ def async_save(
         raise
     future.blocked = time.perf_counter() - start
     if earlier is not None:
-        future.told = True
         raise earlier
     return future
 
@@ -204,5 +204,8 @@ def _run(
     try:
         future.set_result(save_state(state, path, **options))
     except BaseException as error:
-        _log.error("the save to %s failed in the background: %s", future.path, error)
+        if not future.told:  # else it failed because the one before had
+            text = str(error).splitlines() or [type(error).__name__]
+            told = "; ".join(line for line in text[:8] if line and not line.startswith("---"))
+            _log.error("the save to %s failed in the background: %s", future.path, told)
         future.set_exception(error)

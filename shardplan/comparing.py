@@ -11,11 +11,14 @@ import attrs
 import numpy as np
 
 from shardplan.io.compare import TensorDiff, compare_tensors, same_value
+from shardplan.io.errors import FormatError
+from shardplan.io.manifest import FileTable
+from shardplan.io.native import NativeSource
 from shardplan.io.pool import Pool, default_pool
 from shardplan.io.progress import Progress, Tell
 from shardplan.io.read import Reader
 from shardplan.io.sources import open_source
-from shardplan.io.stores import Store
+from shardplan.io.stores import MissingFileError, Store
 from shardplan.planning import BytesMetadata, TensorMetadata, check
 from shardplan.planning.reports.sheet import Sheet, Table, human_seconds
 from shardplan.planning.text import human_bytes
@@ -108,8 +111,9 @@ def diff(
     """Compare two checkpoints by key: names, shapes, dtypes and values.
 
     Where both were cut alike, checksums tell, and no tensor is read. All other elements are read
-    from both and compared as bits, a few megabytes at a time. What is on the disk is taken to be
-    what was saved: `verify` tells whether it is.
+    from both and compared as bits, a few megabytes at a time. Every file must be there in its full
+    size; beyond that, what is on the disk is taken to be what was saved: `verify` tells whether it
+    is.
 
     Args:
         a: The first checkpoint.
@@ -147,6 +151,8 @@ def diff(
     for path in (a, b):
         side = Reader(open_source(path, pool=pool), pool)
         check(side.metadata)
+        if isinstance(side.source, NativeSource):
+            _check_sizes(side.store, side.source.manifest.files)
         sides.append(side)
     found, bytes_read = _compare(sides[0], sides[1], values, locate, progress)
     ours, theirs = (side.metadata.state_dict_metadata for side in sides)
@@ -158,6 +164,26 @@ def diff(
         bytes_read,
         time.perf_counter() - start,
     )
+
+
+def _check_sizes(store: Store, files: FileTable) -> None:
+    """Refuse a checkpoint of which a file is missing or cut short: checksums would not notice.
+
+    Raises:
+        FormatError: There is such a file.
+    """
+    listed = {entry.name: entry.size for entry in store.entries(recursive=False)}
+    for name, size in zip(files.names, files.sizes.tolist(), strict=True):
+        found = listed.get(name)
+        if found != size:
+            try:
+                found = store.size(name)  # a listing may be late
+            except MissingFileError:
+                raise FormatError(name, f"it is missing from {store.url}") from None
+        if found != size:
+            raise FormatError(
+                name, f"it has {found:,} bytes in {store.url}, and was saved with {size:,}"
+            )
 
 
 def _compare(

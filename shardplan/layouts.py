@@ -37,8 +37,12 @@ def layout_key(sd: Mapping[Any, Any]) -> Hashable | None:
     True
     """
     try:
-        return _entries(sd) if isinstance(sd, Mapping) else None
-    except (_UntoldError, RuntimeError):  # planning says what is wrong with what has no shape
+        return _entries(sd)
+    except (
+        _UntoldError,
+        RuntimeError,
+        AttributeError,
+    ):  # planning says what is wrong with what has no shape
         return None
 
 

@@ -135,7 +135,7 @@ def load(
                 local = task.local(state_dict, planner or chain())
                 must = task.patterns(strict, local)
                 found = load_plan(task.metadata, local, strict=must, dtype=dtype, shape=shape)
-                refuse_fixed(task.sd, task.paths, _value_names(found.items))
+                refuse_fixed(state_dict, task.paths, _value_names(found.items))
                 return found
 
             try:

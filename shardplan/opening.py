@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from html import escape
 from typing import Any
 
 import attrs
@@ -12,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardplan.io.arrays import empty, torch_dtype, window
+from shardplan.io.arrays import empty, flip, to_numpy, torch_dtype, window
 from shardplan.io.pool import Pool
 from shardplan.io.read import Reader
 from shardplan.io.sources import open_source
@@ -21,8 +23,11 @@ from shardplan.planning import Metadata, SavePlan, WriteItemType, load_plan
 from shardplan.planning.catalog import Catalog, column
 from shardplan.planning.columns import WriteItems
 from shardplan.planning.metadata import TensorMetadata
-from shardplan.planning.overlap import expand
 from shardplan.planning.packing import readonly
+from shardplan.planning.reads import ReadItems
+from shardplan.planning.tiling import pad
+
+from .freshness import plain_errors
 
 __all__ = ["Checkpoint", "SavedTensor", "open_checkpoint"]
 
@@ -84,7 +89,8 @@ class Checkpoint(Mapping[str, Any]):
             raise KeyError(str(self._missing(name)))
         if isinstance(entry, TensorMetadata):
             return SavedTensor(self._reader, name, entry, self._verify)
-        return self._reader.value(name, verify=self._verify)
+        with plain_errors(self._reader):
+            return self._reader.value(name, verify=self._verify)
 
     def _missing(self, name: str) -> LookupError:
         try:
@@ -104,6 +110,9 @@ class Checkpoint(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self._reader.store.url}>\n{self.metadata!r}"
+
+    def _repr_html_(self) -> str:
+        return f"<p>Checkpoint {escape(self._reader.store.url)}</p>{self.metadata._repr_html_()}"
 
 
 @attrs.frozen
@@ -127,9 +136,17 @@ class Axis:
         """The least of them."""
         return self.start + min(self.step, 0) * (self.count - 1)
 
+    @property
+    def reach(self) -> int:
+        """How far it is from the least of them past the greatest."""
+        return abs(self.step) * (self.count - 1) + 1
+
 
 class SavedTensor:
-    """A tensor in a checkpoint; indexing it reads the elements asked for, and no others."""
+    """A tensor in a checkpoint; indexing it reads the elements asked for.
+
+    What lies between them is read, too, where that is cheaper, and dropped piece by piece.
+    """
 
     def __init__(self, reader: Reader, name: str, entry: TensorMetadata, verify: bool) -> None:
         self._reader, self._entry, self._verify = reader, entry, verify
@@ -151,9 +168,18 @@ class SavedTensor:
         return len(self.shape)
 
     @property
+    def size(self) -> int:
+        """How many elements it has, as numpy calls it."""
+        return math.prod(self.shape)
+
+    def numel(self) -> int:
+        """Return how many elements it has, as torch calls it."""
+        return self.size
+
+    @property
     def nbytes(self) -> int:
         """How many bytes its elements take."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self._entry.properties.itemsize
+        return self.size * self._entry.properties.itemsize
 
     def read(self) -> torch.Tensor:
         """Return all of it."""
@@ -163,53 +189,125 @@ class SavedTensor:
         """Return a box of it."""
         return self[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
 
+    def item(self) -> Any:
+        """Return its only element as a Python number.
+
+        Raises:
+            TypeError: It has more than one, or none.
+        """
+        if self.size != 1:
+            raise TypeError(f"`{self.name}` has {self.size:,} elements: only one can be a number")
+        return self.read().item()
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
     def __len__(self) -> int:
         if not self.shape:
             raise TypeError("a tensor without axes has no length")
         return self.shape[0]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (self[row] for row in range(len(self)))
+
+    def __contains__(self, value: object) -> bool:
+        return value in self.read()
 
     def __array__(
         self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
     ) -> npt.NDArray[Any]:
         if copy is False:
             raise ValueError("elements of a checkpoint can only be had as a copy")
-        return np.asarray(self.read().numpy(), dtype)
+        try:
+            return to_numpy(self.read(), dtype)
+        except TypeError as error:
+            raise TypeError(f"`{self.name}` {error}") from None
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.read().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return torch.empty(0).__dlpack_device__()
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        axes = normal_index(index, self.shape)
-        out = empty([axis.count for axis in axes], self._entry.properties.dtype)
-        if out.numel():
-            self._fill(out, axes)
+        parts = spread(index if isinstance(index, tuple) else (index,), self.shape)
+        axes = normal_index(tuple(part for part in parts if part is not None), self.shape)
+        with plain_errors(self._reader):
+            out = self._read(axes)
         flipped = [i for i, axis in enumerate(axes) if axis.step < 0]
         if flipped:
-            out = out.flip(flipped)
-        return out[tuple(0 if axis.dropped else slice(None) for axis in axes)]
+            out = flip(out, flipped)
+        out = out[tuple(0 if axis.dropped else slice(None) for axis in axes)]
+        if None not in parts:
+            return out
+        left = (part for part in parts if part is None or isinstance(part, slice))
+        return out[tuple(None if part is None else slice(None) for part in left)]
 
-    def _fill(self, out: torch.Tensor, axes: tuple[Axis, ...]) -> None:
-        """Read the elements in ascending order: one box where no axis steps, else one a step."""
-        steps = column([max(abs(a.step), 1) for a in axes] or [1])
-        counts = column([a.count if abs(a.step) > 1 else 1 for a in axes] or [1], 1, -1)
-        _, cell = expand(counts)
-        offsets = (column([a.low for a in axes] or [0]) + cell * steps)[:, : self.ndim]
-        sizes = column([1 if abs(a.step) > 1 else a.count for a in axes], self.ndim)
-        boxes = readonly(np.broadcast_to(sizes, offsets.shape).copy())
+    def _read(self, axes: tuple[Axis, ...]) -> torch.Tensor:
+        """Return the elements in ascending order; all is planned before memory is asked for."""
+        counts, dtype = [axis.count for axis in axes], self._entry.properties.dtype
+        if 0 in counts:
+            return empty(counts, dtype)
         head = (self.name, self.name, WriteItemType.SHARD, self._entry.properties, self.shape)
         items = WriteItems(
-            Catalog.of((head,)), column(np.zeros(len(offsets))), readonly(offsets), boxes
+            Catalog.of((head,)),
+            column([0]),
+            column([[axis.low for axis in axes]], 1, self.ndim),
+            column([[axis.reach for axis in axes]], 1, self.ndim),
         )
-        reads = load_plan(self._reader.metadata, SavePlan(items)).items
-        low, stride = column([a.low for a in axes], self.ndim), steps[: self.ndim]
-
-        def dest(row: int) -> torch.Tensor:
-            anchor, inner = reads.dest_anchor[row], reads.dest_offsets[row]
-            at = (anchor[: self.ndim] - low) // stride + inner[: self.ndim]
-            return window(out, at.tolist(), reads.lengths[row].tolist())
-
-        self._reader.fill(reads, dest, verify=self._verify)
+        step = [abs(axis.step) if axis.count > 1 else 1 for axis in axes]
+        alone = Metadata({self.name: self._entry})  # planning looks at every name
+        reads = _every(load_plan(alone, SavePlan(items)).items, step)
+        out, sizes = empty(counts, dtype), reads.lengths[:, : self.ndim]
+        at, sizes = (reads.dest_offsets[:, : self.ndim] // column(step), -(-sizes // column(step)))
+        self._reader.fill(
+            reads,
+            lambda row: window(out, at[row].tolist(), sizes[row].tolist()),
+            step=step,
+            verify=self._verify,
+        )
+        return out
 
     def __repr__(self) -> str:
         dtype = self._entry.properties.dtype
         return f"SavedTensor({self.name!r}, shape={list(self.shape)}, dtype={dtype})"
+
+
+def _every(reads: ReadItems, step: Sequence[int]) -> ReadItems:
+    """Let each read begin with the first of its elements that counts; drop those without any."""
+    if max(step, default=1) == 1:
+        return reads
+    along = pad(column([step], 1, len(step)), reads.lengths.shape[1], 1)
+    skipped = -reads.dest_offsets % along
+    lengths = reads.lengths - skipped
+    begun = attrs.evolve(
+        reads,
+        dest_offsets=readonly(reads.dest_offsets + skipped),
+        storage_offsets=readonly(reads.storage_offsets + skipped),
+        lengths=readonly(np.maximum(lengths, 0)),
+    )
+    return begun.take(np.all(lengths > 0, axis=1))
+
+
+def spread(parts: Sequence[Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """Put slices in the place of an ellipsis, and of what is not said; new axes stay.
+
+    >>> spread((0, ..., None), (4, 5, 6))
+    (0, slice(None, None, None), slice(None, None, None), None)
+
+    Raises:
+        IndexError: There are more parts than axes.
+    """
+    dots = [i for i, part in enumerate(parts) if part is Ellipsis]
+    said = sum(part is not None and part is not Ellipsis for part in parts)
+    if len(dots) > 1 or said > len(shape):
+        raise IndexError(f"{tuple(parts)!r} has too many parts for a tensor of shape {list(shape)}")
+    at = dots[0] if dots else len(parts)
+    rest = [slice(None)] * (len(shape) - said)
+    return (*parts[:at], *rest, *parts[at + len(dots) :])
 
 
 def normal_index(index: Any, shape: tuple[int, ...]) -> tuple[Axis, ...]:
@@ -222,13 +320,7 @@ def normal_index(index: Any, shape: tuple[int, ...]) -> tuple[Axis, ...]:
         IndexError: It names an element that is not there, or too many axes.
         TypeError: It is made of anything but whole numbers, slices and an ellipsis.
     """
-    parts = list(index) if isinstance(index, tuple) else [index]
-    dots = [i for i, part in enumerate(parts) if part is Ellipsis]
-    if len(dots) > 1 or len(parts) - len(dots) > len(shape):
-        raise IndexError(f"{index!r} has too many parts for a tensor of shape {list(shape)}")
-    missing = [slice(None)] * (len(shape) - len(parts) + len(dots))
-    at = dots[0] if dots else len(parts)
-    parts[at : at + len(dots)] = missing
+    parts = spread(index if isinstance(index, tuple) else (index,), shape)
     return tuple(_axis(part, n, i) for i, (part, n) in enumerate(zip(parts, shape, strict=True)))
 
 
@@ -236,12 +328,16 @@ def _axis(part: Any, length: int, number: int) -> Axis:
     if isinstance(part, slice):
         start, stop, step = part.indices(length)
         return Axis(start, step, len(range(start, stop, step)))
-    if isinstance(part, (bool, np.bool_)) or not hasattr(part, "__index__"):
+    try:
+        if isinstance(part, (bool, np.bool_)) or getattr(part, "ndim", 0) > 0:
+            raise TypeError  # a mask or an array, even if of one element
+        position = operator.index(part)
+    except TypeError:
+        kind = f"a {type(part).__name__}" if hasattr(part, "__len__") else repr(part)
         raise TypeError(
-            f"{part!r} cannot index a saved tensor; use whole numbers, slices and ..., "
-            "or read() it first"
-        )
-    position = operator.index(part)
+            f"{kind} cannot index a saved tensor; use whole numbers, slices, None and ..., or "
+            "read() it first and index that by lists, arrays and masks"
+        ) from None
     if not -length <= position < length:
         raise IndexError(f"index {position} is out of range for axis {number} of length {length}")
     return Axis(position % length, 1, 1, dropped=True)

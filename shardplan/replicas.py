@@ -62,7 +62,7 @@ def compare_replicas(plans: Sequence[SavePlan], sums: Sequence[Sums], ranks: Seq
         sides: dict[int, list[int]] = {}
         for row in at.tolist():
             sides.setdefault(int(digest[row]), []).append(ranks[rows.rank[row]])
-        told = " differ from ".join(span(sorted(side)) for side in sides.values())
+        told = " against ".join(span(sorted(side)) for side in sides.values())
         axes = len(rows.shapes[rows.tensor[at[0]]])
         where = f" at {rows.offsets[at[0], :axes].tolist()}" if axes else ""
         text = f"`{name}`{where} is said to be the same everywhere, and is not: {told}"

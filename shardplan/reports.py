@@ -68,7 +68,7 @@ class SaveReport:
         return f"saved {human_bytes(self.nbytes)} in {counted(self.files, 'file')}"
 
     def __repr__(self) -> str:
-        text = f"{self._told}, {_times(self.seconds)}"
+        text = f"{self._told} (plan {self.how}), {_times(self.seconds)}"
         return "\n".join([text, *_slowest(self.slowest), *_hottest(self.profile)])
 
     def _repr_html_(self) -> str:

@@ -106,9 +106,12 @@ def prune(
     ...         _ = save({"w": torch.ones(2)}, f"{folder}/step-{step}")
     ...     prune(folder, keep_last=2).removed
     ('step-90',)
+
+    Raises:
+        TypeError: ``keep_last`` is no whole number, or ``min_age`` no number.
+        ValueError: ``keep_last`` is less than 1, or ``min_age`` less than 0.
     """
-    if keep_last < 1 or not min_age >= 0:
-        raise ValueError(f"keep_last must be at least 1, min_age 0; not {keep_last}, {min_age}")
+    _check_wish(keep_last, min_age)
     store = open_store(path)
     names = ["", *_folders(store)]
     cost = _MANIFEST + store.staging
@@ -124,6 +127,17 @@ def prune(
     left, spared = _tidy(store, found, min_age)
     kept = tuple(whole[-keep_last:])
     return PruneReport(tuple(doomed), kept, tuple(damaged), tuple(left), tuple(spared))
+
+
+def _check_wish(keep_last: int, min_age: float) -> None:
+    if isinstance(keep_last, bool) or not hasattr(keep_last, "__index__"):
+        raise TypeError(
+            f"keep_last says how many checkpoints stay, as a whole number; not {keep_last!r}"
+        )
+    if isinstance(min_age, bool) or not hasattr(min_age, "__float__"):
+        raise TypeError(f"min_age says how many seconds, as a number; not {min_age!r}")
+    if keep_last < 1 or not min_age >= 0:
+        raise ValueError(f"keep_last must be at least 1, min_age 0; not {keep_last}, {min_age}")
 
 
 def _tidy(store: Store, found: Mapping[str, _Look], min_age: float) -> tuple[list[str], list[str]]:

@@ -18,6 +18,7 @@ from shardplan.planning import Pass, SavePlan
 from .agreement import Agreement, PlanCache, agree
 from .profiling import profiled
 from .ranks import default_comm, device_of, take_step
+from .refusing import REFUSALS, with_others
 from .reports import RankReport, SaveReport, Stopwatch, slowest_ranks
 from .stateful import expand
 
@@ -76,19 +77,24 @@ def save(
         StoreError: The store failed; what was there before is intact.
         CheckpointError: On many ranks, any of these; it tells what happened on which rank.
     """
-    return save_state(
-        lambda: expand(state_dict),
-        path,
-        planner=planner,
-        format=format,
-        comm=default_comm() if comm is None else comm,
-        overwrite=overwrite,
-        verify_replicas=verify_replicas,
-        profile=profile,
-        pool=pool,
-        cache=cache,
-        watch=Stopwatch(),
-    )
+    try:
+        return save_state(
+            lambda: expand(state_dict),
+            path,
+            planner=planner,
+            format=format,
+            comm=default_comm() if comm is None else comm,
+            overwrite=overwrite,
+            verify_replicas=verify_replicas,
+            profile=profile,
+            pool=pool,
+            cache=cache,
+            watch=Stopwatch(),
+        )
+    except REFUSALS as error:
+        if planner is None:  # else nobody knows what it would have left out
+            raise with_others(error, state_dict) from error.__cause__
+        raise
 
 
 def save_state(
@@ -108,7 +114,7 @@ def save_state(
     """Save what ``state`` returns; all else is as in `save`."""
     targets: list[tuple[Store, Writer]] = []
 
-    def begin() -> None:
+    def begin() -> str:
         store, writer = open_target(path, format)
         most = getattr(writer, "max_ranks", comm.world_size)
         if most < comm.world_size:
@@ -119,6 +125,7 @@ def save_state(
         if comm.rank == comm.coordinator:
             writer.refuse(store, overwrite)
         targets.append((store, writer))
+        return f"{format} at {store.url}"
 
     with profiled(profile and comm.rank == comm.coordinator) as hot:
         sd, agreement, save_id = agree(

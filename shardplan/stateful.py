@@ -32,6 +32,17 @@ def expand(state_dict: Mapping[Any, Any]) -> Mapping[Any, Any]:
     >>> expand({"counter": Counter(), "step": 7})
     {'counter': {'count': 3}, 'step': 7}
     """
+    try:
+        return _expand(state_dict) if _is_mapping(state_dict) else state_dict
+    except RecursionError:
+        return state_dict  # planning says what is wrong with it
+
+
+def _is_mapping(value: object) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _expand(state_dict: Mapping[Any, Any]) -> Mapping[Any, Any]:
     changed: dict[Any, Any] = {}
     tensors: set[type] = set()  # seen here: most values are of one of a few such types
     kept: list[Any] = []
@@ -47,7 +58,7 @@ def expand(state_dict: Mapping[Any, Any]) -> Mapping[Any, Any]:
         if is_stateful(value):
             changed[key] = value.state_dict()
         elif isinstance(value, Mapping):
-            inner = expand(value)
+            inner = _expand(value)
             if inner is not value:
                 changed[key] = inner
     if not changed:

@@ -13,7 +13,8 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from shardplan.io.hf_write import MAX_SHARD_SIZE, HfWriter
+from shardplan.io.hf_shards import MAX_SHARD_SIZE
+from shardplan.io.hf_write import HfWriter
 from shardplan.io.sources import Source, Spot
 from shardplan.planning import (
     Mesh,
@@ -34,7 +35,7 @@ from shardplan.planning.layout import Placement
 from shardplan.planning.metadata import TensorMetadata
 from shardplan.planning.packing import Ints, readonly
 
-__all__ = ["Placements", "Target", "plan_target", "tied_names", "write_order"]
+__all__ = ["Placements", "Target", "nbytes_of", "plan_target", "tied_names", "write_order"]
 
 Placements = (
     Mapping[str, Sequence[Placement]]

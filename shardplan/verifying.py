@@ -14,8 +14,10 @@ from shardplan.io.manifest import MANIFEST, Manifest, decode_manifest
 from shardplan.io.pool import Pool
 from shardplan.io.progress import Progress, Tell
 from shardplan.io.scan import Fault
-from shardplan.io.stores import Store, StoreError, open_store
+from shardplan.io.sources import detect, locate, open_source
+from shardplan.io.stores import Store, StoreError
 from shardplan.io.verify import Findings, check_files, check_manifest
+from shardplan.io.verify_foreign import check_foreign
 from shardplan.planning.reports.sheet import Sheet, Table, human_seconds
 from shardplan.planning.text import human_bytes
 
@@ -39,6 +41,8 @@ class VerifyReport:
         chunks: How many chunks were found to fit their checksums.
         nbytes: How many bytes were read and checked.
         seconds: How long it took.
+        format: What was checked.
+        notes: What could not be checked, and why.
     """
 
     path: str
@@ -49,10 +53,12 @@ class VerifyReport:
     chunks: int = 0
     nbytes: int = 0
     seconds: float = 0.0
+    format: str = "safetensors"
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether every byte is what was saved."""
+        """Whether every byte that can be checked is what was saved; see ``notes``."""
         return not self.faults
 
     def __bool__(self) -> bool:
@@ -73,11 +79,15 @@ def verify(
 ) -> VerifyReport:
     """Check every byte of a checkpoint: the manifest, the headers, and each chunk's checksum.
 
+    Of other tools' checkpoints, all is checked that can be: the CRC-32 of every record of DCP and
+    `torch.save`, which torch itself never looks at; headers and sizes of safetensors files, which
+    have no checksums. The report's ``notes`` say what could not be checked.
+
     It does not stop at the first fault, and does not raise for any: print what it returns. Data is
     streamed through small buffers, so that checkpoints of any size can be checked anywhere.
 
     Args:
-        path: The checkpoint.
+        path: The checkpoint, of any format.
         progress: Called as ``progress(done_bytes, total_bytes)``, from one thread at a time, with
             ever more bytes done and all of them in the end. What it raises stops the check.
         pool: The threads and the memory budget to use.
@@ -106,9 +116,9 @@ def verify(
         StoreError: The store cannot tell whether there is one.
     """
     start = time.perf_counter()
-    store = open_store(path)
+    store, name = locate(path)
     try:
-        data = find_manifest(store)
+        data = None if name else find_manifest(store)
         manifest = None if data is None else decode_manifest(data)
     except (FormatError, StoreError) as error:
         if isinstance(error, StoreError) and not store.exists(MANIFEST):
@@ -116,9 +126,41 @@ def verify(
         report = _without_manifest(store, error, progress)
     else:
         if data is None or manifest is None:
-            raise no_checkpoint(store)
-        report = _with_manifest(store, manifest, len(data), progress, pool)
+            report = _foreign(path, store, name, progress, pool)
+        else:
+            report = _with_manifest(store, manifest, len(data), progress, pool)
     return attrs.evolve(report, seconds=time.perf_counter() - start)
+
+
+def _foreign(
+    path: str | os.PathLike[str] | Store,
+    store: Store,
+    name: str,
+    tell: Tell | None,
+    pool: Pool | None,
+) -> VerifyReport:
+    """Check a checkpoint that another tool wrote."""
+    url = f"{store.url}/{name}" if name else store.url
+    try:
+        format = detect(store, name)
+    except FormatError:
+        raise no_checkpoint(store) from None
+    try:
+        found = check_foreign(open_source(path, format=format, pool=pool), tell, pool)
+    except FormatError as error:
+        Progress(0, tell)
+        return VerifyReport(url, (Fault("header", error.file, error.reason),), format=format)
+    keys = {fault.key for fault in found.faults if fault.key is not None}
+    return VerifyReport(
+        url,
+        found.faults,
+        tuple(sorted(keys)),
+        files=found.files,
+        chunks=found.chunks,
+        nbytes=found.nbytes,
+        format=format,
+        notes=found.notes,
+    )
 
 
 def _without_manifest(
@@ -166,6 +208,7 @@ def _sheet(report: VerifyReport) -> Sheet:
     rows = [_row(fault) for fault in report.faults[:_SHOWN]]
     tables = [Table(("fault", "key", "file", "bytes", "reason"), rows)] if rows else []
     notes = [f"… {count - _SHOWN:,} more"] if count > _SHOWN else []
+    notes += report.notes
     if report.keys:
         keys = _many(len(report.keys), "key")
         notes.append(f"{keys} cannot be loaded whole: {listed(report.keys, quote='')}")

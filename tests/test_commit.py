@@ -532,7 +532,7 @@ def test_a_file_that_went_while_the_checkpoint_was_open_says_what_may_have_happe
     shardplan.save(state(1), tmp_path)
     checkpoint = shardplan.open_checkpoint(tmp_path)
     shardplan.save(state(2), tmp_path, overwrite=True)
-    with pytest.raises(FormatError, match="overwritten or pruned while it was open"):
+    with pytest.raises(FormatError, match="overwritten while it was open: open it again"):
         checkpoint["w"].read()
 
 

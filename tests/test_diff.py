@@ -368,3 +368,25 @@ def test_damage_that_is_met_is_an_error_and_no_difference(tmp_path):
         diff(tmp_path / "a", tmp_path / "b")
     with pytest.raises(FormatError, match="no checkpoint"):
         diff(tmp_path / "a", tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("fault", ["missing", "longer", "shorter"])
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_file_that_is_missing_or_of_another_size_is_no_checkpoint_to_compare(
+    tmp_path, fault, side
+):
+    places = [tmp_path / "a", tmp_path / "b"]
+    for place in places:
+        shardplan.save({"w": torch.ones(3)}, place)
+    (file,) = places[side].glob("*.safetensors")
+    data = file.read_bytes()
+    file.unlink()
+    if fault != "missing":
+        file.write_bytes(data + b"x" if fault == "longer" else data[:-1])
+    for values in (True, False):
+        with pytest.raises(FormatError, match=file.name) as caught:
+            diff(*places, values=values)
+        assert str(places[side]) in str(caught.value)
+    store = CountingStore(open_store(places[1 - side]))
+    diff(store, store)
+    assert [o.name for o in store.operations].count("list") == 2

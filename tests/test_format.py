@@ -12,16 +12,18 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import shardplan
+from shardplan.io import headers
 from shardplan.io.commit import read_manifest
 from shardplan.io.errors import FormatError, ValueRefusedError
 from shardplan.io.headers import TORCH_NAMES, Slot, build_header, parse_header
 from shardplan.io.manifest import MANIFEST, decode_manifest, encode_manifest
 from shardplan.io.stores import open_store
 from shardplan.io.values import decode_value, encode_value, load_value, sort_values, store_values
-from shardplan.planning import split_chunks
+from shardplan.planning import Mesh, Shard, split_chunks
 from shardplan.planning.blocks import cut_blocks
 from shardplan.planning.dtypes import ITEMSIZE
 from shardplan.planning.strategies import shapes
@@ -281,3 +283,72 @@ def test_checkpoints_of_every_version_are_read_for_ever(version):
 def test_a_header_that_no_reader_would_accept_is_not_written():
     with pytest.raises(FormatError, match="fewer keys"):
         build_header("f", [Slot("x" * 60_000_000, "uint8", (1,), (0,))], "s1")
+
+
+# ---- dtypes of which several elements or none share a byte
+
+
+SCALED = {"float8_e8m0fnu": "F8_E8M0", "float4_e2m1fn_x2": "F4"}
+
+
+def of_bytes(dtype, *shape):
+    nbytes = int(np.prod(shape))
+    return torch.arange(nbytes, dtype=torch.uint8).reshape(shape).view(getattr(torch, dtype))
+
+
+def same_bytes(found, tensor):
+    assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
+
+
+@pytest.mark.parametrize("format", ["safetensors", "hf"])
+@pytest.mark.parametrize("dtype", list(SCALED))
+def test_scales_and_packed_floats_have_their_own_names_in_files(tmp_path, dtype, format):
+    sd = {"w": of_bytes(dtype, 4, 6), "v": of_bytes(dtype, 3), "none": of_bytes(dtype, 0, 2)}
+    shardplan.save(sd, tmp_path, format=format)
+    (file,) = tmp_path.glob("*.safetensors")
+    data = file.read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    assert {header[name]["dtype"] for name in sd} == {SCALED[dtype]}
+    theirs, ours = load_file(file), shardplan.restore(tmp_path)
+    for name, tensor in sd.items():
+        same_bytes(theirs[name], tensor)
+        same_bytes(ours[name], tensor)
+
+
+@pytest.mark.parametrize("dtype", list(SCALED))
+def test_they_are_cut_along_any_axis_and_put_together_again(tmp_path, dtype):
+    tensor = of_bytes(dtype, 4, 6)
+    shardplan.save({"w": tensor}, tmp_path / "a")
+    for axis in (0, 1):
+        cut = {"mesh": Mesh(dp=2), "placements": [Shard(axis)]}
+        shardplan.convert(tmp_path / "a", tmp_path / f"b{axis}", **cut)
+        same_bytes(shardplan.restore(tmp_path / f"b{axis}")["w"], tensor)
+        assert shardplan.verify(tmp_path / f"b{axis}").ok
+
+
+def test_a_packed_scalar_is_stored_as_bytes(tmp_path):
+    sd = {"w": of_bytes("float4_e2m1fn_x2", 1)[0]}
+    shardplan.save(sd, tmp_path)
+    same_bytes(shardplan.restore(tmp_path)["w"], sd["w"])
+
+
+@pytest.mark.parametrize("dtype", list(SCALED))
+def test_files_that_have_them_as_bytes_still_load(tmp_path, monkeypatch, dtype):
+    """As versions before wrote them, when safetensors had no names for them."""
+    old = {ours: theirs for ours, theirs in headers._FILE_NAMES.items() if ours not in SCALED}
+    monkeypatch.setattr(headers, "_FILE_NAMES", old)
+    sd = {"w": of_bytes(dtype, 4, 6)}
+    shardplan.save(sd, tmp_path)
+    monkeypatch.undo()
+    (file,) = tmp_path.glob("*.safetensors")
+    assert b'"U8"' in file.read_bytes()
+    same_bytes(shardplan.restore(tmp_path)["w"], sd["w"])
+    assert shardplan.verify(tmp_path).ok
+
+
+def test_a_packed_tensor_that_ends_within_a_byte_is_damaged():
+    header = build_header("f", [Slot("w", "float4_e2m1fn_x2", (2,), (0,))], "s")
+    odd = header.replace(b'"shape":[4]', b'"shape":[3]')
+    with pytest.raises(FormatError, match="ends within a byte"):
+        parse_header(odd, "f", len(odd) + 2)

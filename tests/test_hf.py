@@ -22,7 +22,8 @@ import shardplan
 from shardplan.io import ExistsError, FormatError, ValueRefusedError, open_store
 from shardplan.io.errors import UnsureCommitError
 from shardplan.io.headers import TORCH_NAMES
-from shardplan.io.hf_write import HfWriter, assign_shards, parse_size
+from shardplan.io.hf_shards import assign_shards, parse_size
+from shardplan.io.hf_write import HfWriter
 from shardplan.io.sources import detect, open_source
 from shardplan.io.testing import FaultyStore, InjectedError
 from shardplan.planning import Mesh, RefusedError, Shard, TensorSpec, global_plan, world_plans
@@ -477,12 +478,6 @@ def test_a_checkpoint_is_not_replaced_unasked(tmp_path):
 def test_a_folder_named_as_a_file_is_a_mistake(tmp_path):
     with pytest.raises(ValueError, match="is a folder"):
         shardplan.save(tensors(), tmp_path / "model.safetensors", format="hf")
-
-
-def test_a_checkpoint_of_another_format_is_never_replaced(tmp_path):
-    shardplan.save(tensors(), tmp_path)
-    with pytest.raises(ExistsError, match="another folder"):
-        shardplan.save(tensors(), tmp_path, format="hf", overwrite=True)
 
 
 OLD, NEW = (

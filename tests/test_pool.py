@@ -189,3 +189,41 @@ def test_a_forked_child_gets_a_pool_that_works():
     run = [sys.executable, "-P", "-W", "ignore", "-c", code]
     done = subprocess.run(run, check=True, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "7"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")
+def test_what_was_opened_before_a_fork_works_in_the_child(tmp_path):
+    code = (
+        "import os, signal, sys, threading, time, torch, shardplan\n"
+        "from shardplan.io.pool import Pool\n"
+        "pool, gate = Pool(max_workers=1, max_bytes=10), threading.Event()\n"
+        "shardplan.save({'w': torch.arange(9)}, sys.argv[1])\n"
+        "checkpoint = shardplan.open_checkpoint(sys.argv[1], pool=pool)\n"
+        "assert checkpoint['w'][3] == 3\n"
+        "pool.submit(gate.wait, nbytes=10)\n"  # the budget is used up when the fork comes
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    signal.alarm(20)\n"
+        "    assert repr(pool).startswith('Pool(1 threads, 0 of'), pool\n"
+        "    os._exit(int(checkpoint['w'][7]) + pool.submit(lambda: 3, nbytes=10).result())\n"
+        "status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
+        "gate.set()\n"
+        "print(status)\n"
+    )
+    run = [sys.executable, "-P", "-W", "ignore", "-c", code, str(tmp_path)]
+    done = subprocess.run(run, check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "10"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")
+def test_a_pool_that_was_closed_before_a_fork_stays_closed():
+    with Pool() as pool:
+        pass
+    child = os.fork()
+    if child == 0:
+        try:
+            pool.submit(lambda: 1)
+        except RuntimeError:
+            os._exit(5)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5

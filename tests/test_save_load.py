@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from types import MappingProxyType
 
 import attrs
 import numpy as np
@@ -16,23 +18,30 @@ from hypothesis import strategies as st
 import shardplan
 from shardplan.io import fetch
 from shardplan.io.commit import assemble, publish
-from shardplan.io.errors import ExistsError, FormatError
+from shardplan.io.errors import ExistsError, FormatError, LoadError, ValueRefusedError
+from shardplan.io.headers import parse_header
 from shardplan.io.pool import Pool
 from shardplan.io.read import Reader
 from shardplan.io.sources import open_source
-from shardplan.io.stores import open_store
+from shardplan.io.stores import StoreError, open_store
 from shardplan.io.testing import CountingStore
 from shardplan.io.write import write_rank
 from shardplan.loading import read_rank
 from shardplan.planning import (
     Chunk,
+    LoadItemType,
+    LoadPlan,
+    MetadataIndex,
     NotFoundError,
     PlanError,
+    ReadItem,
+    RefusedError,
     TensorSpec,
     cast,
     chain,
     global_plan,
     load_plan,
+    local_plan,
     rename,
     split_chunks,
 )
@@ -491,3 +500,302 @@ def test_half_a_million_chunks_open_at_once(tmp_path):
     assert time.process_time() - start < 0.3
     assert manifest.sums_of("layers.999.weight").tolist() == sums[-ranks:].tolist()
     assert attrs.asdict(manifest.files, recurse=False)["names"] == table.names
+
+
+# Plans from anywhere
+
+
+def reads(*pieces):
+    """A plan of reads of `w`: where the chunk starts, its hint, where to, how many."""
+    return LoadPlan(
+        [
+            ReadItem(
+                LoadItemType.TENSOR,
+                MetadataIndex("w", (0,)),
+                (into,),
+                MetadataIndex("w", (at,), hint),
+                (0,),
+                (count,),
+            )
+            for at, hint, into, count in pieces
+        ]
+    )
+
+
+@pytest.mark.parametrize("hints", [(None, None), (1, 0), (7, 7), (0, 1)])
+def test_a_chunk_is_found_by_where_it_starts_whatever_the_hint(tmp_path, hints):
+    shardplan.save({"w": torch.arange(8.0)}, tmp_path, planner=split_chunks(16))
+    reader, target = Reader(open_source(tmp_path)), {"w": torch.zeros(8)}
+    stats, _ = read_rank(reader, target, reads((0, hints[0], 0, 4), (4, hints[1], 4, 4)))
+    assert (target["w"].tolist(), stats.verified) == (list(range(8)), 2)
+
+
+@pytest.mark.parametrize("piece", [(2, None, 0, 2), (3, 0, 0, 1), (4, 1, 0, 5)])
+def test_a_read_of_no_saved_chunk_is_refused_before_anything_is_read(tmp_path, piece):
+    shardplan.save({"w": torch.arange(8.0)}, tmp_path, planner=split_chunks(16))
+    reader, target = Reader(open_source(tmp_path)), {"w": torch.zeros(8)}
+    with pytest.raises(PlanError, match="the checkpoint has no such chunk"):
+        read_rank(reader, target, reads((0, 0, 0, 4), piece))
+    assert not target["w"].any()
+
+
+def test_what_was_filled_before_a_failure_was_verified(tmp_path):
+    shardplan.save({name: torch.ones(5 << 20) for name in "ab"}, tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    header = parse_header(file.read_bytes(), file.name, file.stat().st_size)
+    with open(file, "r+b") as damaged:
+        damaged.seek(header.slots["a"].begin)
+        damaged.write(b"oops")
+    second = header.slots["b"].begin
+    first_read = threading.Event()
+
+    class Cut(CountingStore):
+        def read(self, path, ranges):
+            if ranges[0][0] >= second:
+                first_read.wait(10)
+                time.sleep(0.1)
+                raise StoreError("read", path, "network gone")
+            done = super().read(path, ranges)
+            if ranges[-1][0] + ranges[-1][1].nbytes >= second:
+                first_read.set()
+            return done
+
+    target = {name: torch.zeros(5 << 20) for name in "ab"}
+    with pytest.raises(LoadError, match="network gone") as caught:
+        shardplan.load(target, Cut(open_store(tmp_path)))
+    assert "a" not in caught.value.filled
+    assert "a" in caught.value.touched
+
+
+# Memory that destinations share
+
+
+def test_destinations_that_overlap_themselves_are_refused_by_key(tmp_path):
+    shardplan.save({"w": torch.arange(12.0).reshape(3, 4), "v": torch.ones(2)}, tmp_path)
+    good = torch.zeros(2)
+    for folded in (
+        torch.zeros(1, 4).expand(3, 4),
+        torch.zeros(6).as_strided((3, 4), (1, 1)),
+        torch.zeros(()).expand(3, 4),
+    ):
+        with pytest.raises(ValueRefusedError, match="`w` has elements that share memory"):
+            shardplan.load({"v": good, "w": folded}, tmp_path)
+    assert not good.any()
+    sparse = torch.zeros(30).as_strided((3, 4), (2, 7))  # interleaved, yet no two are one
+    shardplan.load({"w": sparse}, tmp_path)
+    assert torch.equal(sparse, torch.arange(12.0).reshape(3, 4))
+
+
+@pytest.mark.parametrize("format", ["safetensors", "dcp"])
+@pytest.mark.parametrize("planner", [None, split_chunks(16)])
+def test_tied_weights_load_if_they_were_saved_alike(tmp_path, format, planner):
+    weight, tied = torch.arange(10.0), torch.zeros(10)
+    place = tmp_path / "alike"
+    shardplan.save({"emb": weight, "head": weight.clone()}, place, format=format, planner=planner)
+    shardplan.load({"emb": tied, "head": tied}, place)
+    assert torch.equal(tied, weight)
+    other = tmp_path / "other"
+    shardplan.save({"emb": weight, "head": weight + 1}, other, format=format, planner=planner)
+    tied = torch.zeros(10)
+    with pytest.raises(ValueRefusedError, match=r"`emb` shares memory with `head`.*different"):
+        shardplan.load({"emb": tied, "head": tied}, other)
+    assert not tied.any()
+
+
+def test_views_of_one_buffer_load_unless_they_overlap(tmp_path):
+    shardplan.save({"q": torch.ones(4, 2), "k": torch.full((4, 2), 2.0)}, tmp_path)
+    fused = torch.zeros(4, 4)
+    shardplan.load({"q": fused[:, :2], "k": fused[:, 2:]}, tmp_path)
+    assert fused.tolist() == [[1, 1, 2, 2]] * 4
+    with pytest.raises(ValueRefusedError, match="`q` shares memory with `k`"):
+        shardplan.load({"q": fused[:, :2], "k": fused[:, 1:3]}, tmp_path)
+    assert fused.tolist() == [[1, 1, 2, 2]] * 4
+
+
+def test_a_state_dict_that_cannot_change_is_refused_before_anything_is_read(tmp_path):
+    shardplan.save({"w": torch.ones(2), "in": {"step": 3}}, tmp_path)
+    tensor = torch.zeros(2)
+    for fixed in (
+        {"w": tensor, "in": MappingProxyType({"step": 0})},
+        MappingProxyType({"w": tensor, "in": MappingProxyType({"step": 0})}),
+    ):
+        with pytest.raises(ValueRefusedError, match=r"`in\.step` lies in a mappingproxy"):
+            shardplan.load(fixed, tmp_path)
+    assert not tensor.any()
+    model = torch.nn.Linear(1, 1)
+    shardplan.save({"m": model, "step": 3}, tmp_path / "m")
+    with pytest.raises(ValueRefusedError, match="`step` lies in a mappingproxy"):
+        shardplan.load(MappingProxyType({"m": model, "step": 0}), tmp_path / "m")
+    shardplan.load(MappingProxyType({"w": tensor, "in": {"step": 0}}), tmp_path)  # nothing to set
+    assert tensor.all()
+
+
+# What is made, and where
+
+
+def test_restore_makes_dtensors_like_its_target(tmp_path):
+    code = (
+        "import sys, torch, shardplan, torch.distributed as dist\n"
+        "from torch.distributed.tensor import DTensor, Shard, distribute_tensor, empty\n"
+        "from torch.distributed.tensor import init_device_mesh\n"
+        "dist.init_process_group('gloo', init_method='file://' + sys.argv[1] + '/meet', rank=0,"
+        " world_size=1)\n"
+        "mesh, w = init_device_mesh('cpu', (1,)), torch.arange(12.0).reshape(4, 3)\n"
+        "shardplan.save({'w': w}, sys.argv[1] + '/a')\n"
+        "real = distribute_tensor(torch.zeros(4, 3), mesh, [Shard(1)])\n"
+        "meta = DTensor.from_local(torch.empty(4, 3, device='meta'), mesh, [Shard(0)])\n"
+        "for target in (real, meta):\n"
+        "    found = shardplan.restore(sys.argv[1] + '/a', {'w': target})['w']\n"
+        "    assert type(found) is DTensor and found.placements == target.placements, found\n"
+        "    assert torch.equal(found.to_local(), w) and found.device.type == 'cpu'\n"
+        "assert not real.to_local().any()\n"
+        "dist.destroy_process_group()\n"
+    )
+    run = [sys.executable, "-P", "-W", "ignore", "-c", code, str(tmp_path)]
+    subprocess.run(run, check=True, timeout=120)
+
+
+def test_restore_onto_the_meta_device_is_refused_with_the_remedy(tmp_path):
+    shardplan.save({"w": torch.ones(2)}, tmp_path)
+    with pytest.raises(ValueError, match=r"meta device holds no elements.*open_checkpoint"):
+        shardplan.restore(tmp_path, device="meta")
+
+
+def test_reading_while_another_process_overwrites_reads_one_save_or_the_other(tmp_path):
+    def state(n):
+        return {"w": torch.full((50_000,), float(n)), "n": n}
+
+    shardplan.save(state(0), tmp_path)
+    code = (
+        "import sys, torch, shardplan\n"
+        "n = 0\n"
+        "while True:\n"
+        "    n += 1\n"
+        "    sd = {'w': torch.full((50_000,), float(n)), 'n': n}\n"
+        "    shardplan.save(sd, sys.argv[1], overwrite=True)\n"
+    )
+    writer = subprocess.Popen([sys.executable, "-P", "-c", code, str(tmp_path)])
+    try:
+        seen, end = set(), time.time() + 60
+        while len(seen) < 20 and time.time() < end:
+            found = shardplan.restore(tmp_path)
+            assert (found["w"] == found["n"]).all()
+            target = state(-1)
+            shardplan.load(target, tmp_path)
+            assert (target["w"] == target["n"]).all()
+            seen |= {found["n"], target["n"]}
+        assert len(seen) >= 20
+    finally:
+        writer.kill()
+        writer.wait()
+
+
+@pytest.mark.parametrize("read", ["load", "restore"])
+def test_a_save_that_comes_between_is_read_instead(tmp_path, monkeypatch, read):
+    from shardplan.io import native
+
+    shardplan.save({"w": torch.zeros(3), "n": 0}, tmp_path)
+    spots, times = native.NativeSource.spots, [3]
+
+    def late(self, chunks):
+        if times[0]:
+            times[0] -= 1
+            n = 3 - times[0]
+            shardplan.save({"w": torch.full((3,), float(n)), "n": n}, tmp_path, overwrite=True)
+        return spots(self, chunks)
+
+    monkeypatch.setattr(native.NativeSource, "spots", late)
+    target = {"w": torch.full((3,), -1.0), "n": -1}
+    if read == "load":
+        shardplan.load(target, tmp_path)
+    else:
+        target = shardplan.restore(tmp_path)
+    assert (target["w"].tolist(), target["n"]) == ([3, 3, 3], 3)
+
+
+def test_a_file_that_is_gone_for_good_is_still_an_error(tmp_path):
+    shardplan.save({"w": torch.zeros(3)}, tmp_path)
+    next(tmp_path.glob("*.safetensors")).unlink()
+    for read in (lambda: shardplan.restore(tmp_path), lambda: shardplan.load({"w": 1}, tmp_path)):
+        with pytest.raises((FormatError, PlanError)):
+            read()
+
+
+# What cannot be saved
+
+
+def test_fields_of_records_are_saved_and_refused_as_destinations(tmp_path):
+    records = np.zeros(3, [("a", "i1"), ("b", "f4")])
+    records["b"] = [1, 2, 3]
+    shardplan.save({"w": records["b"]}, tmp_path)
+    assert shardplan.restore(tmp_path)["w"].tolist() == [1, 2, 3]
+    with pytest.raises(ValueRefusedError, match=r"`w` is a numpy array .* askew"):
+        shardplan.load({"w": records["b"]}, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_tensors_without_a_shape_and_values_without_an_end_are_refused_by_key(tmp_path):
+    endless = [torch.ones(1)]
+    endless.append(endless)
+    inside = {}
+    inside["self"] = inside
+    parts = [torch.ones(2), torch.ones(3)]
+    for value, why in (
+        (torch.nested.nested_tensor(parts), "nested tensor; save the parts"),
+        (torch.nested.nested_tensor(parts, layout=torch.jagged), "nested tensor; save the parts"),
+        (torch.nn.parameter.UninitializedParameter(), "has no shape"),
+        (endless, "contains itself"),
+        (inside, "contains itself"),
+    ):
+        with pytest.raises(RefusedError, match=f"`w` .*{why}"):
+            shardplan.save({"ok": torch.ones(1), "w": value}, tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("wrong", [[1, 2], None, torch.ones(1), 7])
+def test_what_is_no_mapping_is_no_state_dict(tmp_path, wrong):
+    with pytest.raises(TypeError, match="a state dict is a mapping"):
+        shardplan.save(wrong, tmp_path / "x")
+    shardplan.save({"w": torch.ones(1)}, tmp_path)
+    with pytest.raises(TypeError, match="a state dict is a mapping"):
+        shardplan.load(wrong, tmp_path)
+
+
+def test_all_that_cannot_be_saved_is_told_at_once(tmp_path):
+    bad = {
+        "sparse": torch.eye(2).to_sparse(),
+        "meta": torch.empty(1, device="meta"),
+        "value": {"f": len},
+        "twice": {1: 1, "1": 2},
+        "fine": torch.ones(1),
+    }
+    with pytest.raises(ValueRefusedError) as caught:
+        shardplan.save(bad, tmp_path / "x")
+    assert set(caught.value.reasons) == {"sparse", "meta", "value.f", "twice.1"}
+    for one in ("sparse", "meta", "value", "twice"):  # alone, each is told as ever
+        with pytest.raises((RefusedError, ValueRefusedError, PlanError)):
+            shardplan.save({one: bad[one]}, tmp_path / "x")
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_files_that_stage_little_are_written_at_once(tmp_path, local):
+    together = threading.Barrier(4, timeout=20)
+
+    class Meeting(CountingStore):
+        def write(self, path, parts, **options):
+            together.wait()
+            return super().write(path, parts, **options)
+
+    inner = open_store(tmp_path if local else "memory://at-once")
+    inner.delete(inner.list())
+    pool = Pool(max_workers=4, max_bytes=8 << 20)
+    shardplan.save({"w": torch.arange(32.0)}, Meeting(inner), planner=split_chunks(32), pool=pool)
+    assert len([name for name in inner.list() if name.startswith("shard-")]) == 4
+
+
+def test_small_tensors_by_the_thousand_are_planned_in_little_time():
+    sd = {"layers": {str(i): {"w": torch.ones(8)} for i in range(10_000)}}
+    start = time.process_time()
+    plan = local_plan(sd)
+    assert time.process_time() - start < 1
+    assert len(plan.items) == 10_000

@@ -949,3 +949,25 @@ def test_pieces_past_the_end_or_of_no_file_are_refused(tmp_path):
     assert caught.value.kind == "short"
     with pytest.raises(MissingFileError):
         list(store.read_pieces("b", [(0, memoryview(bytearray(1)))], 4))
+
+
+def test_a_failed_save_takes_away_just_the_folders_it_made(tmp_path, monkeypatch):
+    import torch
+
+    import shardplan
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(local, "_write_run", full)
+    (tmp_path / "mine").mkdir()
+    for place in ("a/b/c", "mine", "mine/d"):
+        with pytest.raises(StoreError, match="disk full"):
+            shardplan.save({"w": torch.ones(3)}, tmp_path / place)
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine"]
+    store = LocalStore(tmp_path / "kept")
+    monkeypatch.undo()
+    store.write("x", [b"1"])
+    store.sync()
+    store.delete(["x"])
+    assert (tmp_path / "kept").is_dir()

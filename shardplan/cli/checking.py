@@ -40,7 +40,6 @@ def verify(ckpt: Ckpt, json: Json = False, verbose: Verbose = False, debug: Debu
 
     from .findings import print_verified, show_verified
 
-    _refuse_without_checksums(ckpt)
     with counting("verify") as tell:
         report = check(ckpt, progress=tell)
     if json:
@@ -49,18 +48,6 @@ def verify(ckpt: Ckpt, json: Json = False, verbose: Verbose = False, debug: Debu
         show_verified(report)
     if not report.ok:
         raise typer.Exit(FOUND)
-
-
-def _refuse_without_checksums(path: str) -> None:
-    """Say plainly which checkpoints cannot be verified."""
-    from shardplan.io.sources import detect, locate
-
-    found = detect(*locate(path))
-    if found != "safetensors":
-        raise ValueError(
-            f"{path} is of format {found}, which has no checksums; "
-            "convert it to safetensors, which has"
-        )
 
 
 def diff(

@@ -29,6 +29,7 @@ def print_verified(report: VerifyReport) -> None:
     print_json(
         {
             "path": report.path,
+            "format": report.format,
             "ok": report.ok,
             "faults": [attrs.asdict(fault) for fault in report.faults],
             "keys": list(report.keys),
@@ -37,6 +38,7 @@ def print_verified(report: VerifyReport) -> None:
             "chunks": report.chunks,
             "bytes": report.nbytes,
             "seconds": report.seconds,
+            "notes": list(report.notes),
         }
     )
 
@@ -66,6 +68,7 @@ def show_verified(report: VerifyReport) -> None:
     if report.leftovers:
         left = counted(len(report.leftovers), "file")
         parts.append(Text(f"{left} of a killed save, or of one under way; `prune` removes them"))
+    parts += [Text(note) for note in report.notes]
     show(*parts)
 
 

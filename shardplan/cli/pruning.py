@@ -18,10 +18,10 @@ __all__ = ["HELP", "prune"]
 HELP = r"""Remove all but the newest checkpoints of a folder, and what killed saves left behind.
 
 Only whole checkpoints count: a damaged one is never removed, and never kept in the place of a whole
-one. Run it while no save is under way below the folder.
+one. Files of a save under way look just like those of a killed one: young ones are spared.
 
 JSON keys: path, dry_run, removed, kept, damaged (folders), leftovers (files of killed saves that
-were removed), files and bytes (how much was removed).
+were removed), spared (such files that are too young), files and bytes (how much was removed).
 
 Example: shardplan prune runs/llama --keep-last 3 --dry-run
 """
@@ -37,6 +37,15 @@ def prune(
     keep_last: Annotated[
         int, typer.Option("--keep-last", min=1, metavar="N", help="How many stay.")
     ],
+    min_age: Annotated[
+        float,
+        typer.Option(
+            "--min-age",
+            min=0,
+            metavar="SECONDS",
+            help="How long ago the last file of a killed save was written, at least.",
+        ),
+    ] = 3600,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")
     ] = False,
@@ -54,8 +63,9 @@ def prune(
     store = open_store(folder)
     deleted = Deletions(store, pretend=dry_run)
     with spinning("looking for checkpoints" if dry_run else "pruning"):
-        report = remove(store, keep_last=keep_last)
-    if not (report.removed or report.kept or report.damaged or report.leftovers):
+        report = remove(store, keep_last=keep_last, min_age=min_age)
+    found = (report.removed, report.kept, report.damaged, report.leftovers, report.spared)
+    if not any(found):
         raise LookupError(f"there is no checkpoint below {folder}")
     if json:
         _print(folder, dry_run, report, deleted)
@@ -74,6 +84,7 @@ def _print(folder: str, dry_run: bool, report: PruneReport, deleted: Deletions) 
             "kept": list(report.kept),
             "damaged": list(report.damaged),
             "leftovers": list(report.leftovers),
+            "spared": list(report.spared),
             "files": deleted.files,
             "bytes": deleted.nbytes,
         }
@@ -93,6 +104,10 @@ def _show(dry_run: bool, report: PruneReport, deleted: Deletions) -> None:
         *(
             (Text(gone, style=style), f"{name} (left by a killed save)")
             for name in report.leftovers
+        ),
+        *(
+            (Text("spared", style="yellow"), f"{name} (of a killed save, or of one under way)")
+            for name in report.spared
         ),
         *((Text("damaged", style="bold red"), f"{name} (left alone)") for name in report.damaged),
         *((Text("kept", style="green"), name) for name in report.kept),

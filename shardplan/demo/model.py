@@ -40,11 +40,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return what the layer makes of a batch of sequences."""
         normed = self.norm(x)
-        heads = (
+        query, key, value = (
             project(normed).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
         )
-        attended = functional.scaled_dot_product_attention(*heads, is_causal=True)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(-2))
         fed: Tensor = self.down(functional.gelu(self.up(self.feed_norm(x))))
         return x + fed

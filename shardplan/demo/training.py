@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import xxhash
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
@@ -53,7 +53,7 @@ class Training:
         scores = self.model(inputs[mine])
         loss = functional.cross_entropy(scores.flatten(0, 1), targets[mine].flatten())
         self.optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.done += 1
         mean = loss.detach().clone()
@@ -85,6 +85,7 @@ def checksums(state: dict[str, Any]) -> dict[str, str]:
         if isinstance(value, torch.Tensor):
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             view = memory(whole.detach().contiguous())
+            assert view is not None
             found[name] = xxhash.xxh3_64_hexdigest(view)
     return found
 
@@ -110,13 +111,17 @@ def save_and_go_on(training: Training, folder: Path, steps: int) -> dict[str, An
         seconds[turn] = timed(lambda: shardplan.save(state, folder / "step", overwrite=True))
         if dist.get_rank() == 0:
             shutil.rmtree(folder / "torch", ignore_errors=True)
-        seconds[f"{turn} torch"] = timed(lambda: dcp.save(state, checkpoint_id=folder / "torch"))
+        seconds[f"{turn} torch"] = timed(
+            lambda: state_dict_saver.save(state, checkpoint_id=folder / "torch")
+        )
     told["losses"] = [training.step() for _ in range(MORE)]
     fresh = Training(dist.get_world_size(), 2)
     target = fresh.state()
     seconds["load"] = timed(lambda: shardplan.load(target, folder / "step"))
     other = Training(dist.get_world_size(), 2).state()
-    seconds["load torch"] = timed(lambda: dcp.load(other, checkpoint_id=folder / "torch"))
+    seconds["load torch"] = timed(
+        lambda: state_dict_loader.load(other, checkpoint_id=folder / "torch")
+    )
     fresh.resume(target)
     told |= {"resumed": [fresh.step() for _ in range(MORE)], "seconds": seconds}
     return told

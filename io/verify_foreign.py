@@ -1,0 +1,218 @@
+"""Is a checkpoint of another tool sound? What it says of itself is compared with its bytes.
+
+Archives of `torch.save`, of which DCP checkpoints are made, carry a CRC-32 for each record, which
+torch never looks at. Safetensors files have none: of those, only headers and sizes can be checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Final
+
+import attrs
+
+from .crc import combine_crc, sum_crc
+from .dcp import DcpSource
+from .errors import FormatError
+from .pool import Pool, default_pool
+from .progress import Progress, Tell
+from .scan import Fault
+from .sources import Source
+from .stores import MissingFileError, Store, StoreError
+from .torchzip import Archive, Record, Window, read_archive
+
+if TYPE_CHECKING:
+    from .torchsave import TorchSource  # which needs torch, and others here do not
+
+__all__ = ["Foreign", "check_foreign"]
+
+_SPAN: Final = 64 << 20  # bytes of a record that one thread sums
+_STEP: Final = 4 << 20
+_HELD_BY_HF: Final = (
+    "safetensors files have no checksums: headers and sizes were checked, elements were not"
+)
+
+
+@attrs.frozen
+class Foreign:
+    """What a check found.
+
+    Attributes:
+        faults: All that is wrong.
+        files: How many files there are.
+        chunks: How many records were found to fit their checksums.
+        nbytes: How many bytes were read for that.
+        notes: What could not be checked, and why.
+    """
+
+    faults: tuple[Fault, ...]
+    files: int
+    chunks: int = 0
+    nbytes: int = 0
+    notes: tuple[str, ...] = ()
+
+
+@attrs.frozen
+class _Item:
+    """An archive: its bytes of a file, and the name of what it holds; None if it holds all."""
+
+    file: str
+    offset: int
+    length: int
+    key: str | None
+
+
+@attrs.frozen
+class _Sum:
+    """A record to check: where its bytes begin in the file, and whose they are."""
+
+    item: _Item
+    name: str
+    begin: int
+    record: Record
+
+
+def check_foreign(source: Source, tell: Tell | None = None, pool: Pool | None = None) -> Foreign:
+    """Check all that can be checked of a checkpoint that is not our own.
+
+    Args:
+        source: The checkpoint, opened.
+        tell: Called with the bytes done and the bytes in all.
+        pool: The threads and the memory budget to use.
+    """
+    pool = pool or default_pool()
+    files = len(source.files)
+    if source.format == "hf":
+        Progress(0, tell)
+        return Foreign((), files, notes=(_HELD_BY_HF,))
+    if isinstance(source, DcpSource):
+        items, faults = _dcp_items(source)
+        store = source.inner
+    else:
+        torch_source: TorchSource = source  # type: ignore[assignment]
+        items, faults, store = [], [], torch_source.inner
+        if torch_source.archive is None:
+            Progress(0, tell)
+            return Foreign((), 1, notes=("files of old torch versions have no checksums",))
+        items = [_Item(torch_source.file, 0, store.size(torch_source.file), None)]
+    sums, bare = list[_Sum](), 0
+    for found in pool.map(lambda item: _records(store, item), items):
+        if isinstance(found, Fault):
+            faults.append(found)
+        elif not found:
+            bare += 1
+        sums += [] if isinstance(found, Fault) else found
+    progress = Progress(sum(one.record.nbytes for one in sums), tell)
+    checked = _check(store, sums, progress, pool)
+    progress.finish()
+    wrong = [fault for fault in checked if fault is not None]
+    notes = (f"{bare:,} of {len(items):,} archives have no checksums",) if bare else ()
+    order = {file: number for number, file in enumerate(source.files)}
+    return Foreign(
+        tuple(sorted([*faults, *wrong], key=lambda f: (order.get(f.file, -1), f.begin))),
+        files,
+        len(sums) - len(wrong),
+        sum(one.record.nbytes for one in sums),
+        notes,
+    )
+
+
+def _dcp_items(source: DcpSource) -> tuple[list[_Item], list[Fault]]:
+    """Return the archives that `.metadata` speaks of, and those that are not all there."""
+    described, sizes = source.described, dict[int, int | Fault]()
+    items, faults = [], []
+    for (name, _), place in described.places.items():
+        file = described.files[place.file]
+        if place.file not in sizes:
+            sizes[place.file] = _size(source.inner, file)
+        size, end = sizes[place.file], place.offset + place.length
+        if isinstance(size, Fault):
+            faults.append(attrs.evolve(size, key=name))
+        elif end > size:
+            reason = f"it has {size:,} bytes, and `{name}` ends at byte {end:,}: it was cut short"
+            faults.append(Fault("size", file, reason, name, place.offset, end))
+        elif not place.transforms:
+            items.append(_Item(file, place.offset, place.length, name))
+    return items, faults
+
+
+def _size(store: Store, file: str) -> int | Fault:
+    try:
+        return store.size(file)
+    except MissingFileError:
+        return Fault("missing", file, "it is missing")
+    except StoreError as error:
+        return Fault("unreadable", file, error.reason)
+
+
+def _records(store: Store, item: _Item) -> list[_Sum] | Fault:
+    """Return the records of an archive that have checksums, or what is wrong with it."""
+    try:
+        archive = read_archive(Window(store, item.file, item.offset, item.length))
+        found = list(_sums(archive, item))
+    except FormatError as error:
+        if item.key is not None and _is_safetensors(store, item):
+            return []
+        end = item.offset + item.length
+        return Fault("header", item.file, error.reason, item.key, item.offset, end)
+    except StoreError as error:
+        return Fault("unreadable", item.file, error.reason, item.key, item.offset)
+    # Torch writes zeros where it was told to compute no checksums.
+    return found if any(one.record.crc for one in found if one.record.nbytes) else []
+
+
+def _sums(archive: Archive, item: _Item) -> Iterator[_Sum]:
+    for name, record in archive.records.items():
+        yield _Sum(item, name, item.offset + archive.begin(name), record)
+
+
+def _is_safetensors(store: Store, item: _Item) -> bool:
+    """Tell whether DCP's tensors lie there as safetensors, which begin with a length and JSON."""
+    head = bytearray(min(9, item.length))
+    store.read(item.file, [(item.offset, memoryview(head))])
+    return len(head) == 9 and head[8:] == b"{"
+
+
+def _check(
+    store: Store, sums: Sequence[_Sum], progress: Progress, pool: Pool
+) -> Iterable[Fault | None]:
+    spans = [
+        (number, low, min(low + _SPAN, one.record.nbytes))
+        for number, one in enumerate(sums)
+        for low in range(0, one.record.nbytes, _SPAN)
+    ]
+
+    def add_up(span: tuple[int, int, int]) -> int | StoreError:
+        number, low, high = span
+        one, crc = sums[number], 0
+        buffer = memoryview(bytearray(min(_STEP, high - low)))
+        try:
+            for at in range(low, high, _STEP):
+                view = buffer[: min(_STEP, high - at)]
+                store.read(one.item.file, [(one.begin + at, view)])
+                crc = sum_crc(view, crc)
+        except StoreError as error:
+            return error
+        finally:
+            progress.add(high - low)
+        return crc
+
+    found = [0] * len(sums)
+    failed: dict[int, StoreError] = {}
+    parts = pool.map(add_up, spans, nbytes=_STEP + store.staging)
+    for (number, low, high), crc in zip(spans, parts, strict=True):
+        if isinstance(crc, StoreError):
+            failed[number] = crc
+        else:
+            found[number] = combine_crc(found[number], crc, high - low) if low else crc
+    return [_fault(one, found[n], failed.get(n)) for n, one in enumerate(sums)]
+
+
+def _fault(one: _Sum, crc: int, failed: StoreError | None) -> Fault | None:
+    place = one.begin, one.begin + one.record.nbytes
+    if failed is not None:
+        return Fault("unreadable", one.item.file, failed.reason, one.item.key, *place)
+    if crc == one.record.crc:
+        return None
+    reason = f"the CRC-32 of {one.name} is {crc:08x}, and {one.record.crc:08x} was written down"
+    return Fault("checksum", one.item.file, reason, one.item.key, *place)

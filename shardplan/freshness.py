@@ -1,0 +1,57 @@
+"""Is the checkpoint that is being read still the one that was opened?
+
+Another process may overwrite a checkpoint while it is being read: the old files go as soon as the
+new checkpoint is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from shardplan.io.errors import FormatError, LoadError
+from shardplan.io.read import Reader
+from shardplan.io.sources import Source, open_source
+from shardplan.io.stores import StoreError
+
+__all__ = ["ATTEMPTS", "STOPPED", "plain_errors", "was_replaced"]
+
+ATTEMPTS: Final = 16
+"""How often to begin anew with a checkpoint that is overwritten again and again."""
+
+STOPPED: Final = (FormatError, LoadError, StoreError)
+"""What reading a checkpoint raises when its files are taken away."""
+
+
+def was_replaced(reader: Reader | None) -> bool:
+    """Tell whether another save has taken the place of a checkpoint since it was opened."""
+    known = None if reader is None else _save_of(reader.source)
+    if reader is None or known is None:
+        return False
+    try:
+        now = _save_of(open_source(reader.store, format=reader.source.format, pool=reader.pool))
+    except (FormatError, StoreError):
+        return False  # it is gone, and nothing is there in its place
+    return now != known
+
+
+def _save_of(source: Source) -> str | None:
+    about = source.metadata.storage_meta
+    return None if about is None else about.save_id
+
+
+@contextmanager
+def plain_errors(reader: Reader) -> Iterator[None]:
+    """Say why reading into new memory failed: nobody asks what became of that memory."""
+    try:
+        yield
+    except STOPPED as error:
+        if was_replaced(reader):
+            reason = "it was overwritten while it was open: open it again"
+            raise FormatError(reader.store.url, reason) from error
+        if isinstance(error, FormatError) and (error.filled or error.touched):
+            raise FormatError(error.file, error.reason) from error.__cause__
+        if isinstance(error, LoadError):
+            raise LoadError(str(error.args[0]), (), ()) from error.__cause__
+        raise

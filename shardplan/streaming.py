@@ -1,0 +1,249 @@
+"""How is a conversion carried out? Plan by plan; elements are read as they are needed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Final
+
+import attrs
+
+from shardplan.dist import CheckpointError, Comm
+from shardplan.io.ahead import BATCH_BYTES, DEPTH, Ahead, Box, Lender
+from shardplan.io.errors import UnsureCommitError
+from shardplan.io.pieces import Kept, boxes_of
+from shardplan.io.pool import Pool
+from shardplan.io.progress import Progress, Tell
+from shardplan.io.proof import Proof
+from shardplan.io.read import Reader, ReadStats
+from shardplan.io.stores import Store
+from shardplan.io.writers import Part, Writer
+from shardplan.planning import SavePlan
+
+from .ranks import take_step
+from .reports import Stopwatch
+from .targets import Target, nbytes_of, write_order
+
+__all__ = ["Budget", "Done", "Job"]
+
+_FILE: Final = 96 << 20  # memory that a file in the making takes: blocks on their way to the store
+_FILES: Final = (os.cpu_count() or 1) + 2  # more files at once gain nothing
+
+
+@attrs.frozen
+class Budget:
+    """How much may happen at once.
+
+    Attributes:
+        files: How many files are written at a time.
+        reading: Bytes that reads under way may hold.
+    """
+
+    files: int
+    reading: int
+
+    @classmethod
+    def of(cls, max_memory: int, target: Store) -> Budget:
+        """Divide the memory: a quarter for reads under way, the rest for files in the making."""
+        reading = min(max_memory // 4, 256 << 20)
+        file = _FILE + (1 + DEPTH) * BATCH_BYTES + target.staging
+        return cls(max(1, min((max_memory - reading) // file, _FILES)), reading)
+
+
+@attrs.frozen
+class Done:
+    """What all processes did together.
+
+    Attributes:
+        files: How many data files were written.
+        nbytes: Their size.
+        bytes_read: Bytes that were read of the old checkpoint.
+        verified: How many chunks of it were found to fit their checksums.
+        leftovers: Files of the checkpoint that was replaced which could not be removed.
+    """
+
+    files: int
+    nbytes: int
+    bytes_read: int
+    verified: int
+    leftovers: tuple[str, ...]
+
+
+@attrs.frozen(eq=False)
+class Job:
+    """A conversion that was planned and is to be carried out.
+
+    Attributes:
+        reader: The old checkpoint.
+        store: Where to write.
+        format, writer: What to write.
+        target: The plan.
+        budget: How much may happen at once.
+        verify: Whether to check what is read against its checksums.
+    """
+
+    reader: Reader
+    store: Store
+    format: str
+    writer: Writer
+    target: Target
+    budget: Budget
+    verify: bool
+
+    def run(
+        self,
+        comm: Comm,
+        save_id: str,
+        overwrite: bool,
+        watch: Stopwatch,
+        tell: Tell | None,
+        pool: Pool | None,
+    ) -> Done:
+        """Write this process's share of the plans; once all have, commit."""
+        written: dict[int, Part] = {}
+        committing = False
+        stats: list[ReadStats] = []
+
+        def write() -> dict[str, Any]:
+            with watch.phase("write"):
+                proved = self._write(self._share(comm), save_id, written, stats, tell, pool)
+            read = [sum(s.bytes_read for s in stats), proved]
+            return {"parts": [(n, attrs.astuple(p)) for n, p in written.items()], "read": read}
+
+        def commit(shares: list[dict[str, Any]]) -> dict[str, Any]:
+            nonlocal committing
+            committing = True
+            parts = {n: Part(*fields) for share in shares for n, fields in share["parts"]}
+            reports = [parts[n].report for n in range(len(self.target.plans))]
+            with watch.phase("commit"):
+                left = self.writer.commit(
+                    self.store,
+                    self.target.metadata,
+                    self.target.plans,
+                    reports,
+                    save_id=save_id,
+                    overwrite=overwrite,
+                )
+            return {
+                "files": sum(part.files for part in parts.values()),
+                "nbytes": sum(part.nbytes for part in parts.values()),
+                "bytes_read": sum(share["read"][0] for share in shares),
+                "verified": sum(share["read"][1] for share in shares),
+                "leftovers": left,
+            }
+
+        try:
+            done = take_step(comm, "convert", write, commit)
+        except BaseException as error:
+            sure = _surely_failed(error, begun=committing or comm.world_size > 1)
+            for part in written.values() if sure else ():
+                self.writer.discard(self.store, part.report, save_id)
+            raise
+        return Done(**{**done, "leftovers": tuple(done["leftovers"])})
+
+    def _share(self, comm: Comm) -> list[int]:
+        """Say which plans this process carries out: the largest first, each to the least busy."""
+        sizes = [nbytes_of(plan) for plan in self.target.plans]
+        loads = [0] * comm.world_size
+        mine = []
+        for number in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):
+            least = loads.index(min(loads))
+            loads[least] += sizes[number] + 1
+            if least == comm.rank:
+                mine.append(number)
+        return mine
+
+    def _write(
+        self,
+        numbers: Sequence[int],
+        save_id: str,
+        written: dict[int, Part],
+        stats: list[ReadStats],
+        tell: Tell | None,
+        pool: Pool | None,
+    ) -> int:
+        """Carry out some plans, and return how many chunks were found to fit their checksums."""
+        plans = self.target.plans
+        progress = Progress(sum(nbytes_of(plans[n]) for n in numbers), tell)
+        files = max(1, min(self.budget.files, len(numbers)))
+        with (
+            _reading_pool(pool, self.budget.reading) as reading,
+            Pool(max_workers=files, max_bytes=1 << 62) as writing,
+            ThreadPoolExecutor(files * (1 + DEPTH), "shardplan-ahead") as threads,
+        ):
+            reader, lender = Reader(self.reader.source, reading), Lender()
+            proof = Proof(reader.source) if self.verify else None
+
+            def settle() -> None:
+                if proof is not None:
+                    proof.settle(reading)
+
+            def write(number: int) -> None:
+                plan = plans[number]
+                boxes = list(_boxes(self.format, plan, number))
+                # A single file may exist as soon as its last byte is there: it is checked before.
+                last = settle if len(plans) == 1 else lambda: None
+                ahead = Ahead(
+                    reader, boxes, threads, lender, proof=proof, told=progress.add, last=last
+                )
+                try:
+                    written[number] = self.writer.write(
+                        self.store,
+                        self._state_dict(ahead, plan),
+                        plan,
+                        save_id=save_id,
+                        rank=number,
+                        pool=writing,
+                    )
+                finally:
+                    ahead.close()
+                    stats.append(ahead.stats)
+
+            writing.map(write, numbers)
+            settle()
+        progress.finish()
+        return proof.proved if proof is not None else 0
+
+    def _state_dict(self, ahead: Ahead, plan: SavePlan) -> dict[str, Any]:
+        """Return what a plan is about: tensors that are read when asked for, and other values."""
+        known = plan.items.catalog.heads
+        heads = [known[row] for row in sorted(set(plan.items.row.tolist()))]
+        return {
+            source: Kept(self.reader.value(source)) if properties is None else ahead.tensor(source)
+            for _, source, _, properties, _ in heads
+        }
+
+
+def _surely_failed(error: BaseException, begun: bool) -> bool:
+    """Tell whether nobody can have committed, or still will; ``begun``: somebody may be at it."""
+    if isinstance(error, CheckpointError):
+        unsure = {"LostRank", UnsureCommitError.__name__}
+        return all(failure.type not in unsure for failure in error.failures)
+    return not begun or (isinstance(error, Exception) and not isinstance(error, UnsureCommitError))
+
+
+def _boxes(format: str, plan: SavePlan, rank: int) -> Iterator[Box]:
+    """Yield what a writer will ask for, in order."""
+    items = plan.items
+    heads, rows = items.catalog.heads, items.row.tolist()
+    offsets, sizes = items.offsets.tolist(), items.sizes.tolist()
+    for item in write_order(format, plan, rank):
+        _, source, _, properties, shape = heads[rows[item]]
+        if properties is None:
+            continue
+        axes = len(shape)
+        for at, size in boxes_of(sizes[item][:axes], properties.dtype):
+            start = tuple(o + a for o, a in zip(offsets[item][:axes], at, strict=False))
+            yield Box(source, start, tuple(size[:axes]))
+
+
+@contextmanager
+def _reading_pool(pool: Pool | None, max_bytes: int) -> Iterator[Pool]:
+    """Give a pool for reads; the one that writes cannot be it, as it waits for them."""
+    if pool is not None:
+        yield pool
+        return
+    with Pool(max_bytes=max_bytes) as own:
+        yield own

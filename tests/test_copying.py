@@ -1,0 +1,203 @@
+"""Bytes that only have to be copied are, by several threads, and every bit arrives."""
+
+import os
+import zipfile
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardplan
+from shardplan.io import FormatError, copying, open_store
+from shardplan.io.ahead import Ahead
+from shardplan.io.copying import Block, Content, Seal, literal, threads_for, write_direct
+from shardplan.io.crc import combine_crc
+from shardplan.io.moving import PIECE, Stretch
+from shardplan.io.pool import Pool
+from shardplan.io.stores import StoreError
+from shardplan.io.testing import CountingStore
+from shardplan.planning import Mesh, Shard, cast
+
+SD = {
+    "big": torch.arange(3 << 18, dtype=torch.int32).reshape(1 << 10, -1),
+    "column": torch.arange(77.0),
+    "none": torch.empty(0, 3),
+    "scalar": torch.tensor(7),
+    **{f"small.{i}": torch.full((i % 5 + 1, 3), float(i)) for i in range(40)},
+}
+
+
+@pytest.fixture
+def small_tasks(monkeypatch):
+    """As if all were large: a task is some kilobytes."""
+    monkeypatch.setattr(copying, "_TASK", 5000)
+    monkeypatch.setattr(copying, "_processors", lambda: 4)
+
+
+def target(folder, format):
+    return folder / ("x.pt" if format == "torch" else f"to-{format}")
+
+
+def same(path, sd=SD):
+    found = shardplan.restore(path)
+    assert set(found) == set(sd)
+    for name, tensor in sd.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+@given(st.binary(max_size=300), st.integers(0, 300))
+def test_the_crc_of_two_parts_is_that_of_the_whole(data, cut):
+    first, second = data[:cut], data[cut:]
+    assert combine_crc(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(data)
+
+
+@pytest.mark.parametrize("format", ["torch", "dcp", "hf"])
+@pytest.mark.parametrize("cut", [None, Mesh(dp=3)], ids=["whole", "rows"])
+def test_what_lies_together_is_copied_and_never_made_a_tensor(
+    tmp_path, monkeypatch, small_tasks, format, cut
+):
+    shardplan.save(SD, tmp_path / "native")
+    shardplan.convert(tmp_path / "native", tmp_path / "a", format="dcp", mesh=cut)
+    shardplan.convert(tmp_path / "a", tmp_path / "streamed", mesh=Mesh(dp=1))
+
+    def never(*_):
+        raise AssertionError("it was read into a tensor")
+
+    monkeypatch.setattr(Ahead, "_fetch", never)
+    report = shardplan.convert(tmp_path / "a", target(tmp_path, format), format=format)
+    assert report.bytes_read == sum(tensor.nbytes for tensor in SD.values())
+    monkeypatch.undo()
+    same(target(tmp_path, format))
+
+
+@pytest.mark.parametrize("format", ["torch", "dcp", "hf"])
+def test_what_does_not_lie_together_is_converted_all_the_same(tmp_path, small_tasks, format):
+    sd = {name: tensor for name, tensor in SD.items() if tensor.ndim == 2 and len(tensor)}
+    shardplan.save(sd, tmp_path / "native")
+    placed = {"mesh": Mesh(tp=3), "placements": [Shard(1)]}
+    shardplan.convert(tmp_path / "native", tmp_path / "a", **placed)
+    shardplan.convert(tmp_path / "a", target(tmp_path, format), format=format)
+    same(target(tmp_path, format), sd)
+    half = target(tmp_path / "half", format)
+    shardplan.convert(tmp_path / "native", half, format=format, planner=cast("float64"))
+    wide = {n: t.double() if t.is_floating_point() else t for n, t in sd.items()}
+    same(half, wide)
+
+
+@pytest.mark.parametrize("format", ["torch", "dcp"])
+def test_checksums_of_archives_are_right_whichever_way_they_are_written(
+    tmp_path, small_tasks, format
+):
+    shardplan.save(SD, tmp_path / "a")
+    shardplan.convert(tmp_path / "a", target(tmp_path, format), format=format)
+    report = shardplan.verify(target(tmp_path, format))
+    assert report.ok, report
+    if format == "torch":
+        with zipfile.ZipFile(target(tmp_path, format)) as archive:
+            assert archive.testzip() is None
+        found = torch.load(target(tmp_path, format), weights_only=True)
+        assert torch.equal(found["big"], SD["big"])
+
+
+@pytest.mark.parametrize("format", ["hf", "dcp"])
+def test_copied_and_streamed_files_are_the_same(tmp_path, small_tasks, format):
+    shardplan.save(SD, tmp_path / "a")
+    shardplan.convert(tmp_path / "a", tmp_path / "copied", format=format)
+    streamed = CountingStore(open_store(tmp_path / "streamed"))
+    shardplan.convert(tmp_path / "a", streamed, format=format)
+    assert streamed.bytes_written()
+    names = [name for name in os.listdir(tmp_path / "copied") if name != ".metadata"]
+    assert sorted(names) == sorted(n for n in streamed.list() if n != ".metadata")
+    for name in names:
+        one, other = ((tmp_path / d / name).read_bytes() for d in ("copied", "streamed"))
+        assert one == other, name
+
+
+@pytest.mark.parametrize("format", ["hf", "dcp", "torch"])
+def test_damage_that_is_copied_is_noticed_and_nothing_is_left(tmp_path, small_tasks, format):
+    shardplan.save(SD, tmp_path / "a")
+    (file,) = (name for name in os.listdir(tmp_path / "a") if name.startswith("shard-"))
+    with open(tmp_path / "a" / file, "r+b") as damaged:
+        damaged.seek(-5, os.SEEK_END)
+        damaged.write(b"oops")
+    with pytest.raises(FormatError, match="checksums do not fit"):
+        shardplan.convert(tmp_path / "a", target(tmp_path, format), format=format)
+    assert [file.name for file in tmp_path.rglob("*") if file.is_file()].count(file) == 1
+    assert len([file for file in tmp_path.rglob("*") if file.is_file()]) == 2
+
+
+@pytest.mark.parametrize("harm", ["cut", "gone"])
+def test_a_source_that_is_not_all_there_is_told_by_name(tmp_path, harm):
+    store = open_store(tmp_path)
+    (tmp_path / "a").write_bytes(bytes(3 * PIECE))
+    stretch = Stretch(store, "a" if harm == "cut" else "b", PIECE, 3 * PIECE)
+    contents = [literal(b"head"), Content([Block([stretch])])]
+    with pytest.raises(FormatError, match=r"a: it ends at byte|b: it is missing"):
+        write_direct(store, "out", contents, nbytes=4 + 3 * PIECE, threads=2)
+    assert store.list() == ("a",)
+
+
+@given(st.data())
+def test_any_contents_arrive_in_order(tmp_path_factory, data):
+    """Memory, stretches and seals of any size, in tasks of any size, by several threads."""
+    folder = tmp_path_factory.mktemp("copying")
+    store = open_store(folder)
+    source = np.random.default_rng(0).integers(0, 256, 5000, np.uint8).tobytes()
+    (folder / "a").write_bytes(source)
+    contents, expected, sums, seen = [], b"", [], []
+    for _ in range(data.draw(st.integers(1, 8))):
+        blocks, body = [], b""
+        for _ in range(data.draw(st.integers(0, 3))):
+            at, nbytes = data.draw(st.integers(0, 4000)), data.draw(st.integers(0, 1000))
+            text = source[at : at + nbytes]
+            seen.append(text)
+            memory = data.draw(st.booleans())
+            blocks.append(Block([memoryview(text) if memory else Stretch(store, "a", at, nbytes)]))
+            body += text
+        contents.append(Content(blocks, len(sums)))
+        sums.append(zlib.crc32(body))
+        expected += body
+        if data.draw(st.booleans()):
+            wanted = data.draw(st.lists(st.integers(0, len(sums) - 1), max_size=3))
+            contents.append(
+                Seal(4 * len(wanted), wanted, lambda s: b"".join(n.to_bytes(4, "big") for n in s))
+            )
+            expected += b"".join(sums[n].to_bytes(4, "big") for n in wanted)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(copying, "_TASK", data.draw(st.sampled_from([1, 700, 1 << 20])))
+        write_direct(store, "out", contents, nbytes=len(expected), threads=3)
+    assert (folder / "out").read_bytes() == expected
+
+
+def test_what_one_thread_raises_stops_all_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(copying, "_TASK", 10)
+    store, done = open_store(tmp_path), []
+
+    def fail():
+        done.append(1)
+        if len(done) == 3:
+            raise KeyError("third")
+
+    contents = [Content([Block([memoryview(bytes(8))], fail)]) for _ in range(1000)]
+    with pytest.raises(KeyError, match="third"):
+        write_direct(store, "out", contents, nbytes=8000, atomic=True, threads=2)
+    assert len(done) < 1000
+    assert store.list() == ()
+
+
+def test_a_file_of_another_size_than_announced_is_refused(tmp_path):
+    store = open_store(tmp_path)
+    with pytest.raises(StoreError, match="announced"):
+        write_direct(store, "out", [literal(b"abc")], nbytes=4)
+    assert store.list() == ()
+
+
+def test_threads_are_shared_among_the_files_that_are_written_at_once(monkeypatch):
+    monkeypatch.setattr(copying, "_processors", lambda: 8)
+    with Pool(max_workers=4) as pool:
+        assert [threads_for(pool, files) for files in (1, 2, 3, 100)] == [8, 4, 2, 2]
+        assert pool.submit(lambda: threads_for(pool, 1)).result() == 2

@@ -1,0 +1,148 @@
+"""Checkpoints of other tools are checked as far as they can be, and the rest is told."""
+
+import os
+import pickle
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+import shardplan
+from shardplan import verify
+from shardplan.io import FormatError, verify_foreign
+from shardplan.io.hf import INDEX
+
+SD = {
+    "w": torch.arange(3000.0).reshape(30, 100),
+    "v": torch.arange(50),
+    "none": torch.empty(0),
+    "lr": 0.1,
+}
+TENSORS = {name: tensor for name, tensor in SD.items() if isinstance(tensor, torch.Tensor)}
+
+
+def of_torch(folder):
+    torch.save(SD, folder / "x.pt")
+    return folder / "x.pt"
+
+
+def of_dcp(folder):
+    dcp.save(dict(SD), checkpoint_id=folder / "dcp", no_dist=True)
+    return folder / "dcp"
+
+
+def flip(file, needle):
+    """Change one bit of what comes after some bytes."""
+    data = bytearray(file.read_bytes())
+    data[data.index(needle) + len(needle)] ^= 1
+    file.write_bytes(data)
+
+
+NEEDLE = SD["w"].numpy().tobytes()[:400]
+
+
+@pytest.mark.parametrize("make", [of_torch, of_dcp])
+def test_what_torch_wrote_is_sound_and_its_checksums_are_looked_at(tmp_path, make, monkeypatch):
+    path = make(tmp_path)
+    monkeypatch.setattr(verify_foreign, "_SPAN", 5000)
+    monkeypatch.setattr(verify_foreign, "_STEP", 1000)
+    done = []
+    report = verify(path, progress=lambda at, total: done.append((at, total)))
+    assert report.ok, report
+    assert report.chunks > len(TENSORS)
+    assert report.nbytes >= sum(t.nbytes for t in TENSORS.values())
+    assert done[-1] == (report.nbytes, report.nbytes)
+    assert report.notes == ()
+    assert report.format == ("torch" if make is of_torch else "dcp")
+
+
+@pytest.mark.parametrize("make", [of_torch, of_dcp])
+def test_a_bit_that_flipped_is_found_though_torch_loads_it(tmp_path, make):
+    path = make(tmp_path)
+    flip(path if path.is_file() else path / "__0_0.distcp", NEEDLE)
+    report = verify(path)
+    (fault,) = report.faults
+    assert (fault.kind, fault.end - fault.begin) == ("checksum", SD["w"].nbytes)
+    assert "was written down" in fault.reason
+    assert report.keys == (() if make is of_torch else ("w",))
+    assert "1 fault" in repr(report)
+
+
+def test_parts_that_are_missing_or_cut_short_are_told_by_name(tmp_path):
+    path = of_dcp(tmp_path)
+    file = path / "__0_0.distcp"
+    data = file.read_bytes()
+    file.write_bytes(data[: data.index(NEEDLE) + 700])
+    report = verify(path)
+    assert "size" in {fault.kind for fault in report.faults}
+    assert "w" in report.keys
+    assert "lr" not in report.keys
+    file.unlink()
+    report = verify(path)
+    assert {fault.kind for fault in report.faults} == {"missing"}
+    assert set(report.keys) == set(SD)
+
+
+def test_a_file_that_is_no_archive_any_more_is_a_fault_not_an_error(tmp_path):
+    path = of_torch(tmp_path)
+    path.write_bytes(path.read_bytes()[:-30])
+    report = verify(path)
+    assert [fault.kind for fault in report.faults] == ["header"]
+
+
+def test_metadata_that_cannot_be_read_is_a_fault(tmp_path):
+    path = of_dcp(tmp_path)
+    (path / ".metadata").write_bytes(pickle.dumps(print))
+    (fault,) = verify(path).faults
+    assert fault.file == ".metadata"
+
+
+def test_archives_without_checksums_are_told_as_such(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = of_torch(tmp_path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    flip(path, NEEDLE)
+    report = verify(path)
+    assert (report.ok, report.chunks) == (True, 0)
+    assert report.notes == ("1 of 1 archives have no checksums",)
+
+
+def test_files_of_old_torch_versions_have_no_checksums(tmp_path):
+    torch.save(SD, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
+    assert verify(tmp_path / "x.pt").notes == ("files of old torch versions have no checksums",)
+
+
+def test_safetensors_files_are_checked_as_far_as_they_can_be(tmp_path):
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    report = verify(tmp_path)
+    assert report.ok
+    assert "no checksums: headers and sizes were checked" in report.notes[0]
+    assert report.notes[0] in repr(report)
+    with open(tmp_path / "model.safetensors", "r+b") as file:
+        file.truncate(os.path.getsize(tmp_path / "model.safetensors") - 1)
+    (fault,) = verify(tmp_path).faults
+    assert fault.file == "model.safetensors"
+
+
+def test_an_index_that_names_what_is_not_there_is_a_fault(tmp_path):
+    save_file(TENSORS, tmp_path / "a.safetensors")
+    (tmp_path / INDEX).write_text('{"weight_map": {"w": "b.safetensors"}}')
+    (fault,) = verify(tmp_path).faults
+    assert fault.file == "b.safetensors"
+
+
+@pytest.mark.parametrize("format", ["torch", "dcp"])
+def test_what_is_written_here_is_sound(tmp_path, format):
+    path = tmp_path / "x.pt"
+    shardplan.save(SD, path, format=format)
+    report = verify(path)
+    assert report.ok, report
+    assert report.chunks > len(TENSORS)
+
+
+def test_where_there_is_no_checkpoint_that_is_said(tmp_path):
+    with pytest.raises(FormatError, match="no checkpoint"):
+        verify(tmp_path)
