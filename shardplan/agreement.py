@@ -219,7 +219,7 @@ class _Offer:
         ranks = (tuple(self.comm.ranks), self.comm.rank, self.comm.coordinator)
         self.key = None if key is None else _Key(key, ranks)
         self.cached = None if self.key is None else self.cache.get(self.key)
-        if self.cached is None:  # also values that another rank will write
+        if self.cached is None and self.comm.world_size > 1:  # also what another rank will write
             store_values({k: v for k, v in self.flat.items() if not is_tensor(v)})
         if self.cached is None and derive:
             self.derived = self._derive()

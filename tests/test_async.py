@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -396,3 +397,23 @@ def test_snapshots_go_when_the_comm_they_were_made_for_goes():
     )
     gc.collect()
     assert len(background._savers) == before
+
+
+@pytest.mark.slow
+def test_a_save_outlives_the_process_group_that_training_destroys(tmp_path):
+    """The usual last line of a script; here rank 0 itself hosts the store that ranks meet in."""
+    program = textwrap.dedent(
+        """
+        import sys, torch, torch.distributed as dist, shardplan
+        dist.init_process_group("gloo", init_method=sys.argv[2], rank=int(sys.argv[3]), world_size=2)
+        shardplan.async_save({f"w{dist.get_rank()}": torch.ones(2_000_000)}, sys.argv[1])
+        dist.destroy_process_group()
+        """
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-P", "-c", program, str(tmp_path / "a"), f"tcp://127.0.0.1:{port}"]
+    ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(2)]
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    assert sorted(shardplan.restore(tmp_path / "a")) == ["w0", "w1"]

@@ -457,7 +457,7 @@ def test_a_checkpoint_error_pickles_and_prints_one_line_per_rank():
     assert str(error).splitlines() == [
         "failed on ranks 0, 2 of the job",
         "rank 0, write: E: ",
-        "rank 2, write: OSError: full … and 1 more lines",
+        "rank 2, write: OSError: full … and 1 more line",
         "",
         "--- rank 2 ---",
         "Trace 2",

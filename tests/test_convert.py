@@ -182,8 +182,10 @@ def test_what_makes_no_sense_is_refused(tmp_path):
         {"mesh": Mesh(dp=2), "format": "hf"},
         {"max_memory": 1000},
         {"format": "parquet"},
+        {"format": "torch", "max_shard_size": "1GB"},
+        {"mesh": Mesh(dp=2), "max_shard_size": "1GB"},
     ):
-        with pytest.raises(ValueError, match=r"mesh|memory|format"):
+        with pytest.raises(ValueError, match=r"mesh|memory|format|max_shard_size"):
             convert(tmp_path / "a", tmp_path / "b", **wrong)
     with pytest.raises(PlanError, match="no axis"):
         convert(tmp_path / "a", tmp_path / "b", mesh=Mesh(dp=2), placements=[Shard(3)])
@@ -303,6 +305,7 @@ def test_a_chain_of_conversions_keeps_every_bit(tmp_path_factory, data):
             mesh = data.draw(st.sampled_from((None, *MESHES)))
         new = place(folder, f"{number + 1}", format)
         limit = data.draw(st.sampled_from([None, 1, 100]))
+        limit = limit if mesh is None and format != "torch" else None
         convert(path, new, format=format, mesh=mesh, max_shard_size=limit)
         path = new
     check(path, sd, nested="hf" not in formats)
@@ -518,7 +521,7 @@ def test_ranks_share_the_work(tmp_path, format, mesh):
             target,
             format=format,
             mesh=mesh,
-            max_shard_size=None if mesh else 4000,
+            max_shard_size=None if mesh or format == "torch" else 4000,
             comm=comm,
             progress=lambda done, total: told.update({comm.rank: total}),
         )
@@ -548,6 +551,21 @@ def test_if_a_rank_fails_all_do_and_nothing_is_left(tmp_path):
         run_ranks(3, work)
     assert not os.path.exists(tmp_path / "b") or os.listdir(tmp_path / "b") == []
     convert(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"dst": "s3nope://x/y"}, {"max_shard_size": "much"}, {"max_memory": 1000}], ids=str
+)
+def test_what_one_rank_cannot_begin_reaches_all_at_once(tmp_path, wrong):
+    shardplan.save({"w": torch.ones(2)}, tmp_path / "a")
+
+    def work(comm):
+        options = {"dst": tmp_path / "b", **(wrong if comm.rank == 1 else {})}
+        with pytest.raises(CheckpointError, match="rank 1, open: "):
+            convert(tmp_path / "a", comm=comm, **options)
+
+    run_ranks(2, work)
+    assert os.listdir(tmp_path) == ["a"]
 
 
 # ---- memory

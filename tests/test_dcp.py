@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import shardplan
+from shardplan.adapters.values import UnsafeValueError, load_value
 from shardplan.io.dcp_metadata import METADATA, parse_metadata
 from shardplan.io.errors import ExistsError, FormatError, UnsureCommitError, ValueRefusedError
 from shardplan.io.read import Reader
@@ -345,7 +346,7 @@ def test_every_item_is_a_sound_archive_and_aligned(tmp_path):
             lengths = int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:], "little")
             assert (record.header_offset + 30 + lengths) % 64 == 0 or "serial" in record.filename
     assert found.storage_meta.save_id == "0123ab"
-    assert {info.relative_path for info in found.storage_data.values()} == {"__0_0.distcp"}
+    assert {info.relative_path for info in found.storage_data.values()} == {"__0_0-0123ab.distcp"}
 
 
 # How much is read
@@ -401,7 +402,7 @@ def test_overwriting_leaves_nothing_of_the_old(tmp_path):
     assert raw(torch_restore(tmp_path)) == raw({"w": torch.zeros(2)})
     shardplan.save({"w": torch.ones(3)}, tmp_path / "own")
     save({"w": torch.zeros(3)}, tmp_path / "own", overwrite=True)
-    assert sorted(os.listdir(tmp_path / "own")) == [METADATA, "__0_0.distcp"]
+    assert sorted(os.listdir(tmp_path / "own")) == [METADATA, "__0_0-0123ab.distcp"]
 
 
 @pytest.mark.parametrize("mode", ["raise", "stop"])
@@ -477,6 +478,72 @@ def test_a_pickle_that_names_other_things_is_refused_and_nothing_runs(tmp_path):
 def test_hostile_pickles_are_refused_cheaply(attack):
     with pytest.raises(FormatError, match="metadata"):
         parse_metadata(attack)
+
+
+def tuples_of_tuples(levels):
+    """Open a pickle with a tuple that is short to tell, and endless to print or to hash."""
+    pairs = b"".join(b"0h%ch%c\x86\x94" % (n, n) for n in range(levels))
+    return b"\x80\x04)\x94" + pairs + b"0", b"h%c" % levels
+
+
+_TORCH = b"ctorch.distributed.checkpoint."
+
+
+@pytest.mark.parametrize("field", ["path", "offset", "size", "property", "place", "version"])
+def test_nested_tuples_are_neither_printed_nor_hashed(field):
+    begin, bomb = tuples_of_tuples(60)
+
+    def text(value):
+        return b"\x8c%c" % len(value) + value
+
+    def put(name):
+        return bomb if field == name else b"N"
+
+    def record(name, **fields):
+        pairs = b"".join(text(key.encode()) + value for key, value in fields.items())
+        return _TORCH + name + b"\n)\x81}(" + pairs + b"ub"
+
+    whole = b"K\x00\x85"
+    properties = b"\x8c\x07float32\x8c\x07strided\x89" + put("property") + b"\x89"
+    tensor = record(
+        b"metadata\nTensorStorageMetadata",
+        properties=_TORCH + b"metadata\nTensorProperties\n)\x81(" + properties + b"tb",
+        size=bomb if field == "size" else whole,
+        chunks=b"]",
+    )
+    index = record(b"metadata\nMetadataIndex", fqn=text(b"w"), offset=put("offset"))
+    place = bomb if field == "place" else b"K\x00"
+    info = record(
+        b"filesystem\n_StorageInfo", relative_path=text(b"f"), offset=place, length=b"K\x00"
+    )
+    path = bomb if field == "path" else text(b"w") + b"\x85"
+    data = record(
+        b"metadata\nMetadata",
+        state_dict_metadata=b"}" + text(b"w") + tensor + b"s",
+        storage_data=b"}" + index + info + b"s",
+        planner_data=b"}" + text(b"w") + path + b"s",
+        version=put("version"),
+    )
+    with pytest.raises(FormatError, match="metadata"):
+        parse_metadata(begin + data + b".")
+
+
+def test_values_in_compressed_archives_are_not_unpacked(tmp_path):
+    torch_save({"v": {"a": 1}, "w": torch.ones(1)}, tmp_path)
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02X\x00\x00\x10\x00" + b"a" * (1 << 20) + b".")
+        archive.writestr("archive/version", "3\n")
+        archive.writestr("archive/byteorder", "little")
+    data = packed.getvalue()
+    (tmp_path / "packed.distcp").write_bytes(data)
+    found = pickle.loads((tmp_path / METADATA).read_bytes())
+    set_info(found, "v.a", relative_path="packed.distcp", offset=0, length=len(data))
+    (tmp_path / METADATA).write_bytes(pickle.dumps(found))
+    with pytest.raises(FormatError, match=r"`v\.a`.*compressed"):
+        shardplan.restore(tmp_path)
+    with pytest.raises(UnsafeValueError, match="compressed"):
+        load_value(packed)
 
 
 @pytest.fixture
@@ -685,5 +752,5 @@ def test_one_process_loads_what_four_ranks_saved(exchanged):
     }
     assert raw(shardplan.restore(exchanged / "theirs")) == raw(expected)
     assert raw(torch_restore(exchanged / "ours")) == raw(expected)
-    files = {p.name for p in (exchanged / "ours").glob("*.distcp")}
-    assert files == {f"__{rank}_0.distcp" for rank in range(WORLD)}
+    files = {p.name.partition("-")[0] for p in (exchanged / "ours").glob("*.distcp")}
+    assert files == {f"__{rank}_0" for rank in range(WORLD)}

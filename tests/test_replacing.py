@@ -173,6 +173,94 @@ def test_an_interrupt_at_the_commit_keeps_the_files(tmp_path, monkeypatch, after
     assert holds(store, NEW)
 
 
+class Saver:
+    """A save into a folder, step by step."""
+
+    def __init__(self, folder, kind, sd, save_id, overwrite=False):
+        options = {"max_shard_size": 160} if kind == "hf in files" else {}
+        self.store, self.writer = open_target(folder, FORMAT[kind], **options)
+        plans, self.metadata = global_plan([local_plan(sd)])
+        self.plans = self.writer.prepare(plans)
+        self.save_id, self.overwrite = save_id, overwrite
+        self.writer.refuse(self.store, overwrite)
+        self.sd = sd
+
+    def write(self):
+        plan = self.plans[0]
+        part = self.writer.write(self.store, self.sd, plan, save_id=self.save_id, rank=0)
+        self.report = part.report
+
+    def commit(self):
+        options = {"save_id": self.save_id, "overwrite": self.overwrite}
+        try:
+            self.writer.commit(self.store, self.metadata, self.plans, [self.report], **options)
+        except Exception:
+            self.writer.discard(self.store, self.report, self.save_id)
+            raise
+
+
+@pytest.mark.parametrize("where", ["local", "memory"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_two_saves_into_one_new_folder_the_first_to_commit_stays_whole(tmp_path, kind, where):
+    if (kind, where) == ("hf", "memory"):
+        pytest.skip("a single file in a store without names to change is in place when written")
+    folder = tmp_path if where == "local" else f"memory://two-{tmp_path.name}"
+    first, second = Saver(folder, kind, OLD, "aaaa"), Saver(folder, kind, NEW, "bbbb")
+    first.write()
+    second.write()
+    first.commit()
+    assert holds(first.store, OLD)
+    with pytest.raises(ExistsError):
+        second.commit()
+    assert holds(first.store, OLD)
+    assert not any("bbbb" in name for name in first.store.list())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_two_saves_that_commit_at_once_one_stays_whole(tmp_path, monkeypatch, kind):
+    """The second looks for a checkpoint just before the first has one."""
+    first, second = Saver(tmp_path, kind, OLD, "aaaa"), Saver(tmp_path, kind, NEW, "bbbb")
+    first.write()
+    second.write()
+    refuse = second.writer.refuse
+
+    def slow(store, overwrite):
+        refuse(store, overwrite)
+        first.commit()
+
+    if kind == "safetensors":
+        first.commit()
+    else:
+        monkeypatch.setattr(second.writer, "refuse", slow)
+    with pytest.raises(ExistsError):
+        second.commit()
+    assert holds(first.store, OLD)
+
+
+@pytest.mark.parametrize("kind", ["hf", "hf in files"])
+def test_files_that_another_save_tidied_away_are_not_committed(tmp_path, kind):
+    first = Saver(tmp_path, kind, OLD, "aaaa", overwrite=True)
+    second = Saver(tmp_path, kind, NEW, "bbbb", overwrite=True)
+    first.write()
+    second.write()
+    first.commit()
+    with pytest.raises(ExistsError, match="another save"):
+        second.commit()
+    assert holds(first.store, OLD)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_ranks_are_refused_as_hf_before_anything_is_written(tmp_path, kind):
+    put(open_store(tmp_path), OLD, kind)
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(CheckpointError, match="convert"):
+        run_ranks(
+            2, lambda comm: shardplan.save(NEW, tmp_path, format="hf", overwrite=True, comm=comm)
+        )
+    assert sorted(os.listdir(tmp_path)) == before
+    assert holds(open_store(tmp_path), OLD)
+
+
 @pytest.mark.parametrize("format", ["hf", "torch"])
 def test_a_single_file_whose_last_answer_is_lost_is_told_as_unsure(tmp_path, format):
     store, writer = open_target(tmp_path / "x.pt" if format == "torch" else tmp_path, format)

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardplan
-from shardplan.io import torchsave
+from shardplan.io import strided, torchsave
 from shardplan.io.errors import ExistsError, FormatError, UnsureCommitError, ValueRefusedError
 from shardplan.io.read import Reader
 from shardplan.io.sources import open_source
@@ -387,8 +387,9 @@ def test_pickles_that_name_other_things_are_refused_and_nothing_runs(tmp_path, z
             return os.system, (f"touch {marker}",)
 
     torch_save({"w": torch.ones(1), "g": Gadget()}, tmp_path / "x.pt", zipped)
-    with pytest.raises(FormatError, match=r"x\.pt: .*posix\.system"):
+    with pytest.raises(FormatError, match=r"x\.pt: .*posix\.system.*malicious") as caught:
         open_source(tmp_path / "x.pt")
+    assert "add_safe_globals" not in str(caught.value)
     assert not marker.exists()
 
 
@@ -450,6 +451,44 @@ def test_truncated_files_are_told(tmp_path, zipped):
         (tmp_path / "x.pt").write_bytes(data[:length])
         with pytest.raises(FormatError, match=r"x\.pt: "):
             shardplan.restore(tmp_path / "x.pt")
+
+
+def test_a_file_of_the_older_kind_that_ends_too_early_is_told_to_be_cut_short(tmp_path):
+    torch_save({"w": torch.ones(64), "v": 1}, tmp_path / "x.pt", zipped=False)
+    data = (tmp_path / "x.pt").read_bytes()
+    for length in range(15, len(data)):
+        (tmp_path / "x.pt").write_bytes(data[:length])
+        with pytest.raises(FormatError, match="cut short"):
+            shardplan.restore(tmp_path / "x.pt")
+
+
+ROWS = torch.arange(600.0 * 512).reshape(600, 512)
+VIEWS = {
+    "columns": ROWS[:, ::2],
+    "rows and columns": ROWS[::3, 1::2].t(),
+    "conjugates": torch.view_as_complex(ROWS.clone().reshape(600, 256, 2)).conj(),
+    "repeated": ROWS[5].expand(7, 512),
+    "windows": ROWS.flatten()[:900].unfold(0, 60, 3),
+    "one in many": ROWS.reshape(-1)[:: 512 * 50],
+    "deep": ROWS.reshape(6, 100, 32, 16).permute(2, 0, 3, 1)[::3, :, ::5, ::7],
+}
+
+
+@pytest.mark.parametrize("limits", [(4 << 20, 8 << 20), (1000, 3000), (64, 16)])
+def test_views_that_do_not_nest_are_read_a_little_at_a_time(tmp_path, monkeypatch, limits):
+    monkeypatch.setattr(strided, "_GROUP", limits[0])
+    monkeypatch.setattr(strided, "_SPAN", limits[1])
+    torch_save(VIEWS, tmp_path / "x.pt")
+    store = CountingStore(open_store(tmp_path))
+    found = Checkpoint(Reader(torchsave.source(store, "x.pt")))
+    for name, view in VIEWS.items():
+        plain = view.resolve_conj()
+        store.clear()
+        assert torch.equal(found[name][2:5], plain[2:5]), name
+        if name in ("columns", "conjugates"):
+            assert store.bytes_read() <= 3 * 512 * 4 + 256
+        assert torch.equal(found[name][:], plain), name
+        assert max(n for op in store.operations for _, n in op.ranges) <= limits[1]
 
 
 def test_a_tensor_larger_than_its_storage_is_told_and_takes_no_memory(tmp_path):
