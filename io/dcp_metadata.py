@@ -30,6 +30,7 @@ __all__ = ["METADATA", "OWN_PATHS", "Described", "Place", "parse_metadata"]
 METADATA: Final = ".metadata"
 """The file that makes a folder a checkpoint of torch.distributed.checkpoint."""
 
+_PLAIN: Final = {str, bool, int, type(None)}
 OWN_PATHS: Final = "_shardplan_paths"
 """An attribute of the pickled metadata: nested keys that torch's own way of telling cannot tell."""
 
@@ -122,12 +123,12 @@ class _Member(metaclass=Sealed):
 
 class _Layout(metaclass=Sealed):
     def __new__(cls, name: Any) -> Any:
-        return str(name)
+        return _text(name)
 
 
 class _Path(metaclass=Sealed):
     def __new__(cls, *parts: Any) -> Any:
-        return "/".join(map(str, parts)).replace("//", "/")
+        return "/".join(map(_text, parts)).replace("//", "/")
 
 
 _HOME: Final = "torch.distributed.checkpoint"
@@ -201,7 +202,7 @@ def _describe(fields: Mapping[str, Any]) -> Described:
     for index, info in (fields.get("storage_data") or {}).items():
         told = vars(index)
         offset = told.get("offset")
-        key = _text(told["fqn"]), None if offset is None else tuple(offset)
+        key = _text(told["fqn"]), None if offset is None else _ints(offset)
         places[key] = _place(key[0], info, files)
     paths = _paths(entries.names, fields.get("planner_data"), fields.get(OWN_PATHS))
     meta = fields.get("storage_meta")
@@ -209,7 +210,7 @@ def _describe(fields: Mapping[str, Any]) -> Described:
         entries.done(),
         planner_data={"paths": paths} if paths else None,
         storage_meta=None if meta is None else _storage_meta(meta),
-        version=fields.get("version") and str(fields["version"]),
+        version=_text(fields["version"]) if fields.get("version") else None,
     )
     return Described(metadata, tuple(files), places, "storage_meta" not in fields)
 
@@ -236,11 +237,13 @@ class _Columns:
         fields = vars(entry)
         try:
             prop = self._property(tuple(vars(fields["properties"])["state"]))
-            self._rows.append((prop, self._layout(tuple(fields["size"]), fields["chunks"])))
+            self._rows.append((prop, self._layout(_ints(fields["size"]), fields["chunks"])))
         except (ValueError, TypeError) as error:
             raise PickleError(f"`{name}`: {error}") from None
 
     def _property(self, state: tuple[Any, ...]) -> int:
+        if not {type(value) for value in state} <= _PLAIN:  # a tuple may take ages to hash
+            raise ValueError("its properties are no plain values")
         number = self._props.get(state)
         if number is None:
             dtype, layout, grad, _, pinned = state
@@ -255,10 +258,10 @@ class _Columns:
         return number
 
     def _layout(self, size: tuple[int, ...], chunks: Sequence[Any]) -> int:
-        key = size, tuple([(c.offsets, c.sizes) for c in chunks])
+        key = size, tuple([(_ints(c.offsets), _ints(c.sizes)) for c in chunks])
         number = self._layouts.get(key)
         if number is None:
-            if not all(type(n) is int and n >= 0 for n in size):
+            if any(n < 0 for n in size):
                 raise ValueError(f"a tensor cannot have the shape {size}")
             self._cut.append(Layout(size, _tiling(size, key[1])))
             number = self._layouts[key] = len(self._layouts)
@@ -274,8 +277,16 @@ class _Columns:
 
 def _text(name: Any) -> str:
     if type(name) is not str:
-        raise PickleError(f"a name is no text, but {str(name)[:80]}")
+        raise PickleError(f"a name is no text, but a {type(name).__name__}")
     return name
+
+
+def _ints(numbers: Any) -> tuple[int, ...]:
+    """Return whole numbers as they are; anything else may take ages to hash or to print."""
+    found = tuple(numbers)
+    if not {type(n) for n in found} <= {int}:
+        raise PickleError("a shape or an offset is not made of whole numbers")
+    return found
 
 
 def _tiling(size: tuple[int, ...], chunks: Sequence[tuple[Any, Any]]) -> Tiling:
@@ -299,18 +310,21 @@ def _place(name: str, info: Any, files: dict[str, int]) -> Place:
     fields = vars(info)
     file, offset, length = fields["relative_path"], fields["offset"], fields["length"]
     if type(offset) is not int or type(length) is not int or min(offset, length) < 0:
-        raise PickleError(f"`{name}` cannot lie at byte {offset}, {length} bytes long")
-    if file not in files:
+        raise PickleError(f"where `{name}` lies is not told by whole numbers from 0 on")
+    if _text(file) not in files:
         try:
-            files[check_path(_text(file))] = len(files)
+            files[check_path(file)] = len(files)
         except StoreError as error:
             raise PickleError(f"`{name}` lies in {file!r}: {error.reason}") from None
     transforms = fields.get("transform_descriptors") or ()
-    return Place(files[file], offset, length, tuple(map(str, transforms)))
+    return Place(files[file], offset, length, tuple(map(_text, transforms)))
 
 
 def _storage_meta(meta: Any) -> StorageMeta:
     fields = vars(meta)
+    for text in (fields.get("checkpoint_id"), fields.get("save_id")):
+        if text is not None:
+            _text(text)
     return StorageMeta(fields.get("checkpoint_id"), fields.get("save_id"))
 
 
@@ -331,7 +345,7 @@ def _torch_path(name: str, path: Any) -> Any:
     if path is None:
         return None
     if type(path) is not tuple or not path or not all(type(key) in (str, int) for key in path):
-        raise PickleError(f"the place of `{name}` cannot be {str(path)[:80]}")
+        raise PickleError(f"the place of `{name}` is told by no path of plain keys")
     return tuple(("dict" if type(key) is str else "list", key) for key in path)
 
 
@@ -344,5 +358,5 @@ def _our_path(name: str, path: Any) -> Any:
         and type(step[1]) in plain
         for step in path
     ):
-        raise PickleError(f"the place of `{name}` cannot be {str(path)[:80]}")
+        raise PickleError(f"the place of `{name}` is told by no path of plain keys")
     return path

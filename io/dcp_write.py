@@ -1,8 +1,9 @@
 """How is a DCP checkpoint written? Archives one after another, and `.metadata` last of all.
 
 Torch goes by the names and places in `.metadata` alone, so it is written last and replaced at once,
-as our own manifest is; files of a save that replaces another have names of their own. Where the
-folder holds a checkpoint of a format that is looked for first, that one goes then; see `replacing`.
+as our own manifest is; the files of each save have names of their own, so that two saves into one
+folder do not meet. Where the folder holds a checkpoint of a format that is looked for first, that
+one goes then; see `replacing`.
 """
 
 from __future__ import annotations
@@ -91,9 +92,8 @@ class DcpWriter:
             raise ValueRefusedError({**refused, **error.reasons}) from None
         if refused:
             raise ValueRefusedError(refused)
-        tag = f"-{save_id}" if store.exists(METADATA) else ""
         files = [
-            _File(f"__{rank}_{number}{tag}.distcp", items)
+            _File(f"__{rank}_{number}-{save_id}.distcp", items)
             for number, items in enumerate(_share(_items(plan, pieces, dumped)))
         ]
         pool = pool or default_pool()
@@ -131,7 +131,7 @@ class DcpWriter:
         new = {item.file for item in written}
         store.sync()
         with committing(self._unsure, save_id):
-            put_in_place(store, METADATA, data)
+            put_in_place(store, METADATA, data, overwrite=overwrite)
             left = retire(store, "dcp", new)
         return (*left, *remove(store, [name for name in old if name not in new]))
 

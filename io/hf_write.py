@@ -3,14 +3,16 @@
 A model that fits into one file becomes ``model.safetensors``; a larger one becomes
 ``model-00001-of-00003.safetensors`` and so on, with ``model.safetensors.index.json``.
 
-Commit. Several files count only together with the index, which is written last and replaced
-atomically; until then their headers tell `shardplan.io.hf` that they are not a checkpoint. Where an
-older checkpoint has taken the usual names, the new files carry the save id in theirs, as an index
-may name any file: so the old one stays whole until the new index is there. A single file appears
-when it is complete. Tools that find ``model.safetensors`` prefer it to an index, and so does our
-reader: where an older checkpoint was that file, it is its removal that shows the new one. So at any
-moment the old checkpoint or the new one loads, on any store; see `replacing` for older ones of
-other formats.
+Commit. Files are written under names that carry the save id, so that two saves into one folder do
+not meet. Several files count only together with the index, which is written last and replaced
+atomically; until then their headers tell `shardplan.io.hf` that they are not a checkpoint. They get
+the usual names just before, if these are free and the store can rename; else they keep their own,
+as an index may name any file: so an older checkpoint stays whole until the new index is there. A
+single file is renamed at the commit; in a store that cannot, it appears when it is complete.
+
+Tools that find ``model.safetensors`` prefer it to an index, and so does our reader: where an older
+checkpoint was that file, it is its removal that shows the new one. So at any moment the old
+checkpoint or the new one loads, on any store; see `replacing` for older ones of other formats.
 """
 
 from __future__ import annotations
@@ -28,14 +30,22 @@ from shardplan.planning import CodecError, Metadata, SavePlan, flatten, itemsize
 
 from .commit import unsure_commit
 from .copying import Content, Seal, literal, threads_for, write_file
-from .errors import FormatError, ValueRefusedError
+from .errors import ExistsError, FormatError, ValueRefusedError
 from .headers import file_entry, refused_name
 from .hf import INDEX, PART_OF, RESERVED, SINGLE, read_index, uncommitted
 from .hf_shards import MAX_SHARD_SIZE, assign_shards, parse_size, refuse_split, tensor_sizes
-from .local import TEMPORARY
+from .local import TEMPORARY, LocalStore
 from .pieces import Piece, collect
 from .pool import Pool, default_pool
-from .replacing import committing, put_in_place, refuse_folder, remove, retire
+from .replacing import (
+    committing,
+    put_file,
+    put_in_place,
+    refuse_folder,
+    remove,
+    retire,
+    take_name,
+)
 from .stores import Store
 from .writers import Part
 
@@ -57,7 +67,10 @@ class HfWriter:
     Attributes:
         left_out: The names that were left out so far.
         ties: Names that were not stored because they are tied to another, and that other.
+        max_ranks: How many ranks may save; a conversion may have more, as it knows what is whole.
     """
+
+    max_ranks = 1
 
     def __init__(
         self,
@@ -129,8 +142,8 @@ class HfWriter:
             _File(*_name(first + i, count), [pieces[n] for n in held if n in pieces])
             for i, held in enumerate(names)
         ]
-        if _is_taken(store, count):
-            jobs = [job.unique(save_id) for job in jobs]
+        if count > 1 or isinstance(store, LocalStore):
+            jobs = [attrs.evolve(job, name=_own_name(job.name, save_id)) for job in jobs]
         headers = [job.header(ties, save_id) for job in jobs]
         pool = pool or default_pool()
         threads = threads_for(pool, len(jobs))
@@ -142,7 +155,7 @@ class HfWriter:
             )
         except BaseException:
             with suppress(Exception):
-                store.delete([job.name for job in jobs if job.part])
+                store.delete([job.name for job in jobs if job.name != SINGLE])
             raise
         nbytes = sum(len(h) + job.nbytes for h, job in zip(headers, jobs, strict=True))
         report = {
@@ -192,18 +205,43 @@ class HfWriter:
         new = {name for part in parts for name in part["files"]}
         if new != {SINGLE}:  # which is in place since its last byte was written
             self.refuse(store, overwrite)
-            weights = {name: file for part in parts for name, file in part["weights"].items()}
-            total = sum(part["nbytes"] for part in parts)
-            table = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
-            store.sync()
-            with committing(self._unsure, save_id):
-                put_in_place(store, INDEX, (json.dumps(table, indent=2) + "\n").encode())
-            new.add(INDEX)
+            _check_there(store, new)
+            own = _own_name(SINGLE, save_id)
+            if new == {own} and isinstance(store, LocalStore):
+                with committing(self._unsure, save_id):
+                    put_file(store, own, SINGLE, overwrite=overwrite)
+                new = {SINGLE}
+            else:
+                new = self._put_index(store, parts, save_id, overwrite)
         with committing(self._unsure, save_id):
             left = retire(store, "hf", new)
             if SINGLE in old - new:
                 _remove_single(store)
         return (*left, *_tidy(store, old, new))
+
+    def _put_index(
+        self, store: Store, parts: Sequence[Mapping[str, Any]], save_id: str, overwrite: bool
+    ) -> set[str]:
+        """Give files their usual names, if these are free; put the index in place; name all."""
+        own = [name for part in parts for name in part["files"]]
+        usual = {} if _is_taken(store, len(own)) else {n: _usual_name(n, save_id) for n in own}
+        taken = {name: better for name, better in usual.items() if take_name(store, name, better)}
+        weights = {
+            name: taken.get(file, file) for part in parts for name, file in part["weights"].items()
+        }
+        total = sum(part["nbytes"] for part in parts)
+        table = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+        data = (json.dumps(table, indent=2) + "\n").encode()
+        try:
+            with committing(self._unsure, save_id):
+                store.sync()
+                put_in_place(store, INDEX, data, overwrite=overwrite)
+        except Exception:
+            if save_id not in self._unsure:
+                with suppress(Exception):
+                    store.delete(taken.values())
+            raise
+        return {INDEX, *(taken.get(name, name) for name in own)}
 
     def discard(self, store: Store, report: bytes, save_id: str) -> None:
         """Remove one rank's files, unless an index may come to name them; see `Writer.discard`."""
@@ -219,7 +257,7 @@ class _File:
     """One file to write.
 
     Attributes:
-        name: Its name once it is committed.
+        name: Its name while it is written.
         part: Whether it counts only together with an index.
         pieces: Its tensors.
     """
@@ -232,12 +270,6 @@ class _File:
     def nbytes(self) -> int:
         """How many bytes its tensors take."""
         return sum(piece.nbytes for piece in self.pieces)
-
-    def unique(self, save_id: str) -> _File:
-        """Return the same file under a name that no other save uses."""
-        if self.name == SINGLE:
-            return self
-        return attrs.evolve(self, name=self.name.replace("model-", f"model-{save_id}-", 1))
 
     def ordered(self) -> list[Piece]:
         """The tensors as they lie in the file: the widest elements first, so all are aligned."""
@@ -267,7 +299,7 @@ class _File:
 
     def write(self, store: Store, header: bytes, threads: int) -> None:
         """Write it."""
-        size, atomic = len(header) + self.nbytes, not self.part
+        size, atomic = len(header) + self.nbytes, self.name == SINGLE
         write_file(
             store,
             self.name,
@@ -298,6 +330,27 @@ def _name(number: int, count: int) -> tuple[str, bool]:
     if count == 1:
         return SINGLE, False
     return f"model-{number + 1:05d}-of-{count:05d}.safetensors", True
+
+
+def _own_name(name: str, save_id: str) -> str:
+    """Return the name of a file that no other save uses, and no reader takes for a checkpoint."""
+    if name == SINGLE:
+        return f"{SINGLE}.{save_id}{TEMPORARY}"
+    return name.replace("model-", f"model-{save_id}-", 1)
+
+
+def _usual_name(name: str, save_id: str) -> str:
+    return name.replace(f"model-{save_id}-", "model-", 1)
+
+
+def _check_there(store: Store, files: set[str]) -> None:
+    """Refuse to commit files that another save has tidied away."""
+    gone = sorted(files - set(store.list(recursive=False)))
+    if gone:
+        raise ExistsError(
+            f"another save into {store.url} was committed meanwhile and removed {gone[0]}; let "
+            "one save at a time write there"
+        )
 
 
 def _is_taken(store: Store, count: int) -> bool:
@@ -356,7 +409,9 @@ def _tidy(store: Store, old: set[str], new: set[str]) -> tuple[str, ...]:
         for name in store.list(recursive=False)
         if _STRAY.fullmatch(name) or (_OWN.fullmatch(name) and uncommitted(store, name))
     }
-    doomed = (old | strays) - new - {SINGLE}
+    # Another save may have been committed since: what its index names is not ours to remove.
+    kept = _files_of(store) if INDEX in new else set()
+    doomed = (old | strays) - new - kept - {SINGLE}
     # The index goes first: without it, nobody misses the files that it names.
     if INDEX in doomed and remove(store, [INDEX]):
         return tuple(sorted(doomed))

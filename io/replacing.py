@@ -22,16 +22,18 @@ from .hf import INDEX, SINGLE, indices, plain_files, uncommitted
 from .local import LocalStore
 from .manifest import MANIFEST
 from .sources import FORMATS, open_source
-from .stores import Store, StoreError
+from .stores import Store, StoreError, from_os_error
 
 __all__ = [
     "Older",
     "committing",
     "find_older",
+    "put_file",
     "put_in_place",
     "refuse_folder",
     "remove",
     "retire",
+    "take_name",
 ]
 
 _ORDER: Final = tuple(FORMATS)
@@ -143,19 +145,90 @@ def committing(unsure: set[str], save_id: str) -> Iterator[None]:
         raise
 
 
-def put_in_place(store: Store, mark: str, data: bytes) -> None:
+def put_in_place(store: Store, mark: str, data: bytes, *, overwrite: bool = True) -> None:
     """Put a mark in place: from this instant on there is a checkpoint; see `Store.replace`.
 
     Raises:
+        ExistsError: Another save was faster, and its mark must not be replaced.
         UnsureCommitError: The store failed, and nobody can tell whether it did so before.
         StoreError: It surely did not happen.
     """
     try:
-        store.replace(mark, data)
+        store.replace(mark, data, overwrite=overwrite)
     except Exception as error:
-        if isinstance(error, StoreError) and error.kind in SURE:
+        kind = error.kind if isinstance(error, StoreError) else ""
+        if kind == "exists" and not overwrite:
+            if _holds(store, mark, data):
+                return  # a request whose answer was lost was sent again
+            raise _overtaken(store) from None
+        if kind in SURE:
             raise
         raise unsure_commit(store, error, f"{mark} was put in place") from error
+
+
+def _holds(store: Store, file: str, data: bytes) -> bool:
+    try:
+        return store.read_all(file, limit=len(data)) == data
+    except StoreError:
+        return False
+
+
+def _overtaken(store: Store) -> ExistsError:
+    return ExistsError(
+        f"another save into {store.url} was faster; pass overwrite=True to replace what it wrote"
+    )
+
+
+def put_file(store: LocalStore, file: str, name: str, *, overwrite: bool) -> None:
+    """Give a file that is a checkpoint of its own the name under which it counts as one.
+
+    Raises:
+        ExistsError: Another save was faster, and what it wrote must not be replaced.
+        UnsureCommitError: A loss of power may undo it.
+        StoreError: It surely did not happen.
+    """
+    source, target = store.locate(file), store.locate(name)
+    try:
+        if overwrite or not _link(source, target):
+            os.replace(source, target)
+    except FileExistsError:
+        raise _overtaken(store) from None
+    except OSError as error:
+        raise from_os_error("replace", target, error) from error
+    try:
+        store.delete([file])
+        store.sync()
+    except StoreError as error:
+        raise unsure_commit(store, error, f"{name} was put in place") from error
+
+
+def _link(source: str, target: str) -> bool:
+    """Give a file a second name, unless that is taken; False if the disk knows no such thing."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        if not os.path.lexists(target):
+            return False
+        if not os.path.samefile(source, target):  # it is, if a network's answer was lost
+            raise FileExistsError(target) from None
+    return True
+
+
+def take_name(store: Store, file: str, name: str) -> bool:
+    """Give a file another name, if that is free and the store can do it; say whether it was done.
+
+    No two savers can take the same name, and neither can take the other's file.
+    """
+    if not isinstance(store, LocalStore):
+        return False
+    try:
+        os.link(store.locate(file), store.locate(name))
+    except OSError:  # it is taken, or the disk has no hard links
+        return False
+    store.delete([file])
+    return True
 
 
 def retire(store: Store, format: str, keep: Iterable[str] = ()) -> tuple[str, ...]:

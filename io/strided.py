@@ -2,13 +2,15 @@
 
 A view whose axes nest, in any order and with gaps, is a box of a row-major array: a `Spot`. Any
 other one (every second column, one row told many times, conjugates) becomes a file that is not
-there, which an `Overlay` makes up out of the real one as it is read.
+there, which an `Overlay` makes up out of the real one as it is read, a few MiB at a time. Its axes
+come in the order of the storage, so that what is read together lies together.
 """
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, cast
 
 import attrs
@@ -26,6 +28,9 @@ from .torchzip import read_ranges
 __all__ = ["Overlay", "nest"]
 
 _WORDS: Final = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
+_GROUP: Final = 4 << 20  # bytes of a view that are made up at once
+_SPAN: Final = 8 << 20  # bytes of its storage that are read at once
+Range = tuple[int, memoryview]
 
 
 def nest(
@@ -75,7 +80,7 @@ def _extents(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] | No
 
 @attrs.frozen
 class _Made:
-    """A file that is made up: the elements of a view, row-major."""
+    """A file that is made up: the elements of a view, row-major, its widest strides first."""
 
     file: str
     begin: int
@@ -95,7 +100,6 @@ class Overlay:
         self._made: dict[str, _Made] = {}
         self._numbers: dict[_Made, int] = {}
         self._lock = threading.Lock()
-        self._last: tuple[str, npt.NDArray[Any]] | None = None
 
     @property
     def store(self) -> Store:
@@ -132,40 +136,102 @@ class Overlay:
         nested = None if tensor.conj or tensor.neg else nest(tensor.size, tensor.stride)
         if nested is not None:
             return Spot(file, first, tensor.dtype, *nested)
-        made = _Made(self._real[file], first, tensor)
+        order = tuple(sorted(range(len(tensor.size)), key=lambda axis: -tensor.stride[axis]))
+        size = tuple(tensor.size[axis] for axis in order)
+        stride = tuple(tensor.stride[axis] for axis in order)
+        made = _Made(self._real[file], first, attrs.evolve(tensor, size=size, stride=stride))
         with self._lock:
             if made not in self._numbers:
                 self._numbers[made] = len(self.files)
                 self._made[f"<view {len(self._made)} of {made.file}>"] = made
-            return Spot(self._numbers[made], 0, tensor.dtype, tensor.size)
+            axes = None if order == tuple(range(len(order))) else order
+            return Spot(self._numbers[made], 0, tensor.dtype, size, axes)
 
     def read(self, path: str, ranges: Sequence[tuple[int, memoryview]]) -> int:
         """Fill buffers from a file; see `Store.read`."""
         made = self._made.get(path)
         if made is None:
             return self._inner.read(path, ranges)
-        elements, width = self._elements(path, made), ITEMSIZE[made.tensor.dtype]
-        total = 0
-        for offset, view in ranges:
-            last = -(-(offset + len(view)) // width)
-            cells = np.array(elements.flat[offset // width : last])
-            _flip(cells, made.tensor)
-            skipped = offset % width
-            copy_into(view, cells.view(np.uint8)[skipped : skipped + len(view)])
-            total += len(view)
-        return total
+        for low, high, group in _groups(ranges):
+            cells = self._cells(made, low, high)
+            for offset, view in group:
+                copy_into(view, cells[offset - low : offset - low + len(view)])
+        return sum(len(view) for _, view in ranges)
 
-    def _elements(self, path: str, made: _Made) -> npt.NDArray[Any]:
-        """Return the view, over bytes of the real file; those read last are kept."""
-        with self._lock:
-            if self._last is None or self._last[0] != path:
-                tensor, width = made.tensor, ITEMSIZE[made.tensor.dtype]
-                data = bytearray(tensor.span * width)
-                read_ranges(self._inner, made.file, [(made.begin, memoryview(data))])
-                flat = np.frombuffer(data, _WORDS[width])
-                steps = [s * width for s in tensor.stride]
-                self._last = path, np.lib.stride_tricks.as_strided(flat, tensor.size, steps)
-            return self._last[1]
+    def _cells(self, made: _Made, low: int, high: int) -> npt.NDArray[np.uint8]:
+        """Return some bytes of a file that is made up."""
+        tensor, width = made.tensor, ITEMSIZE[made.tensor.dtype]
+        first, last = low // width, -(-high // width)
+        cells = np.empty(last - first, _WORDS[width])
+
+        def fetch(at: int, count: int) -> npt.NDArray[Any]:
+            data = bytearray(count * width)
+            place = made.begin + at * width
+            read_ranges(self._inner, made.file, [(place, memoryview(data))])
+            return np.frombuffer(data, _WORDS[width])
+
+        _gather(fetch, tensor.size, tensor.stride, first, cells, max(_SPAN // width, 1))
+        _flip(cells, tensor)
+        return cells.view(np.uint8)[low - first * width : high - first * width]
+
+
+def _groups(ranges: Sequence[Range]) -> Iterator[tuple[int, int, list[Range]]]:
+    """Cut long ranges up, and put short neighbours together; yield each group and its bounds."""
+    group: list[Range] = []
+    low = high = 0
+    for offset, view in ranges:
+        for at in range(0, len(view), _GROUP):
+            part = view[at : at + _GROUP]
+            begin, end = offset + at, offset + at + len(part)
+            if group and (begin < low or max(high, end) - low > _GROUP):
+                yield low, high, group
+                group = []
+            low, high = (low, max(high, end)) if group else (begin, end)
+            group.append((begin, part))
+    if group:
+        yield low, high, group
+
+
+def _gather(
+    fetch: Callable[[int, int], npt.NDArray[Any]],
+    size: Sequence[int],
+    stride: Sequence[int],
+    first: int,
+    cells: npt.NDArray[Any],
+    most: int,
+    start: int = 0,
+) -> None:
+    """Fill cells with elements of a view, the first of which is its ``first``, row-major.
+
+    Args:
+        fetch: Returns so many elements of the storage, from a place on.
+        size: The view's shape.
+        stride: How far apart its elements lie along each axis.
+        first: The first element to take.
+        cells: What to fill.
+        most: How many elements to fetch at once.
+        start: Where in the storage the view starts.
+    """
+    if not size:
+        cells[:] = fetch(start, 1)
+        return
+    inner = math.prod(size[1:])
+    row_span = 1 + sum((n - 1) * s for n, s in zip(size[1:], stride[1:], strict=True))
+    fit = size[0] if not stride[0] else 1 + max(most - row_span, 0) // stride[0]
+    done = 0
+    while done < len(cells):
+        row, skipped = divmod(first + done, inner)
+        rows = min(fit, -(-(skipped + len(cells) - done) // inner))
+        part = cells[done : done + rows * inner - skipped]
+        at = start + row * stride[0]
+        if rows == 1 and len(size) > 1:
+            _gather(fetch, size[1:], stride[1:], skipped, part, most, at)
+        else:
+            found = fetch(at, (rows - 1) * stride[0] + row_span)
+            steps = [s * found.itemsize for s in stride]
+            box = np.lib.stride_tricks.as_strided(found, (rows, *size[1:]), steps)
+            part[:] = box.flat[skipped : skipped + len(part)]
+        done += len(part)
 
 
 def _flip(cells: npt.NDArray[Any], tensor: StoredTensor) -> None:

@@ -78,7 +78,7 @@ class StoredTensor:
 
 def _ints(value: Any) -> tuple[int, ...]:
     if type(value) is not tuple or not all(type(n) is int for n in value):
-        raise PickleError(f"a shape cannot be {str(value)[:80]}")
+        raise PickleError(f"a shape is a {type(value).__name__}, not a tuple of whole numbers")
     return value
 
 
@@ -87,9 +87,9 @@ def _make(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any, extra: 
         raise PickleError("a tensor is made of something else than a storage")
     if not isinstance(extra, (dict, type(None))):
         raise PickleError("a tensor's flags are no dict")
-    flags = {k: bool(v) for k, v in (extra or {}).items()}
-    if not flags.keys() <= {"conj", "neg"}:
-        raise PickleError(f"a tensor has the unknown flags {', '.join(map(str, flags))}")
+    flags = {k: bool(v) for k, v in (extra or {}).items() if type(k) is str}
+    if len(flags) < len(extra or {}) or not flags.keys() <= {"conj", "neg"}:
+        raise PickleError(f"a tensor has unknown flags, such as {', '.join(flags)[:80]}")
     made = StoredTensor(storage, dtype, offset, _ints(size), _ints(stride), **flags)
     why = made.fault()
     if why is not None:
@@ -195,7 +195,12 @@ def _storage(pid: Any) -> StorageRef:
     if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
         raise PickleError("it refers to something else than a storage")
     _, dtype, key, _, numel = pid
-    if dtype not in ITEMSIZE or type(key) is not str or type(numel) is not int:
+    if (
+        type(dtype) is not str
+        or dtype not in ITEMSIZE
+        or type(key) is not str
+        or type(numel) is not int
+    ):
         raise PickleError("it refers to a storage in an unknown way")
     return StorageRef(key, dtype, numel)
 

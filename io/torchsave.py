@@ -174,6 +174,10 @@ class TorchSource:
         import torch
 
         if self._loaded is None:
+            if self.archive is not None and self.archive.packed:
+                raise FormatError(
+                    self.file, "its records are compressed, which torch.save never does"
+                )
             file = StoreFile(self.inner, self.file)
             try:
                 self._loaded = torch.load(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -84,8 +84,13 @@ class _Unpickler(restricted.Unpickler):
 
 
 @contextmanager
-def _reading(file: str) -> Iterator[None]:
-    """Say in our words why torch's unpickler stopped, and leave torch as it was."""
+def _reading(file: str, ended: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """Say in our words why torch's unpickler stopped, and leave torch as it was.
+
+    Args:
+        file: What it reads.
+        ended: Says whether it came to the end of the file.
+    """
     waiting = torch._utils._sparse_tensors_to_validate
     before = len(waiting)
     try:
@@ -93,6 +98,9 @@ def _reading(file: str) -> Iterator[None]:
     except FormatError:
         raise
     except Exception as error:  # it fails in many ways
+        if ended():
+            reason = "its state dict cannot be loaded: the file ends within it, being cut short"
+            raise FormatError(file, reason) from None
         raise FormatError(file, f"its state dict {explain_refusal(error)}") from None
     finally:
         del waiting[before:]
@@ -124,7 +132,7 @@ def read_legacy(store: Store, file: str, size: int) -> tuple[Any, Storages]:
 
     storages = Storages()
     stream = io.BufferedReader(StoreFile(store, file), 1 << 16)
-    with _reading(file):
+    with _reading(file, lambda: stream.tell() >= size):
         _Unpickler(stream, storages).load_one()  # the magic number
         protocol = _Unpickler(stream, storages).load_one()
         if protocol != _PROTOCOL:

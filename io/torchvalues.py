@@ -16,12 +16,19 @@ from typing import Any, Final
 import attrs
 
 from .errors import FormatError, ValueRefusedError
+from .torchzip import refuse_packed
 from .torchzip_write import zip_bytes
 
 __all__ = ["Leaf", "dump_values", "explain_refusal", "load_torch", "pickle_nested", "pickle_tensor"]
 
 _SCALARS: Final = (bool, float, type(None))
 _SMALL_INT: Final = 1 << 31
+_DANGEROUS: Final = frozenset(
+    (
+        *("os", "posix", "nt", "builtins", "__builtin__", "subprocess", "sys", "shutil", "pty"),
+        *("importlib", "runpy", "socket", "ctypes", "webbrowser", "code", "commands", "pickle"),
+    )
+)
 
 
 def load_torch(data: bytes, file: str, name: str) -> Any:
@@ -35,6 +42,10 @@ def load_torch(data: bytes, file: str, name: str) -> Any:
     Raises:
         FormatError: It is damaged, or not safe to load; then it says how to allow it.
     """
+    try:
+        refuse_packed(data, file)
+    except FormatError as error:
+        raise FormatError(file, f"the value of `{name}` cannot be loaded: {error.reason}") from None
     import torch
 
     try:
@@ -49,6 +60,8 @@ def explain_refusal(error: Exception) -> str:
     found = re.search(r"GLOBAL ([\w.]+)", text)
     if found:
         kind = found[1]
+        if kind.partition(".")[0] in _DANGEROUS:
+            return f"needs `{kind}`, which no checkpoint does: it may be malicious; none of it ran"
         return (
             f"needs `{kind}`, which is not safe to load unasked; if you trust it, allow it with "
             f"torch.serialization.add_safe_globals([{kind}]) and load again"

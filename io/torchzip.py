@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, cast
 
 import attrs
 
 from .errors import FormatError
 from .stores import MissingFileError, Store, StoreError
 
-__all__ = ["ALIGNMENT", "Archive", "Record", "Window", "read_archive"]
+__all__ = ["ALIGNMENT", "Archive", "Record", "Window", "read_archive", "refuse_packed"]
 
 ALIGNMENT: Final = 64
 """Records begin at multiples of this, counted from the archive's first byte, as torch has it."""
@@ -153,10 +153,12 @@ class Archive:
     Attributes:
         window: Where it lies.
         records: Its records, by name, without the folder that torch puts them all in.
+        packed: How many more there are that are compressed, which torch.save never does.
     """
 
     window: Window
     records: Mapping[str, Record]
+    packed: int = 0
 
     def read(self, name: str, limit: int) -> bytes:
         """Return a small record whole.
@@ -221,14 +223,33 @@ def read_archive(window: Window) -> Archive:
     found.sort()
     ends = [header for header, *_ in found[1:]] + [begin]
     records = {}
+    packed = 0
     for (header, nbytes, name, flags, crc), end in zip(found, ends, strict=True):
         if flags & _PACKED:
-            continue  # which torch.save never does, but TorchScript
+            packed += 1  # which torch.save never does, but TorchScript
+            continue
         folder, _, inner = name.decode("utf-8", "replace").partition("/")
         if not inner or inner in records or header + LOCAL.size + nbytes > begin:
             raise fault(window, f"its directory lists {folder}/{inner}, which cannot be")
         records[inner] = Record(name, header, nbytes, bool(flags & DESCRIBED), end, crc)
-    return Archive(window, records)
+    return Archive(window, records, packed)
+
+
+def refuse_packed(data: bytes, file: str) -> None:
+    """Refuse an archive with compressed records: a short one may unpack to any length.
+
+    Args:
+        data: What `torch.load` is to be given; what is no archive is its affair.
+        file: Where that was found, for errors.
+
+    Raises:
+        FormatError: There are such records, or the archive is damaged.
+    """
+    if not data.startswith(b"PK\3\4"):
+        return
+    window = Window(cast("Store", None), file, 0, len(data), data)  # all is there: nothing is read
+    if read_archive(window).packed:
+        raise fault(window, "its records are compressed, which torch.save never does")
 
 
 def _entry(window: Window, data: bytes, at: int) -> tuple[int, int, bytes, int, int, int]:

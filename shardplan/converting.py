@@ -122,7 +122,7 @@ def convert(
             128 MiB at least.
         overwrite: Whether a checkpoint that is there may be replaced.
         max_shard_size: The most bytes of a file, as a number or as ``"5GB"``; a tensor that is
-            larger has a file to itself. Not for a mesh.
+            larger has a file to itself. Not for a mesh, nor for ``"torch"``.
         verify: Whether to check every chunk against its checksum, where the old checkpoint has
             any. A chunk that is neither read whole nor in blocks is read once more for that.
         progress: Called with the bytes done and the bytes in all, of this process.
@@ -155,20 +155,14 @@ def convert(
             nevertheless, and nothing of it was removed.
         CheckpointError: With several processes, any of these; it tells where.
     """
-    if max_memory < _LEAST_MEMORY:
-        raise ValueError(
-            f"max_memory is {human_bytes(max_memory)}, and a conversion needs "
-            f"{human_bytes(_LEAST_MEMORY)} at least: blocks of the file that it writes, and those "
-            "that it reads meanwhile"
-        )
     comm = default_comm() if comm is None else comm
-    limit = None if max_shard_size is None else parse_size(max_shard_size)
     watch = Stopwatch()
-    store, writer = open_target(dst, format)
-    budget = Budget.of(max_memory, store)
     job: list[Job] = []
 
     def prepare() -> str:
+        _check_memory(max_memory)
+        limit = _shard_limit(max_shard_size, format, mesh)
+        store, writer = open_target(dst, format)
         with watch.phase("open"):
             source = open_source(src, pool=pool)
             _refuse_same(source, store, getattr(writer, "file", None))
@@ -186,12 +180,33 @@ def convert(
                 writer.leave_out, writer.tied = True, target.tied
             if comm.rank == comm.coordinator:
                 writer.refuse(store, overwrite)
+        budget = Budget.of(max_memory, store)
         job.append(Job(Reader(source, pool), store, format, writer, target, budget, verify))
         return secrets.token_hex(6)
 
     save_id = take_step(comm, "open", prepare, lambda ids: ids[comm.coordinator])
     done = job[0].run(comm, save_id, overwrite, watch, progress, pool)
     return _report(job[0], done, watch)
+
+
+def _check_memory(max_memory: int) -> None:
+    if max_memory < _LEAST_MEMORY:
+        raise ValueError(
+            f"max_memory is {human_bytes(max_memory)}, and a conversion needs "
+            f"{human_bytes(_LEAST_MEMORY)} at least: blocks of the file that it writes, and those "
+            "that it reads meanwhile"
+        )
+
+
+def _shard_limit(size: int | str | None, format: str, mesh: Mesh | None) -> int | None:
+    """Return the most bytes of a file, having refused it where it would say nothing."""
+    if size is None:
+        return None
+    if format == "torch":
+        raise ValueError("max_shard_size is for several files, and a torch checkpoint is one")
+    if mesh is not None:
+        raise ValueError("max_shard_size and mesh exclude each other: a mesh says what is cut how")
+    return parse_size(size)
 
 
 def _refuse_same(source: Source, target: Store, file: str | None) -> None:

@@ -405,8 +405,9 @@ def test_a_save_outlives_the_process_group_that_training_destroys(tmp_path):
     program = textwrap.dedent(
         """
         import sys, torch, torch.distributed as dist, shardplan
-        dist.init_process_group("gloo", init_method=sys.argv[2], rank=int(sys.argv[3]), world_size=2)
-        shardplan.async_save({f"w{dist.get_rank()}": torch.ones(2_000_000)}, sys.argv[1])
+        path, place, rank = sys.argv[1:]
+        dist.init_process_group("gloo", init_method=place, rank=int(rank), world_size=2)
+        shardplan.async_save({f"w{rank}": torch.ones(2_000_000)}, path)
         dist.destroy_process_group()
         """
     )

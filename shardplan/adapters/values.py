@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+from shardplan.io.errors import FormatError
+from shardplan.io.torchzip import refuse_packed
+
 __all__ = ["UnsafeValueError", "dump_value", "load_value", "safe_dump"]
 
 
@@ -34,6 +37,10 @@ def load_value(buffer: io.BytesIO) -> Any:
     Raises:
         UnsafeValueError: It is not, or these bytes are something else.
     """
+    try:
+        refuse_packed(buffer.getvalue(), "")
+    except FormatError as error:
+        raise UnsafeValueError(f"cannot be loaded: {error.reason}") from None
     buffer.seek(0)
     try:
         return torch.load(buffer, weights_only=True)
