@@ -110,11 +110,13 @@ def test_copied_and_streamed_files_are_the_same(tmp_path, small_tasks, format):
     streamed = CountingStore(open_store(tmp_path / "streamed"))
     shardplan.convert(tmp_path / "a", streamed, format=format)
     assert streamed.bytes_written()
-    names = [name for name in os.listdir(tmp_path / "copied") if name != ".metadata"]
-    assert sorted(names) == sorted(n for n in streamed.list() if n != ".metadata")
-    for name in names:
-        one, other = ((tmp_path / d / name).read_bytes() for d in ("copied", "streamed"))
-        assert one == other, name
+    sides = []
+    for folder in ("copied", "streamed"):
+        names = [name for name in os.listdir(tmp_path / folder) if name != ".metadata"]
+        # Names of dcp files end with the save's id.
+        cut = {name.partition("-")[0] if format == "dcp" else name: name for name in names}
+        sides.append({n: (tmp_path / folder / name).read_bytes() for n, name in cut.items()})
+    assert sides[0] == sides[1]
 
 
 @pytest.mark.parametrize("format", ["hf", "dcp", "torch"])
