@@ -56,7 +56,6 @@ bench: $(STAMP) ## compare planning, saving, loading and converting with torch
 	$(BIN)/python -P benchmarks/planning.py
 	$(BIN)/python -P benchmarks/io.py
 	$(BIN)/python -P benchmarks/formats.py
-	$(BIN)/python -P benchmarks/convert.py
 	$(BIN)/python -P benchmarks/ranks.py
 	$(BIN)/python -P benchmarks/cli.py
 

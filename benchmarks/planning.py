@@ -33,21 +33,27 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from shardplan.planning import (
+    LLAMA_TP,
     Mesh,
     Replicate,
     SavePlan,
     Shard,
     TensorSpec,
+    adam,
     annotate,
     cast,
     chain,
     decode_metadata,
     decode_plans,
     dedup_replicas,
+    derive_plans,
     drop,
     encode_metadata,
     encode_plan,
+    fingerprint,
+    fsdp_tp,
     global_plan,
+    llama3_405b,
     load_plan,
     local_plan,
     partition,
@@ -56,6 +62,7 @@ from shardplan.planning import (
     share_reads,
     split_chunks,
     split_replicas,
+    world_plans,
 )
 from shardplan.planning.draw import svg
 from shardplan.planning.text import table
@@ -253,6 +260,21 @@ def measure_growth(ranks: int, tensors: int) -> None:
     print(ranks * tensors, cost, peak)
 
 
+def measure_derived(ranks: int, tensors: int) -> None:
+    """Print what one rank computes when it derives everybody's plan (run in its own process)."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    mesh = Mesh(dp=ranks // 8, tp=8)
+    specs = dict(list(adam(fsdp_tp(llama3_405b(), mesh, LLAMA_TP)).items())[:tensors])
+    start = time.perf_counter()
+    plans, metadata = derive_plans(world_plans(specs, mesh))
+    fingerprint(metadata), plans[ranks // 3]
+    one = time.perf_counter() - start
+    manifest = len(encode_metadata(metadata))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"\neach of {ranks:,} ranks derives the plan of all for {len(specs):,} tensors")
+    print(f"in {one:.2f} s and {peak - before:.2f} GiB; metadata {manifest / 1e6:.2f} MB")
+
+
 def growth(tensors: int, largest: int) -> None:
     """Cost per chunk from 64 thousand chunks up, each size in a process of its own."""
     points = []
@@ -324,12 +346,18 @@ def main() -> None:
         "--largest", type=int, default=4096, help="ranks at the end of the growth curve"
     )
     parser.add_argument("--point", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--derive", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.point:
         measure_growth(options.point, options.tensors)
         return
+    if options.derive:
+        measure_derived(options.derive, options.tensors)
+        return
     print(f"torch {torch.__version__}, numpy {np.__version__}, Python {sys.version.split()[0]}")
     growth(options.tensors, options.largest)
+    command = [sys.executable, "-P", __file__, "--derive", "16384", "--tensors", "3400"]
+    subprocess.run(command, check=True)
     compare_axes()
     compare_passes(options.ranks, options.tensors)
     compare(options.ranks, options.tensors)

@@ -270,7 +270,9 @@ def _large(job: Job) -> npt.NDArray[np.bool_]:
 
 
 def _processors() -> int:
-    """Return how many processors this process may use."""
+    """Return how many processors this process may use; ranks of one machine share them."""
+    count = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        count = len(os.sched_getaffinity(0))
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # as torchrun tells
+    return max(count // int(ranks), 1) if ranks.isdecimal() and int(ranks) else count
