@@ -32,6 +32,9 @@ from torch.distributed.checkpoint.default_planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from shardplan.io.commit import assemble
+from shardplan.io.manifest import encode_manifest
+from shardplan.io.write import Written, WrittenFile
 from shardplan.planning import (
     LLAMA_TP,
     Mesh,
@@ -65,6 +68,7 @@ from shardplan.planning import (
     world_plans,
 )
 from shardplan.planning.draw import svg
+from shardplan.planning.files import file_numbers
 from shardplan.planning.text import table
 
 HERE = Path(__file__).parent
@@ -256,23 +260,39 @@ def measure_growth(ranks: int, tensors: int) -> None:
     """Print one point of the growth curve: chunks, seconds, peak GiB (run in its own process)."""
     blobs = our_blobs(model(tensors, ranks), ranks)
     cost, _ = seconds(lambda: our_coordinator(blobs), repeat=3)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(ranks * tensors, cost, peak)
+    print(ranks * tensors, cost, peak_gib())
 
 
 def measure_derived(ranks: int, tensors: int) -> None:
     """Print what one rank computes when it derives everybody's plan (run in its own process)."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    before = peak_gib()
     mesh = Mesh(dp=ranks // 8, tp=8)
     specs = dict(list(adam(fsdp_tp(llama3_405b(), mesh, LLAMA_TP)).items())[:tensors])
     start = time.perf_counter()
     plans, metadata = derive_plans(world_plans(specs, mesh))
     fingerprint(metadata), plans[ranks // 3]
     one = time.perf_counter() - start
-    manifest = len(encode_metadata(metadata))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"\neach of {ranks:,} ranks derives the plan of all for {len(specs):,} tensors")
-    print(f"in {one:.2f} s and {peak - before:.2f} GiB; metadata {manifest / 1e6:.2f} MB")
+    print(f"in {one:.2f} s and {peak_gib() - before:.2f} GiB")
+    written = [_written(rank, plan) for rank, plan in enumerate(plans)]
+    chunks = sum(len(report.sums) for report in written)
+    start = time.perf_counter()
+    data = encode_manifest(assemble(metadata, plans, written, save_id="x"))
+    commit = time.perf_counter() - start
+    print(f"the coordinator lists {chunks:,} chunks in {commit:.2f} s and {peak_gib():.2f} GiB")
+    print(f"in all; manifest {len(data) / 1e6:.0f} MB")
+
+
+def _written(rank: int, plan: SavePlan) -> Written:
+    """Report what a rank would have written."""
+    files = range(int(file_numbers(plan).max(initial=-1)) + 1)
+    made = tuple(WrittenFile(i, f"shard-{rank}-{i}", 1 << 30, 4096, 0) for i in files)
+    return Written(made, np.full(len(plan.items), rank, np.uint64), {})
+
+
+def peak_gib() -> float:
+    """Return the most memory that this process had so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def growth(tensors: int, largest: int) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 
 from shardplan.planning import Metadata, SavePlan, StorageMeta
 from shardplan.planning.blocks import BLOCK_BYTES
-from shardplan.planning.catalog import column
-from shardplan.planning.files import assign_files, save_id_of
+from shardplan.planning.catalog import Catalog, column
+from shardplan.planning.files import file_numbers, save_id_of
 from shardplan.planning.metadata import Entries
 from shardplan.planning.packing import Ints, readonly
 
@@ -75,7 +75,7 @@ def assemble(
         for name, layout in zip(entries.names, entries.layout.tolist(), strict=True)
     ]
     start = np.concatenate([[0], np.cumsum(column(counts))])
-    file, sums = _collect(metadata, plans, written, start, save_id)
+    file, sums = _collect(metadata, plans, written, start)
     if (file < 0).any():
         lost = entries.names[int(np.searchsorted(start, np.argmin(file), "right")) - 1]
         raise ValueError(
@@ -98,22 +98,29 @@ def _collect(
     plans: Sequence[SavePlan],
     written: Sequence[Written],
     start: Ints,
-    save_id: str,
 ) -> tuple[Ints, Sums]:
     """Return, per chunk of the checkpoint, the number of its file and its checksum."""
     file = np.full(int(start[-1]), -1, np.int64)
     sums = np.zeros(int(start[-1]), np.uint64)
+    stored = np.diff(start) > 0  # all but inline values
     first = 0  # how many files the ranks before have
-    for rank, (plan, one) in enumerate(zip(plans, written, strict=True)):
-        row, chunk = _chunks(plan, metadata)
-        stored = start[row + 1] > start[row]  # all but inline values
-        assigned = assign_files(plan, rank, save_id)
-        number = np.full(len(assigned.names) + 1, -1, np.int64)
+    catalog, rows = None, column([])
+    for plan, one in zip(plans, written, strict=True):
+        items = plan.items
+        if items.catalog is not catalog:  # ranks often share one
+            catalog, rows = items.catalog, _entries_of(items.catalog, metadata)
+        if len(items) and items.hint is None:
+            raise ValueError("these plans number no chunks; pass those that global_plan returned")
+        number = np.full(max((made.number for made in one.files), default=-1) + 1, -1, np.int64)
         for position, made in enumerate(one.files):
             number[made.number] = first + position
-        at = (start[row] + chunk)[stored]
-        file[at], sums[at] = number[assigned.file[stored]], one.sums[stored]
         first += len(one.files)
+        if items.hint is None:
+            continue
+        row = rows[items.row]
+        kept = stored[row]
+        at = start[row[kept]] + np.maximum(items.hint[kept], 0)
+        file[at], sums[at] = number[file_numbers(plan)[kept]], one.sums[kept]
     return file, sums
 
 
@@ -128,15 +135,10 @@ def _tensors_first(metadata: Metadata) -> Entries:
     return Entries(names, entries.props, readonly(entries.prop[order]), layouts, readonly(layout))
 
 
-def _chunks(plan: SavePlan, metadata: Metadata) -> tuple[Ints, Ints]:
-    """Return, per item, which entry it belongs to and which of its chunks it is."""
-    items, row_of = plan.items, metadata.state_dict_metadata.row_of
-    if len(items) and items.hint is None:
-        raise ValueError("these plans number no chunks; pass those that global_plan returned")
-    rows = column([row_of[name] for name in items.catalog.names])
-    if not len(items):
-        return column([]), column([])
-    return rows[items.row], np.maximum(items.hint if items.hint is not None else 0, 0)
+def _entries_of(catalog: Catalog, metadata: Metadata) -> Ints:
+    """Return which entry of the checkpoint each row of a catalog is."""
+    row_of = metadata.state_dict_metadata.row_of
+    return column([row_of[name] for name in catalog.names])
 
 
 def _places(file: Ints, start: Ints) -> tuple[tuple[Ints, ...], Ints]:

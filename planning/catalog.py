@@ -104,6 +104,12 @@ class Catalog:
         return tuple(map(self.head, range(len(self))))
 
     @cached_property
+    def name_order(self) -> Ints:
+        """The place of each row's name among all names, sorted; equal names have the same."""
+        number = {name: i for i, name in enumerate(sorted(set(self.names)))}
+        return column([number[name] for name in self.names])
+
+    @cached_property
     def itemsize(self) -> Ints:
         """Bytes that one element takes in the checkpoint; 0 for values that are no tensors."""
         return readonly(column([*(p.itemsize for p in self.props), 0])[self.prop])

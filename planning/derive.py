@@ -17,10 +17,12 @@ import numpy as np
 
 from .balance import even_out, uneven
 from .catalog import column
+from .columns import WriteItems
 from .metadata import Metadata
 from .packing import Ints, readonly
-from .placed import SpecLayout
+from .placed import SpecLayout, spread
 from .records import SavePlan
+from .tiling import pad
 from .topology import WorldPlans, world_metadata
 
 __all__ = ["DerivedPlans", "derive_plans"]
@@ -81,6 +83,41 @@ class _Shares:
         )
 
 
+@attrs.frozen(eq=False)
+class _Boxes:
+    """The boxes of all layouts, one row a box: by layout, then by rank, then as a rank stores them.
+
+    Attributes:
+        first, count: Per rank and layout, where its boxes begin, and how many they are. After the
+            last layout comes that of values that are no tensors: one box on every rank.
+        offsets, sizes: The boxes, as wide as the catalog is.
+        chunk: Which chunk of its tensor each of them is.
+    """
+
+    first: Ints
+    count: Ints
+    offsets: Ints
+    sizes: Ints
+    chunk: Ints
+
+    @classmethod
+    def of(cls, plans: WorldPlans, shares: Sequence[_Shares]) -> _Boxes:
+        """List the boxes of a world, given who shares which chunks."""
+        axes, ranks = plans.catalog.axes, np.arange(len(plans) + 1)
+        none = np.zeros((len(plans), 0), np.int64)
+        held = [*((s.rank, s.offsets, s.sizes) for s in plans.layouts), (ranks[:-1], none, none)]
+        edges = np.stack([np.searchsorted(rank, ranks) for rank, _, _ in held], axis=1)
+        start = np.cumsum([0, *(len(rank) for rank, _, _ in held)])[:-1]
+        columns = (
+            edges[:-1] + start,
+            np.diff(edges, axis=0),
+            np.concatenate([pad(offsets, axes, 0) for _, offsets, _ in held]),
+            np.concatenate([pad(sizes, axes, 1) for _, _, sizes in held]),
+            np.concatenate([share.chunk for share in shares]),
+        )
+        return cls(*map(readonly, columns))
+
+
 @attrs.frozen(eq=False, slots=False)
 class DerivedPlans(Sequence[SavePlan]):
     """One plan per rank, after replicas were given out; made when it is asked for.
@@ -105,28 +142,33 @@ class DerivedPlans(Sequence[SavePlan]):
         """Per row of the catalog that several ranks hold: which rank writes each chunk."""
         return _give_out(self.plans, self._shares)
 
+    @cached_property
+    def _boxes(self) -> _Boxes:
+        """What every rank holds of every layout."""
+        return _Boxes.of(self.plans, self._shares)
+
+    @cached_property
+    def _choice(self) -> tuple[Ints, Ints]:
+        """Where each row's chunks begin in a list of who writes which; -1 if its holders do."""
+        first, parts, end = np.full(len(self.plans.catalog.names), -1), [column([])], 0
+        for row, writers in self._writers.items():
+            first[row] = end
+            parts.append(writers)
+            end += len(writers)
+        return readonly(first), readonly(np.concatenate(parts))
+
     def _plan(self, rank: int) -> SavePlan:
-        plan, number = self.plans[rank], self.plans.layout_numbers
-        mine = [self._chunks_of(layout, rank) for layout in range(len(self._shares))]
-        rows = np.unique(plan.items.row).tolist()
-        hints = [mine[number[row]] for row in rows]
-        keeps = [self._kept(row, rank, hint) for row, hint in zip(rows, hints, strict=True)]
-        hint, keep = (np.concatenate(c) if c else np.zeros(0) for c in (hints, keeps))
-        keep = keep.astype(bool)
-        items = plan.items if keep.all() else plan.items.take(keep)
-        return attrs.evolve(plan, items=attrs.evolve(items, hint=column(hint[keep])))
-
-    def _chunks_of(self, layout: int, rank: int) -> Ints:
-        """Number the chunks that a rank holds of a layout, in the order in which it stores them."""
-        chunk = self._shares[layout].chunk
-        if layout == len(self.plans.layouts):
-            return chunk[rank : rank + 1]
-        low, high = np.searchsorted(self.plans.layouts[layout].rank, [rank, rank + 1])
-        return chunk[low:high]
-
-    def _kept(self, row: int, rank: int, chunks: Ints) -> Ints:
-        writers = self._writers.get(row)
-        return np.ones(len(chunks), bool) if writers is None else writers[chunks] == rank
+        boxes, number = self._boxes, self.plans.layout_numbers
+        row, nth = spread(boxes.count[rank][number])
+        at = boxes.first[rank][number[row]] + nth
+        chunk, (first, writer) = boxes.chunk[at], self._choice
+        shared = np.flatnonzero(first[row] >= 0)
+        keep = np.ones(len(row), bool)
+        keep[shared] = writer[first[row[shared]] + chunk[shared]] == rank
+        row, at, chunk = row[keep], at[keep], chunk[keep]
+        columns = map(readonly, (row, boxes.offsets[at], boxes.sizes[at]))
+        items = WriteItems(self.plans.catalog, *columns, hint=readonly(chunk))
+        return SavePlan(items, planner_data=self.plans.planner_data)
 
     def __len__(self) -> int:
         return len(self.plans)

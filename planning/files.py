@@ -11,11 +11,10 @@ from typing import Final
 import attrs
 import numpy as np
 
-from .catalog import column
 from .packing import Ints, readonly
 from .records import SavePlan
 
-__all__ = ["FileAssignment", "assign_files", "file_name", "save_id_of"]
+__all__ = ["FileAssignment", "assign_files", "file_name", "file_numbers", "save_id_of"]
 
 _SUFFIX: Final = ".safetensors"
 
@@ -69,18 +68,25 @@ def assign_files(plan: SavePlan, rank: int, save_id: str) -> FileAssignment:
     >>> files.names[1]
     'shard-00000-model-00002-of-00002-5f3a.safetensors'
     """
-    items = plan.items
-    names = items.catalog.names
-    number = {name: i for i, name in enumerate(sorted(set(names)))}
-    name = column([number[n] for n in names])[items.row] if len(items) else column([])
-    by_name = np.argsort(name, kind="stable")
-    place = np.arange(len(name)) - np.searchsorted(name[by_name], name[by_name])
-    file = np.empty(len(name), np.int64)
-    file[by_name] = place  # among the chunks of the same name
-    width = items.catalog.itemsize[items.row] if len(items) else column([])
+    items, file = plan.items, file_numbers(plan)
+    name, width = items.catalog.name_order[items.row], items.catalog.itemsize[items.row]
     count = int(file.max()) + 1 if len(file) else 0
     return FileAssignment(
         tuple(file_name(rank, i, count, save_id) for i in range(count)),
-        readonly(file),
+        file,
         readonly(np.lexsort((name, -width, file))),
     )
+
+
+def file_numbers(plan: SavePlan) -> Ints:
+    """Say which of its rank's files each item of a plan goes to: its place among equal names.
+
+    >>> from shardplan.planning import TensorSpec, local_plan, split_chunks
+    >>> file_numbers(split_chunks(8)((local_plan({"w": TensorSpec((4,))}),))[0])
+    array([0, 1])
+    """
+    name = plan.items.catalog.name_order[plan.items.row]
+    by_name = np.argsort(name, kind="stable")
+    file = np.empty(len(name), np.int64)
+    file[by_name] = np.arange(len(name)) - np.searchsorted(name[by_name], name[by_name])
+    return readonly(file)
