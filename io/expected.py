@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 import numpy as np
 
@@ -12,8 +13,16 @@ from shardplan.planning.tiling import Chunk
 from .checksums import hash_views
 from .headers import MAX_HEADER, Header, Slot
 from .manifest import Manifest
+from .stores import Store
 
-__all__ = ["Expected"]
+__all__ = ["Expected", "header_cost"]
+
+_PARSED: Final = 8  # how many times its own size a header takes in memory while it is read
+
+
+def header_cost(manifest: Manifest, number: int, store: Store) -> int:
+    """Return how many bytes of memory it takes to read the header of a file."""
+    return _PARSED * int(manifest.files.headers[number]) + store.staging
 
 
 class Expected:

@@ -33,6 +33,7 @@ from .stores import (
     a_folder,
     check_path,
     from_os_error,
+    no_file,
     short,
     taken,
     too_long,
@@ -106,7 +107,7 @@ class LocalStore:
             return 0
         runs = gather(asked, max_bytes=_STEP, max_views=IOV_MAX)
         bundled = list(bundles(runs, _STEP))
-        with _reported("read", file), _closing(os.open(file, os.O_RDONLY | os.O_CLOEXEC)) as fd:
+        with _reported("read", file), _opened(file) as fd:
             _check_size(fd, file, asked)
             if len(bundled) == 1:
                 return _read_runs(fd, file, bundled[0])
@@ -128,7 +129,7 @@ class LocalStore:
         """
         file = self.locate(path)
         asked = wanted(ranges)
-        with _reported("read", file), _closing(os.open(file, os.O_RDONLY | os.O_CLOEXEC)) as fd:
+        with _reported("read", file), _opened(file) as fd:
             _check_size(fd, file, asked)
             for offset, view in asked:
                 for low in range(0, view.nbytes, max_bytes):
@@ -140,7 +141,7 @@ class LocalStore:
     def mapped(self, path: str, starts: Sequence[int], length: int) -> Iterator[Bytes]:
         """Give the bytes of some ranges of a file, and what lies between; see `map_ranges`."""
         file = self.locate(path)
-        with _reported("read", file), _closing(os.open(file, os.O_RDONLY | os.O_CLOEXEC)) as fd:
+        with _reported("read", file), _opened(file) as fd:
             size = os.fstat(fd).st_size
             if starts[-1] + length > size:
                 raise short(file, starts[-1], length, size)
@@ -193,13 +194,11 @@ class LocalStore:
     def read_all(self, path: str, *, limit: int) -> bytes:
         """Return a small file whole; see `Store.read_all`."""
         file = self.locate(path)
-        with _reported("read", file), _closing(os.open(file, os.O_RDONLY | os.O_CLOEXEC)) as fd:
-            found = os.fstat(fd)
-            if stat.S_ISDIR(found.st_mode):
-                raise a_folder("read", file)
-            if found.st_size > limit:
-                raise too_long(file, found.st_size, limit)
-            data = bytearray(found.st_size)
+        with _reported("read", file), _opened(file) as fd:
+            size = os.fstat(fd).st_size
+            if size > limit:
+                raise too_long(file, size, limit)
+            data = bytearray(size)
             if data:
                 _read_runs(fd, file, [(0, [memoryview(data)])])
             return bytes(data)
@@ -362,6 +361,18 @@ def _closing(fd: int) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+@contextmanager
+def _opened(file: str) -> Iterator[int]:
+    """Open a file for reading; what is no file would be waited for, or never end."""
+    with _closing(os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as fd:
+        mode = os.fstat(fd).st_mode
+        if stat.S_ISDIR(mode):
+            raise a_folder("read", file)
+        if not stat.S_ISREG(mode):
+            raise no_file("read", file)
+        yield fd
 
 
 def _check_size(fd: int, file: str, asked: Sequence[tuple[int, memoryview]]) -> None:

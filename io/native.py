@@ -15,7 +15,7 @@ from shardplan.planning.packing import Ints
 from .checksums import Sums, combine, hash_views
 from .commit import read_manifest
 from .errors import FormatError
-from .expected import Expected
+from .expected import Expected, header_cost
 from .headers import parse_header
 from .manifest import MANIFEST, Manifest
 from .pool import Pool, default_pool
@@ -28,7 +28,6 @@ __all__ = ["NativeSource", "find", "source"]
 _MISSING: Final = (
     "it is missing; was the checkpoint overwritten or pruned while it was open? then open it again"
 )
-_PARSED: Final = 8  # how many times its own size a header takes in memory while it is read
 
 
 def find(store: Store, name: str = "") -> bool:
@@ -116,12 +115,11 @@ class NativeSource:
         new = [number for number in dict.fromkeys(numbers) if number not in self._known]
         if not new:
             return
-        lengths = self.manifest.files.headers
         _ = self._expected
         found = self._pool.map(
             self._header,
             new,
-            nbytes=lambda number: _PARSED * int(lengths[number]) + self.store.staging,
+            nbytes=lambda number: header_cost(self.manifest, number, self.store),
         )
         for at, begins in found:
             self._begins[at] = begins

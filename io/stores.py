@@ -182,7 +182,7 @@ class StoreError(OSError):
         remedy: What to try next; may be empty.
         kind: ``missing``, ``exists`` (the name is taken), ``denied`` (no permission), ``full`` (no
             space), ``short`` (the file ends too early), ``long`` (it is larger than allowed),
-            ``path`` (a name that no store accepts, or that of a folder), ``unsure`` (it may have
+            ``path`` (a name that no store accepts, or that of what is no file), ``unsure`` (it may have
             been done all the same), ``stopped`` (a fault that a test injected), or ``other``.
 
     >>> print(StoreError("read", "s3://bucket/a", "no such file", remedy="check the name"))
@@ -238,6 +238,12 @@ def a_folder(operation: str, url: str) -> StoreError:
     """Make the error for a folder where a file should be."""
     reason, remedy = "a folder has that name", "move the folder away, or choose another place"
     return StoreError(operation, url, reason, remedy=remedy, kind="path", errno=codes.EISDIR)
+
+
+def no_file(operation: str, url: str) -> StoreError:
+    """Make the error for a pipe, a socket or a device where a file should be."""
+    reason, remedy = "it is a pipe, a socket or a device, and no file", "move it away"
+    return StoreError(operation, url, reason, remedy=remedy, kind="path", errno=codes.EINVAL)
 
 
 def too_long(url: str, size: int, limit: int) -> StoreError:
@@ -335,7 +341,7 @@ def open_store(url: str | os.PathLike[str] | Store, **options: Any) -> Store:
             ``client_options={…}``; what is not given comes from the usual environment variables.
 
     Raises:
-        ValueError: The scheme is none of these, or the URL names no folder.
+        ValueError: It is empty, the scheme is none of these, or the URL names no folder.
         StoreError: A folder in a bucket is written in a way that no store accepts, as ``a/../b``.
         TypeError: It is no path and no store.
         ModuleNotFoundError: An object store was asked for and obstore is not installed.
@@ -380,6 +386,8 @@ def _no_store(thing: object) -> str:
 def _open_local(path: str, options: dict[str, Any]) -> Store:
     from .local import LocalStore  # which imports this module
 
+    if not path:  # in a script, mostly a variable that is not set: never mean where one happens to be
+        raise ValueError("the path is empty; write '.' for the current folder")
     return LocalStore(path, **options)
 
 

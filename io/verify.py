@@ -22,6 +22,7 @@ from shardplan.planning import find_issues
 from .buffers import byte_view
 from .checksums import combine
 from .errors import FormatError
+from .expected import header_cost
 from .manifest import MANIFEST, Manifest
 from .pool import Pool, default_pool
 from .progress import Progress
@@ -82,8 +83,11 @@ def check_files(
     """
     pool = pool or default_pool()
     files = Files(store, manifest, progress)
-    lengths = manifest.files.headers.tolist()
-    scans = pool.map(files.scan, range(len(lengths)), nbytes=lambda number: 2 * lengths[number])
+    scans = pool.map(
+        files.scan,
+        range(len(manifest.files)),
+        nbytes=lambda number: header_cost(manifest, number, store),
+    )
     hasher = _Hasher(store, progress, pool)
     cost = hasher.piece + store.staging
     pool.map(hasher.run, (task for scan in scans for task in _tasks(scan)), nbytes=cost)

@@ -18,6 +18,7 @@ from shardplan.io import local
 from shardplan.io.folders import FolderStore
 from shardplan.io.local import LocalStore
 from shardplan.io.pool import Pool
+from shardplan.io.sources import locate
 from shardplan.io.stores import MissingFileError, Store, StoreError, open_store
 from shardplan.io.testing import CountingStore, FaultyStore, InjectedError, Operation
 
@@ -429,6 +430,14 @@ def test_a_url_without_a_bucket_is_refused(bucket):
         open_store(f"s3://{bucket}/x")
 
 
+@pytest.mark.parametrize("nowhere", ["", "file://"])
+def test_an_empty_path_is_not_the_current_folder(nowhere):
+    with pytest.raises(ValueError, match="empty; write '.'"):
+        open_store(nowhere)
+    with pytest.raises(ValueError, match="empty; write '.'"):
+        locate(nowhere)
+
+
 def test_what_is_no_store_is_told_what_it_lacks():
     class Half:
         def read(self, path, ranges):
@@ -644,6 +653,23 @@ def test_files_and_then_their_folders_are_synced(tmp_path, monkeypatch):
     store.replace("folder/m", b"x")
     assert synced[0].startswith(f"{store.url}/folder/m.")
     assert synced[1:] == [f"{store.url}/folder"]
+
+
+@pytest.mark.parametrize("verb", ["read", "read_all", "read_pieces", "mapped"])
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path, verb):
+    os.mkfifo(tmp_path / "a")
+    store, view = open_store(tmp_path), memoryview(bytearray(1))
+    with pytest.raises(StoreError, match="no file") as caught:
+        match verb:
+            case "read":
+                store.read("a", [(0, view)])
+            case "read_all":
+                store.read_all("a", limit=1)
+            case "read_pieces":
+                next(store.read_pieces("a", [(0, view)], 1))
+            case _:
+                store.mapped("a", [0], 1).__enter__()
+    assert caught.value.kind == "path"
 
 
 def test_a_link_is_read_through_but_not_written_through(tmp_path):

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import shardplan
+from shardplan import open_checkpoint
 from shardplan.io.errors import FormatError
 from shardplan.io.headers import parse_header
-from shardplan.io.manifest import MANIFEST, sign
+from shardplan.io.manifest import MANIFEST, decode_manifest, sign
 from shardplan.io.pool import Pool
 from shardplan.io.progress import Progress
 from shardplan.io.stores import StoreError, open_store
@@ -462,6 +463,25 @@ def test_memory_stays_small_however_large_a_chunk_is(tmp_path):
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert peak < 8 << 20
+
+
+def test_reading_a_header_costs_the_same_whoever_reads_it(tmp_path):
+    long = "x" * 1000
+    shardplan.save({f"{long}{i}": torch.zeros(1) for i in range(300)}, tmp_path)
+    header = int(decode_manifest((tmp_path / MANIFEST).read_bytes()).files.headers[0])
+    peaks = []
+    for read in (verify, lambda path, pool: open_checkpoint(path, pool=pool)[f"{long}0"].read()):
+        with Pool(max_workers=1, max_bytes=1) as pool:
+            read(tmp_path, pool=pool)
+            peaks.append(pool.peak_bytes)
+    assert min(peaks) >= 8 * header
+
+
+def test_a_manifest_that_is_a_pipe_is_a_fault_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / MANIFEST)
+    (fault,) = verify(tmp_path).faults
+    assert (fault.kind, fault.file) == ("manifest", MANIFEST)
+    assert "pipe" in fault.reason
 
 
 def test_an_object_store_is_checked_like_a_disk(s3):
