@@ -451,7 +451,7 @@ def _entry(name: str, entry: os.DirEntry[str]) -> Entry | None:
         found = entry.stat()
     except FileNotFoundError:  # deleted a moment ago, or a link to nothing
         return None
-    return Entry(name, found.st_size, max(found.st_mtime, found.st_ctime))
+    return Entry(name, found.st_size, max(found.st_mtime, found.st_ctime), found.st_mtime)
 
 
 def _walk(folder: str, prefix: str, recursive: bool) -> Iterator[tuple[str, os.DirEntry[str]]]:

@@ -307,7 +307,8 @@ def _below(inner: Any, folder: str | None, recursive: bool) -> Iterator[Entry]:
 
 
 def _entry(found: Any) -> Entry:
-    return Entry(found["path"], found["size"], found["last_modified"].timestamp())
+    when = found["last_modified"].timestamp()
+    return Entry(found["path"], found["size"], when, when)
 
 
 @contextmanager

@@ -38,11 +38,14 @@ class Entry:
         size: Its size in bytes; 0 for a folder.
         modified: When it got here, in seconds since 1970, by the store's own clock: on a disk the
             last change of any kind, so that a fresh copy of an old file is young. 0 for a folder.
+        written: When its bytes were written, as far as the store knows: a copy may keep the time
+            of what it is a copy of. 0 for a folder.
     """
 
     name: str
     size: int = 0
     modified: float = 0.0
+    written: float = 0.0
 
 
 @runtime_checkable
@@ -182,8 +185,8 @@ class StoreError(OSError):
         remedy: What to try next; may be empty.
         kind: ``missing``, ``exists`` (the name is taken), ``denied`` (no permission), ``full`` (no
             space), ``short`` (the file ends too early), ``long`` (it is larger than allowed),
-            ``path`` (a name that no store accepts, or that of what is no file), ``unsure`` (it may have
-            been done all the same), ``stopped`` (a fault that a test injected), or ``other``.
+            ``path`` (a name that no store accepts, or that of what is no file), ``unsure`` (it may
+            have been done all the same), ``stopped`` (a fault that a test injected), or ``other``.
 
     >>> print(StoreError("read", "s3://bucket/a", "no such file", remedy="check the name"))
     cannot read s3://bucket/a: no such file; check the name
@@ -386,7 +389,9 @@ def _no_store(thing: object) -> str:
 def _open_local(path: str, options: dict[str, Any]) -> Store:
     from .local import LocalStore  # which imports this module
 
-    if not path:  # in a script, mostly a variable that is not set: never mean where one happens to be
+    if (
+        not path
+    ):  # in a script, mostly a variable that is not set: never mean where one happens to be
         raise ValueError("the path is empty; write '.' for the current folder")
     return LocalStore(path, **options)
 

@@ -24,7 +24,7 @@ from .torchzip import Archive, Record, Window, read_archive
 if TYPE_CHECKING:
     from .torchsave import TorchSource  # which needs torch, and others here do not
 
-__all__ = ["Foreign", "check_foreign"]
+__all__ = ["Foreign", "check_foreign", "lost_parts"]
 
 _SPAN: Final = 64 << 20  # bytes of a record that one thread sums
 _STEP: Final = 4 << 20
@@ -115,6 +115,11 @@ def check_foreign(source: Source, tell: Tell | None = None, pool: Pool | None = 
         sum(one.record.nbytes for one in sums),
         notes,
     )
+
+
+def lost_parts(source: Source) -> Sequence[Fault]:
+    """Name what is missing of a DCP checkpoint, or was cut short; no file is read."""
+    return _dcp_items(source)[1] if isinstance(source, DcpSource) else ()
 
 
 def _dcp_items(source: DcpSource) -> tuple[list[_Item], list[Fault]]:

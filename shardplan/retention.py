@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
-import re
 import time
-from collections.abc import Iterable, Mapping
-from typing import Any, Final, overload
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, Literal, overload
 
 import attrs
 
-from shardplan.io.commit import find_manifest, read_manifest, strays
+from shardplan.io.commit import find_manifest
 from shardplan.io.errors import FormatError
 from shardplan.io.folders import FolderStore
-from shardplan.io.manifest import MANIFEST, Manifest, decode_manifest
-from shardplan.io.pool import default_pool
-from shardplan.io.stores import Entry, Store, open_store
+from shardplan.io.manifest import MANIFEST, decode_manifest
+from shardplan.io.progress import Tell
+from shardplan.io.stores import Entry, Store
+from shardplan.io.torchsave import find as is_torch_file
 from shardplan.planning.files import save_id_of
+
+from .looking import Look, by_age, contents, is_whole, look, look_at, made, open_run, within
+from .verifying import verify as check
 
 __all__ = ["PruneReport", "latest", "prune"]
 
 _HOUR: Final = 3600.0
-_ATTEMPTS: Final = 3
-_MANIFEST: Final = 32 << 20  # bytes of memory that reading most manifests takes
+_LOG: Final = logging.getLogger("shardplan")
 
 
 @overload
@@ -36,8 +39,13 @@ def latest(path: str | os.PathLike[str] | Store) -> str | Store | None:
     Whole means that its manifest can be read and every file it names is there in its full size.
     All manifests are read, several at once; files are looked at only until one is found.
 
+    Checkpoints of torch.distributed.checkpoint count as well, by the time at which their
+    `.metadata` was written. Those of Hugging Face do not, nor do files of `torch.save`: among the
+    steps of a run they are what it started from, or what was made of it.
+
     Args:
-        path: A folder that holds checkpoints, one folder each.
+        path: A folder that holds checkpoints, one folder each. Folders that may not be looked into
+            are passed over.
 
     Returns:
         What opens the checkpoint: for a path, ``path`` and the folder in it; for a store, a store,
@@ -51,21 +59,22 @@ def latest(path: str | os.PathLike[str] | Store) -> str | Store | None:
     ...         _ = save({"w": torch.ones(2)}, f"{folder}/step-{step}")
     ...     latest(folder).removeprefix(folder)
     '/step-100'
+
+    Raises:
+        MissingFileError: There is no such folder on the disk.
     """
-    store = open_store(path)
-    names = _folders(store)
-    cost = _MANIFEST + store.staging
-    made = default_pool().map(lambda name: _created(_within(store, name)), names, nbytes=cost)
-    dated = [(when, name) for when, name in zip(made, names, strict=True) if when is not None]
-    for _, name in sorted(dated, key=_by_age, reverse=True):
-        if _is_whole(_within(store, name)):
+    store = open_run(path)
+    found = look_at(store, contents(store)[0], made, None)
+    dated = [(when, name) for name, when in found.items() if when is not None]
+    for _, name in sorted(dated, key=by_age, reverse=True):
+        if is_whole(within(store, name)):
             return FolderStore(store, name) if store is path else f"{store.url.rstrip('/')}/{name}"
     return None
 
 
 @attrs.frozen
 class PruneReport:
-    """What was removed.
+    """What was removed, or would be.
 
     Attributes:
         removed: Checkpoints, by folder.
@@ -73,6 +82,15 @@ class PruneReport:
         damaged: Checkpoints that are not whole; they are left alone.
         leftovers: Files of killed saves that were removed.
         spared: Files that look like those of a killed save, but are too young to be sure of it.
+        replaced: Checkpoints that were to go, and stay, since another save has taken their place
+            meanwhile.
+        ignored: Checkpoints of other formats, which are left alone.
+        denied: Folders that nobody let us look into.
+        checked: How those that are kept were checked: all their ``bytes``, or only the presence
+            and ``sizes`` of their files, as where nothing was to go.
+        files: How many files were removed.
+        nbytes: How many bytes these had.
+        dry_run: Whether nothing was removed, and all of this is what would be.
     """
 
     removed: tuple[str, ...]
@@ -80,17 +98,39 @@ class PruneReport:
     damaged: tuple[str, ...]
     leftovers: tuple[str, ...]
     spared: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    denied: tuple[str, ...] = ()
+    checked: Literal["bytes", "sizes"] = "sizes"
+    files: int = 0
+    nbytes: int = 0
+    dry_run: bool = False
 
 
 def prune(
-    path: str | os.PathLike[str] | Store, *, keep_last: int, min_age: float = _HOUR
+    path: str | os.PathLike[str] | Store,
+    *,
+    keep_last: int,
+    min_age: float = _HOUR,
+    verify: bool = True,
+    dry_run: bool = False,
+    progress: Tell | None = None,
 ) -> PruneReport:
     """Remove all but the newest checkpoints, and what killed saves left behind.
 
-    Only whole checkpoints count. The files of a save that is not committed yet, and of a checkpoint
-    that is being copied, look just like leftovers: so young ones are spared, together with all
-    other files of the same save. Parts of files that a killed process was sending to an object
-    store are seen by nobody but the service; see `ObjectStore`.
+    Only whole checkpoints count. Before any is removed, every byte of those that stay is checked:
+    a damaged one is never removed, and never kept in the place of a sound one. Where none is to be
+    removed, that is not needed, and presence and sizes are all that is looked at.
+
+    Only checkpoints of our own format go. Others do not say when they were made, and times of
+    files change when they are copied: they are left alone, and listed.
+
+    A checkpoint that another save has overwritten since it was looked at stays; the last look is
+    right before it is removed. Still, do not save into folders that are about to be pruned: no
+    store can look and delete in one step. The files of a save that is not committed yet, and of a
+    checkpoint that is being copied, look just like leftovers: so young ones are spared, together
+    with all other files of the same save. Parts of files that a killed process was sending to an
+    object store are seen by nobody but the service; see `ObjectStore`.
 
     Args:
         path: A folder that holds checkpoints, one folder each; or a checkpoint, of which only the
@@ -98,6 +138,11 @@ def prune(
         keep_last: How many checkpoints stay.
         min_age: For how many seconds no file of a killed save must have been written before they
             are removed. Make it longer than any file takes; 0 only if no save can be under way.
+        verify: Whether every byte of those that stay is checked; else, only whether all files are
+            there in their full sizes.
+        dry_run: Whether to remove nothing, and only tell what would be.
+        progress: Called as ``progress(done_bytes, total_bytes)`` of the bytes to be checked. The
+            total grows if a checkpoint proves to be damaged, and another is checked in its place.
 
     >>> import tempfile, torch
     >>> from shardplan import save
@@ -110,23 +155,34 @@ def prune(
     Raises:
         TypeError: ``keep_last`` is no whole number, or ``min_age`` no number.
         ValueError: ``keep_last`` is less than 1, or ``min_age`` less than 0.
+        MissingFileError: There is no such folder on the disk.
     """
     _check_wish(keep_last, min_age)
-    store = open_store(path)
-    names = ["", *_folders(store)]
-    cost = _MANIFEST + store.staging
-    looks = default_pool().map(lambda name: _look(_within(store, name)), names, nbytes=cost)
-    found = dict(zip(names, looks, strict=True))
-    below = [(look.created, name) for name, look in found.items() if name]
-    dated = [(when, name) for when, name in below if when is not None]
-    whole = [name for _, name in sorted(dated, key=_by_age) if found[name].whole]
-    damaged = [name for name in names[1:] if found[name].damaged]
-    doomed = whole[:-keep_last]
-    for name in doomed:
-        _remove(store, name)
-    left, spared = _tidy(store, found, min_age)
-    kept = tuple(whole[-keep_last:])
-    return PruneReport(tuple(doomed), kept, tuple(damaged), tuple(left), tuple(spared))
+    store = open_run(path)
+    inner, loose = contents(store)
+    found = look_at(store, ["", *inner], look, Look(denied=True))
+    whole = _whole(found)
+    if verify and len(whole) > keep_last:
+        kept, bad = _sound(store, found, whole, keep_last, progress)
+    else:
+        kept, bad = whole[-keep_last:], set()
+    doomed = [name for name in whole if name not in kept and name not in bad]
+    removed, replaced = _remove_all(store, found, doomed, dry_run)
+    old, spared = _tidy(store, found, min_age, dry_run)
+    return PruneReport(
+        tuple(removed),
+        tuple(kept),
+        tuple(name for name in inner if found[name].damaged or name in bad),
+        tuple(entry.name for entry in old),
+        tuple(entry.name for entry in spared),
+        tuple(replaced),
+        (*(name for name in inner if found[name].foreign), *_torch_files(store, loose)),
+        tuple(name for name in inner if found[name].denied),
+        "bytes" if verify and len(whole) > keep_last else "sizes",
+        sum(found[name].files for name in removed) + len(old),
+        sum(found[name].nbytes for name in removed) + sum(entry.size for entry in old),
+        dry_run,
+    )
 
 
 def _check_wish(keep_last: int, min_age: float) -> None:
@@ -140,116 +196,106 @@ def _check_wish(keep_last: int, min_age: float) -> None:
         raise ValueError(f"keep_last must be at least 1, min_age 0; not {keep_last}, {min_age}")
 
 
-def _tidy(store: Store, found: Mapping[str, _Look], min_age: float) -> tuple[list[str], list[str]]:
+def _whole(found: Mapping[str, Look]) -> list[str]:
+    """Return the checkpoints of which all files are there, the newest last."""
+    dated = [
+        (look.created, name)
+        for name, look in found.items()
+        if name and look.whole and look.created is not None
+    ]
+    return [name for _, name in sorted(dated, key=by_age)]
+
+
+def _torch_files(store: Store, files: Sequence[str]) -> list[str]:
+    """Name the files that are checkpoints of their own."""
+    return [] if MANIFEST in files else [name for name in files if is_torch_file(store, name)]
+
+
+def _sound(
+    store: Store, found: Mapping[str, Look], whole: Sequence[str], count: int, tell: Tell | None
+) -> tuple[list[str], set[str]]:
+    """Check checkpoints, the newest first, until enough are sound; name these and the damaged."""
+    sound, bad, left, done = list[str](), set[str](), list(whole), 0
+    while left and len(sound) < count:
+        total = done + sum(found[name].nbytes for name in left[len(sound) - count :])
+
+        def add(some: int, _: int, done: int = done, total: int = total) -> None:
+            if tell is not None:
+                tell(min(done + some, total), total)
+
+        name = left.pop()
+        done += found[name].nbytes
+        try:
+            fine = check(within(store, name), progress=add).ok
+        except FormatError:
+            continue  # it is gone: somebody else tidies up, too
+        if fine:
+            sound.insert(0, name)
+        else:
+            bad.add(name)
+    return sound, bad
+
+
+def _remove_all(
+    store: Store, found: Mapping[str, Look], doomed: Sequence[str], dry_run: bool
+) -> tuple[list[str], list[str]]:
+    """Remove checkpoints; name those that were, and those that another save has replaced."""
+    if dry_run:
+        return list(doomed), []
+    results = {name: _remove(store, name, found[name].save_id) for name in doomed}
+    removed, replaced = (
+        [name for name, done in results.items() if done == what] for what in ("removed", "replaced")
+    )
+    return removed, replaced
+
+
+def _remove(store: Store, name: str, save_id: str | None) -> Literal["removed", "replaced", "gone"]:
+    """Remove a checkpoint, its manifest first: it must never look whole while it is not."""
+    try:
+        data = find_manifest(within(store, name))
+        manifest = None if data is None else decode_manifest(data)
+    except FormatError:
+        return "replaced"  # by what nobody can read
+    if manifest is None:
+        return "gone"  # somebody else removes it
+    if manifest.save_id != save_id:
+        return "replaced"
+    _LOG.info("removing %s of %s", name, store.url)
+    store.delete([f"{name}/{MANIFEST}"])
+    store.sync()
+    store.delete([f"{name}/{file}" for file in manifest.files.names])
+    return "removed"
+
+
+def _tidy(
+    store: Store, found: Mapping[str, Look], min_age: float, dry_run: bool
+) -> tuple[list[Entry], list[Entry]]:
     """Remove what killed saves left in some folders, unless it is too young."""
-    left, spared = list[str](), list[str]()
-    for name, look in found.items():
-        old, young = _by_save(look.strays, min_age)
-        if old:
-            _within(store, name).delete(old)
-        left += [f"{name}/{file}".lstrip("/") for file in old]
-        spared += [f"{name}/{file}".lstrip("/") for file in young]
+    left, spared = list[Entry](), list[Entry]()
+    for name, seen in found.items():
+        inside = [attrs.evolve(e, name=f"{name}/{e.name}".lstrip("/")) for e in seen.strays]
+        old, young = _by_save(inside, min_age)
+        left += old
+        spared += young
+    if left and not dry_run:
+        _LOG.info("removing %d files of killed saves in %s", len(left), store.url)
+        store.delete([entry.name for entry in left])
     return left, spared
 
 
-def _by_save(found: Iterable[Entry], min_age: float) -> tuple[list[str], list[str]]:
+def _by_save(found: Iterable[Entry], min_age: float) -> tuple[list[Entry], list[Entry]]:
     """Tell files apart that nobody writes any more and others; those of one save go together."""
     newest: dict[str, float] = {}
     for entry in found:
-        save = save_id_of(entry.name) or entry.name
+        save = _save_of(entry)
         newest[save] = max(entry.modified, newest.get(save, 0.0))
     limit = time.time() - min_age if min_age else math.inf
-    old, young = list[str](), list[str]()
+    old, young = list[Entry](), list[Entry]()
     for entry in found:
-        is_old = newest[save_id_of(entry.name) or entry.name] <= limit
-        (old if is_old else young).append(entry.name)
+        is_old = newest[_save_of(entry)] <= limit
+        (old if is_old else young).append(entry)
     return old, young
 
 
-def _remove(store: Store, name: str) -> None:
-    """Remove a checkpoint, its manifest first: it must never look whole while it is not."""
-    inside = _within(store, name)
-    files = read_manifest(inside).files.names
-    store.delete([f"{name}/{MANIFEST}"])
-    store.sync()
-    store.delete([f"{name}/{file}" for file in files])
-
-
-@attrs.frozen
-class _Look:
-    """What a look into a folder told.
-
-    Attributes:
-        created: When its checkpoint was made; None if there is none, or nobody can tell.
-        whole: Whether all of it is there.
-        damaged: Whether there is one, but not all of it.
-        strays: Files of killed saves.
-    """
-
-    created: float | None = None
-    whole: bool = False
-    damaged: bool = False
-    strays: tuple[Entry, ...] = ()
-
-
-def _look(store: Store) -> _Look:
-    found = store.entries(recursive=False)  # before the manifest is read: see `strays`
-    try:
-        data = find_manifest(store)
-        manifest = None if data is None else decode_manifest(data)
-    except FormatError:
-        return _Look(damaged=True)  # and nobody can tell which files it speaks of
-    if manifest is None:
-        return _Look(strays=strays(found, None))
-    whole = _is_complete(manifest, found) or _is_whole(store)
-    return _Look(manifest.created, whole, not whole, strays(found, manifest))
-
-
-def _created(store: Store) -> float | None:
-    """Return when a checkpoint was made; None if there is none that can be read."""
-    try:
-        data = find_manifest(store)
-        return None if data is None else decode_manifest(data).created
-    except FormatError:
-        return None
-
-
-def _is_whole(store: Store) -> bool:
-    """Tell whether all files are there that the manifest names, though it may be replaced now."""
-    last = None
-    for _ in range(_ATTEMPTS):
-        try:
-            manifest = read_manifest(store)
-        except FormatError:
-            return False
-        if manifest.save_id == last:
-            return False
-        if _is_complete(manifest, store.entries(recursive=False)):
-            return True
-        last = manifest.save_id
-    return False
-
-
-def _is_complete(manifest: Manifest, found: Iterable[Entry]) -> bool:
-    sizes = {entry.name: entry.size for entry in found}
-    files = zip(manifest.files.names, manifest.files.sizes.tolist(), strict=True)
-    return all(sizes.get(name) == size for name, size in files)
-
-
-def _folders(store: Store) -> list[str]:
-    return [name.rstrip("/") for name in store.list(recursive=False) if name.endswith("/")]
-
-
-def _within(store: Store, folder: str) -> Store:
-    return FolderStore(store, folder) if folder else store
-
-
-def _by_age(dated: tuple[float, str]) -> tuple[float, list[Any]]:
-    """Sort by time, then by name, in which numbers count as such.
-
-    >>> sorted([(1.0, "step-10"), (1.0, "step-9"), (0.5, "x")], key=_by_age)
-    [(0.5, 'x'), (1.0, 'step-9'), (1.0, 'step-10')]
-    """
-    created, name = dated
-    parts = re.split("([0-9]+)", name)  # every other one is a number
-    return created, [int(part) if n % 2 else part for n, part in enumerate(parts)]
+def _save_of(entry: Entry) -> str:
+    return save_id_of(entry.name.rpartition("/")[2]) or entry.name
