@@ -23,6 +23,8 @@ from shardplan.planning import BytesMetadata, TensorMetadata, check
 from shardplan.planning.reports.sheet import Sheet, Table, human_seconds
 from shardplan.planning.text import human_bytes
 
+from .freshness import ATTEMPTS, STOPPED, was_replaced
+
 __all__ = ["Change", "CheckpointDiff", "diff"]
 
 _SHOWN: Final = 50
@@ -113,7 +115,7 @@ def diff(
     Where both were cut alike, checksums tell, and no tensor is read. All other elements are read
     from both and compared as bits, a few megabytes at a time. Every file must be there in its full
     size; beyond that, what is on the disk is taken to be what was saved: `verify` tells whether it
-    is.
+    is. If a side is overwritten meanwhile, the new one is compared, from the start.
 
     Args:
         a: The first checkpoint.
@@ -147,14 +149,16 @@ def diff(
     """
     start = time.perf_counter()
     pool = pool or default_pool()
-    sides = []
-    for path in (a, b):
-        side = Reader(open_source(path, pool=pool), pool)
-        check(side.metadata)
-        if isinstance(side.source, NativeSource):
-            _check_sizes(side.store, side.source.manifest.files)
-        sides.append(side)
-    found, bytes_read = _compare(sides[0], sides[1], values, locate, progress)
+    for left in reversed(range(ATTEMPTS)):
+        sides = [Reader(open_source(path, pool=pool), pool) for path in (a, b)]
+        try:
+            for side in sides:
+                _check_side(side)
+            found, bytes_read = _compare(sides[0], sides[1], values, locate, progress)
+            break
+        except STOPPED:  # a side that was overwritten meanwhile is compared as it is now
+            if not left or not any(map(was_replaced, sides)):
+                raise
     ours, theirs = (side.metadata.state_dict_metadata for side in sides)
     return CheckpointDiff(
         sides[0].store.url,
@@ -164,6 +168,12 @@ def diff(
         bytes_read,
         time.perf_counter() - start,
     )
+
+
+def _check_side(side: Reader) -> None:
+    check(side.metadata)
+    if isinstance(side.source, NativeSource):
+        _check_sizes(side.store, side.source.manifest.files)
 
 
 def _check_sizes(store: Store, files: FileTable) -> None:

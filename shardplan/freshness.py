@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from shardplan.io.errors import FormatError, LoadError
-from shardplan.io.read import Reader
 from shardplan.io.sources import Source, open_source
-from shardplan.io.stores import StoreError
+from shardplan.io.stores import Store, StoreError
 
-__all__ = ["ATTEMPTS", "STOPPED", "plain_errors", "was_replaced"]
+if TYPE_CHECKING:
+    from shardplan.io.pool import Pool
+    from shardplan.io.read import Reader  # which needs torch, and a check does not
+
+__all__ = ["ATTEMPTS", "STOPPED", "is_another", "plain_errors", "save_of", "was_replaced"]
 
 ATTEMPTS: Final = 16
 """How often to begin anew with a checkpoint that is overwritten again and again."""
@@ -26,17 +29,26 @@ STOPPED: Final = (FormatError, LoadError, StoreError)
 
 def was_replaced(reader: Reader | None) -> bool:
     """Tell whether another save has taken the place of a checkpoint since it was opened."""
-    known = None if reader is None else _save_of(reader.source)
-    if reader is None or known is None:
+    if reader is None:
+        return False
+    return is_another(reader.store, save_of(reader.source), reader.source.format, reader.pool)
+
+
+def is_another(
+    store: Store, known: str | None, format: str | None = None, pool: Pool | None = None
+) -> bool:
+    """Tell whether a folder holds another save than the known one."""
+    if known is None:
         return False
     try:
-        now = _save_of(open_source(reader.store, format=reader.source.format, pool=reader.pool))
+        now = save_of(open_source(store, format=format, pool=pool))
     except (FormatError, StoreError):
         return False  # it is gone, and nothing is there in its place
     return now != known
 
 
-def _save_of(source: Source) -> str | None:
+def save_of(source: Source) -> str | None:
+    """Return which save made a checkpoint; None if it does not say."""
     about = source.metadata.storage_meta
     return None if about is None else about.save_id
 

@@ -21,6 +21,8 @@ from shardplan.io.verify_foreign import check_foreign
 from shardplan.planning.reports.sheet import Sheet, Table, human_seconds
 from shardplan.planning.text import human_bytes
 
+from .freshness import ATTEMPTS, is_another, save_of
+
 __all__ = ["VerifyReport", "verify"]
 
 _SHOWN: Final = 50
@@ -84,12 +86,14 @@ def verify(
     have no checksums. The report's ``notes`` say what could not be checked.
 
     It does not stop at the first fault, and does not raise for any: print what it returns. Data is
-    streamed through small buffers, so that checkpoints of any size can be checked anywhere.
+    streamed through small buffers, so that checkpoints of any size can be checked anywhere. If the
+    checkpoint is overwritten meanwhile, the new one is checked, from the start.
 
     Args:
         path: The checkpoint, of any format.
         progress: Called as ``progress(done_bytes, total_bytes)``, from one thread at a time, with
-            ever more bytes done and all of them in the end. What it raises stops the check.
+            ever more bytes done and all of them in the end; it starts at 0 again if the checkpoint
+            was overwritten. What it raises stops the check.
         pool: The threads and the memory budget to use.
 
     Returns:
@@ -117,19 +121,31 @@ def verify(
     """
     start = time.perf_counter()
     store, name = locate(path)
+    for left in reversed(range(ATTEMPTS)):
+        report, save_id = _check(path, store, name, progress, pool)
+        if report.ok or not left or name or not is_another(store, save_id, pool=pool):
+            break
+    return attrs.evolve(report, seconds=time.perf_counter() - start)
+
+
+def _check(
+    path: str | os.PathLike[str] | Store,
+    store: Store,
+    name: str,
+    tell: Tell | None,
+    pool: Pool | None,
+) -> tuple[VerifyReport, str | None]:
+    """Check what is there now; return which save that was, too."""
     try:
         data = None if name else find_manifest(store)
         manifest = None if data is None else decode_manifest(data)
     except (FormatError, StoreError) as error:
         if isinstance(error, StoreError) and not store.exists(MANIFEST):
             raise
-        report = _without_manifest(store, error, progress)
-    else:
-        if data is None or manifest is None:
-            report = _foreign(path, store, name, progress, pool)
-        else:
-            report = _with_manifest(store, manifest, len(data), progress, pool)
-    return attrs.evolve(report, seconds=time.perf_counter() - start)
+        return _without_manifest(store, error, tell), None
+    if data is None or manifest is None:
+        return _foreign(path, store, name, tell, pool)
+    return _with_manifest(store, manifest, len(data), tell, pool), manifest.save_id
 
 
 def _foreign(
@@ -138,20 +154,21 @@ def _foreign(
     name: str,
     tell: Tell | None,
     pool: Pool | None,
-) -> VerifyReport:
-    """Check a checkpoint that another tool wrote."""
+) -> tuple[VerifyReport, str | None]:
+    """Check a checkpoint that another tool wrote; return which save it is of, too."""
     url = f"{store.url}/{name}" if name else store.url
     try:
         format = detect(store, name)
     except FormatError:
         raise no_checkpoint(store) from None
     try:
-        found = check_foreign(open_source(path, format=format, pool=pool), tell, pool)
+        source = open_source(path, format=format, pool=pool)
+        found = check_foreign(source, tell, pool)
     except FormatError as error:
         Progress(0, tell)
-        return VerifyReport(url, (Fault("header", error.file, error.reason),), format=format)
+        return VerifyReport(url, (Fault("header", error.file, error.reason),), format=format), None
     keys = {fault.key for fault in found.faults if fault.key is not None}
-    return VerifyReport(
+    report = VerifyReport(
         url,
         found.faults,
         tuple(sorted(keys)),
@@ -161,6 +178,7 @@ def _foreign(
         format=format,
         notes=found.notes,
     )
+    return report, save_of(source)
 
 
 def _without_manifest(

@@ -390,3 +390,19 @@ def test_a_file_that_is_missing_or_of_another_size_is_no_checkpoint_to_compare(
     store = CountingStore(open_store(places[1 - side]))
     diff(store, store)
     assert [o.name for o in store.operations].count("list") == 2
+
+
+def test_a_side_that_is_overwritten_meanwhile_is_compared_as_it_is_now(tmp_path):
+    w = torch.arange(6.0)
+    for name in "ab":
+        shardplan.save({"w": w}, tmp_path / name)
+    shardplan.save({"w": w + 1}, tmp_path / "b", planner=split_chunks(8), overwrite=True)
+    calls = []
+
+    def tell(done, total):
+        calls.append(done)
+        if len(calls) == 1:
+            shardplan.save({"w": w}, tmp_path / "b", planner=split_chunks(8), overwrite=True)
+
+    assert not shardplan.diff(tmp_path / "a", tmp_path / "b", progress=tell)
+    assert calls.count(0) == 2

@@ -3,9 +3,11 @@
 import itertools
 import json
 import os
+import shutil
 import threading
 import time
 import tracemalloc
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -482,6 +484,30 @@ def test_a_manifest_that_is_a_pipe_is_a_fault_and_not_waited_for(tmp_path):
     (fault,) = verify(tmp_path).faults
     assert (fault.kind, fault.file) == ("manifest", MANIFEST)
     assert "pipe" in fault.reason
+
+
+@pytest.mark.parametrize("format", ["safetensors", "dcp"])
+def test_a_checkpoint_that_is_overwritten_meanwhile_is_checked_anew(tmp_path, format):
+    save = partial(shardplan.save, small_state(), tmp_path, format=format)
+    save()
+    calls = []
+
+    def tell(done, total):
+        calls.append((done, total))
+        if len(calls) == 2:
+            save(overwrite=True)
+
+    report = verify(tmp_path, progress=tell)
+    assert report.ok, report
+    assert sum(done == 0 for done, _ in calls) == 2
+
+
+def test_what_was_removed_meanwhile_is_not_sound(saved):
+    def tell(done, total):
+        if done:
+            shutil.rmtree(saved, ignore_errors=True)
+
+    assert {fault.kind for fault in verify(saved, progress=tell).faults} == {"missing"}
 
 
 def test_an_object_store_is_checked_like_a_disk(s3):
