@@ -75,10 +75,12 @@ class Comparison:
     Attributes:
         differing: Those that differ, by name.
         bytes_read: Bytes of elements that were read for it, of both sides.
+        unread: Those of which some or all chunks were compared by checksum, and not read.
     """
 
     differing: Mapping[str, TensorDiff]
     bytes_read: int
+    unread: frozenset[str]
 
 
 def compare_tensors(
@@ -87,6 +89,7 @@ def compare_tensors(
     names: Iterable[str],
     *,
     locate: bool = False,
+    read: bool = False,
     tell: Tell | None = None,
 ) -> Comparison:
     """Compare the elements of tensors that have the same shape and dtype on both sides.
@@ -96,16 +99,21 @@ def compare_tensors(
         b: The second side, with the same pool.
         names: The tensors.
         locate: Whether to read what checksums say differs, too, to tell how much of it and where.
+        read: Whether to read everything, and go by no checksum.
         tell: Is told of the bytes that are to be read from either side.
     """
     matcher = _Matcher(a, b)
     found: dict[str, TensorDiff] = {}
     unread: list[tuple[str, Ints]] = []
+    settled: set[str] = set()
     for name in names:
-        equal, differs = matcher.settle(name)
+        equal, differs = matcher.settle(name, trust=not read)
         if (~equal & ~differs).any() or (locate and differs.any()):
             unread.append((name, np.flatnonzero(~equal)))
-        elif differs.any():
+            settled.update([name] if equal.any() else [])
+            continue
+        settled.update([name] if len(equal) else [])
+        if differs.any():
             found[name] = TensorDiff(int(differs.sum()))
     boxes = list(_boxes(a, unread))
     progress = Progress(sum(box.nbytes for box in boxes), tell)
@@ -117,7 +125,7 @@ def compare_tensors(
     pieces = a.pool.map(work.run, _batches(boxes), nbytes=cost)
     progress.finish()
     found.update(_merge(piece for part in pieces for piece in part[0]))
-    return Comparison(found, sum(part[1] for part in pieces))
+    return Comparison(found, sum(part[1] for part in pieces), frozenset(settled))
 
 
 class _Matcher:
@@ -128,11 +136,16 @@ class _Matcher:
         self._entries = a.metadata.state_dict_metadata, b.metadata.state_dict_metadata
         self._known: dict[tuple[int, int], Ints] = {}
 
-    def settle(self, name: str) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Tell of each chunk of the first side whether it is surely equal, or surely not."""
+    def settle(
+        self, name: str, *, trust: bool
+    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """Tell of each chunk of the first side whether it is surely equal, or surely not.
+
+        If checksums are not to be trusted, nothing is sure.
+        """
         ours, theirs = self._a.sums_of(name), self._b.sums_of(name)
         match = self._match(name)
-        if ours is None or theirs is None:
+        if ours is None or theirs is None or not trust:
             return np.zeros(len(match), bool), np.zeros(len(match), bool)
         both = match >= 0
         if self._a.block_bytes != self._b.block_bytes:  # only a single block is hashed alike

@@ -25,7 +25,7 @@ from shardplan.planning.text import human_bytes
 
 from .freshness import ATTEMPTS, STOPPED, was_replaced
 
-__all__ = ["Change", "CheckpointDiff", "diff"]
+__all__ = ["Change", "CheckpointDiff", "diff", "taken_on_trust"]
 
 _SHOWN: Final = 50
 _WIDE: Final = 60  # characters of a value that are shown
@@ -67,6 +67,9 @@ class CheckpointDiff:
         keys: How many keys both have.
         bytes_read: How many bytes of tensors were read to tell, of both.
         seconds: How long it took.
+        by_checksum: How many keys were compared by checksums that were written down, at least in
+            part: nobody looked at what is on the disk.
+        values: Whether values were compared at all, beside names, shapes and dtypes.
     """
 
     a: str
@@ -75,6 +78,8 @@ class CheckpointDiff:
     keys: int = 0
     bytes_read: int = 0
     seconds: float = 0.0
+    by_checksum: int = 0
+    values: bool = True
 
     def __bool__(self) -> bool:
         return bool(self.changes)
@@ -107,15 +112,17 @@ def diff(
     *,
     values: bool = True,
     locate: bool = False,
+    read: bool = False,
     progress: Tell | None = None,
     pool: Pool | None = None,
 ) -> CheckpointDiff:
     """Compare two checkpoints by key: names, shapes, dtypes and values.
 
-    Where both were cut alike, checksums tell, and no tensor is read. All other elements are read
-    from both and compared as bits, a few megabytes at a time. Every file must be there in its full
-    size; beyond that, what is on the disk is taken to be what was saved: `verify` tells whether it
-    is. If a side is overwritten meanwhile, the new one is compared, from the start.
+    Where both were cut alike, the checksums tell that were written down when they were saved, and
+    no tensor is read. All other elements are read from both and compared as bits, a few megabytes
+    at a time. Every file must be there in its full size; beyond that, what is on the disk is taken
+    to be what was saved: ``read=True`` looks, and so does `verify`. If a side is overwritten
+    meanwhile, the new one is compared, from the start.
 
     Args:
         a: The first checkpoint.
@@ -123,6 +130,7 @@ def diff(
         values: Whether to compare values at all.
         locate: Whether to read what checksums say differs, too: so that the number of differing
             elements and the place of the first is told of every tensor, at the price of reading.
+        read: Whether to read everything from both, and go by no checksum. Damage is then an error.
         progress: Called as ``progress(done_bytes, total_bytes)``, from one thread at a time, with
             ever more bytes done and all of them in the end; bytes of one side.
         pool: The threads and the memory budget to use.
@@ -154,7 +162,7 @@ def diff(
         try:
             for side in sides:
                 _check_side(side)
-            found, bytes_read = _compare(sides[0], sides[1], values, locate, progress)
+            found = _compare(*sides, values=values, locate=locate, read=read, tell=progress)
             break
         except STOPPED:  # a side that was overwritten meanwhile is compared as it is now
             if not left or not any(map(was_replaced, sides)):
@@ -163,10 +171,12 @@ def diff(
     return CheckpointDiff(
         sides[0].store.url,
         sides[1].store.url,
-        tuple(sorted(found, key=lambda change: change.key)),
+        tuple(sorted(found.changes, key=lambda change: change.key)),
         len(ours.keys() & theirs.keys()),
-        bytes_read,
+        found.bytes_read,
         time.perf_counter() - start,
+        len(found.by_checksum),
+        values,
     )
 
 
@@ -196,21 +206,32 @@ def _check_sizes(store: Store, files: FileTable) -> None:
             )
 
 
+@attrs.frozen
+class _Found:
+    """What differs, the bytes that were read to tell, and the keys that were not all read."""
+
+    changes: list[Change]
+    bytes_read: int = 0
+    by_checksum: frozenset[str] = frozenset()
+
+
 def _compare(
-    a: Reader, b: Reader, values: bool, locate: bool, tell: Tell | None
-) -> tuple[list[Change], int]:
+    a: Reader, b: Reader, *, values: bool, locate: bool, read: bool, tell: Tell | None
+) -> _Found:
     changes = list(_structure(a, b))
     if not values:
         Progress(0, tell)
-        return changes, 0
+        return _Found(changes)
     changed = {change.key for change in changes}
     entries = a.metadata.state_dict_metadata
     shared = [name for name in entries if name not in changed]
     tensors = [n for n in shared if isinstance(entries[n], TensorMetadata)]
-    found = compare_tensors(a, b, tensors, locate=locate, tell=tell)
+    found = compare_tensors(a, b, tensors, locate=locate, read=read, tell=tell)
     changes += [_tensor_change(name, differs) for name, differs in found.differing.items()]
-    changes += _values(a, b, [n for n in shared if isinstance(entries[n], BytesMetadata)])
-    return changes, found.bytes_read
+    others = [n for n in shared if isinstance(entries[n], BytesMetadata)]
+    alike = set() if read else {name for name in others if _stored_alike(a, b, name)}
+    changes += _values(a, b, [name for name in others if name not in alike])
+    return _Found(changes, found.bytes_read, found.unread | alike)
 
 
 def _structure(a: Reader, b: Reader) -> Iterator[Change]:
@@ -237,18 +258,21 @@ def _tensor_change(name: str, found: TensorDiff) -> Change:
     )
 
 
+def _stored_alike(a: Reader, b: Reader, name: str) -> bool:
+    """Tell whether a value lies in a file of either side, with the same checksum."""
+    ours, theirs = a.source.sums_of(name), b.source.sums_of(name)
+    return (
+        ours is not None
+        and theirs is not None
+        and len(ours) > 0  # stored in a file
+        and a.source.block_bytes == b.source.block_bytes
+        and np.array_equal(ours, theirs)
+    )
+
+
 def _values(a: Reader, b: Reader, names: list[str]) -> Iterator[Change]:
-    """Compare values that are no tensors; those stored alike are not read."""
+    """Compare values that are no tensors."""
     for name in names:
-        ours, theirs = a.source.sums_of(name), b.source.sums_of(name)
-        if (
-            ours is not None
-            and theirs is not None
-            and len(ours)  # stored in a file
-            and a.source.block_bytes == b.source.block_bytes
-            and np.array_equal(ours, theirs)
-        ):
-            continue
         old, new = a.value(name), b.value(name)
         if not same_value(old, new):
             yield Change(name, "values", old, new)
@@ -260,8 +284,23 @@ def _told(entry: TensorMetadata | BytesMetadata) -> str:
     return f"{entry.properties.dtype} {list(entry.size)}"
 
 
+def taken_on_trust(found: CheckpointDiff) -> str:
+    """Say what was not read to tell; nothing if all was.
+
+    >>> taken_on_trust(CheckpointDiff("a", "b", (), keys=3, by_checksum=2))
+    '2 of 3 by the checksums that were written down'
+    """
+    if not found.values:
+        return "by names, shapes and dtypes only"
+    if not found.by_checksum:
+        return ""
+    many = "" if found.by_checksum == found.keys else f"{found.by_checksum:,} of {found.keys:,} "
+    return f"{many}by the checksums that were written down"
+
+
 def _sheet(found: CheckpointDiff) -> Sheet:
-    cost = f"{human_bytes(found.bytes_read)} of tensors read in {human_seconds(found.seconds)}"
+    read = f"{human_bytes(found.bytes_read)} of tensors read in {human_seconds(found.seconds)}"
+    cost = "; ".join(filter(None, (taken_on_trust(found), read)))
     if not found.changes:
         return Sheet(f"No difference: {found.keys:,} keys, {cost}")
     changed = len({change.key for change in found.changed})

@@ -406,3 +406,36 @@ def test_a_side_that_is_overwritten_meanwhile_is_compared_as_it_is_now(tmp_path)
 
     assert not shardplan.diff(tmp_path / "a", tmp_path / "b", progress=tell)
     assert calls.count(0) == 2
+
+
+def flip_last(folder):
+    """Change one bit of the last tensor, whatever its checksum was."""
+    (file,) = folder.glob("shard-*")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def test_what_was_only_compared_by_checksum_is_told(tmp_path):
+    sd = {"w": torch.arange(6.0), "kind": torch.float32, "step": 7}
+    shardplan.save(sd, tmp_path / "a")
+    shardplan.save(sd, tmp_path / "b")
+    found = diff(tmp_path / "a", tmp_path / "b")
+    assert (found.by_checksum, found.bytes_read) == (2, 0)
+    assert "2 of 3 by the checksums that were written down; 0 B" in repr(found)
+    found = diff(tmp_path / "a", tmp_path / "b", read=True)
+    assert (bool(found), found.by_checksum, found.bytes_read) == (False, 0, 48)
+    assert "checksum" not in repr(found)
+    assert "names, shapes and dtypes only" in repr(
+        diff(tmp_path / "a", tmp_path / "b", values=False)
+    )
+
+
+def test_a_damaged_copy_is_found_by_reading_it(tmp_path):
+    sd = {"w": torch.arange(6.0)}
+    shardplan.save(sd, tmp_path / "a")
+    shardplan.save(sd, tmp_path / "b")
+    flip_last(tmp_path / "b")
+    assert not diff(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(FormatError, match="`w`"):
+        diff(tmp_path / "a", tmp_path / "b", read=True)

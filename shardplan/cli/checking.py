@@ -24,11 +24,13 @@ Example: shardplan verify s3://bucket/step-100 && echo sound
 
 DIFF_HELP = r"""Compare two checkpoints by name: shapes, dtypes and values, however each was cut.
 
-Where both were cut alike their checksums are compared; other tensors are read, a few megabytes at a
-time. Exits with 1 if anything differs.
+Where both were cut alike, the checksums are compared that were written down when they were saved;
+other tensors are read, a few megabytes at a time. --read reads everything. Exits with 1 if anything
+differs.
 
 JSON keys: a, b, equal, keys (that both have), changes (key, what: added, removed, type, shape,
-dtype or values, before, after, elements, first, chunks), bytes_read, seconds.
+dtype or values, before, after, elements, first, chunks), by_checksum (how many keys were compared
+by checksums that were written down, at least in part), bytes_read, seconds.
 
 Example: shardplan diff step-100 step-200 --locate
 """
@@ -63,6 +65,10 @@ def diff(
             "--locate", help="Find the first element that differs, where it takes reading."
         ),
     ] = False,
+    read: Annotated[
+        bool,
+        typer.Option("--read", help="Read everything from both, and go by no checksum."),
+    ] = False,
     json: Json = False,
     verbose: Verbose = False,
     debug: Debug = False,
@@ -73,7 +79,7 @@ def diff(
     from .findings import print_diff, show_diff
 
     with counting("diff") as tell:
-        found = compare(a, b, values=values, locate=locate, progress=tell)
+        found = compare(a, b, values=values, locate=locate, read=read, progress=tell)
     if json:
         print_diff(found)
     else:

@@ -108,6 +108,7 @@ def print_diff(found: CheckpointDiff) -> None:
                 }
                 for change in found.changes
             ],
+            "by_checksum": found.by_checksum,
             "bytes_read": found.bytes_read,
             "seconds": found.seconds,
         }
@@ -116,13 +117,14 @@ def print_diff(found: CheckpointDiff) -> None:
 
 def show_diff(found: CheckpointDiff) -> None:
     """Answer `diff` on a terminal."""
+    from shardplan.comparing import taken_on_trust
+
     cost = f"{human_bytes(found.bytes_read)} read in {human_seconds(found.seconds)}"
+    how = taken_on_trust(found)
+    told = [Text(f"{how}; --read looks at the bytes", style="dim")] if how else []
     if not found:
-        show(
-            Text.assemble(
-                ("no difference", "bold green"), f"  {counted(found.keys, 'name')}; {cost}"
-            )
-        )
+        same = f"  {counted(found.keys, 'name')}; {cost}"
+        show(Text.assemble(("no difference", "bold green"), same), *told)
         return
     changed = len({change.key for change in found.changed})
     parts: list[Any] = [
@@ -134,6 +136,7 @@ def show_diff(found: CheckpointDiff) -> None:
             (f"{changed:,} changed", "yellow" if changed else "dim"),
             f", {found.keys - changed:,} equal; {cost}",
         ),
+        *told,
         unbroken((f"before: {safe(found.a)}\nafter:  {safe(found.b)}", "dim")),
         "",
     ]
