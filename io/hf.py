@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NoReturn
 
 from shardplan.planning import Chunk, Metadata
@@ -33,9 +33,12 @@ __all__ = [
     "INDEX",
     "SINGLE",
     "HfSource",
+    "choose_files",
     "find",
     "indices",
+    "missing_parts",
     "plain_files",
+    "read_header",
     "read_index",
     "source",
     "uncommitted",
@@ -91,6 +94,7 @@ class HfSource:
         tied: Names that share another's elements, and those others: a header says so of weights
             that were saved once under one of their names.
         notes: What is odd and yet no error, as text; it was logged, too.
+        header_bytes, data_bytes: How many bytes all headers have, and all elements in the files.
     """
 
     format = "hf"
@@ -100,13 +104,18 @@ class HfSource:
         self.store = store
         self.tied: dict[str, str] = {}
         self.notes: tuple[str, ...] = ()
-        weights, files, index = self._choose(name)
-        headers = (pool or default_pool()).map(lambda file: _read(store, file, index), files)
+        weights, files, index = choose_files(store, name)
+        lost = next(missing_parts(files), None) if index is None and not name else None
+        if lost is not None:
+            raise FormatError(*lost)
+        headers = (pool or default_pool()).map(lambda file: read_header(store, file, index), files)
         if not name and index is None:
             headers = [h for h in headers if not _is_part(h.metadata)]
         if not headers:
             raise FormatError(name or store.url, "there are no safetensors files to read")
         self.files: Sequence[str] = tuple(header.file for header in headers)
+        self.header_bytes = sum(header.length for header in headers)
+        self.data_bytes = sum(slot.nbytes for h in headers for slot in h.slots.values())
         self._places = _gather(headers, weights)
         self._add_tied(headers)
         if index is not None:
@@ -130,27 +139,6 @@ class HfSource:
     def value(self, name: str, *, verify: bool = True) -> NoReturn:
         """Raise: there are only tensors."""
         raise FormatError(self.store.url, f"`{name}` is no value: safetensors hold tensors only")
-
-    def _choose(self, name: str) -> tuple[dict[str, str], list[str], str | None]:
-        """Return which key the index has in which file, all files to read, and the index."""
-        if name and not name.endswith(_INDEX_SUFFIX):
-            return {}, [name], None
-        found = () if name else self.store.list(recursive=False)
-        if SINGLE in found:
-            return {}, [SINGLE], None
-        named = [name] if name else indices(found)
-        if len(named) > 1 and INDEX not in named:
-            raise FormatError(
-                self.store.url,
-                f"it holds several models: {', '.join(named)}; give the path of one of these",
-            )
-        if not named:
-            files = plain_files(found)
-            _check_numbered(files)
-            return {}, files, None
-        index = INDEX if INDEX in named else named[0]
-        weights = read_index(self.store, index)
-        return weights, sorted(set(weights.values())), index
 
     def _add_tied(self, headers: Iterable[Header]) -> None:
         for header in headers:
@@ -180,6 +168,26 @@ class HfSource:
         _LOG.warning(note)
 
 
+def choose_files(store: Store, name: str = "") -> tuple[dict[str, str], list[str], str | None]:
+    """Return which key the index has in which file, all files to read, and the index."""
+    if name and not name.endswith(_INDEX_SUFFIX):
+        return {}, [name], None
+    found = () if name else store.list(recursive=False)
+    if SINGLE in found:
+        return {}, [SINGLE], None
+    named = [name] if name else indices(found)
+    if len(named) > 1 and INDEX not in named:
+        raise FormatError(
+            store.url,
+            f"it holds several models: {', '.join(named)}; give the path of one of these",
+        )
+    if not named:
+        return {}, plain_files(found), None
+    index = INDEX if INDEX in named else named[0]
+    weights = read_index(store, index)
+    return weights, sorted(set(weights.values())), index
+
+
 def indices(found: Iterable[str]) -> list[str]:
     """Name the files that say which of several files holds which tensor."""
     return [name for name in found if name.endswith(_INDEX_SUFFIX)]
@@ -190,17 +198,22 @@ def plain_files(found: Iterable[str]) -> list[str]:
     return [name for name in found if name.endswith(_SUFFIX) and save_id_of(name) is None]
 
 
-def _check_numbered(files: Sequence[str]) -> None:
-    """Refuse a folder that lacks some of the files that belong together, by their names."""
+def missing_parts(files: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Name the files that are lacking of those that belong together, by their names; and say why.
+
+    >>> [name for name, _ in missing_parts(["a-00002-of-00003.safetensors"])]
+    ['a-00001-of-00003.safetensors', 'a-00003-of-00003.safetensors']
+    """
+    told = set(files)
     for file in files:
         match = _NUMBERED.fullmatch(file)
         if match is None:
             continue
         stem, count = match[1], int(match[3])
-        wanted = (f"{stem}-{i + 1:05d}-of-{match[3]}{_SUFFIX}" for i in range(count))
-        missing = next((name for name in wanted if name not in files), None)
-        if missing is not None:
-            raise FormatError(missing, f"it is missing; {file} is one of {count} files")
+        for name in (f"{stem}-{i + 1:05d}-of-{match[3]}{_SUFFIX}" for i in range(count)):
+            if name not in told:
+                told.add(name)
+                yield name, f"it is missing; {file} is one of {count} files"
 
 
 def uncommitted(store: Store, file: str) -> bool:
@@ -235,8 +248,8 @@ def _is_part(metadata: Mapping[str, str]) -> bool:
     return isinstance(own, dict) and PART_OF in own
 
 
-def _read(store: Store, file: str, index: str | None) -> Header:
-    """Read one header, in one request if it is short."""
+def read_header(store: Store, file: str, index: str | None = None) -> Header:
+    """Read one header, in one request if it is short; an index may have named the file."""
     try:
         size = store.size(file)
         data = bytearray(min(size, _FIRST))

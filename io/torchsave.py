@@ -156,6 +156,11 @@ class TorchSource:
             return found.begin
         return found.begin + self.archive.begin(f"data/{found.tensor.storage.key}")
 
+    def keys_in(self, record: str) -> tuple[str, ...]:
+        """Name the tensors whose elements lie in a record of the archive."""
+        found = self._tensors.items()
+        return tuple(n for n, one in found if f"data/{one.tensor.storage.key}" == record)
+
     def sums_of(self, name: str) -> Sums | None:
         """There are no checksums that could be compared."""
         return None

@@ -6,7 +6,7 @@ torch never looks at. Safetensors files have none: of those, only headers and si
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 import attrs
@@ -14,6 +14,8 @@ import attrs
 from .crc import combine_crc, sum_crc
 from .dcp import DcpSource
 from .errors import FormatError
+from .headers import Header
+from .hf import HfSource, choose_files, missing_parts, read_header
 from .pool import Pool, default_pool
 from .progress import Progress, Tell
 from .scan import Fault
@@ -24,7 +26,7 @@ from .torchzip import Archive, Record, Window, read_archive
 if TYPE_CHECKING:
     from .torchsave import TorchSource  # which needs torch, and others here do not
 
-__all__ = ["Foreign", "check_foreign", "lost_parts"]
+__all__ = ["Foreign", "check_foreign", "check_headers", "lost_parts"]
 
 _SPAN: Final = 64 << 20  # bytes of a record that one thread sums
 _STEP: Final = 4 << 20
@@ -43,6 +45,8 @@ class Foreign:
         chunks: How many records were found to fit their checksums.
         nbytes: How many bytes were read for that.
         notes: What could not be checked, and why.
+        unchecked: How many bytes there are that have no checksums.
+        lost: Names that cannot be loaded whole, beside those of the faults.
     """
 
     faults: tuple[Fault, ...]
@@ -50,16 +54,31 @@ class Foreign:
     chunks: int = 0
     nbytes: int = 0
     notes: tuple[str, ...] = ()
+    unchecked: int = 0
+    lost: frozenset[str] = frozenset()
 
 
 @attrs.frozen
 class _Item:
-    """An archive: its bytes of a file, and the name of what it holds; None if it holds all."""
+    """An archive: its bytes of a file, and whose they are.
+
+    Attributes:
+        file: The file.
+        offset, length: Its bytes there.
+        key: What it holds; None if it holds all.
+        keys_in: Says what one of its records holds, if it holds all.
+    """
 
     file: str
     offset: int
     length: int
     key: str | None
+    keys_in: Callable[[str], Sequence[str]] | None = None
+
+    def keys(self, record: str) -> Sequence[str | None]:
+        """Name what is lost with a record."""
+        found = () if self.keys_in is None else self.keys_in(record)
+        return found or (self.key,)
 
 
 @attrs.frozen
@@ -82,39 +101,83 @@ def check_foreign(source: Source, tell: Tell | None = None, pool: Pool | None = 
     """
     pool = pool or default_pool()
     files = len(source.files)
-    if source.format == "hf":
+    if isinstance(source, HfSource):
         Progress(0, tell)
-        return Foreign((), files, notes=(_HELD_BY_HF,))
+        return Foreign(
+            (), files, 0, source.header_bytes, (_HELD_BY_HF,), unchecked=source.data_bytes
+        )
     if isinstance(source, DcpSource):
         items, faults = _dcp_items(source)
         store = source.inner
     else:
         torch_source: TorchSource = source  # type: ignore[assignment]
         items, faults, store = [], [], torch_source.inner
+        size = store.size(torch_source.file)
         if torch_source.archive is None:
             Progress(0, tell)
-            return Foreign((), 1, notes=("files of old torch versions have no checksums",))
-        items = [_Item(torch_source.file, 0, store.size(torch_source.file), None)]
-    sums, bare = list[_Sum](), 0
-    for found in pool.map(lambda item: _records(store, item), items):
+            notes = ("files of old torch versions have no checksums",)
+            return Foreign((), 1, notes=notes, unchecked=size)
+        items = [_Item(torch_source.file, 0, size, None, torch_source.keys_in)]
+    sums, bare = list[_Sum](), list[_Item]()
+    for item, found in zip(items, pool.map(lambda item: _records(store, item), items), strict=True):
         if isinstance(found, Fault):
             faults.append(found)
         elif not found:
-            bare += 1
+            bare.append(item)
         sums += [] if isinstance(found, Fault) else found
     progress = Progress(sum(one.record.nbytes for one in sums), tell)
     checked = _check(store, sums, progress, pool)
     progress.finish()
-    wrong = [fault for fault in checked if fault is not None]
-    notes = (f"{bare:,} of {len(items):,} archives have no checksums",) if bare else ()
+    wrong = [fault for some in checked for fault in some]
+    notes = (f"{len(bare):,} of {len(items):,} archives have no checksums",) if bare else ()
     order = {file: number for number, file in enumerate(source.files)}
     return Foreign(
         tuple(sorted([*faults, *wrong], key=lambda f: (order.get(f.file, -1), f.begin))),
         files,
-        len(sums) - len(wrong),
+        sum(not some for some in checked),
         sum(one.record.nbytes for one in sums),
         notes,
+        sum(item.length for item in bare),
     )
+
+
+def check_headers(store: Store, name: str, error: FormatError, pool: Pool | None = None) -> Foreign:
+    """Look for all that is wrong with safetensors files that could not be opened.
+
+    Args:
+        store: Where they lie.
+        name: A single file, or an index; empty for whatever is in the folder.
+        error: Why they could not be opened: told if each file by itself is as it should be.
+        pool: The threads to use.
+    """
+    try:
+        weights, files, index = choose_files(store, name)
+    except FormatError as damage:
+        return Foreign((Fault("header", damage.file, damage.reason),), 0)
+    lacking = () if index or name else missing_parts(files)
+    faults = [Fault("missing", file, reason) for file, reason in lacking]
+    found = (pool or default_pool()).map(lambda file: _header(store, file, index), files)
+    faults += [one for one in found if isinstance(one, Fault)]
+    bad = {fault.file for fault in faults}
+    return Foreign(
+        tuple(faults) or (Fault("header", error.file, error.reason),),
+        len(files),
+        0,
+        sum(one.length for one in found if isinstance(one, Header)),
+        lost=frozenset(key for key, file in weights.items() if file in bad),
+    )
+
+
+def _header(store: Store, file: str, index: str | None) -> Header | Fault:
+    size = _size(store, file)
+    if isinstance(size, Fault):
+        return attrs.evolve(size, reason=f"{size.reason}, and {index} names it") if index else size
+    try:
+        return read_header(store, file, index)
+    except FormatError as error:
+        return Fault("header", file, error.reason)
+    except StoreError as error:
+        return Fault("unreadable", file, error.reason)
 
 
 def lost_parts(source: Source) -> Sequence[Fault]:
@@ -180,7 +243,8 @@ def _is_safetensors(store: Store, item: _Item) -> bool:
 
 def _check(
     store: Store, sums: Sequence[_Sum], progress: Progress, pool: Pool
-) -> Iterable[Fault | None]:
+) -> Sequence[Sequence[Fault]]:
+    """Return what is wrong with each record."""
     spans = [
         (number, low, min(low + _SPAN, one.record.nbytes))
         for number, one in enumerate(sums)
@@ -210,14 +274,17 @@ def _check(
             failed[number] = crc
         else:
             found[number] = combine_crc(found[number], crc, high - low) if low else crc
-    return [_fault(one, found[n], failed.get(n)) for n, one in enumerate(sums)]
+    return [list(_faults(one, found[n], failed.get(n))) for n, one in enumerate(sums)]
 
 
-def _fault(one: _Sum, crc: int, failed: StoreError | None) -> Fault | None:
+def _faults(one: _Sum, crc: int, failed: StoreError | None) -> Iterator[Fault]:
+    """Tell of each name in a record that it is damaged, if it is."""
+    if failed is None and crc == one.record.crc:
+        return
     place = one.begin, one.begin + one.record.nbytes
-    if failed is not None:
-        return Fault("unreadable", one.item.file, failed.reason, one.item.key, *place)
-    if crc == one.record.crc:
-        return None
     reason = f"the CRC-32 of {one.name} is {crc:08x}, and {one.record.crc:08x} was written down"
-    return Fault("checksum", one.item.file, reason, one.item.key, *place)
+    for key in one.item.keys(one.name):
+        if failed is not None:
+            yield Fault("unreadable", one.item.file, failed.reason, key, *place)
+        else:
+            yield Fault("checksum", one.item.file, reason, key, *place)

@@ -17,7 +17,7 @@ from shardplan.io.scan import Fault
 from shardplan.io.sources import detect, locate, open_source
 from shardplan.io.stores import Store, StoreError
 from shardplan.io.verify import Findings, check_files, check_manifest
-from shardplan.io.verify_foreign import check_foreign
+from shardplan.io.verify_foreign import Foreign, check_foreign, check_headers
 from shardplan.planning.reports.sheet import Sheet, Table, human_seconds
 from shardplan.planning.text import human_bytes
 
@@ -30,7 +30,7 @@ _SHOWN: Final = 50
 
 @attrs.frozen(repr=False)
 class VerifyReport:
-    """What a check of a whole checkpoint found; true if it is sound; printed as a table.
+    """What a check of a whole checkpoint found; true if no fault was; printed as a table.
 
     Attributes:
         path: The checkpoint.
@@ -45,6 +45,7 @@ class VerifyReport:
         seconds: How long it took.
         format: What was checked.
         notes: What could not be checked, and why.
+        unchecked: How many bytes there are that nobody can check, since they have no checksums.
     """
 
     path: str
@@ -57,11 +58,23 @@ class VerifyReport:
     seconds: float = 0.0
     format: str = "safetensors"
     notes: tuple[str, ...] = ()
+    unchecked: int = 0
 
     @property
     def ok(self) -> bool:
         """Whether every byte that can be checked is what was saved; see ``notes``."""
         return not self.faults
+
+    @property
+    def verdict(self) -> str:
+        """What the check came to, in a few words."""
+        if self.faults:
+            return _many(len(self.faults), "fault")
+        if not self.unchecked:
+            return "sound"
+        if not self.chunks:
+            return "headers fit; there are no checksums for the elements"
+        return f"sound, but for {human_bytes(self.unchecked)} that have no checksums"
 
     def __bool__(self) -> bool:
         return self.ok
@@ -164,10 +177,14 @@ def _foreign(
     try:
         source = open_source(path, format=format, pool=pool)
         found = check_foreign(source, tell, pool)
+        save_id = save_of(source)
     except FormatError as error:
         Progress(0, tell)
-        return VerifyReport(url, (Fault("header", error.file, error.reason),), format=format), None
-    keys = {fault.key for fault in found.faults if fault.key is not None}
+        save_id = None
+        found = Foreign((Fault("header", error.file, error.reason),), 0)
+        if format == "hf":
+            found = check_headers(store, name, error, pool)
+    keys = found.lost.union(fault.key for fault in found.faults if fault.key is not None)
     report = VerifyReport(
         url,
         found.faults,
@@ -177,8 +194,9 @@ def _foreign(
         nbytes=found.nbytes,
         format=format,
         notes=found.notes,
+        unchecked=found.unchecked,
     )
-    return report, save_of(source)
+    return report, save_id
 
 
 def _without_manifest(
@@ -217,11 +235,10 @@ def _leftovers(store: Store) -> tuple[str, ...]:
 
 def _sheet(report: VerifyReport) -> Sheet:
     count = len(report.faults)
-    verdict = "sound" if report.ok else _many(count, "fault")
     speed = human_bytes(report.nbytes / report.seconds) if report.seconds else "?"
     title = (
-        f"{report.path}: {verdict}; {_many(report.files, 'file')}, {human_bytes(report.nbytes)} "
-        f"checked in {human_seconds(report.seconds)} ({speed}/s)"
+        f"{report.path}: {report.verdict}; {_many(report.files, 'file')}, "
+        f"{human_bytes(report.nbytes)} checked in {human_seconds(report.seconds)} ({speed}/s)"
     )
     rows = [_row(fault) for fault in report.faults[:_SHOWN]]
     tables = [Table(("fault", "key", "file", "bytes", "reason"), rows)] if rows else []

@@ -1,7 +1,9 @@
 """Checkpoints of other tools are checked as far as they can be, and the rest is told."""
 
+import json
 import os
 import pickle
+import zipfile
 
 import pytest
 import torch
@@ -65,7 +67,7 @@ def test_a_bit_that_flipped_is_found_though_torch_loads_it(tmp_path, make):
     (fault,) = report.faults
     assert (fault.kind, fault.end - fault.begin) == ("checksum", SD["w"].nbytes)
     assert "was written down" in fault.reason
-    assert report.keys == (() if make is of_torch else ("w",))
+    assert report.keys == ("w",)
     assert "1 fault" in repr(report)
 
 
@@ -107,6 +109,8 @@ def test_archives_without_checksums_are_told_as_such(tmp_path):
     flip(path, NEEDLE)
     report = verify(path)
     assert (report.ok, report.chunks) == (True, 0)
+    assert report.unchecked == path.stat().st_size
+    assert "sound" not in report.verdict
     assert report.notes == ("1 of 1 archives have no checksums",)
 
 
@@ -119,6 +123,11 @@ def test_safetensors_files_are_checked_as_far_as_they_can_be(tmp_path):
     save_file(TENSORS, tmp_path / "model.safetensors")
     report = verify(tmp_path)
     assert report.ok
+    data = sum(tensor.nbytes for tensor in TENSORS.values())
+    assert report.unchecked == data
+    assert report.nbytes == os.path.getsize(tmp_path / "model.safetensors") - data
+    assert "headers fit; there are no checksums for the elements" in repr(report)
+    assert "sound" not in repr(report)
     assert "no checksums: headers and sizes were checked" in report.notes[0]
     assert report.notes[0] in repr(report)
     with open(tmp_path / "model.safetensors", "r+b") as file:
@@ -132,6 +141,45 @@ def test_an_index_that_names_what_is_not_there_is_a_fault(tmp_path):
     (tmp_path / INDEX).write_text('{"weight_map": {"w": "b.safetensors"}}')
     (fault,) = verify(tmp_path).faults
     assert fault.file == "b.safetensors"
+
+
+def test_every_shard_that_is_damaged_or_missing_is_told(tmp_path):
+    weights = {}
+    for number, name in enumerate("abcde", 1):
+        file = f"model-{number:05d}-of-00005.safetensors"
+        save_file({name: torch.ones(4)}, tmp_path / file)
+        weights[name] = file
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weights}))
+    os.truncate(tmp_path / weights["b"], 20)
+    os.truncate(tmp_path / weights["c"], os.path.getsize(tmp_path / weights["c"]) - 1)
+    (tmp_path / weights["e"]).unlink()
+    report = verify(tmp_path)
+    kinds = [("header", "b"), ("header", "c"), ("missing", "e")]
+    assert [(f.kind, f.file) for f in report.faults] == [(k, weights[n]) for k, n in kinds]
+    assert report.keys == ("b", "c", "e")
+    assert report.files == 5
+    (tmp_path / INDEX).unlink()
+    (tmp_path / weights["d"]).unlink()
+    found = {(fault.kind, fault.file) for fault in verify(tmp_path).faults}
+    assert found == {(k, weights[n]) for k, n in (*kinds, ("missing", "d"))}
+
+
+def test_all_tensors_that_share_a_damaged_record_are_named(tmp_path):
+    w = SD["w"].clone()
+    torch.save({"w": w, "rows": w[3:], "v": torch.ones(3)}, tmp_path / "x.pt")
+    flip(tmp_path / "x.pt", NEEDLE)
+    report = verify(tmp_path / "x.pt")
+    assert report.keys == ("rows", "w")
+    assert len({(fault.begin, fault.end) for fault in report.faults}) == 1
+
+
+def test_a_damaged_record_that_holds_no_tensor_names_none(tmp_path):
+    path = of_torch(tmp_path)
+    with zipfile.ZipFile(path) as archive:
+        flip(path, archive.read("x/.data/serialization_id")[:-1])
+    report = verify(path)
+    assert [(fault.kind, fault.key) for fault in report.faults] == [("checksum", None)]
+    assert report.keys == ()
 
 
 @pytest.mark.parametrize("format", ["torch", "dcp"])

@@ -14,12 +14,14 @@ __all__ = ["DIFF_HELP", "VERIFY_HELP", "diff", "verify"]
 
 VERIFY_HELP = r"""Check every byte of a checkpoint, and tell all that is wrong with it.
 
-Damage is told and does not stop the check. Exits with 1 if there is any.
+Damage is told and does not stop the check. Exits with 1 if there is any. Files of other tools may
+have no checksums, and then only what describes their elements is checked: the verdict says so.
 
-JSON keys: path, ok, faults (kind, file, key or null, begin, end, reason), keys (names that cannot
-be loaded whole), leftovers (files of killed saves), files, chunks, bytes, seconds.
+JSON keys: path, format, ok, verdict, faults (kind, file, key or null, begin, end, reason), keys
+(names that cannot be loaded whole), leftovers (files of killed saves), files, chunks, bytes (that
+were checked), unchecked (bytes that have no checksums), seconds, notes.
 
-Example: shardplan verify s3://bucket/step-100 && echo sound
+Example: shardplan verify s3://bucket/step-100 && echo fine
 """
 
 DIFF_HELP = r"""Compare two checkpoints by name: shapes, dtypes and values, however each was cut.

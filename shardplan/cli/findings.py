@@ -31,12 +31,14 @@ def print_verified(report: VerifyReport) -> None:
             "path": report.path,
             "format": report.format,
             "ok": report.ok,
+            "verdict": report.verdict,
             "faults": [attrs.asdict(fault) for fault in report.faults],
             "keys": list(report.keys),
             "leftovers": list(report.leftovers),
             "files": report.files,
             "chunks": report.chunks,
             "bytes": report.nbytes,
+            "unchecked": report.unchecked,
             "seconds": report.seconds,
             "notes": list(report.notes),
         }
@@ -45,11 +47,11 @@ def print_verified(report: VerifyReport) -> None:
 
 def show_verified(report: VerifyReport) -> None:
     """Answer `verify` on a terminal."""
-    good, bad = ("sound", "bold green"), (counted(len(report.faults), "fault"), "bold red")
+    style = "bold red" if report.faults else "bold yellow" if report.unchecked else "bold green"
     speed = f"{human_bytes(report.nbytes / report.seconds)}/s" if report.seconds else ""
     checked = f"{counted(report.files, 'file')}, {counted(report.chunks, 'sound chunk')}"
     parts: list[Any] = [
-        unbroken(good if report.ok else bad, f"  {safe(report.path)}"),
+        unbroken((report.verdict, style), f"  {safe(report.path)}"),
         Text(
             f"{checked}, {human_bytes(report.nbytes)} checked in "
             f"{human_seconds(report.seconds)} ({speed})"
