@@ -33,6 +33,7 @@ _STEP: Final = 4 << 20
 _HELD_BY_HF: Final = (
     "safetensors files have no checksums: headers and sizes were checked, elements were not"
 )
+_OLD_TORCH: Final = "files of old torch versions have no checksums"
 
 
 @attrs.frozen
@@ -100,45 +101,56 @@ def check_foreign(source: Source, tell: Tell | None = None, pool: Pool | None = 
         pool: The threads and the memory budget to use.
     """
     pool = pool or default_pool()
-    files = len(source.files)
-    if isinstance(source, HfSource):
+    bare = _without_sums(source)
+    if bare is not None:
         Progress(0, tell)
-        return Foreign(
-            (), files, 0, source.header_bytes, (_HELD_BY_HF,), unchecked=source.data_bytes
-        )
-    if isinstance(source, DcpSource):
-        items, faults = _dcp_items(source)
-        store = source.inner
-    else:
-        torch_source: TorchSource = source  # type: ignore[assignment]
-        items, faults, store = [], [], torch_source.inner
-        size = store.size(torch_source.file)
-        if torch_source.archive is None:
-            Progress(0, tell)
-            notes = ("files of old torch versions have no checksums",)
-            return Foreign((), 1, notes=notes, unchecked=size)
-        items = [_Item(torch_source.file, 0, size, None, torch_source.keys_in)]
-    sums, bare = list[_Sum](), list[_Item]()
-    for item, found in zip(items, pool.map(lambda item: _records(store, item), items), strict=True):
+        return bare
+    store, items, faults = _archives(source)
+    sums, unsummed = list[_Sum](), list[_Item]()
+    records = pool.map(lambda item: _records(store, item), items)
+    for item, found in zip(items, records, strict=True):
         if isinstance(found, Fault):
             faults.append(found)
-        elif not found:
-            bare.append(item)
-        sums += [] if isinstance(found, Fault) else found
+            continue
+        sums += found
+        unsummed += [] if found else [item]
     progress = Progress(sum(one.record.nbytes for one in sums), tell)
     checked = _check(store, sums, progress, pool)
     progress.finish()
-    wrong = [fault for some in checked for fault in some]
-    notes = (f"{len(bare):,} of {len(items):,} archives have no checksums",) if bare else ()
+    faults += [fault for some in checked for fault in some]
     order = {file: number for number, file in enumerate(source.files)}
+    note = f"{len(unsummed):,} of {len(items):,} archives have no checksums"
     return Foreign(
-        tuple(sorted([*faults, *wrong], key=lambda f: (order.get(f.file, -1), f.begin))),
-        files,
+        tuple(sorted(faults, key=lambda f: (order.get(f.file, -1), f.begin))),
+        len(source.files),
         sum(not some for some in checked),
         sum(one.record.nbytes for one in sums),
-        notes,
-        sum(item.length for item in bare),
+        (note,) if unsummed else (),
+        sum(item.length for item in unsummed),
     )
+
+
+def _without_sums(source: Source) -> Foreign | None:
+    """Say all that can be said of a checkpoint without checksums; None if it has some."""
+    files = len(source.files)
+    if isinstance(source, HfSource):
+        read, rest = source.header_bytes, source.data_bytes
+        return Foreign((), files, 0, read, (_HELD_BY_HF,), rest)
+    if isinstance(source, DcpSource):
+        return None
+    old: TorchSource = source  # type: ignore[assignment]
+    if old.archive is not None:
+        return None
+    return Foreign((), files, notes=(_OLD_TORCH,), unchecked=old.inner.size(old.file))
+
+
+def _archives(source: Source) -> tuple[Store, list[_Item], list[Fault]]:
+    """Return the archives of a checkpoint, where they lie, and those that are not all there."""
+    if isinstance(source, DcpSource):
+        return source.inner, *_dcp_items(source)
+    single: TorchSource = source  # type: ignore[assignment]
+    size = single.inner.size(single.file)
+    return single.inner, [_Item(single.file, 0, size, None, single.keys_in)], []
 
 
 def check_headers(store: Store, name: str, error: FormatError, pool: Pool | None = None) -> Foreign:
