@@ -201,9 +201,13 @@ class HfWriter:
     ) -> tuple[str, ...]:
         """Put the index, or the single file, in place; then tidy up. See `Writer.commit`."""
         parts = [_decode(report) for report in reports]
-        old = _files_of(store)
         new = {name for part in parts for name in part["files"]}
-        if new != {SINGLE}:  # which is in place since its last byte was written
+        old: set[str] = set()
+        if new == {SINGLE}:  # which is in place since its last byte was written
+            with suppress(Exception):  # so that nothing is known of what it replaced
+                old = _files_of(store)
+        else:
+            old = _files_of(store)
             self.refuse(store, overwrite)
             _check_there(store, new)
             own = _own_name(SINGLE, save_id)
@@ -404,15 +408,23 @@ def _remove_single(store: Store) -> None:
 
 def _tidy(store: Store, old: set[str], new: set[str]) -> tuple[str, ...]:
     """Remove what the older checkpoint and killed saves left; return what could not be."""
-    strays = {
-        name
-        for name in store.list(recursive=False)
-        if _STRAY.fullmatch(name) or (_OWN.fullmatch(name) and uncommitted(store, name))
-    }
-    # Another save may have been committed since: what its index names is not ours to remove.
-    kept = _files_of(store) if INDEX in new else set()
+    try:
+        strays = _strays(store)
+        # Another save may have been committed since: what its index names is not ours to remove.
+        kept = _files_of(store) if INDEX in new else set()
+    except Exception:  # a store may fail as it likes: the checkpoint is committed
+        return tuple(sorted(old - new))
     doomed = (old | strays) - new - kept - {SINGLE}
     # The index goes first: without it, nobody misses the files that it names.
     if INDEX in doomed and remove(store, [INDEX]):
         return tuple(sorted(doomed))
     return remove(store, sorted(doomed - {INDEX}))
+
+
+def _strays(store: Store) -> set[str]:
+    """Name what killed saves left."""
+    return {
+        name
+        for name in store.list(recursive=False)
+        if _STRAY.fullmatch(name) or (_OWN.fullmatch(name) and uncommitted(store, name))
+    }

@@ -169,8 +169,10 @@ def put_in_place(store: Store, mark: str, data: bytes, *, overwrite: bool = True
 def _holds(store: Store, file: str, data: bytes) -> bool:
     try:
         return store.read_all(file, limit=len(data)) == data
-    except StoreError:
-        return False
+    except Exception as error:
+        if isinstance(error, StoreError) and error.kind == "long":
+            return False
+        raise unsure_commit(store, error, f"{file} was looked at, which is there") from error
 
 
 def _overtaken(store: Store) -> ExistsError:
@@ -194,7 +196,10 @@ def put_file(store: LocalStore, file: str, name: str, *, overwrite: bool) -> Non
     except FileExistsError:
         raise _overtaken(store) from None
     except OSError as error:
-        raise from_os_error("replace", target, error) from error
+        found = from_os_error("replace", target, error)
+        if found.kind in SURE:
+            raise found from error
+        raise unsure_commit(store, found, f"{name} was put in place") from error
     try:
         store.delete([file])
         store.sync()
@@ -245,21 +250,31 @@ def retire(store: Store, format: str, keep: Iterable[str] = ()) -> tuple[str, ..
     Raises:
         UnsureCommitError: The folder still counts as one of another format, or may.
     """
-    older = [old for old in find_older(store) if old.format != format and old.marks is not None]
     left: list[str] = []
-    for old in older:
-        own = {*keep, *(old.marks or ())}
-        files = [name for name in old.files(store) if name not in own]
+    for old in _others(store, format):
+        marks = old.marks or ()
+        files: list[str] = []
         try:
+            files += (name for name in old.files(store) if name not in {*keep, *marks})
             _remove_marks(store, old)
         except Exception as error:
             if _ORDER.index(old.format) < _ORDER.index(format):
                 doing = f"a checkpoint of the format {old.format!r} was removed"
                 raise unsure_commit(store, error, doing) from error
-            left += [*(old.marks or ()), *files]
+            left += [*marks, *files]
             continue
         left += remove(store, files)
     return tuple(left)
+
+
+def _others(store: Store, format: str) -> list[Older]:
+    """Find the checkpoints of other formats, beside one that was just committed."""
+    try:
+        return [old for old in find_older(store) if old.format != format and old.marks is not None]
+    except Exception as error:
+        if format == _ORDER[0]:  # whatever is there, it does not hide the new one
+            return []
+        raise unsure_commit(store, error, "older checkpoints were looked for") from error
 
 
 def _remove_marks(store: Store, old: Older) -> None:
@@ -273,6 +288,6 @@ def remove(store: Store, files: Sequence[str]) -> tuple[str, ...]:
     try:
         if files:
             store.delete(files)
-    except StoreError:
+    except Exception:  # a store may fail as it likes: the checkpoint is committed
         return tuple(files)
     return ()

@@ -149,11 +149,14 @@ class FaultyStore:
     """A store that fails at one chosen change: a write, a replacement, a deletion or a sync.
 
     Run once without a fault to learn how many changes there are, then once for each of them:
-    whatever is found in the store afterwards must still load.
+    whatever is found in the store afterwards must still load. With ``questions`` it may fail at
+    any call.
 
     Args:
         inner: The store to change.
         fail_at: Which change fails, counted from 0; none if left out.
+        questions: Whether calls that change nothing count as well, and fail in their turn: reads,
+            sizes and listings.
         mode: ``"raise"`` fails this once. ``"stop"`` acts like a kill: this call and every later
             one raises, reads too, and nothing more reaches the store. ``"late"`` fails this once,
             as a request that times out, which happens all the same when `arrive` is called.
@@ -162,7 +165,7 @@ class FaultyStore:
             if this is 1: done, but the answer was lost. Nothing does of a late one.
 
     Attributes:
-        changes: How many changes were asked for.
+        changes: How many changes were asked for; with ``questions``, how many calls.
 
     >>> from shardplan.io.stores import open_store
     >>> store = open_store("memory://faulty")
@@ -178,6 +181,7 @@ class FaultyStore:
         inner: Store,
         *,
         fail_at: int | None = None,
+        questions: bool = False,
         mode: Literal["raise", "stop", "late"] = "raise",
         landed: float = 0.5,
     ) -> None:
@@ -188,14 +192,14 @@ class FaultyStore:
         self.inner = inner
         self.changes = 0
         self.url, self.staging = inner.url, inner.staging
-        self._fail_at, self._mode, self._landed = fail_at, mode, landed
+        self._fail_at, self._questions, self._mode, self._landed = fail_at, questions, mode, landed
         self._stopped = False
         self._late: list[Callable[[], object]] = []
         self._lock = threading.Lock()
 
     def read(self, path: str, ranges: Sequence[tuple[int, memoryview]]) -> int:
-        """Read, unless stopped."""
-        self._check("read", path)
+        """Read, or fail."""
+        self._ask("read", path)
         return self.inner.read(path, ranges)
 
     def write(
@@ -221,8 +225,8 @@ class FaultyStore:
         return self.inner.write(path, parts, nbytes=nbytes, sync=sync, atomic=atomic)
 
     def read_all(self, path: str, *, limit: int) -> bytes:
-        """Read a whole file, unless stopped."""
-        self._check("read", path)
+        """Read a whole file, or fail."""
+        self._ask("read", path)
         return self.inner.read_all(path, limit=limit)
 
     def replace(self, path: str, data: bytes, *, overwrite: bool = True) -> None:
@@ -240,23 +244,23 @@ class FaultyStore:
             raise self._error("replace", path)
 
     def size(self, path: str) -> int:
-        """Tell the size, unless stopped."""
-        self._check("measure", path)
+        """Tell the size, or fail."""
+        self._ask("measure", path)
         return self.inner.size(path)
 
     def exists(self, path: str) -> bool:
-        """Look for a file, unless stopped."""
-        self._check("find", path)
+        """Look for a file, or fail."""
+        self._ask("find", path)
         return self.inner.exists(path)
 
     def list(self, prefix: str = "", *, recursive: bool = True) -> tuple[str, ...]:
-        """List, unless stopped."""
-        self._check("list", prefix)
+        """List, or fail."""
+        self._ask("list", prefix)
         return self.inner.list(prefix, recursive=recursive)
 
     def entries(self, prefix: str = "", *, recursive: bool = True) -> tuple[Entry, ...]:
-        """List, unless stopped."""
-        self._check("list", prefix)
+        """List, or fail."""
+        self._ask("list", prefix)
         return self.inner.entries(prefix, recursive=recursive)
 
     def delete(self, paths: Iterable[str]) -> None:
@@ -282,12 +286,18 @@ class FaultyStore:
         for change in late:
             change()
 
+    def _ask(self, operation: str, path: str) -> None:
+        """Fail if stopped, or if this is the question to fail at."""
+        self._check(operation, path)
+        if self._questions and self._fails(operation, path):
+            raise self._error(operation, path)
+
     def _check(self, operation: str, path: str) -> None:
         if self._stopped:
             raise InjectedError(operation, path, "the store was stopped before", kind="stopped")
 
     def _fails(self, operation: str, path: str) -> bool:
-        """Count a change, and say whether it is the one to fail."""
+        """Count a call, and say whether it is the one to fail."""
         with self._lock:
             self._check(operation, path)
             fails = self.changes == self._fail_at
@@ -296,7 +306,8 @@ class FaultyStore:
             return fails
 
     def _error(self, operation: str, path: str) -> InjectedError:
-        reason = f"change {self._fail_at} fails, as the test wants it"
+        what = "call" if self._questions else "change"
+        reason = f"{what} {self._fail_at} fails, as the test wants it"
         return InjectedError(operation, path, reason, kind="stopped")
 
 

@@ -327,42 +327,66 @@ def test_a_load_that_stops_half_way_says_what_was_filled(tmp_path):
     assert len(error.filled) < 3
 
 
-def count_changes(folder, work):
-    store = FaultyStore(open_store(folder))
-    work(store)
-    return store.changes
+def fresh_store(request, kind, tmp_path, name):
+    """Return a store of one kind, with nothing in it."""
+    if kind == "local":
+        return open_store(tmp_path / name)
+    if kind == "memory":
+        return open_store(f"memory://{tmp_path.name}-{request.node.name}/{name}")
+    s3 = request.getfixturevalue("s3")
+    return open_store(f"s3://{s3.bucket}/{tmp_path.name}-{name}", **s3.options)
 
 
-@pytest.mark.parametrize("landed", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("mode", ["raise", "stop"])
-@pytest.mark.parametrize("kind", ["local", "memory"])
-def test_whenever_a_save_dies_the_old_or_the_new_checkpoint_loads_whole(
-    tmp_path, kind, mode, landed
+def saves_that_die(fresh, save, **fault):
+    """Have a save fail at each of its calls in turn; yield the store, and how it ended."""
+    total = FaultyStore(fresh("count"), questions=True)
+    save(total)
+    assert total.changes >= 9
+    for position in range(total.changes):
+        inner, error = fresh(f"at-{position}"), None
+        try:
+            save(FaultyStore(inner, fail_at=position, questions=True, **fault))
+        except StoreError as caught:
+            error = caught
+        yield inner, error
+
+
+FAULTS = [
+    {"mode": "raise", "landed": 0.0},
+    {"mode": "raise", "landed": 0.5},
+    {"mode": "raise", "landed": 1.0},
+    {"mode": "stop", "landed": 0.0},
+    {"mode": "stop", "landed": 0.5},
+    {"mode": "stop", "landed": 1.0},
+]
+PLACES = [
+    *[("local", fault) for fault in FAULTS],
+    *[("memory", fault) for fault in FAULTS],
+    *[("s3", fault) for fault in FAULTS if fault["landed"] == 1],
+]
+NAMES = [f"{kind}-{fault['mode']}-{fault['landed']:.0%}" for kind, fault in PLACES]
+
+
+@pytest.mark.parametrize(("kind", "fault"), PLACES, ids=NAMES)
+def test_whenever_a_save_dies_its_error_tells_which_checkpoint_loads(
+    request, tmp_path, kind, fault
 ):
+    """The old one after an error, the new one after none; one of both if nobody can tell."""
+
     def overwrite(store):
         shardplan.save(sample(2.0), store, planner=split_chunks(48), overwrite=True)
 
     def fresh(name):
-        url = tmp_path / name if kind == "local" else f"memory://{mode}-{landed}-{name}"
-        store = open_store(url)
-        store.delete(store.list())
+        store = fresh_store(request, kind, tmp_path, name)
         shardplan.save(sample(1.0), store, planner=split_chunks(48))
         return store
 
-    total = FaultyStore(fresh("count"))
-    overwrite(total)
-    assert total.changes >= 5  # three files, a sync, the commit, a deletion
-    for position in range(total.changes):
-        inner = fresh(f"at-{position}")
-        died = False
-        try:
-            overwrite(FaultyStore(inner, fail_at=position, mode=mode, landed=landed))
-        except StoreError:
-            died = True
+    for inner, error in saves_that_die(fresh, overwrite, **fault):
         found = shardplan.restore(inner)
         value = found["step"]
+        if not isinstance(error, UnsureCommitError):
+            assert value == (2.0 if error is None else 1.0), error
         assert value in (1.0, 2.0)
-        assert died or value == 2.0
         assert (found["w"] == value).all()
         assert (found["b"] == value).all()
         shardplan.prune(inner, keep_last=1, min_age=0)
@@ -371,20 +395,26 @@ def test_whenever_a_save_dies_the_old_or_the_new_checkpoint_loads_whole(
         assert names == {MANIFEST, *read_manifest(inner).files.names}
 
 
-@pytest.mark.parametrize("mode", ["raise", "stop"])
-def test_whenever_a_first_save_dies_nothing_or_all_of_it_is_there(tmp_path, mode):
+@pytest.mark.parametrize(("kind", "fault"), PLACES, ids=NAMES)
+def test_whenever_a_first_save_dies_its_error_tells_whether_it_is_there(
+    request, tmp_path, kind, fault
+):
     def first(store):
         shardplan.save(sample(2.0), store, planner=split_chunks(48))
 
-    total = count_changes(tmp_path / "count", first)
-    for position in range(total):
-        inner = open_store(tmp_path / f"at-{position}")
-        committing = position == total - 1
-        with pytest.raises(UnsureCommitError if committing else StoreError):
-            first(FaultyStore(inner, fail_at=position, mode=mode))
+    def fresh(name):
+        return fresh_store(request, kind, tmp_path, name)
+
+    for inner, error in saves_that_die(fresh, first, **fault):
+        there = inner.exists(MANIFEST)
+        if not isinstance(error, UnsureCommitError):
+            assert there == (error is None), error
+        if there:
+            assert shardplan.restore(inner)["step"] == 2.0
+            continue
         with pytest.raises(FormatError, match="there is no checkpoint"):
             shardplan.restore(inner)
-        if mode == "raise" and not committing:
+        if fault["mode"] == "raise" and not isinstance(error, UnsureCommitError):
             assert inner.list() == ()
         assert set(leftovers(inner)) == set(inner.list())
         shardplan.prune(inner, keep_last=1, min_age=0)

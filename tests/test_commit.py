@@ -13,12 +13,13 @@ import torch
 
 import shardplan
 from shardplan import retention
+from shardplan.dist import run_ranks
 from shardplan.io.commit import assemble, leftovers, publish, read_manifest
 from shardplan.io.errors import ExistsError, FormatError, UnsureCommitError
 from shardplan.io.local import LocalStore
 from shardplan.io.manifest import MANIFEST, sign
 from shardplan.io.pool import Pool
-from shardplan.io.stores import Store, StoreError, open_store
+from shardplan.io.stores import MissingFileError, Store, StoreError, open_store
 from shardplan.io.testing import CountingStore, FaultyStore
 from shardplan.io.write import write_rank
 from shardplan.io.writers import NativeWriter
@@ -147,6 +148,45 @@ def test_a_folder_that_cannot_be_synced_after_the_commit_is_told_as_that(tmp_pat
         shardplan.save(state(2), tmp_path, overwrite=True)
     monkeypatch.undo()
     assert held(tmp_path) == 2
+
+
+def test_ranks_keep_their_files_when_the_store_fails_after_the_commit(store):
+    committed = threading.Event()
+
+    class Failing(CountingStore):
+        def replace(self, path, data, *, overwrite=True):
+            super().replace(path, data, overwrite=overwrite)
+            committed.set()
+
+        def list(self, prefix="", *, recursive=True):
+            if committed.is_set():
+                raise StoreError("list", self.url, "connection reset")
+            return super().list(prefix, recursive=recursive)
+
+        def read_all(self, path, *, limit):
+            raise MissingFileError("read", path, "not seen yet", kind="missing")
+
+    def work(comm):
+        shardplan.save({f"w{comm.rank}": torch.ones(4)}, Failing(store), comm=comm)
+
+    run_ranks(2, work)
+    assert sorted(shardplan.restore(store)) == ["w0", "w1"]
+
+
+@pytest.mark.parametrize("kind", ["other", "missing"])
+def test_a_manifest_in_the_way_that_cannot_be_read_may_be_our_own(store, kind):
+    class Twice(CountingStore):
+        def replace(self, path, data, *, overwrite=True):
+            super().replace(path, data, overwrite=overwrite)
+            super().replace(path, data, overwrite=overwrite)
+
+        def read_all(self, path, *, limit):
+            error = MissingFileError if kind == "missing" else StoreError
+            raise error("read", path, "no answer", kind=kind)
+
+    with pytest.raises(UnsureCommitError):
+        shardplan.save(state(1), Twice(store))
+    assert held(store) == 1
 
 
 def test_a_folder_in_the_manifests_place_is_told_and_nothing_is_left(tmp_path):

@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-from contextlib import suppress
 
 import pytest
 import torch
@@ -72,11 +71,13 @@ def test_a_checkpoint_takes_the_place_of_any_other(tmp_path, before, after):
     assert len(store.list()) == len(alone.list()), store.list()
 
 
-@pytest.mark.parametrize("where", ["local", "memory"])
-@pytest.mark.parametrize("landed", [0, 1])
+@pytest.mark.parametrize(
+    ("where", "mode", "landed"),
+    [("local", "stop", 1), ("memory", "stop", 0), ("memory", "raise", 1)],
+)
 @pytest.mark.parametrize(("before", "after"), list(itertools.permutations(KINDS, 2)))
-def test_at_every_kill_point_the_old_one_or_the_new_one_loads(
-    tmp_path, before, after, landed, where
+def test_at_every_kill_point_the_old_one_or_the_new_one_loads_as_the_error_tells(
+    tmp_path, before, after, mode, landed, where
 ):
     def fresh(step):
         url = str(tmp_path / f"s{step}") if where == "local" else f"memory://{tmp_path.name}{step}"
@@ -84,11 +85,19 @@ def test_at_every_kill_point_the_old_one_or_the_new_one_loads(
         put(store, OLD, before)
         return store
 
-    for step in range(count_changes(fresh("count"), NEW, after)):
+    total = FaultyStore(fresh("count"), questions=True)
+    put(total, NEW, after)
+    for step in range(total.changes):
         store = fresh(step)
-        with suppress(InjectedError, UnsureCommitError):
-            put(FaultyStore(store, fail_at=step, mode="stop", landed=landed), NEW, after)
-        assert holds(store, OLD) or holds(store, NEW), (step, store.list())
+        faulty = FaultyStore(store, fail_at=step, questions=True, mode=mode, landed=landed)
+        try:
+            put(faulty, NEW, after)
+        except UnsureCommitError:
+            assert holds(store, OLD) or holds(store, NEW), (step, store.list())
+        except InjectedError:
+            assert holds(store, OLD), (step, store.list())
+        else:
+            assert holds(store, NEW), (step, store.list())
         put(store, NEW, after)
         assert holds(store, NEW)
         assert detect(store) == FORMAT[after]
