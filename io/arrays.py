@@ -20,6 +20,7 @@ from shardplan.planning import dtype_name
 __all__ = [
     "as_tensor",
     "can_cast",
+    "can_share",
     "dump",
     "empty",
     "flip",
@@ -68,6 +69,11 @@ def torch_dtype(name: str) -> torch.dtype:
 def as_tensor(value: Any, *, writable: bool = False) -> torch.Tensor:
     """Return a torch tensor that shares memory with a value, or (if only read) holds its elements.
 
+    Args:
+        value: A tensor or an array.
+        writable: Whether the tensor is to be filled. One that is not must not be: the memory of a
+            read-only array may be a file's.
+
     >>> as_tensor(np.arange(3)[::-1]).tolist()
     [2, 1, 0]
 
@@ -81,15 +87,32 @@ def as_tensor(value: Any, *, writable: bool = False) -> torch.Tensor:
         return value if own else value.detach()
     if not isinstance(value, np.ndarray):
         raise TypeError(f"is a {type(value).__qualname__}, which holds no elements")
-    shared = value.dtype.isnative and value.flags.writeable
-    if shared and all(s >= 0 and s % value.itemsize == 0 for s in value.strides):
-        return torch.from_numpy(value)
+    if can_share(value) and (value.flags.writeable or not writable):
+        return torch.from_numpy(value if value.flags.writeable else np.asarray(_Unlocked(value)))
     if writable:
         raise TypeError(
             "is a numpy array that is read-only, reversed, of foreign byte order, or whose "
             "elements lie askew, as the fields of a record do"
         )
     return torch.from_numpy(np.array(value, value.dtype.newbyteorder("="), order="C"))
+
+
+def can_share(value: npt.NDArray[Any]) -> bool:
+    """Tell whether a tensor can have an array's elements where they are.
+
+    >>> can_share(np.arange(3)), can_share(np.arange(3)[::-1])
+    (True, False)
+    """
+    return value.dtype.isnative and all(s >= 0 and s % value.itemsize == 0 for s in value.strides)
+
+
+class _Unlocked:
+    """A read-only array's memory, of which torch knows no read-only kind and warns."""
+
+    def __init__(self, value: npt.NDArray[Any]) -> None:
+        told = value.__array_interface__
+        self.__array_interface__ = {**told, "data": (told["data"][0], False)}
+        self._value = value  # whose memory it is
 
 
 def empty(shape: Sequence[int], dtype: str, device: Any = "cpu") -> torch.Tensor:

@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from shardplan.planning import MetadataIndex, SavePlan, dtype_name, find_shard, itemsize
 from shardplan.planning.blocks import BLOCK_BYTES, cut_blocks
 from shardplan.planning.catalog import column
 
-from .arrays import as_tensor, can_cast, dump, is_plain, memory, same_dtype, window
+from .arrays import as_tensor, can_cast, can_share, dump, is_plain, memory, same_dtype, window
 from .copying import Block
 
 __all__ = ["Kept", "Lazy", "Piece", "boxes_of", "collect"]
@@ -167,6 +169,7 @@ def collect(
     pieces: dict[int, Piece] = {}
     values: dict[str, Any] = {}
     refused: dict[str, str] = {}
+    holders: dict[MetadataIndex, torch.Tensor | Lazy] = {}
     for row, number in enumerate(at):
         name, source, _, properties, size = catalog.heads[number]
         if properties is None:
@@ -178,9 +181,11 @@ def collect(
             continue
         axes = len(size)
         offset, start = tuple(offsets[row][:axes]), tuple(starts[row][:axes])
-        shard = find_shard(flat, MetadataIndex(source, start))
+        index = MetadataIndex(source, start)
         try:
-            held = shard if hasattr(shard, "read_box") else as_tensor(shard)
+            held = holders.get(index)
+            if held is None:
+                held = holders[index] = _holder(find_shard(flat, index))
         except TypeError as error:
             refused[name] = str(error)
             continue
@@ -191,6 +196,34 @@ def collect(
         if why is not None:
             refused[name] = why
     return pieces, values, refused
+
+
+def _holder(shard: Any) -> torch.Tensor | Lazy:
+    """Return what holds a shard's elements, none of which are copied yet."""
+    if hasattr(shard, "read_box"):
+        lazy: Lazy = shard
+        return lazy
+    if isinstance(shard, np.ndarray) and not can_share(shard):
+        return _Askew(shard, as_tensor(shard[tuple(slice(0) for _ in shard.shape)]).dtype)
+    return as_tensor(shard)
+
+
+@attrs.frozen(eq=False)
+class _Askew:
+    """An array as no tensor can be: reversed, say, or of foreign byte order. A `Lazy`."""
+
+    array: npt.NDArray[Any]
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Its shape."""
+        return self.array.shape
+
+    def read_box(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """Return a copy of a box of it."""
+        box = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+        return as_tensor(np.array(self.array[box], self.array.dtype.newbyteorder("="), order="C"))
 
 
 def _misfit(piece: Piece) -> str | None:

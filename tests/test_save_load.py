@@ -6,6 +6,8 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
+import warnings
 from types import MappingProxyType
 
 import attrs
@@ -17,6 +19,7 @@ from hypothesis import strategies as st
 
 import shardplan
 from shardplan.io import fetch
+from shardplan.io.arrays import as_tensor
 from shardplan.io.commit import assemble, publish
 from shardplan.io.errors import ExistsError, FormatError, LoadError, ValueRefusedError
 from shardplan.io.headers import parse_header
@@ -799,3 +802,34 @@ def test_small_tensors_by_the_thousand_are_planned_in_little_time():
     plan = local_plan(sd)
     assert time.process_time() - start < 1
     assert len(plan.items) == 10_000
+
+
+def held_arrays(folder):
+    rows = np.arange(3 << 20, dtype=np.float32).reshape(-1, 1024)
+    np.save(folder / "a.npy", rows)
+    return {
+        "read-only": np.load(folder / "a.npy", mmap_mode="r"),
+        "reversed": rows[::-1],
+        "foreign": rows.astype(rows.dtype.newbyteorder()),
+    }
+
+
+@pytest.mark.parametrize("kind", ["read-only", "reversed", "foreign"])
+@pytest.mark.parametrize("format", ["safetensors", "dcp"])
+def test_an_array_is_not_copied_once_for_each_of_its_chunks(tmp_path, format, kind):
+    array = held_arrays(tmp_path)[kind]
+    shardplan.save({"warm": array[:1]}, tmp_path / "warm", format=format)
+    tracemalloc.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shardplan.save({"w": array}, tmp_path / "a", format=format, planner=split_chunks(1 << 20))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 3 * array.nbytes  # a copy a chunk would be twelve times as much
+    assert np.array_equal(shardplan.restore(tmp_path / "a")["w"].numpy(), array)
+
+
+def test_a_read_only_array_is_saved_from_its_own_memory(tmp_path):
+    array = held_arrays(tmp_path)["read-only"]
+    assert as_tensor(array).data_ptr() == array.ctypes.data
+    assert as_tensor(array[5:, ::2]).numpy().ctypes.data == array[5:, ::2].ctypes.data
