@@ -19,7 +19,15 @@ from shardplan.planning.packing import Ints, readonly
 from .checksums import Sums
 from .errors import ExistsError, FormatError, UnsureCommitError, listed
 from .local import is_temporary
-from .manifest import MANIFEST, FileTable, Manifest, decode_manifest, encode_manifest
+from .manifest import (
+    HEAD_BYTES,
+    MANIFEST,
+    FileTable,
+    Manifest,
+    check_head,
+    decode_manifest,
+    encode_manifest,
+)
 from .pool import Pool, default_pool
 from .stores import Entry, MissingFileError, Store, StoreError
 
@@ -40,6 +48,7 @@ __all__ = [
 ]
 
 _MAX_MANIFEST: Final = 1 << 30  # bytes; one of a million chunks has 20 MB
+_USUAL: Final = 64 << 20  # up to here a manifest is read before anything is known of it
 _PRUNED: Final = "; prune removes what is not needed"
 SURE: Final = frozenset({"missing", "exists", "denied", "full", "short", "long", "path"})
 """The kinds of error after which a replacement has surely not happened, and never will."""
@@ -181,13 +190,26 @@ def find_manifest(store: Store) -> bytes | None:
         FormatError: It is larger than any manifest, or a folder.
     """
     try:
-        return store.read_all(MANIFEST, limit=_MAX_MANIFEST)
+        return _read_whole(store)
     except MissingFileError:
         return None
     except StoreError as error:
         if error.kind in ("long", "path"):
             raise FormatError(MANIFEST, error.reason) from None
         raise
+
+
+def _read_whole(store: Store) -> bytes:
+    """Read the manifest; of an unusually large one the beginning first, lest it is anything."""
+    try:
+        return store.read_all(MANIFEST, limit=_USUAL)
+    except StoreError as error:
+        if error.kind != "long":
+            raise
+    head = bytearray(HEAD_BYTES)
+    store.read(MANIFEST, [(0, memoryview(head))])
+    check_head(bytes(head))
+    return store.read_all(MANIFEST, limit=_MAX_MANIFEST)
 
 
 def refuse_existing(store: Store, overwrite: bool) -> None:
@@ -291,11 +313,10 @@ def _commit(store: Store, save_id: str, data: bytes, overwrite: bool) -> None:
 def _is_committed(store: Store, save_id: str) -> bool:
     """Tell whether the manifest in our way is our own: sent twice, though we sent it once."""
     try:
-        data = store.read_all(MANIFEST, limit=_MAX_MANIFEST)
+        with suppress(FormatError):
+            return decode_manifest(_read_whole(store)).save_id == save_id
     except Exception as error:
         raise unsure_commit(store, error, "the manifest that is there was read", _PRUNED) from error
-    with suppress(FormatError):
-        return decode_manifest(data).save_id == save_id
     return False
 
 

@@ -198,10 +198,7 @@ class LocalStore:
             size = os.fstat(fd).st_size
             if size > limit:
                 raise too_long(file, size, limit)
-            data = bytearray(size)
-            if data:
-                _read_runs(fd, file, [(0, [memoryview(data)])])
-            return bytes(data)
+            return b"".join(_read_parts(fd, file, size))
 
     def replace(self, path: str, data: bytes, *, overwrite: bool = True) -> None:
         """Publish a small file at once and durably; see `Store.replace`."""
@@ -394,6 +391,17 @@ def _read_runs(fd: int, file: str, runs: Sequence[Run]) -> int:
             offset += done
             views = advance(views, done) if offset < end else []
     return total
+
+
+def _read_parts(fd: int, file: str, size: int) -> Iterator[bytes]:
+    """Yield a file's bytes, all of them at once if the system is willing."""
+    done = 0
+    while done < size:
+        part = os.pread(fd, size - done, done)
+        if not part:  # the file was longer a moment ago
+            raise short(file, done, size - done, os.fstat(fd).st_size)
+        yield part
+        done += len(part)
 
 
 def _write_run(fd: int, offset: int, views: Sequence[memoryview]) -> int:

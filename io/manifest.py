@@ -31,10 +31,21 @@ from .checksums import Sums, sums_from_hex, sums_to_hex
 from .errors import FormatError
 from .stores import StoreError, check_path
 
-__all__ = ["MANIFEST", "VERSION", "FileTable", "Manifest", "decode_manifest", "encode_manifest"]
+__all__ = [
+    "HEAD_BYTES",
+    "MANIFEST",
+    "VERSION",
+    "FileTable",
+    "Manifest",
+    "check_head",
+    "decode_manifest",
+    "encode_manifest",
+]
 
 MANIFEST: Final = "shardplan.json"
 VERSION: Final = 1
+HEAD_BYTES: Final = 128
+"""How much of a manifest `check_head` has to see."""
 _FORMAT: Final = "shardplan"
 _MAX_BYTES: Final = 1 << 60
 _KINDS: Final = ("dict", "list", "tuple")
@@ -161,6 +172,18 @@ def sign(body: bytes, version: int = VERSION) -> bytes:
     return head.encode("ascii") + body
 
 
+def check_head(data: bytes, file: str = MANIFEST) -> None:
+    """Refuse a file that does not begin as a manifest does.
+
+    >>> check_head(sign(b'"save_id":"x"}'))
+
+    Raises:
+        FormatError: It is something else.
+    """
+    if _HEAD.match(data) is None:
+        raise FormatError(file, "it is no manifest: it does not begin as one")
+
+
 def decode_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
     """Read a manifest's text; see `encode_manifest`.
 
@@ -182,7 +205,7 @@ def decode_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
             file, f"it has version {version}, and this program reads {VERSION}; upgrade shardplan"
         )
     head = _HEAD.match(data)
-    if head is None or f"{xxhash.xxh3_64_intdigest(data[head.end() :]):016x}".encode() != head[2]:
+    if head is None or xxhash.xxh3_64_hexdigest(memoryview(data)[head.end() :]) != head[2].decode():
         raise FormatError(file, "its checksum does not fit its text: it was damaged or edited")
     try:
         return _decode(body)

@@ -330,6 +330,37 @@ def test_a_manifest_that_is_larger_than_any_is_not_read(tmp_path):
     tracemalloc.stop()
 
 
+def test_a_large_file_that_is_no_manifest_is_not_read(tmp_path):
+    (tmp_path / MANIFEST).write_bytes(b'{"format":"shardplan","version":1,')
+    os.truncate(tmp_path / MANIFEST, 1 << 29)
+    tracemalloc.start()
+    with pytest.raises(FormatError, match="does not begin as one"):
+        shardplan.restore(tmp_path)
+    assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    tracemalloc.stop()
+
+
+def test_a_manifest_of_unusual_size_is_read(store, monkeypatch):
+    shardplan.save(state(1), store)
+    monkeypatch.setattr("shardplan.io.commit._USUAL", 100)
+    assert held(store) == 1
+
+
+def test_a_small_file_is_read_into_memory_once(tmp_path):
+    store = open_store(tmp_path)
+    store.write("a", [bytes(1 << 22)])
+    tracemalloc.start()
+    assert len(store.read_all("a", limit=1 << 22)) == 1 << 22
+    assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    tracemalloc.stop()
+
+
+def test_a_pipe_in_the_manifests_place_is_told(tmp_path):
+    os.mkfifo(tmp_path / MANIFEST)
+    with pytest.raises(FormatError, match="a pipe or a device"):
+        read_manifest(open_store(tmp_path))
+
+
 # A loss of power
 
 
