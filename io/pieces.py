@@ -21,6 +21,7 @@ from shardplan.planning.catalog import column
 
 from .arrays import as_tensor, can_cast, can_share, dump, is_plain, memory, same_dtype, window
 from .copying import Block
+from .pool import check_stopped
 
 __all__ = ["Kept", "Lazy", "Piece", "boxes_of", "collect"]
 
@@ -97,6 +98,7 @@ class Piece:
             yield memoryview(b"")
             return
         for offsets, sizes in boxes_of(self.shape, self.dtype, block_bytes):
+            check_stopped()
             at = [s + o for s, o in zip(self.start, offsets, strict=False)]
             if isinstance(self.source, torch.Tensor):
                 box = window(self.source, at, sizes)

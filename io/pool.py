@@ -5,20 +5,53 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, TypeVar
 from weakref import WeakSet
 
-__all__ = ["Pool", "default_pool"]
+__all__ = ["Pool", "StoppedError", "check_stopped", "default_pool"]
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 _MAX_BYTES: Final = 256 << 20
 _QUEUED: Final = 4  # pieces of work per thread that may be waiting for one
+
+
+_under_way = threading.local()  # each thread's own: what went wrong beside the work that it does
+
+
+class StoppedError(RuntimeError):
+    """Work that nobody waits for any more, as what it is a part of has failed."""
+
+
+def check_stopped() -> None:
+    """Give up, if what this thread works at has failed elsewhere or was interrupted.
+
+    Long work calls it between its steps. Outside of `Pool.map` it does nothing.
+
+    >>> check_stopped()
+
+    Raises:
+        StoppedError: It is in vain to go on; the map raises the error that came first.
+    """
+    if any(getattr(_under_way, "failures", ())):
+        raise StoppedError("given up, for what it is a part of has failed")
+
+
+@contextmanager
+def _part_of(failures: list[BaseException]) -> Iterator[None]:
+    """Say what the work of this thread is in vain after."""
+    before = getattr(_under_way, "failures", ())
+    _under_way.failures = (*before, failures)
+    try:
+        yield
+    finally:
+        _under_way.failures = before
 
 
 class Pool:
@@ -108,7 +141,8 @@ class Pool:
         """Do the same work for each item, and return the results in order.
 
         Items are asked for as room appears, so they may be made on the fly. When one fails, no
-        other is started, those under way are waited for, and the first error is raised.
+        other is started, those under way are waited for, and the first error is raised. They end
+        early if they ask `check_stopped`; so they do after an interrupt.
 
         Args:
             work: What to do with an item.
@@ -121,7 +155,8 @@ class Pool:
             if failures:
                 return None
             try:
-                return work(item)
+                with _part_of(failures):
+                    return work(item)
             except BaseException as error:
                 failures.append(error)
                 return None

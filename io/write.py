@@ -23,7 +23,7 @@ from .checksums import Sums, combine, hash_views
 from .errors import ValueRefusedError
 from .headers import Slot, build_header, refused_name
 from .pieces import Piece, collect
-from .pool import Pool, default_pool
+from .pool import Pool, check_stopped, default_pool
 from .stores import Store
 from .values import StoredValue, sort_values
 
@@ -210,6 +210,7 @@ class _Job:
             for block in self._blocks(row):
                 state = xxhash.xxh3_64()
                 for start in range(0, len(block), _PIECE):
+                    check_stopped()
                     state.update(block[start : start + _PIECE])
                     yield block[start : start + _PIECE]
                 digests.append(state.intdigest())

@@ -1,16 +1,22 @@
 """The pool keeps its budget, raises the first error once, and never waits for itself."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardplan.io.pool import Pool
+import shardplan
+from shardplan.io.pool import Pool, StoppedError, check_stopped
+from shardplan.io.stores import open_store
+from shardplan.io.testing import CountingStore
 
 
 class Gauge:
@@ -227,3 +233,85 @@ def test_a_pool_that_was_closed_before_a_fork_stays_closed():
             os._exit(5)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+
+
+def test_work_under_way_is_told_that_another_failed():
+    begun, told = threading.Event(), []
+
+    def work(item):
+        if item == "fails":
+            begun.wait(30)
+            raise ValueError("the first")
+        begun.set()
+        try:
+            while True:
+                check_stopped()
+        except StoppedError:
+            told.append(item)
+            raise
+
+    with Pool(max_workers=2) as pool, pytest.raises(ValueError, match="the first"):
+        pool.map(work, ["long", "fails"])
+    assert told == ["long"]
+
+
+def test_what_failed_before_stops_no_later_work():
+    def work(item):
+        check_stopped()
+        if item:
+            raise ValueError("odd")
+
+    with Pool(max_workers=1) as pool:
+        with pytest.raises(ValueError, match="odd"):
+            pool.map(work, [1])
+        pool.map(work, [0])
+    check_stopped()
+
+
+def test_work_inside_of_work_is_stopped_with_it():
+    begun, told = threading.Event(), []
+
+    def inner(_):
+        begun.set()
+        while True:
+            check_stopped()
+
+    def work(item):
+        if item == "fails":
+            begun.wait(30)
+            raise ValueError("the first")
+        try:
+            pool.map(inner, [0])
+        except StoppedError:
+            told.append(item)
+
+    with Pool(max_workers=2) as pool, pytest.raises(ValueError, match="the first"):
+        pool.map(work, ["long", "fails"])
+    assert told == ["long"]
+
+
+def test_an_interrupted_save_does_not_write_its_file_to_the_end():
+    taken = []
+
+    def wait_until_stopped():
+        with suppress(StoppedError):
+            while True:
+                check_stopped()
+
+    class Interrupted(CountingStore):
+        def write(self, path, parts, **options):
+            def pieces():
+                for number, part in enumerate(parts):
+                    taken.append(number)
+                    if number == 2:
+                        os.kill(os.getpid(), signal.SIGINT)
+                        wait_until_stopped()
+                    yield part
+
+            return super().write(path, pieces(), **options)
+
+    inner = open_store("memory://interrupted-save")
+    with pytest.raises(KeyboardInterrupt):
+        shardplan.save({"w": torch.zeros(8 << 18)}, Interrupted(inner))
+    assert taken == [0, 1, 2]
+    assert inner.list() == ()
