@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from shardplan.planning import Metadata
+from shardplan.planning import Metadata, find_issues
 from shardplan.planning.catalog import column
 from shardplan.planning.packing import Ints
 
@@ -41,7 +41,12 @@ def source(store: Store, name: str = "", pool: Pool | None = None) -> NativeSour
     Raises:
         FormatError: There is none, or its manifest is damaged.
     """
-    return NativeSource(store, read_manifest(store), pool)
+    manifest = read_manifest(store)
+    issues = find_issues(manifest.metadata)  # which no save of ours has
+    if issues:
+        more = f", and {len(issues) - 1:,} more; see verify" if len(issues) > 1 else ""
+        raise FormatError(MANIFEST, f"it is damaged: {issues[0].message}{more}")
+    return NativeSource(store, manifest, pool)
 
 
 class NativeSource:

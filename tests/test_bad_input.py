@@ -299,6 +299,35 @@ def test_a_good_header_is_read():
     )
 
 
+LAYOUTS = {
+    "share rows 1 to 2": {"size": [3], "offsets": [[0], [1]], "sizes": [[2], [2]]},
+    "holds rows 4 to 6": {"size": [6], "offsets": [[0], [2]], "sizes": [[2], [2]]},
+    "holds rows 0 to 1": {"size": [5], "cuts": [[1, 3, 5]]},
+}
+READERS = {
+    "load": lambda path, size: shardplan.load({"w": torch.zeros(size)}, path),
+    "restore": lambda path, _: shardplan.restore(path),
+    "open": lambda path, _: shardplan.open_checkpoint(path),
+    "diff": lambda path, _: shardplan.diff(path, path),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("reason", LAYOUTS)
+def test_saved_chunks_that_overlap_or_leave_gaps_are_damage_of_the_manifest(
+    tmp_path, reason, reader
+):
+    shardplan.save({"w": torch.arange(4.0)}, tmp_path, planner=split_chunks(8))
+    body = json.loads((tmp_path / MANIFEST).read_text())
+    body["layouts"] = [LAYOUTS[reason]]
+    rest = {k: v for k, v in body.items() if k not in ("format", "version", "xxh3_64")}
+    (tmp_path / MANIFEST).write_bytes(sign(json.dumps(rest).encode()[1:]))
+    with pytest.raises(FormatError, match=reason) as caught:
+        READERS[reader](tmp_path, body["layouts"][0]["size"])
+    assert caught.value.file == MANIFEST
+    assert "strict" not in str(caught.value)
+
+
 class BrokenStore(CountingStore):
     """A store that reads data so often and no more, as a network may."""
 
