@@ -223,7 +223,7 @@ def refuse_existing(store: Store, overwrite: bool) -> None:
 
 
 def _exists(store: Store) -> ExistsError:
-    return ExistsError(f"{store.url} holds a checkpoint; pass overwrite=True to replace it")
+    return ExistsError(f"{store.url} holds a checkpoint", can_overwrite=True)
 
 
 def publish(

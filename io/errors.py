@@ -85,7 +85,27 @@ class ValueRefusedError(TypeError):
 
 
 class ExistsError(FileExistsError):
-    """A checkpoint that is already there, and was not to be overwritten."""
+    """A checkpoint that is already there, and was not to be overwritten.
+
+    Attributes:
+        reason: What is where.
+        can_overwrite: Whether it could be replaced, if that were asked for.
+
+    >>> raise ExistsError("step-7 holds a checkpoint", can_overwrite=True)
+    Traceback (most recent call last):
+    shardplan.io.errors.ExistsError: step-7 holds a checkpoint; pass overwrite=True to replace it
+    """
+
+    def __init__(self, reason: str, *, can_overwrite: bool = False) -> None:
+        self.reason = reason
+        self.can_overwrite = can_overwrite
+        super().__init__(reason)
+
+    def __str__(self) -> str:
+        return self.reason + ("; pass overwrite=True to replace it" if self.can_overwrite else "")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _exists_error, (self.reason, self.can_overwrite)
 
 
 class UnsureCommitError(StoreError):
@@ -94,6 +114,10 @@ class UnsureCommitError(StoreError):
     Its files are left alone, for the checkpoint may come to need them; if it does not, `prune`
     removes them. Open the checkpoint to see which one is there.
     """
+
+
+def _exists_error(reason: str, can_overwrite: bool) -> ExistsError:
+    return ExistsError(reason, can_overwrite=can_overwrite)
 
 
 def _format_error(

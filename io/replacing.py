@@ -102,8 +102,7 @@ def refuse_folder(store: Store, format: str, overwrite: bool) -> None:
     older = find_older(store)
     if older and not overwrite:
         raise ExistsError(
-            f"{store.url} holds a checkpoint of the format {older[0].format!r}; pass "
-            "overwrite=True to replace it"
+            f"{store.url} holds a checkpoint of the format {older[0].format!r}", can_overwrite=True
         )
     for old in older:
         if old.format != format and not _can_end(store, old, format):
@@ -176,9 +175,7 @@ def _holds(store: Store, file: str, data: bytes) -> bool:
 
 
 def _overtaken(store: Store) -> ExistsError:
-    return ExistsError(
-        f"another save into {store.url} was faster; pass overwrite=True to replace what it wrote"
-    )
+    return ExistsError(f"another save into {store.url} was faster", can_overwrite=True)
 
 
 def put_file(store: LocalStore, file: str, name: str, *, overwrite: bool) -> None:

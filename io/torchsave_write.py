@@ -55,9 +55,7 @@ class TorchWriter:
                 "call it model.pt, say"
             )
         if not overwrite and store.exists(self.file):
-            raise ExistsError(
-                f"{store.url} holds a file {self.file}; pass overwrite=True to replace it"
-            )
+            raise ExistsError(f"{store.url} holds a file {self.file}", can_overwrite=True)
 
     def prepare(self, plans: Sequence[SavePlan]) -> tuple[SavePlan, ...]:
         """Return the plan as it is, if there is but one; see `Writer.prepare`."""
