@@ -28,6 +28,7 @@ __all__ = ["NativeSource", "find", "source"]
 _MISSING: Final = (
     "it is missing; was the checkpoint overwritten or pruned while it was open? then open it again"
 )
+_DECODED: Final = 4  # how many times its own size a value takes while it is decoded
 
 
 def find(store: Store, name: str = "") -> bool:
@@ -90,6 +91,11 @@ class NativeSource:
     def sums_of(self, name: str) -> Sums:
         """Return the checksum of each chunk of one entry; see `Source.sums_of`."""
         return self.manifest.sums_of(name)
+
+    def value_cost(self, name: str) -> int:
+        """Return how many bytes of memory it takes to read a value."""
+        kind, size = self.manifest.values[name]
+        return 0 if kind == "inline" else _DECODED * int(size)
 
     def value(self, name: str, *, verify: bool = True) -> Any:
         """Return a value that is no tensor; see `Source.value`."""

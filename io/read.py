@@ -84,7 +84,12 @@ class Reader:
         items = plan.items
         rows = np.flatnonzero(items.type == LoadItemType.BYTE_IO.value)
         names = [(items.names[items.dest[r]], items.names[items.storage[r]]) for r in rows.tolist()]
-        found = self.pool.map(lambda pair: self.value(pair[1], verify=verify), names)
+        cost = getattr(self.source, "value_cost", lambda name: 0)
+        found = self.pool.map(
+            lambda pair: self.value(pair[1], verify=verify),
+            names,
+            nbytes=lambda pair: cost(pair[1]),
+        )
         return {dest: value for (dest, _), value in zip(names, found, strict=True)}
 
     def fill(

@@ -161,14 +161,15 @@ def encode_value(value: Any) -> Any:
     {'$dict': [['a', {'$tuple': [1, 2.0, {'$float': 'nan'}]}], [3, {'$bytes': 'eA=='}]]}
 
     Raises:
-        TypeError: JSON has no way to say it; subclasses of plain types count as other types.
+        TypeError: JSON has no way to say it; subclasses of plain types count as other types, but
+            named tuples count as tuples, and other lists as lists.
     """
     kind = type(value)
     if kind in (bool, str, type(None)):
         return value
     if kind is dict:
         return _encode_dict(value)
-    encode = _ENCODERS.get(kind)
+    encode = _ENCODERS.get(_plain(value))
     if encode is not None:
         return encode(value)
     if isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS and value.itemsize <= 8:
@@ -176,6 +177,13 @@ def encode_value(value: Any) -> Any:
     if isinstance(value, np.complex128):
         return {"$numpy": [value.dtype.name, _text(value.tobytes())]}
     raise _Unfit(f"is a {kind.__name__}")
+
+
+def _plain(value: Any) -> type:
+    """Return the type as which a value comes back: that of containers which tensors may lie in."""
+    if isinstance(value, list):
+        return list
+    return tuple if isinstance(value, tuple) and hasattr(value, "_fields") else type(value)
 
 
 def _encode_dict(value: dict[Any, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 import collections
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -833,3 +834,49 @@ def test_a_read_only_array_is_saved_from_its_own_memory(tmp_path):
     array = held_arrays(tmp_path)["read-only"]
     assert as_tensor(array).data_ptr() == array.ctypes.data
     assert as_tensor(array[5:, ::2]).numpy().ctypes.data == array[5:, ::2].ctypes.data
+
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+class Names(list):
+    pass
+
+
+@pytest.mark.parametrize("inside", [3, torch.ones(1)], ids=["value", "tensor"])
+@pytest.mark.parametrize(
+    ("make", "plain"),
+    [
+        (lambda x: Pair(x, 3), tuple),
+        (lambda x: Names([x, 3]), list),
+        (lambda x: collections.OrderedDict(a=x), dict),
+        (lambda x: collections.defaultdict(list, a=x), dict),
+        (lambda x: [Pair(x, 3)], list),
+    ],
+    ids=["named", "list", "ordered", "default", "nested"],
+)
+def test_containers_of_other_types_come_back_plain_whatever_is_inside(make, plain, inside):
+    value, store = make(inside), open_store(f"memory://{os.urandom(6).hex()}")
+    shardplan.save({"x": value}, store)
+    found = shardplan.restore(store)["x"]
+    assert type(found) is plain
+    assert found == value
+
+
+def test_values_that_are_read_keep_to_the_budget():
+    store = open_store(f"memory://{os.urandom(6).hex()}")
+    values = {f"b{i}": os.urandom(1 << 17) for i in range(4)}
+    shardplan.save(values, store)
+    with Pool(max_workers=4, max_bytes=1 << 20) as pool:
+        assert shardplan.restore(store, pool=pool) == values
+        assert 1 << 17 <= pool.peak_bytes <= 1 << 20
+
+
+def test_an_error_tells_programs_whether_to_overwrite(tmp_path):
+    shardplan.save({"step": 1}, tmp_path)
+    with pytest.raises(ExistsError) as caught:
+        shardplan.save({"step": 2}, tmp_path)
+    again = pickle.loads(pickle.dumps(caught.value))
+    for error in (caught.value, again):
+        assert (error.reason, error.can_overwrite) == (f"{tmp_path} holds a checkpoint", True)
+        assert str(error) == f"{tmp_path} holds a checkpoint; pass overwrite=True to replace it"
