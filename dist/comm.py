@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import attrs
 
@@ -26,13 +26,15 @@ class Comm(Protocol):
 
     Each method is a meeting: it returns only if all ranks came to it, and raises `LostRanksError`,
     which names those that did not, on all that did. After that the comm is of no further use, and
-    says so at once. Only bytes travel, so that nothing received can run code.
+    says so at once; ranks that live can make another. Only bytes travel, so that nothing received
+    can run code.
 
     Attributes:
         rank: This rank's place in the group, from 0.
         world_size: How many ranks the group has.
         coordinator: The place of the rank that gathers and scatters.
         ranks: Per place in the group, the rank's number in the whole job; errors use these.
+        lost: Whether ranks were lost, so that the comm is of no further use.
     """
 
     @property
@@ -50,6 +52,10 @@ class Comm(Protocol):
     @property
     def ranks(self) -> Sequence[int]:
         """Per place in the group, the rank's number in the whole job."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether ranks were lost, so that the comm is of no further use."""
 
     def gather(self, data: bytes) -> list[bytes] | None:
         """Return every rank's bytes, by rank, on the coordinator; None on the others."""
@@ -84,6 +90,7 @@ class Solo:
     world_size: int = 1
     coordinator: int = 0
     ranks: Sequence[int] = (0,)
+    lost: bool = False
 
     def gather(self, data: bytes) -> list[bytes] | None:
         """Return the bytes in a list."""
@@ -116,6 +123,9 @@ class Solo:
         """Tell nobody."""
 
 
+_SOLO: Final = Solo()
+
+
 def solo() -> Comm:
     """Return the comm of a job of one rank; it needs no process group.
 
@@ -123,7 +133,7 @@ def solo() -> Comm:
     >>> comm.rank, comm.world_size, comm.gather(b"plan")
     (0, 1, [b'plan'])
     """
-    return Solo()
+    return _SOLO
 
 
 def as_bytes(data: object) -> bytes:

@@ -6,6 +6,10 @@ bytes flow. The verdict is written once, by compare-and-set, and everyone obeys 
 notices first that a rank is missing, or leaves, can call the meeting off for all, and a rank that
 comes late learns that it was given up. A few bytes can ride along, to the coordinator as a note and
 back as its answer, which spares small collectives any further message.
+
+Who waits in vain for another rank's bytes knows only that: the other may itself wait for a third.
+So it accuses nobody, but comes to the next meeting with its suspicion, and who is lost is who does
+not come; if all do, those who are suspected and suspect nobody themselves.
 """
 
 from __future__ import annotations
@@ -58,10 +62,17 @@ class StuckError(TimeoutError):
     """A call that did not return in time; it may still be running."""
 
 
+def _nothing() -> None:
+    """Do nothing meanwhile."""
+
+
 class Worker:
     """A thread that makes calls which may block for ever, so that its owner never does.
 
     The owner waits in Python, where Ctrl-C works and time runs out.
+
+    Attributes:
+        busy: Whether a call is being made.
 
     >>> Worker().call(lambda: 6 * 7, limit=5)
     42
@@ -71,18 +82,21 @@ class Worker:
         self._calls: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]]
         self._calls = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self.busy = False
 
-    def call(self, function: Callable[[], T], limit: float) -> T:
-        """Return or raise what ``function`` does; raise StuckError after ``limit`` seconds."""
+    def call(
+        self, function: Callable[[], T], limit: float, meanwhile: Callable[[], None] = _nothing
+    ) -> T:
+        """Return or raise what ``function`` does; raise StuckError after ``limit`` seconds.
+
+        While it takes its time, ``meanwhile`` is called now and then, and may raise.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="shardplan-comm", daemon=True)
             self._thread.start()
         answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
         self._calls.put((function, answer))
-        try:
-            value, error = answer.get(timeout=limit)
-        except queue.Empty:
-            raise StuckError(f"no reply in {limit:g} s") from None
+        value, error = _await(answer, limit, meanwhile)
         if error is not None:
             raise error
         return value  # type: ignore[return-value]
@@ -96,20 +110,44 @@ class Worker:
         if self._thread is not None:
             self._calls.put((_stop, queue.SimpleQueue()))
 
+    def join(self, limit: float) -> None:
+        """Let the thread end, and wait for that."""
+        self.close()
+        if self._thread is not None:
+            self._thread.join(limit)
+
     def _serve(self) -> None:
         while True:
             function, answer = self._calls.get()
             if function is _stop:
                 return
-            try:
-                answer.put((function(), None))
-            except BaseException as error:
-                answer.put((None, error))
-            del function, answer
+            self.busy = True
+            value, error = _outcome(function)
+            self.busy = False
+            answer.put((value, error))
+            del function, answer, value, error
+
+
+def _outcome(function: Callable[[], T]) -> tuple[T | None, BaseException | None]:
+    try:
+        return function(), None
+    except BaseException as error:
+        return None, error
 
 
 def _stop() -> None:
     """Mark the end of a worker's calls."""
+
+
+def _await(answer: queue.SimpleQueue[T], limit: float, meanwhile: Callable[[], None]) -> T:
+    """Return what comes; look after other things in between, less and less often."""
+    start, pause = time.monotonic(), 0.1
+    while (left := limit - (time.monotonic() - start)) > 0:
+        with contextlib.suppress(queue.Empty):
+            return answer.get(timeout=min(pause, left) if meanwhile is not _nothing else left)
+        meanwhile()
+        pause = min(2 * pause, 2.0)
+    raise StuckError(f"no reply in {limit:g} s")
 
 
 @attrs.define
@@ -126,7 +164,9 @@ class Meetings:
         number: How many meetings this rank has come to.
         lost: Who was lost, once someone was: no meeting takes place after that.
         worker: The thread that talks to the store.
-        interrupted: Tells that thread to stop waiting.
+        leaving: Why this rank leaves, if it does: tells that thread to stop waiting.
+        suspects: Ranks from which this one waited for bytes in vain, and what it saw.
+        broken: Whether its connection to them is gone, which most likely means that they are.
     """
 
     store: Store
@@ -138,7 +178,9 @@ class Meetings:
     number: int = 0
     lost: LostRanksError | None = None
     worker: Worker = attrs.field(factory=Worker)
-    interrupted: bool = False
+    leaving: str | None = None
+    suspects: dict[int, str] = attrs.field(factory=dict)
+    broken: bool = False
 
     def meet(
         self, topic: str, note: bytes | None, answer: Answer
@@ -170,23 +212,41 @@ class Meetings:
     def lose(self, reasons: Mapping[int, str]) -> LostRanksError:
         """Note that ranks are lost, tell those that meet now or next, and return the error.
 
-        If others have noted something else before, that is what happened: this rank may be the one
-        that they gave up, and find their connections closed.
+        If others have noted something else before, that is what happened.
         """
         self.lost = LostRanksError(reasons)
-        numbers = (self.number, self.number + 1)
         # If the store is gone as well, there is no one to tell.
         with contextlib.suppress(LostRanksError):
-            verdicts = self._ask(lambda: [self._decide(n, reasons)[0] for n in numbers], GRACE)
-            reasons = verdicts[0] or verdicts[1]
+            reasons = self._ask(lambda: self._publish(reasons), GRACE)
         self.lost = LostRanksError(reasons)
         return LostRanksError(reasons)
 
+    def settle(self, suspects: Mapping[int, str], *, broken: bool) -> LostRanksError:
+        """Find out, at the next meeting, who is lost; return the error that all get.
+
+        Args:
+            suspects: The ranks from which bytes did not come, and what is known of each.
+            broken: Whether connections are gone: who does not come soon either is lost.
+        """
+        self.suspects, self.broken = dict(suspects), broken
+        try:
+            self.meet("the next meeting", None, lambda notes: None)
+        except LostRanksError as error:
+            return error
+        raise AssertionError("a meeting that a suspicion was brought to ends with a loss")
+
+    def heed(self) -> None:
+        """Raise LostRanksError if the next meeting is called off already."""
+        lost = self._ask(self._called_off, self.timeout + GRACE)
+        if lost:
+            self.lost = LostRanksError(lost)
+            raise LostRanksError(lost)
+
     def leave(self, reason: str) -> None:
         """Call off the meeting that is being held, or else the next one; see `Comm.leave`."""
-        self.interrupted = True
         if self.lost is None:
-            self.lose({self.ranks[self.rank]: reason})
+            self.leaving = reason  # first: whoever waits for us stops now, and must say why
+            self.lose(self._left())
 
     def close(self) -> None:
         """Stay until the others have read the last verdict: the store may end with this process."""
@@ -204,43 +264,65 @@ class Meetings:
     ) -> tuple[dict[int, str], list[bytes | None], bytes | None]:
         """Come, wait for the verdict or give it, and return who is lost, the notes, the answer."""
         mine = self._key(self.rank)
-        self.store.set(mine, json.dumps([topic, _text(note)]))
+        self.store.set(mine, json.dumps([topic, _text(note), list(self.suspects.items())]))
         notes: list[bytes | None] = []
         if self.rank == self.coordinator:
             lost, notes = self._preside(topic)
+            lost = self._left() or lost
             said = None if lost else answer(notes)
             lost, said = self._decide(self.number, lost, said)
             old = f"{self.number - 1}/verdict"  # Who is here has read it.
             self.worker.post(lambda: (self.store.delete_key(mine), self.store.delete_key(old)))
         else:
-            lost, said = self._decide(self.number, self._attend(topic))
+            lost = self._attend(topic)
+            lost, said = self._decide(self.number, self._left() or lost)
             self.worker.post(lambda: self.store.delete_key(mine))
         return lost, notes, said
 
     def _preside(self, topic: str) -> tuple[dict[int, str], list[bytes | None]]:
         """As the coordinator: wait for everyone; return who is lost, and all notes."""
         keys = [self._key(place) for place in range(len(self.ranks))]
-        self._wait(lambda: self.store.check(keys) or self._decided(), self.timeout)
+
+        def ready() -> bool:
+            return self.store.check(keys) or self._decided()
+
+        dead = self._dead(ready)
+        if dead:
+            return dead, []
+        self._wait(ready, self.timeout)
         if not self.store.check(keys):
             return self._absent(topic), []
         came = [json.loads(text) for text in self.store.multi_get(keys)]
         astray = {
             rank: f"came to {other} while rank {self.ranks[self.rank]} came to {topic}"
-            for rank, (other, _) in zip(self.ranks, came, strict=True)
+            for rank, (other, *_) in zip(self.ranks, came, strict=True)
             if other != topic
         }
-        return astray, [_bytes(note) for _, note in came]
+        suspects = {rank: dict(found) for rank, (*_, found) in zip(self.ranks, came, strict=True)}
+        return _blamed(suspects) or astray, [_bytes(note) for _, note, _ in came]
 
     def _attend(self, topic: str) -> dict[int, str]:
         """As any other rank: wait for the verdict, and return who is lost if none comes."""
-        if self._wait(self._decided, self.timeout):
-            return {}
+        dead = self._dead(self._decided)
+        if dead or self._wait(self._decided, self.timeout):
+            return dead
         if not self._here([self.coordinator]):
             return self._absent(topic)
         # It came later than this rank, and may wait as long for the others.
         if self._wait(self._decided, self.timeout + GRACE / 2):
             return {}
         return {self.ranks[self.coordinator]: f"came to {topic} and then fell silent"}
+
+    def _dead(self, ready: Callable[[], bool]) -> dict[int, str]:
+        """Return whose connection is gone and who does not come either, after a grace."""
+        if not self.broken or self._wait(ready, min(GRACE, self.timeout)):
+            return {}
+        here = {self.ranks[place] for place in self._here(range(len(self.ranks)))}
+        return {rank: why for rank, why in self.suspects.items() if rank not in here}
+
+    def _left(self) -> dict[int, str]:
+        """Return this rank if it leaves, with its reason."""
+        return {} if self.leaving is None else {self.ranks[self.rank]: self.leaving}
 
     def _absent(self, topic: str) -> dict[int, str]:
         here = set(self._here(range(len(self.ranks))))
@@ -261,6 +343,21 @@ class Meetings:
         holds, text = json.loads(self.store.compare_set(f"{number}/verdict", "", mine))
         return {int(rank): str(reason) for rank, reason in holds}, _bytes(text)
 
+    def _called_off(self) -> dict[int, str]:
+        """Return who is lost according to the next meeting's verdict, if it has one."""
+        key = f"{self.number + 1}/verdict"
+        lost, _ = json.loads(self.store.multi_get([key])[0]) if self.store.check([key]) else ((), 0)
+        return {int(rank): str(reason) for rank, reason in lost}
+
+    def _publish(self, reasons: Mapping[int, str]) -> dict[int, str]:
+        """Call off the meeting that is being held and the next one; return the reasons that hold.
+
+        A meeting that has a successor is over, and its verdict may be gone from the store.
+        """
+        if not self._called_off():
+            reasons = self._decide(self.number, reasons)[0] or reasons
+        return self._decide(self.number + 1, reasons)[0]
+
     def _wait(self, ready: Callable[[], bool], seconds: float) -> bool:
         """Ask again and again, less often as time passes, until ready or out of time."""
         start = time.monotonic()
@@ -268,7 +365,7 @@ class Meetings:
         longest = max(0.05, len(self.ranks) / 10_000)
         while not ready():
             passed = time.monotonic() - start
-            if passed >= seconds or self.interrupted:
+            if passed >= seconds or self.leaving is not None:
                 return False
             time.sleep(min(max(passed / 8, 0.0001), longest, seconds - passed))
         return True
@@ -288,6 +385,17 @@ class Meetings:
 
     def _key(self, place: int) -> str:
         return f"{self.number}/{place}"
+
+
+def _blamed(suspects: Mapping[int, Mapping[int, str]]) -> dict[int, str]:
+    """Return whom to blame, given whom each rank waited for in vain: who waited for nobody.
+
+    >>> _blamed({0: {1: "sent nothing"}, 1: {2: "sent nothing"}, 2: {}})
+    {2: 'sent nothing'}
+    """
+    suspected = {int(rank): why for found in suspects.values() for rank, why in found.items()}
+    idle = {rank: why for rank, why in suspected.items() if not suspects.get(rank)}
+    return idle or suspected
 
 
 def _text(data: bytes | None) -> str | None:

@@ -263,6 +263,11 @@ class ThreadComm:
         """The ranks' numbers."""
         return range(self._room.n)
 
+    @property
+    def lost(self) -> bool:
+        """Whether ranks were lost."""
+        return self._lost is not None
+
     def gather(self, data: bytes) -> list[bytes] | None:
         """Return every rank's bytes on the coordinator; None on the others."""
         found = self._meet("gather", lambda: as_bytes(data))

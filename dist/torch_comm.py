@@ -19,7 +19,7 @@ import attrs
 from .comm import Comm, Pending, as_bytes, as_parts
 from .errors import LostRanksError
 from .meeting import Meetings
-from .wire import Wire, join, split
+from .wire import Trouble, Wire, join, split
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -46,6 +46,7 @@ def torch_comm(
     timeout: float = 1800.0,
     coordinator: int = 0,
     private: bool = False,
+    fresh: bool = False,
 ) -> Comm:
     """Return the comm of a torch.distributed process group.
 
@@ -61,6 +62,8 @@ def torch_comm(
         coordinator: The place in the group of the rank that gathers and scatters.
         private: Whether bytes take connections of our own, even if the group has some: then nothing
             that happens here can get in the way of training.
+        fresh: Whether to make new connections of our own, rather than to share those of comms made
+            before: for ranks that live on after a comm was lost.
 
     Returns:
         The comm. Its `rank` is the place in the group; its errors name global ranks.
@@ -92,7 +95,11 @@ def torch_comm(
     number = store.add(f"shardplan/comms/{rank}", 1)
     rooms = dist.PrefixStore(f"shardplan/{number}", store)  # type: ignore[attr-defined]
     meetings = Meetings(rooms, rank, coordinator, ranks, timeout, _host_of_the_store())
-    wire = Wire(_with_gloo(group, store, meetings, private), _TAG + number, timeout)
+    if not fresh and not private and "cpu:gloo" in dist.get_backend_config(group).split(","):
+        messages = group
+    else:
+        messages = _twin(group, store, meetings, number, fresh)
+    wire = Wire(messages, _TAG + number, timeout, meetings.heed)
     # The group's own store, too: whoever hosts it must do so until we are done, group or no group.
     comm = TorchComm(meetings, wire, _hosted[group])
     weakref.finalize(comm, _close, meetings, wire)
@@ -105,21 +112,26 @@ def _close(meetings: Meetings, wire: Wire) -> None:
     wire.worker.close()
 
 
-def _with_gloo(group: ProcessGroup, store: Any, meetings: Meetings, private: bool) -> Any:
-    """Return the group if it moves CPU tensors by gloo and may be used, else its twin.
+def _twin(group: ProcessGroup, store: Any, meetings: Meetings, number: int, fresh: bool) -> Any:
+    """Return gloo connections of our own between the ranks of a group, made once.
 
-    The twin is made of the group's own store, by its members alone: torch's new_group would need
+    They are made of the group's own store, by its members alone: torch's new_group would need
     every rank of the job, or names on which ranks with different groups disagree.
     """
     import torch.distributed as dist
 
-    if not private and "cpu:gloo" in dist.get_backend_config(group).split(","):
-        return group
-    if group not in _twins:
+    if group in _twins and not fresh:
+        return _twins[group]
+    try:
         meetings.meet("torch_comm", b"", lambda notes: b"")
-        rooms = dist.PrefixStore("shardplan/gloo", store)  # type: ignore[attr-defined]
+        rooms = dist.PrefixStore(f"shardplan/gloo/{number}", store)  # type: ignore[attr-defined]
         limit = timedelta(seconds=meetings.timeout)
         _twins[group] = dist.ProcessGroupGloo(rooms, meetings.rank, len(meetings.ranks), limit)
+    except LostRanksError:
+        raise
+    except BaseException as error:
+        meetings.leave(f"left torch_comm: {type(error).__name__}")
+        raise
     return _twins[group]
 
 
@@ -170,6 +182,11 @@ class TorchComm:
         """Per place in the group, the rank's number in the whole job."""
         return self._meetings.ranks
 
+    @property
+    def lost(self) -> bool:
+        """Whether ranks were lost."""
+        return self._meetings.lost is not None
+
     def gather(self, data: bytes) -> list[bytes] | None:
         """Return every rank's bytes on the coordinator; None on the others."""
         data = self._checked(lambda: as_bytes(data))
@@ -216,8 +233,14 @@ class TorchComm:
         """Begin to fill memory with what one rank sends; see `Comm.receive`."""
         return self._wire.post(place, into, self._gone, sends=False)
 
-    def _gone(self, place: int, why: str) -> LostRanksError:
-        return self._meetings.lose({self.ranks[place]: why})
+    def _gone(self, place: int, trouble: Trouble) -> LostRanksError:
+        return self._settled({place: trouble})
+
+    def _settled(self, troubles: Mapping[int, Trouble]) -> LostRanksError:
+        """Return who is lost, now that bytes did not flow between this rank and others."""
+        suspects = {self.ranks[place]: trouble.text for place, trouble in troubles.items()}
+        broken = any(trouble.broken for trouble in troubles.values())
+        return self._meetings.settle(suspects, broken=broken)
 
     def leave(self, reason: str) -> None:
         """Call off the meeting that is being held, or else the next one."""
@@ -271,10 +294,10 @@ class TorchComm:
     def _others(self) -> list[int]:
         return [place for place in range(self.world_size) if place != self.rank]
 
-    def _keep(self, failed: Mapping[int, str]) -> None:
+    def _keep(self, failed: Mapping[int, Trouble]) -> None:
         """Raise if ranks were lost while bytes flowed; the others learn it at the next meeting."""
         if failed:
-            raise self._meetings.lose({self.ranks[p]: why for p, why in failed.items()})
+            raise self._settled(failed)
 
 
 def _small(*parts: bytes) -> bytes | None:

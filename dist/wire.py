@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import attrs
 
-from .meeting import GRACE, Worker
+from .errors import LostRanksError
+from .meeting import GRACE, StuckError, Worker
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,6 +23,11 @@ __all__ = ["Wire", "join", "split"]
 
 PIECE = 64 << 20
 """Bytes that go as one message: below what gloo and the kernel count in 32 bits."""
+
+# Gloo closes all connections of a group when a wait of its own runs out, those to healthy ranks as
+# well, and cannot be interrupted: so it waits in a thread, practically for ever.
+_FOR_EVER = timedelta(days=1000)
+_abandoned: list[tuple[Wire, int]] = []  # whose thread may still wait, and for which place
 
 _SIZE = struct.Struct("<Q")
 _DATA = 1 << 20  # added to the tag of memory that is sent without a meeting
@@ -43,15 +51,17 @@ class Wire:
         group: A gloo group, or the bare connections of one.
         tag: Tells these messages from all others between the same ranks.
         timeout: Seconds that one message may take.
+        meanwhile: Called now and then while a message takes its time; it may raise.
         worker: Waits, so that this thread can be interrupted.
     """
 
     group: Messages
     tag: int
     timeout: float
+    meanwhile: Callable[[], None]
     worker: Worker = attrs.field(factory=Worker)
 
-    def send(self, parts: Mapping[int, bytes]) -> dict[int, str]:
+    def send(self, parts: Mapping[int, bytes]) -> dict[int, Trouble]:
         """Send each place its bytes, and return what went wrong, by place."""
         messages = {
             place: [_view(_SIZE.pack(len(data))), *_pieces(_view(data))]
@@ -63,7 +73,7 @@ class Wire:
         }
         return self._finish(works)
 
-    def receive(self, places: Sequence[int]) -> tuple[dict[int, bytes], dict[int, str]]:
+    def receive(self, places: Sequence[int]) -> tuple[dict[int, bytes], dict[int, Trouble]]:
         """Return what each place sent, and what went wrong, by place."""
         import torch
 
@@ -82,7 +92,12 @@ class Wire:
         return {p: _bytes(data) for p, data in found.items() if p not in failed}, failed
 
     def post(
-        self, place: int, data: memoryview, gone: Callable[[int, str], Exception], *, sends: bool
+        self,
+        place: int,
+        data: memoryview,
+        gone: Callable[[int, Trouble], Exception],
+        *,
+        sends: bool,
     ) -> Parcel:
         """Begin to send memory to one place, or to receive into it; any thread may do so.
 
@@ -102,43 +117,89 @@ class Wire:
         try:
             works = [begin([piece], place, self.tag + _DATA) for piece in _pieces(whole)]
         except (RuntimeError, OSError) as error:  # the connection is known to be gone
-            raise gone(place, f"is lost: {str(error).splitlines()[0][:200]}") from None
-        # Not as long as for a meeting: who waits for this must not be missed there by all others.
-        return Parcel(place, works, self.timeout / 2, gone)
+            raise gone(place, Trouble.of(error)) from None
+        return Parcel(self, place, works, gone)
 
-    def _finish(self, works: Mapping[int, Sequence[Work]]) -> dict[int, str]:
+    def _finish(self, works: Mapping[int, Sequence[Work]]) -> dict[int, Trouble]:
         """Wait for all messages; return, per place to which one failed, the reason."""
-        failed: dict[int, str] = {}
-        for place, messages in works.items():
-            try:
-                for work in messages:
-                    self._wait(work)
-            except (RuntimeError, OSError) as error:
-                failed[place] = f"is lost: {str(error).splitlines()[0][:200]}"
-        return failed
+        found = {place: self.wait(place, sent, self.timeout) for place, sent in works.items()}
+        return {place: trouble for place, trouble in found.items() if trouble is not None}
 
-    def _wait(self, work: Work) -> None:
-        limit = timedelta(seconds=self.timeout)
-        self.worker.call(lambda: work.wait(limit), self.timeout + GRACE)
+    def wait(self, place: int, works: Sequence[Work], limit: float) -> Trouble | None:
+        """Wait for the messages to or from one place, and return what went wrong.
+
+        Raises:
+            LostRanksError: It was learnt meanwhile that the ranks need not go on.
+        """
+        try:
+            self.worker.call(lambda: _wait_for_all(works), limit, self.meanwhile)
+        except LostRanksError:
+            raise
+        except (RuntimeError, OSError) as error:
+            return Trouble.of(error)
+        finally:
+            if self.worker.busy:
+                _abandoned.append((self, place))
+        return None
+
+    def release(self, place: int) -> None:
+        """End all waiting, by a wait that runs out: it closes all connections of the group."""
+        import torch
+
+        work = self.group.recv([torch.empty(1)], place, self.tag + 2 * _DATA)
+        work.wait(timedelta(milliseconds=1))
+
+
+@attrs.frozen
+class Trouble:
+    """Why bytes do not come or go.
+
+    Attributes:
+        text: What to say of the other side.
+        broken: Whether the connection is gone; otherwise the other side was waited for too long.
+    """
+
+    text: str
+    broken: bool
+
+    @classmethod
+    def of(cls, error: Exception) -> Trouble:
+        """Describe what a wait raised."""
+        if isinstance(error, StuckError):
+            return cls(f"sent or took nothing: {error}", broken=False)
+        return cls(f"is lost: {(str(error).splitlines() or [''])[0][:200]}", broken=True)
 
 
 @attrs.frozen(eq=False)
 class Parcel:
     """Memory under way to or from another place; a `Pending`."""
 
+    wire: Wire
     place: int
     works: Sequence[Work]
-    timeout: float
-    gone: Callable[[int, str], Exception]
+    gone: Callable[[int, Trouble], Exception]
 
     def wait(self) -> None:
         """Return once it has arrived."""
-        try:
-            for work in self.works:
-                work.wait(timedelta(seconds=self.timeout))
-        except (RuntimeError, OSError) as error:
-            why = f"is lost: {str(error).splitlines()[0][:200]}"
-            raise self.gone(self.place, why) from None
+        # Not as long as for a meeting: who waits for this must not be missed there by all others.
+        trouble = self.wire.wait(self.place, self.works, self.wire.timeout / 2)
+        if trouble is not None:
+            raise self.gone(self.place, trouble)
+
+
+def _wait_for_all(works: Sequence[Work]) -> None:
+    for work in works:
+        work.wait(_FOR_EVER)
+
+
+@atexit.register
+def _release() -> None:
+    """Before the interpreter ends: a thread that comes out of gloo after that kills the process."""
+    for wire, place in _abandoned:
+        if wire.worker.busy:
+            with contextlib.suppress(RuntimeError, OSError):
+                wire.release(place)
+            wire.worker.join(GRACE)
 
 
 def _pieces(data: Tensor) -> list[Tensor]:

@@ -247,6 +247,37 @@ def test_an_interrupt_comes_through_and_the_others_learn_at_once(processes, wher
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 2])
+def test_who_is_interrupted_in_a_meeting_is_named_and_not_who_is_late(processes, victim):
+    told = [rank[f"interrupted:waiting:{victim}"] for rank in processes]
+    assert told.pop(victim) == {"propagated": "KeyboardInterrupt"}
+    for rank in told:
+        assert rank["lost"] == {str(victim): "left barrier: KeyboardInterrupt"}
+
+
+@pytest.mark.slow
+def test_an_interrupt_comes_through_while_bytes_flow_and_who_waits_learns_at_once(processes):
+    told = [rank["interrupted:transfer"] for rank in processes]
+    assert told.pop(2) == {"propagated": "KeyboardInterrupt"}
+    text = "left a step: KeyboardInterrupt"
+    for rank in told:
+        assert rank["failures"] == [[2, "a step", "LostRank", text, ""]]
+        assert rank["seconds"] < 8  # and not the ten that bytes may take
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [("absent", "did not come to"), ("late", "sent or took nothing: no reply in 2 s")],
+)
+def test_of_ranks_that_wait_for_each_other_the_one_that_stalls_is_named(processes, case, text):
+    for rank in processes:
+        ((who, _, kind, why, _),) = rank[f"chain:{case}"]["failures"]
+        assert (who, kind) == (2, "LostRank")
+        assert why.startswith(text)
+
+
+@pytest.mark.slow
 def test_a_process_that_gives_nonsense_raises_and_the_others_learn_at_once(processes):
     text = "scatter takes one part for each of 4 ranks, and 1 came"
     first, *others = [rank["invalid"] for rank in processes]

@@ -6,7 +6,9 @@ nothing: OUT receives, per case, what the case told on this rank.
 
 import hashlib
 import json
+import os
 import pickle
+import signal
 import sys
 import threading
 import time
@@ -206,6 +208,63 @@ def interrupted(where):
         return {"propagated": type(error).__name__}
 
 
+def interrupt_soon():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+
+
+def interrupted_waiting(victim):
+    """A rank is interrupted while all wait for the last one, which is late but well."""
+    comm = torch_comm(timeout=20)
+    comm.barrier()
+    if comm.rank == victim:
+        interrupt_soon()
+    if comm.rank == 3:
+        time.sleep(1)
+    try:
+        return timed(comm.barrier)
+    except KeyboardInterrupt as error:
+        return {"propagated": type(error).__name__}
+
+
+def interrupted_transfer():
+    """Rank 2 is interrupted while it waits for bytes; rank 1 waits for bytes of rank 2."""
+    comm = torch_comm(timeout=20)
+    comm.barrier()
+    if comm.rank == 2:
+        interrupt_soon()
+
+    def map():
+        if comm.rank in (1, 2):
+            comm.receive(comm.rank + 1, memoryview(bytearray(8))).wait()
+
+    try:
+        return timed(lambda: all_reduce(comm, "a step", map, len))
+    except KeyboardInterrupt as error:
+        return {"propagated": type(error).__name__}
+
+
+def chains():
+    """Rank 0 waits for bytes of rank 1, which waits for rank 2, which stalls; 3 has no part."""
+    told = {}
+
+    def run(comm, name, seconds):
+        def map():
+            if comm.rank == 2:
+                time.sleep(seconds)
+            elif comm.rank < 2:
+                comm.receive(comm.rank + 1, memoryview(bytearray(8))).wait()
+
+        told[name] = timed(lambda: all_reduce(comm, "a step", map, len))
+
+    cases = [("chain:absent", 6.0, 2.0), ("chain:late", 3.0, 4.0)]
+    comms = [torch_comm(timeout=timeout) for *_, timeout in cases]
+    torch_comm(timeout=60).barrier()
+    at_once([lambda c=c, n=n, s=s: run(c, n, s) for c, (n, s, _) in zip(comms, cases, strict=True)])
+    torch_comm(timeout=60).barrier()
+    return told
+
+
 def invalid():
     """The coordinator gives too few parts; the others hear why nothing comes."""
     comm = torch_comm(timeout=20)
@@ -307,6 +366,9 @@ def main(rank, world, port, out):
     told |= stalls()
     told["astray"] = astray()
     told |= {f"interrupted:{where}": interrupted(where) for where in ("map", "reduce")}
+    told |= {f"interrupted:waiting:{r}": interrupted_waiting(r) for r in (0, 2)}
+    told["interrupted:transfer"] = interrupted_transfer()
+    told |= chains()
     told["invalid"] = invalid()
     told["pieces"] = pieces()
     told["leftovers"] = leftovers()
