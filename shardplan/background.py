@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Final
 
-from shardplan.dist import Comm, solo, torch_comm
+import attrs
+
+from shardplan.dist import Comm
 from shardplan.io.pool import Pool
 from shardplan.io.stores import Store
 from shardplan.planning import Pass, SavePlan
 
 from .agreement import PlanCache
-from .ranks import world_group
+from .ranks import JobComm
 from .reports import SaveReport, Stopwatch
 from .saving import save_state
 from .snapshots import Buffers
@@ -111,35 +114,29 @@ def async_save(
     ...     restore(folder)
     {'w': tensor([1., 1.])}
     """
-    saver, comm = _saver_of(comm)
+    saver, job = _saver_of(comm)
     start = time.perf_counter()
     future, watch = SaveFuture(str(getattr(path, "url", path))), Stopwatch()
-    earlier = saver.settle()
-    with watch.phase("stage"):
-        state = saver.snapshot(state_dict) if earlier is None else _failing(earlier)
-    saver.last = future
-    future.told = earlier is not None
-    options = {
-        "planner": planner,
-        "format": format,
-        "comm": comm,
-        "overwrite": overwrite,
-        "verify_replicas": verify_replicas,
-        "profile": False,
-        "pool": pool,
-        "cache": cache,
-        "watch": watch,
-    }
-    thread = threading.Thread(
-        target=_run, args=(future, state, path, options), name="shardplan-save", daemon=False
-    )
-    future.set_running_or_notify_cancel()  # from here on it cannot be cancelled
-    try:
-        thread.start()
-    except BaseException as error:
-        future.set_exception(error)
-        comm.leave(f"left: {type(error).__name__}: {error}")
-        raise
+    with saver.lock:
+        with saver.staying(future, job.held):
+            earlier = saver.settle()
+        comm = job.take()
+        options = {
+            "planner": planner,
+            "format": format,
+            "comm": comm,
+            "overwrite": overwrite,
+            "verify_replicas": verify_replicas,
+            "profile": False,
+            "pool": pool,
+            "cache": cache,
+            "watch": watch,
+        }
+        with saver.staying(future, comm):
+            with watch.phase("stage"):
+                state = saver.snapshot(state_dict) if earlier is None else _failing(earlier)
+            future.told = earlier is not None
+            saver.start(future, lambda: _run(future, state, path, options))
     future.blocked = time.perf_counter() - start
     if earlier is not None:
         raise earlier
@@ -147,9 +144,10 @@ def async_save(
 
 
 class _Saver:
-    """What saves in the background have in common."""
+    """What saves in the background have in common; only who has the lock may use it."""
 
     def __init__(self) -> None:
+        self.lock = threading.Lock()
         self.buffers = Buffers()
         self.last: SaveFuture | None = None
 
@@ -168,6 +166,39 @@ class _Saver:
         """
         return None if self.last is None else self.last.settle()
 
+    def start(self, future: SaveFuture, run: Callable[[], None]) -> None:
+        """Have a save run in a thread; from here on it cannot be cancelled."""
+        thread = threading.Thread(target=run, name="shardplan-save", daemon=False)
+        future.set_running_or_notify_cancel()
+        before, self.last = self.last, future
+        try:
+            thread.start()
+        finally:
+            if thread.ident is None:  # else it runs, though this thread was interrupted
+                self.last = before
+
+    @contextlib.contextmanager
+    def staying(self, future: SaveFuture, comm: Comm | None) -> Iterator[None]:
+        """If this rank cannot begin its save, tell the others, once the one before is done."""
+        try:
+            yield
+        except BaseException as error:
+            if self.last is not future:
+                self._leave(future, comm, error)
+            raise
+
+    def _leave(self, future: SaveFuture, comm: Comm | None, error: BaseException) -> None:
+        def leave(_: object) -> None:
+            if comm is not None:
+                comm.leave(f"left the save: {type(error).__name__}: {error}".rstrip(": "))
+            future.set_exception(error)
+
+        before, self.last, future.told = self.last, future, True
+        if before is None:
+            leave(None)
+        else:
+            before.add_done_callback(leave)
+
 
 def _failing(error: BaseException) -> Callable[[], Mapping[Any, Any]]:
     """Return what raises an error when it is asked for a state dict."""
@@ -178,21 +209,30 @@ def _failing(error: BaseException) -> Callable[[], Mapping[Any, Any]]:
     return fail
 
 
+@attrs.frozen
+class _Given:
+    """A comm that the caller made: it is what it is."""
+
+    held: Comm
+
+    def take(self) -> Comm:
+        """Return it."""
+        return self.held
+
+
 # By comm that a caller made, for as long as the caller has it; and for the job, one of our own.
 _savers: weakref.WeakKeyDictionary[Comm, _Saver] = weakref.WeakKeyDictionary()
-_own: dict[str, tuple[Any, _Saver, Comm]] = {}
+_savers_lock: Final = threading.Lock()
+_own: Final = _Saver()
+_job: Final = JobComm(private=True)
 
 
-def _saver_of(comm: Comm | None) -> tuple[_Saver, Comm]:
-    """Return what saves for some ranks, made when it is first needed, and their comm."""
-    if comm is not None:
-        return _savers.setdefault(comm, _Saver()), comm
-    group = world_group()
-    known = _own.get("job")
-    if known is None or known[0] is not group:  # the group of before is gone, if there was one
-        made = solo() if group is None else torch_comm(group, private=True)
-        known = _own["job"] = (group, _Saver(), made)
-    return known[1], known[2]
+def _saver_of(comm: Comm | None) -> tuple[_Saver, _Given | JobComm]:
+    """Return what saves for some ranks, made when it is first needed, and who has their comm."""
+    if comm is None:
+        return _own, _job
+    with _savers_lock:
+        return _savers.setdefault(comm, _Saver()), _Given(comm)
 
 
 def _run(

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
-from shardplan.dist import Comm, all_reduce, solo, torch_comm
+import attrs
+
+from shardplan.dist import (
+    CheckpointError,
+    Comm,
+    Failure,
+    LostRanksError,
+    all_reduce,
+    solo,
+    torch_comm,
+)
 from shardplan.planning import flatten
 
 __all__ = [
+    "JobComm",
     "default_comm",
     "device_of",
     "host_name",
@@ -19,8 +31,72 @@ __all__ = [
     "world_group",
 ]
 
-# The job's group and its comm, made when it is first needed: making one is a step of its own.
-_known: dict[str, tuple[Any, Comm]] = {}
+
+@attrs.define(eq=False)
+class JobComm:
+    """The comm of all ranks of the job: made when it is first needed, and anew when it was lost.
+
+    Making one is a step of its own, so every rank must ask for it in the same calls. A rank may
+    learn of a loss one call later than others, so that ranks which go on count those calls: the
+    parts of two different saves must never become one.
+
+    Attributes:
+        private: Whether it has connections of its own.
+        held: The comm as it is now; None where there is none yet.
+    """
+
+    private: bool
+    held: Comm | None = None
+    _group: Any = None
+    _calls: int = 0
+    _lock: threading.Lock = attrs.field(factory=threading.Lock)
+
+    def take(self) -> Comm:
+        """Return it, for one call; that of one rank where there is no process group.
+
+        Raises:
+            CheckpointError: It was lost, and not all ranks came to go on, or not in the same call.
+        """
+        with self._lock:
+            group = world_group()
+            if group is None:
+                self.held = self._group = None
+                return solo()
+            self._calls += 1
+            if self.held is None or self._group is not group:
+                self.held, self._calls = torch_comm(group, private=self.private), 1
+                self._group = group
+            elif self.held.lost:
+                self._go_on()
+            return self.held
+
+    def _go_on(self) -> None:
+        step = "go on after a rank was lost"
+        try:
+            comm = self.held = torch_comm(self._group, private=True, fresh=True)
+        except LostRanksError as error:
+            raise CheckpointError(error.failures(step)) from None
+        most, behind = all_reduce(comm, step, lambda: self._calls, _behind)
+        self._calls = most
+        if behind:
+            text = f"this rank is behind by {{}}, of {most} calls; from the next one on all go on"
+            raise CheckpointError(
+                Failure(comm.ranks[place], step, "RuntimeError", text.format(missing))
+                for place, missing in behind
+            )
+
+
+def _behind(calls: list[int]) -> tuple[int, list[tuple[int, int]]]:
+    """Return the most calls that any rank made, and by how many which places are behind.
+
+    >>> _behind([3, 2, 3])
+    (3, [(1, 1)])
+    """
+    most = max(calls)
+    return most, [(place, most - made) for place, made in enumerate(calls) if made < most]
+
+
+_job: Final = JobComm(private=False)
 
 
 def default_comm() -> Comm:
@@ -31,13 +107,7 @@ def default_comm() -> Comm:
     >>> default_comm().world_size
     1
     """
-    group = world_group()
-    if group is None:
-        _known.clear()
-        return solo()
-    if "job" not in _known or _known["job"][0] is not group:
-        _known["job"] = (group, torch_comm(group))
-    return _known["job"][1]
+    return _job.take()
 
 
 def world_group() -> Any:
@@ -49,13 +119,7 @@ def world_group() -> Any:
 
 
 def take_step(
-    comm: Comm,
-    step: str,
-    map: Callable[[], Any],
-    reduce: Callable[[list[Any]], Any],
-    *,
-    encode: Callable[[Any], bytes] | None = None,
-    decode: Callable[[bytes], Any] | None = None,
+    comm: Comm, step: str, map: Callable[[], Any], reduce: Callable[[list[Any]], Any]
 ) -> Any:
     """Take a step on all ranks, as `all_reduce` does; a single rank raises its errors as they are.
 
@@ -64,12 +128,7 @@ def take_step(
     """
     if comm.world_size == 1:
         return reduce([map()])
-    ways = {k: v for k, v in (("encode", encode), ("decode", decode)) if v is not None}
-    if ways:
-        from shardplan.dist.steps import decode_json, encode_json
-
-        ways |= {"encode_result": encode_json, "decode_result": decode_json}
-    return all_reduce(comm, step, map, reduce, **ways)
+    return all_reduce(comm, step, map, reduce)
 
 
 def device_of(sd: Mapping[Any, Any]) -> str:

@@ -906,6 +906,16 @@ def test_optimizer_state_with_groups_comes_back_as_get_state_dict_gave_it(cases)
 
 
 @pytest.mark.slow
+def test_real_ranks_go_on_with_new_connections_after_one_was_interrupted(cases):
+    _, told = cases
+    for number, rank in enumerate(told):
+        for first, *others in (rank["lost"][:3], rank["lost"][3:]):
+            assert first == ("interrupted" if number == 2 else [2])
+            assert others == [others[0]] * 2
+            assert others[0] > 0
+
+
+@pytest.mark.slow
 def test_real_ranks_that_exit_wait_for_their_save(cases):
     folder, _ = cases
     assert shardplan.restore(folder / "last")["w"].tolist() == list(range(8))

@@ -127,9 +127,33 @@ def in_background(folder):
         if done.item() and rounds >= 20:
             break
         time.sleep(0.01)
-    _, comm = background._saver_of(None)
+    comm = background._job.held
     own = comm._wire.group is not dist.group.WORLD
     return {"rounds": rounds, "wrong": wrong, "own_group": own, "how": future.result().how}
+
+
+def lost(folder):
+    """An interrupt on one rank, in a save and in a background save; then all go on."""
+
+    class Interrupted:
+        def state_dict(self):
+            raise KeyboardInterrupt
+
+        def load_state_dict(self, state):
+            pass
+
+    told = []
+    for way in (shardplan.save, lambda *args: shardplan.async_save(*args).result()):
+        for turn in range(3):
+            bad = turn == 0 and dist.get_rank() == 2
+            sd = {"w": torch.ones(2), "s": Interrupted()} if bad else {"w": torch.ones(2)}
+            try:
+                told.append(way(sd, f"{folder}/lost-{len(told)}").nbytes)
+            except KeyboardInterrupt:
+                told.append("interrupted")
+            except CheckpointError as error:
+                told.append(list(error.ranks))
+    return told
 
 
 # Who reads
@@ -236,6 +260,7 @@ def main(rank, world, port, folder):
         "file": file(folder),
         "replicas": replicas(folder),
         "nested": nested(folder),
+        "lost": lost(folder),
     }
     with open(f"{folder}/told-{rank}", "w", encoding="utf-8") as out:
         json.dump(told, out)
