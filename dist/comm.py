@@ -26,8 +26,9 @@ class Comm(Protocol):
 
     Each method is a meeting: it returns only if all ranks came to it, and raises `LostRanksError`,
     which names those that did not, on all that did. After that the comm is of no further use, and
-    says so at once; ranks that live can make another. Only bytes travel, so that nothing received
-    can run code.
+    says so at once; ranks that live can make another. The topic says what a meeting is for: ranks
+    that come for different things are told so. Only bytes travel, so that nothing received can run
+    code.
 
     Attributes:
         rank: This rank's place in the group, from 0.
@@ -57,16 +58,16 @@ class Comm(Protocol):
     def lost(self) -> bool:
         """Whether ranks were lost, so that the comm is of no further use."""
 
-    def gather(self, data: bytes) -> list[bytes] | None:
+    def gather(self, data: bytes, topic: str = "gather") -> list[bytes] | None:
         """Return every rank's bytes, by rank, on the coordinator; None on the others."""
 
-    def scatter(self, parts: Sequence[bytes] | None) -> bytes:
+    def scatter(self, parts: Sequence[bytes] | None, topic: str = "scatter") -> bytes:
         """Return this rank's part of what the coordinator gives, one part per rank."""
 
-    def broadcast(self, data: bytes | None) -> bytes:
+    def broadcast(self, data: bytes | None, topic: str = "broadcast") -> bytes:
         """Return, on every rank, what the coordinator gives."""
 
-    def all_gather(self, data: bytes) -> list[bytes]:
+    def all_gather(self, data: bytes, topic: str = "all_gather") -> list[bytes]:
         """Return every rank's bytes, by rank, on every rank."""
 
     def barrier(self) -> None:
@@ -92,19 +93,19 @@ class Solo:
     ranks: Sequence[int] = (0,)
     lost: bool = False
 
-    def gather(self, data: bytes) -> list[bytes] | None:
+    def gather(self, data: bytes, topic: str = "gather") -> list[bytes] | None:
         """Return the bytes in a list."""
         return [as_bytes(data)]
 
-    def scatter(self, parts: Sequence[bytes] | None) -> bytes:
+    def scatter(self, parts: Sequence[bytes] | None, topic: str = "scatter") -> bytes:
         """Return the only part."""
         return as_parts(parts, 1)[0]
 
-    def broadcast(self, data: bytes | None) -> bytes:
+    def broadcast(self, data: bytes | None, topic: str = "broadcast") -> bytes:
         """Return the bytes."""
         return as_bytes(data)
 
-    def all_gather(self, data: bytes) -> list[bytes]:
+    def all_gather(self, data: bytes, topic: str = "all_gather") -> list[bytes]:
         """Return the bytes in a list."""
         return [as_bytes(data)]
 

@@ -2,7 +2,8 @@
 
 A step maps on every rank, reduces on the coordinator, and hands the result back. Whatever raises
 on the way, and wherever, is caught, sent as text, and raised as one `CheckpointError` everywhere;
-the comm can be used again after that. A step ends when all ranks have decoded the result.
+the comm can be used again after that. A step ends when all ranks have decoded the result; whether
+they have, the coordinator finds out and tells, so that what travels grows as the number of ranks.
 """
 
 from __future__ import annotations
@@ -105,11 +106,11 @@ def reduce_scatter(
     """
     encode_result, decode_result = encode_result or encode, decode_result or decode
     with _together(comm, step) as here:
-        gathered = comm.gather(here.frame(lambda: encode(map())))
+        gathered = comm.gather(here.frame(lambda: encode(map())), here.topic("gather"))
         parts = None
         if gathered is not None:
             parts = here.frames(lambda: _reduced(here, gathered, decode, reduce, encode_result))
-        mine = comm.scatter(parts)
+        mine = comm.scatter(parts, here.topic("scatter"))
         return here.agreed(lambda: decode_result(here.opened(mine)))
 
 
@@ -134,14 +135,14 @@ def all_reduce(
     """
     encode_result, decode_result = encode_result or encode, decode_result or decode
     with _together(comm, step) as here:
-        gathered = comm.gather(here.frame(lambda: encode(map())))
+        gathered = comm.gather(here.frame(lambda: encode(map())), here.topic("gather"))
         whole = None
         if gathered is not None:
             values = gathered
             whole = here.frame(
                 lambda: encode_result(reduce(here.decoded(values, decode))),
             )
-        result = comm.broadcast(whole)
+        result = comm.broadcast(whole, here.topic("broadcast"))
         return here.agreed(lambda: decode_result(here.opened(result)))
 
 
@@ -162,7 +163,8 @@ def all_gather(
     [['rank 0', 'rank 1'], ['rank 0', 'rank 1']]
     """
     with _together(comm, step) as here:
-        gathered = comm.all_gather(here.frame(lambda: encode(map())))
+        mine = here.frame(lambda: encode(map()))
+        gathered = comm.all_gather(mine, here.topic("all_gather"))
         return here.agreed(lambda: here.decoded(gathered, decode))
 
 
@@ -184,7 +186,8 @@ def broadcast(
     """
     with _together(comm, step) as here:
         mine = comm.rank == comm.coordinator
-        whole = comm.broadcast(here.frame(lambda: encode(fn())) if mine else None)
+        frame = here.frame(lambda: encode(fn())) if mine else None
+        whole = comm.broadcast(frame, here.topic("broadcast"))
         return here.agreed(lambda: decode(here.opened(whole)))
 
 
@@ -237,6 +240,15 @@ class _Here:
     comm: Comm
     step: str
 
+    def topic(self, collective: str) -> str:
+        """Say what a meeting is for, so that nobody takes it for one of another step.
+
+        >>> from shardplan.dist import solo
+        >>> _Here(solo(), "write").topic("gather")
+        "gather of 'write'"
+        """
+        return f"{collective} of {self.step!r}"
+
     def frame(self, work: Callable[[], bytes]) -> bytes:
         """Return the bytes that ``work`` does, or what it raised, ready to be sent."""
         return self.frames(lambda: [work()])[0]
@@ -262,7 +274,7 @@ class _Here:
             for fields in decode_json(frame[1:])
         ]
         if failures:
-            raise _ToldError(failures)
+            raise _ToldError(list(dict.fromkeys(failures)))
         return frames[0][1:]
 
     def decoded(self, frames: Sequence[bytes], decode: Decode) -> list[Any]:
@@ -285,11 +297,12 @@ class _Here:
             results.append(work())
             return b""
 
-        told = self.comm.all_gather(self.frame(attempt))
+        told = self.comm.gather(self.frame(attempt), self.topic("the end"))
+        verdict = None if told is None else self.frame(lambda: self.opened(*told))
         try:
-            self.opened(*told)
+            self.opened(self.comm.broadcast(verdict, self.topic("the verdict")))
         except _ToldError as error:
-            raise CheckpointError(dict.fromkeys(error.failures)) from None
+            raise CheckpointError(error.failures) from None
         return results[0]
 
 

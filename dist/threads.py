@@ -268,26 +268,26 @@ class ThreadComm:
         """Whether ranks were lost."""
         return self._lost is not None
 
-    def gather(self, data: bytes) -> list[bytes] | None:
+    def gather(self, data: bytes, topic: str = "gather") -> list[bytes] | None:
         """Return every rank's bytes on the coordinator; None on the others."""
-        found = self._meet("gather", lambda: as_bytes(data))
+        found = self._meet(topic, lambda: as_bytes(data))
         return self._listed(found) if self.rank == self.coordinator else None
 
-    def scatter(self, parts: Sequence[bytes] | None) -> bytes:
+    def scatter(self, parts: Sequence[bytes] | None, topic: str = "scatter") -> bytes:
         """Return this rank's part of what the coordinator gives."""
         mine = self.rank == self.coordinator
-        found = self._meet("scatter", lambda: as_parts(parts, self.world_size) if mine else None)
+        found = self._meet(topic, lambda: as_parts(parts, self.world_size) if mine else None)
         return as_bytes(found[self.coordinator][self.rank])
 
-    def broadcast(self, data: bytes | None) -> bytes:
+    def broadcast(self, data: bytes | None, topic: str = "broadcast") -> bytes:
         """Return, on every rank, what the coordinator gives."""
         mine = self.rank == self.coordinator
-        found = self._meet("broadcast", lambda: as_bytes(data) if mine else None)
+        found = self._meet(topic, lambda: as_bytes(data) if mine else None)
         return as_bytes(found[self.coordinator])
 
-    def all_gather(self, data: bytes) -> list[bytes]:
+    def all_gather(self, data: bytes, topic: str = "all_gather") -> list[bytes]:
         """Return every rank's bytes on every rank."""
-        return self._listed(self._meet("all_gather", lambda: as_bytes(data)))
+        return self._listed(self._meet(topic, lambda: as_bytes(data)))
 
     def barrier(self) -> None:
         """Return once all ranks have come."""

@@ -187,34 +187,34 @@ class TorchComm:
         """Whether ranks were lost."""
         return self._meetings.lost is not None
 
-    def gather(self, data: bytes) -> list[bytes] | None:
+    def gather(self, data: bytes, topic: str = "gather") -> list[bytes] | None:
         """Return every rank's bytes on the coordinator; None on the others."""
         data = self._checked(lambda: as_bytes(data))
-        with self._staying("gather"):
-            notes, _ = self._meetings.meet("gather", _small(data), lambda notes: None)
+        with self._staying(topic):
+            notes, _ = self._meetings.meet(topic, _small(data), lambda notes: None)
             return self._collect(data, notes)
 
-    def scatter(self, parts: Sequence[bytes] | None) -> bytes:
+    def scatter(self, parts: Sequence[bytes] | None, topic: str = "scatter") -> bytes:
         """Return this rank's part of what the coordinator gives."""
         mine = self._is_coordinator
         given = self._checked(lambda: as_parts(parts, self.world_size)) if mine else []
-        with self._staying("scatter"):
-            _, said = self._meetings.meet("scatter", b"", lambda notes: _small(*given))
+        with self._staying(topic):
+            _, said = self._meetings.meet(topic, b"", lambda notes: _small(*given))
             return self._hand_out(given) if said is None else split(said)[self.rank]
 
-    def broadcast(self, data: bytes | None) -> bytes:
+    def broadcast(self, data: bytes | None, topic: str = "broadcast") -> bytes:
         """Return, on every rank, what the coordinator gives."""
         mine = self._is_coordinator
         given = self._checked(lambda: as_bytes(data)) if mine else b""
-        with self._staying("broadcast"):
-            _, said = self._meetings.meet("broadcast", b"", lambda notes: _small(given))
+        with self._staying(topic):
+            _, said = self._meetings.meet(topic, b"", lambda notes: _small(given))
             return self._hand_out([given] * self.world_size) if said is None else split(said)[0]
 
-    def all_gather(self, data: bytes) -> list[bytes]:
+    def all_gather(self, data: bytes, topic: str = "all_gather") -> list[bytes]:
         """Return every rank's bytes on every rank."""
         data = self._checked(lambda: as_bytes(data))
-        with self._staying("all_gather"):
-            notes, said = self._meetings.meet("all_gather", _small(data), _all_small)
+        with self._staying(topic):
+            notes, said = self._meetings.meet(topic, _small(data), _all_small)
             if said is None:
                 gathered = self._collect(data, notes)
                 said = self._hand_out([join(gathered or [])] * self.world_size)

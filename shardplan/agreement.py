@@ -20,7 +20,7 @@ from typing import Any, Final, Literal
 import attrs
 import numpy as np
 
-from shardplan.dist import CheckpointError, Comm, Failure, all_gather, reduce_scatter
+from shardplan.dist import CheckpointError, Comm, Failure, all_reduce, reduce_scatter
 from shardplan.io.values import store_values
 from shardplan.planning import (
     Metadata,
@@ -46,6 +46,7 @@ from .reports import Stopwatch
 
 __all__ = ["Agreement", "PlanCache", "agree", "default_cache"]
 
+_STEP: Final = "plan the save"
 _TAG: Final = 32  # letters of a fingerprint
 _DERIVED_ITEMS: Final = 1 << 22  # items of all ranks together that each rank will plan by itself
 
@@ -155,31 +156,49 @@ def agree(
                 found = attrs.evolve(found, how="cached")
         return offer.sd, found, offer.save_id
     with watch.phase("exchange"):
-        offers = all_gather(comm, "plan", lambda: offer.make(watch, derive=not verify_replicas))
-    save_id = offers[comm.coordinator][0]
-    _refuse_apart([one[3] for one in offers], comm.ranks)
-    cached, derived = ({one[n] for one in offers} for n in (1, 2))
-    if verify_replicas:
-        found = offer.keep(_gather(comm, offer, watch, verify_replicas=True))
-    elif len(cached) == 1 and "" not in cached and offer.cached is not None:
+        save_id, way, apart = all_reduce(
+            comm,
+            _STEP,
+            lambda: offer.make(watch, derive=not verify_replicas),
+            lambda offers: _compared(offers, comm),
+        )
+    if apart:
+        raise CheckpointError(Failure(rank, _STEP, "ValueError", apart) for rank in comm.ranks)
+    if way == "cached" and offer.cached is not None and not verify_replicas:
         found = attrs.evolve(offer.cached, how="cached")
-    elif len(derived) == 1 and "" not in derived and offer.derived is not None:
+    elif way == "derived" and offer.derived is not None and not verify_replicas:
         found = offer.keep(offer.derived)
     else:
-        found = offer.keep(_gather(comm, offer, watch, verify_replicas=False))
+        found = offer.keep(_gather(comm, offer, watch, verify_replicas=verify_replicas))
     return offer.sd, found, save_id
 
 
-def _refuse_apart(places: Sequence[str], ranks: Sequence[int]) -> None:
-    """Raise, on all ranks alike, if they are about to save to different places."""
+def _compared(offers: Sequence[tuple[str, str, str, str]], comm: Comm) -> tuple[str, str, str]:
+    """Return, given what each rank offers: the save's name, a way to the plan, what is wrong.
+
+    >>> from shardplan.dist import solo
+    >>> _compared([("save", "", "f00", "here")], solo())
+    ('save', 'derived', '')
+    """
+    names, cached, derived, places = zip(*offers, strict=True)
+    ways = {"cached": set(cached), "derived": set(derived)}
+    sure = [way for way, tags in ways.items() if len(tags) == 1 and "" not in tags]
+    return names[comm.coordinator], (*sure, "gathered")[0], _apart(places, comm.ranks)
+
+
+def _apart(places: Sequence[str], ranks: Sequence[int]) -> str:
+    """Say so if ranks are about to save to different places.
+
+    >>> _apart(["a", "b", "a"], range(3))
+    'ranks were told to save to different places (ranks 0, 2: a; rank 1: b); give all the same'
+    """
     if len(set(places)) == 1:
-        return
+        return ""
     sides: dict[str, list[int]] = {}
     for rank, place in zip(ranks, places, strict=True):
         sides.setdefault(place, []).append(rank)
     told = "; ".join(f"{span(who)}: {place}" for place, who in sides.items())
-    text = f"ranks were told to save to different places ({told}); give all the same"
-    raise CheckpointError(Failure(rank, "plan", "ValueError", text) for rank in ranks)
+    return f"ranks were told to save to different places ({told}); give all the same"
 
 
 class _Offer:
@@ -302,7 +321,7 @@ def _gather(comm: Comm, offer: _Offer, watch: Stopwatch, *, verify_replicas: boo
             return [tag + encode_plan(plan) for plan in done]
 
     with watch.phase("exchange"):
-        mine = reduce_scatter(comm, "plan", own, plan_all, encode=bytes, decode=bytes)
+        mine = reduce_scatter(comm, _STEP, own, plan_all, encode=bytes, decode=bytes)
     plans, metadata = whole[0] if whole else (None, None)
     plan = plans[comm.rank] if plans is not None else decode_plan(mine[_TAG:])
     assert isinstance(plan, SavePlan)

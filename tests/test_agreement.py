@@ -97,6 +97,30 @@ def test_an_unchanged_layout_exchanges_fingerprints_only_and_new_values_are_save
     assert torch.equal(saves.restored()["layers.3.w"], torch.full((4, 2), 8.0))
 
 
+@pytest.mark.parametrize("how", ["derived", "cached"])
+def test_what_travels_for_a_plan_that_is_known_grows_as_the_number_of_ranks(how):
+    def travels(world):
+        caches = [PlanCache() for _ in range(world)]
+        for _ in range(1 + (how == "cached")):
+            spies = [None] * world
+
+            def fn(comm, spies=spies):
+                spy = spies[comm.rank] = parts.SpyComm(comm)
+                options = {"planner": None, "watch": Stopwatch(), "cache": caches[comm.rank]}
+                return agree(spy, lambda: many(0, count=2), first=lambda: "a/path" * 10, **options)[
+                    1
+                ].how
+
+            (found,) = set(run_ranks(world, fn))
+            how_much = [spy.nbytes() + spy.taken for spy in spies]
+        assert found == how
+        return sum(how_much), max(how_much[1:])
+
+    (few, one_of_few), (many_more, one_of_many) = travels(4), travels(16)
+    assert many_more < 6 * few  # as squares, sixteen times
+    assert one_of_few == one_of_many < 600
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_changed_values_are_always_saved(seed):
     saves = Saves(f"values-{seed}")

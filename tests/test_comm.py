@@ -39,7 +39,7 @@ def script(name):
     return module
 
 
-together = script("together")
+together, parts = script("together"), script("parts")
 
 
 def free_port():
@@ -331,6 +331,34 @@ def test_sixty_four_threads_take_a_step():
         return reduce_scatter(comm, "double", lambda: comm.rank, lambda v: [2 * x for x in v])
 
     assert run_ranks(64, fn) == [2 * rank for rank in range(64)]
+
+
+def test_whether_all_is_well_costs_as_many_bytes_as_there_are_ranks():
+    def travels(n):
+        def fn(comm):
+            spy = parts.SpyComm(comm)
+            all_reduce(spy, "add up", lambda: 1, sum)
+            return spy.nbytes() + spy.taken
+
+        return sum(run_ranks(n, fn))
+
+    assert travels(16) < 6 * travels(4)  # as squares, sixteen times
+
+
+def test_ranks_in_different_steps_are_told_who_is_in_which():
+    """Though both steps gather first: no rank takes what another sent for something else."""
+    seen = {}
+
+    def fn(comm):
+        step, value = ("save", "text") if comm.rank != 1 else ("load", 7)
+        try:
+            all_reduce(comm, step, lambda: value, len)
+        except CheckpointError as error:
+            seen[comm.rank] = [(f.rank, f.type, f.text) for f in error.failures]
+
+    run_ranks(3, fn)
+    text = "came to gather of 'load' while rank 0 came to gather of 'save'"
+    assert seen == {rank: [(1, "LostRank", text)] for rank in range(3)}
 
 
 def test_plans_travel_as_bytes_through_the_codec():

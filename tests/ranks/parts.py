@@ -134,36 +134,42 @@ def same(state, whole):
     return wrong
 
 
+def _size(data):
+    return sum(map(len, data)) if isinstance(data, list) else len(data or b"")
+
+
 class SpyComm:
     """A comm that notes what this rank gives, and can fail.
 
     Attributes:
         given: Per call: the method, and how many bytes this rank gave.
+        taken: How many bytes this rank was given in collectives.
         fail: Called before each call with the method's name; it may raise.
     """
 
     def __init__(self, inner, fail=lambda name: None):
-        self.inner, self.fail, self.given = inner, fail, []
+        self.inner, self.fail, self.given, self.taken = inner, fail, [], 0
         self.rank, self.world_size = inner.rank, inner.world_size
         self.coordinator, self.ranks = inner.coordinator, inner.ranks
 
     def _call(self, name, data, *args):
         self.fail(name)
-        nbytes = sum(map(len, data)) if isinstance(data, list) else len(data or b"")
-        self.given.append((name, nbytes))
-        return getattr(self.inner, name)(*args)
+        self.given.append((name, _size(data)))
+        found = getattr(self.inner, name)(*args)
+        self.taken += _size(found) if isinstance(found, (list, bytes)) else 0
+        return found
 
-    def gather(self, data):
-        return self._call("gather", data, data)
+    def gather(self, data, topic="gather"):
+        return self._call("gather", data, data, topic)
 
-    def scatter(self, parts):
-        return self._call("scatter", parts, parts)
+    def scatter(self, parts, topic="scatter"):
+        return self._call("scatter", parts, parts, topic)
 
-    def broadcast(self, data):
-        return self._call("broadcast", data, data)
+    def broadcast(self, data, topic="broadcast"):
+        return self._call("broadcast", data, data, topic)
 
-    def all_gather(self, data):
-        return self._call("all_gather", data, data)
+    def all_gather(self, data, topic="all_gather"):
+        return self._call("all_gather", data, data, topic)
 
     def barrier(self):
         return self._call("barrier", b"")
