@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 import attrs
 
 from .errors import LostRanksError
-from .meeting import GRACE, StuckError, Worker
+from .meeting import GRACE
+from .worker import StuckError, Worker
 
 if TYPE_CHECKING:
     from torch import Tensor

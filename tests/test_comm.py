@@ -25,7 +25,8 @@ from shardplan.dist import (
     solo,
     torch_comm,
 )
-from shardplan.dist.meeting import Meetings, Worker
+from shardplan.dist.meeting import Meetings
+from shardplan.dist.worker import Worker
 from shardplan.planning import decode_plan, encode_plan, local_plan
 
 FOLDER = Path(__file__).parent / "ranks"

@@ -230,7 +230,7 @@ def test_an_existing_checkpoint_is_refused_on_all_ranks_and_replaced_if_asked(st
     old, new = parts.tensors(1), parts.tensors(2)
     save_on(2, "rows", old, store)
     before = store.list()
-    with pytest.raises(CheckpointError, match="rank 0, plan: ExistsError"):
+    with pytest.raises(CheckpointError, match="rank 0, plan the save: ExistsError"):
         save_on(3, "rows", new, store)
     assert store.list() == before
     save_on(3, "rows", new, store, overwrite=True)
