@@ -190,7 +190,7 @@ def _apart(places: Sequence[str], ranks: Sequence[int]) -> str:
     """Say so if ranks are about to save to different places.
 
     >>> _apart(["a", "b", "a"], range(3))
-    'ranks were told to save to different places (ranks 0, 2: a; rank 1: b); give all the same'
+    'ranks were told to save to different places (ranks 0 and 2: a; rank 1: b); give all the same'
     """
     if len(set(places)) == 1:
         return ""
