@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from .background import async_save
     from .comparing import diff
     from .converting import convert, dcp_to_torch_save, torch_save_to_dcp
-    from .loading import load, restore
+    from .loading import load
     from .opening import open_checkpoint
     from .planning import metadata_of
+    from .restoring import restore
     from .retention import latest, prune
     from .saving import save
     from .verifying import verify
@@ -64,7 +65,7 @@ _HOMES = {
     "metadata_of": "planning",
     "open_checkpoint": "opening",
     "prune": "retention",
-    "restore": "loading",
+    "restore": "restoring",
     "save": "saving",
     "to_torch": "adapters",
     "torch_save_to_dcp": "converting",

@@ -1,12 +1,10 @@
-"""Load a checkpoint into a state dict, or make a new one of it."""
+"""Load a checkpoint into a state dict, on one rank or on many."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal, cast
 
@@ -15,7 +13,6 @@ import numpy as np
 import torch
 
 from shardplan.dist import CheckpointError, Comm, Failure, all_gather, broadcast, reduce_scatter
-from shardplan.io.arrays import empty
 from shardplan.io.errors import FormatError
 from shardplan.io.pool import Pool
 from shardplan.io.read import Reader, ReadStats
@@ -25,17 +22,13 @@ from shardplan.io.values import StoredValue, load_value, store_values
 from shardplan.planning import (
     LoadItemType,
     LoadPlan,
-    Metadata,
-    NotFoundError,
     Pass,
     PlanError,
     SavePlan,
-    TensorSpec,
     chain,
     decode_metadata,
     decode_plan,
     decode_plans,
-    dtype_name,
     encode_metadata,
     encode_plan,
     fingerprint,
@@ -45,26 +38,23 @@ from shardplan.planning import (
     local_plan,
     read_on,
     split_reads,
-    unflatten,
 )
 from shardplan.planning import share_reads as share_pass
-from shardplan.planning.catalog import column
-from shardplan.planning.errors import nearest_names, span
-from shardplan.planning.flatten import is_tensor
+from shardplan.planning.errors import span
 from shardplan.planning.load import Strict
-from shardplan.planning.metadata import TensorMetadata
 from shardplan.planning.reads import ReadItems
 
 from .destinations import destinations, refuse_fixed, refuse_shared
 from .fanout import MIN_SHARED, PIECE_BYTES, FanOut
-from .freshness import ATTEMPTS, STOPPED, plain_errors, was_replaced
+from .freshness import ATTEMPTS, STOPPED, was_replaced
 from .nested import put
 from .profiling import profiled
 from .ranks import default_comm, device_of, host_name, take_step
 from .reports import LoadReport, RankReport, Stopwatch, slowest_ranks
 from .stateful import expand, give_back
+from .wishes import Wish, named, nbytes_of, worth_sharing
 
-__all__ = ["load", "read_rank", "restore"]
+__all__ = ["load", "read_rank"]
 
 
 def load(
@@ -208,15 +198,15 @@ class _Load:
             self.open()
             with self.watch.phase("plan"):
                 self.plan = plan()
-                self.needed = _nbytes(self.plan, self.metadata)
+                self.needed = nbytes_of(self.plan, self.metadata)
             return
 
         def wish() -> tuple[Any, ...]:
             with self.watch.phase("plan"):
                 self.plan = plan()
-                self.needed = _nbytes(self.plan, self.metadata)
+                self.needed = nbytes_of(self.plan, self.metadata)
             local = self.reader is not None and not self.reader.store.staging
-            wish = _Wish(self.needed, *_named(self.plan, self.metadata), host_name(), local)
+            wish = Wish(self.needed, *named(self.plan, self.metadata), host_name(), local)
             return (*attrs.astuple(wish), self._unmatched, self._identity())
 
         def offer() -> tuple[Any, ...] | None:
@@ -238,10 +228,10 @@ class _Load:
                 offers = all_gather(self.comm, "plan", second_offer)
         self._check_same([identity for *_, identity in offers])
         self._check_matched([set(unmatched) for *_, unmatched, _ in offers])
-        wishes = [_Wish(*wish) for *wish, _, _ in offers]
+        wishes = [Wish(*wish) for *wish, _, _ in offers]
         if alone:
             self._share(read_on(self.comm.coordinator))
-        elif share is not False and _worth_sharing(wishes, share):
+        elif share is not False and worth_sharing(wishes, share):
             least = 1 if share is True else MIN_SHARED
             self._share(share_pass(self.metadata, min_bytes=least))
 
@@ -434,61 +424,6 @@ def _unpacked(kind: Any, data: bytes) -> StoredValue:
     return StoredValue(kind, json.loads(data) if kind == "inline" else data)
 
 
-def _nbytes(plan: LoadPlan, metadata: Metadata) -> int:
-    """Count the bytes that a plan reads."""
-    entries, items = metadata.state_dict_metadata, plan.items
-    if not len(items):
-        return 0
-    width = column([*(p.itemsize for p in entries.props), 0])[entries.prop]
-    row = column([entries.row_of.get(name, 0) for name in items.names])
-    return int((items.numel * width[row[items.storage]]).sum())
-
-
-@attrs.frozen
-class _Wish:
-    """What one rank needs of a checkpoint.
-
-    Attributes:
-        needed: Bytes of what it needs.
-        names: A fingerprint of the names of the tensors of which it needs anything.
-        size: Bytes of these tensors, whole.
-        host: The machine it runs on.
-        local: Whether storage is a local path to it.
-    """
-
-    needed: int
-    names: str
-    size: int
-    host: str
-    local: bool
-
-
-def _named(plan: LoadPlan, metadata: Metadata) -> tuple[str, int]:
-    """Return a fingerprint of the names of the tensors that a plan reads, and their size, whole."""
-    entries, items = metadata.state_dict_metadata, plan.items
-    used = sorted({items.names[n] for n in np.unique(items.storage).tolist()})
-    rows = [entries.row_of[name] for name in used]
-    size = sum(
-        math.prod(entries.layouts[layout].size) * entries.props[prop].itemsize
-        for layout, prop in zip(
-            entries.layout[rows].tolist(), entries.prop[rows].tolist(), strict=True
-        )
-        if layout >= 0
-    )
-    return hashlib.blake2b("\0".join(used).encode(), digest_size=16).hexdigest(), size
-
-
-def _worth_sharing(wishes: Sequence[_Wish], share: bool | Literal["auto"]) -> bool:
-    """Tell whether reading once and sending is cheaper than reading more than once.
-
-    If ranks need more bytes than the tensors have that they need anything of, some need the same.
-    """
-    size = sum({wish.names: wish.size for wish in wishes}.values())
-    if share is True or sum(wish.needed for wish in wishes) <= size:
-        return share is True
-    return not all(wish.local for wish in wishes) or len({wish.host for wish in wishes}) > 1
-
-
 def read_rank(
     reader: Reader, flat: Mapping[str, Any], plan: LoadPlan, *, verify: bool = True
 ) -> tuple[ReadStats, dict[str, Any]]:
@@ -505,130 +440,3 @@ def read_rank(
     """
     values = reader.values(plan, verify=verify)
     return reader.fill(plan.items, destinations(flat, plan.items, reader), verify=verify), values
-
-
-def restore(
-    path: str | os.PathLike[str] | Store,
-    target: Mapping[Any, Any] | None = None,
-    *,
-    keys: Iterable[str] | None = None,
-    device: Any = "cpu",
-    dtype: Literal["same", "cast"] = "same",
-    format: str | None = None,
-    verify: bool = True,
-    pool: Pool | None = None,
-) -> dict[Any, Any]:
-    """Make a new state dict of a checkpoint, nested as it was saved.
-
-    Args:
-        path: The checkpoint.
-        target: What to make, nested in any way: meta tensors, `TensorSpec`s, or anything else with
-            a shape and a dtype; other leaves stand for values that are no tensors. A DTensor stands
-            for one on the same mesh, of which this rank reads its own part. Everything that was
-            saved if left out.
-        keys: Shell-style patterns of the flattened names to read; everything if left out.
-        device: Where new tensors are made; DTensors are made where their mesh is.
-        dtype: Whether tensors of ``target`` may have another dtype than the saved ones: ``"cast"``.
-        format: What wrote the checkpoint; found out if left out.
-        verify: Whether to check what is read whole against its checksums.
-        pool: The threads and the memory budget to use.
-
-    >>> import tempfile, torch
-    >>> from shardplan import save
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     _ = save({"model": {"w": torch.ones(2)}, "step": 7}, folder)
-    ...     restore(folder)
-    {'model': {'w': tensor([1., 1.])}, 'step': 7}
-
-    Raises:
-        PlanError: Something in ``target`` is not in the checkpoint, or does not fit.
-        NotFoundError: A pattern of ``keys`` matches nothing.
-        FormatError: The checkpoint is damaged. If it was overwritten meanwhile, the new one is
-            read instead.
-    """
-    if torch.device(device).type == "meta":
-        raise ValueError(
-            "the meta device holds no elements to restore; open_checkpoint tells names, shapes and "
-            "dtypes without reading them"
-        )
-    for left in reversed(range(ATTEMPTS)):
-        reader = Reader(open_source(path, format=format, pool=pool), pool)
-        try:
-            with plain_errors(reader):
-                return _restore(reader, target, keys, device, dtype, verify)
-        except STOPPED:
-            if not left or not was_replaced(reader):
-                raise
-    raise AssertionError  # the last attempt returns or raises
-
-
-def _restore(
-    reader: Reader,
-    target: Mapping[Any, Any] | None,
-    keys: Iterable[str] | None,
-    device: Any,
-    dtype: Literal["same", "cast"],
-    verify: bool,
-) -> dict[Any, Any]:
-    """Make a new state dict of a checkpoint; all is planned before memory is asked for."""
-    every, paths = _everything(reader.metadata) if target is None else flatten(target)
-    wanted = _matching(every, keys)
-    specs = {name: _spec(leaf) if is_tensor(leaf) else None for name, leaf in wanted.items()}
-    plan = load_plan(reader.metadata, local_plan(specs), dtype=dtype)
-    flat = {name: None if spec is None else _blank(spec, device) for name, spec in specs.items()}
-    _, values = read_rank(reader, flat, plan, verify=verify)
-    return unflatten({**flat, **values}, paths)
-
-
-def _spec(leaf: Any) -> Any:
-    """Return what is to be made like a leaf: a DTensor, or a whole tensor."""
-    if isinstance(leaf, torch.Tensor) and hasattr(leaf, "placements"):
-        return leaf
-    if isinstance(leaf, TensorSpec) and not leaf.placements:
-        return leaf
-    return TensorSpec(tuple(leaf.shape), dtype_name(leaf.dtype))
-
-
-def _blank(spec: Any, device: Any) -> torch.Tensor:
-    """Return a new tensor; a DTensor where its like is, with memory for this rank's part."""
-    if isinstance(spec, TensorSpec):
-        return empty(spec.shape, spec.dtype, device)
-    local = spec.to_local()
-    device = spec.device_mesh.device_type if local.is_meta else local.device
-    blank: torch.Tensor = type(spec).from_local(
-        torch.empty_like(local, device=device, requires_grad=False),
-        spec.device_mesh,
-        spec.placements,
-        run_check=False,
-        shape=spec.shape,
-        stride=spec.stride(),
-    )
-    return blank
-
-
-def _everything(metadata: Metadata) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    entries = metadata.state_dict_metadata
-    specs: dict[tuple[int, int], TensorSpec | None] = {}  # few tensors differ in shape and dtype
-    wanted = {}
-    columns = zip(entries.names, entries.layout.tolist(), entries.prop.tolist(), strict=True)
-    for name, layout, prop in columns:
-        if (layout, prop) not in specs:
-            entry, spec = entries[name], None
-            if isinstance(entry, TensorMetadata):
-                spec = TensorSpec(entry.size, entry.properties.dtype)
-            specs[layout, prop] = spec
-        wanted[name] = specs[layout, prop]
-    data = metadata.planner_data
-    return wanted, data.get("paths", {}) if isinstance(data, Mapping) else {}
-
-
-def _matching(wanted: Mapping[str, Any], keys: Iterable[str] | None) -> Mapping[str, Any]:
-    if keys is None:
-        return wanted
-    patterns = [keys] if isinstance(keys, str) else list(keys)
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in wanted):
-            near = nearest_names(pattern, wanted)
-            hint = f"; nearest: {', '.join(near)}" if near else ""
-            raise NotFoundError(f"nothing in the checkpoint is called `{pattern}`{hint}", near)
-    return {n: v for n, v in wanted.items() if any(fnmatchcase(n, p) for p in patterns)}

@@ -1,0 +1,161 @@
+"""Make a new state dict of a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+
+from shardplan.io.arrays import empty
+from shardplan.io.pool import Pool
+from shardplan.io.read import Reader
+from shardplan.io.sources import open_source
+from shardplan.io.stores import Store
+from shardplan.planning import (
+    Metadata,
+    NotFoundError,
+    TensorSpec,
+    dtype_name,
+    flatten,
+    load_plan,
+    local_plan,
+    unflatten,
+)
+from shardplan.planning.errors import nearest_names
+from shardplan.planning.flatten import is_tensor
+from shardplan.planning.metadata import TensorMetadata
+
+from .freshness import ATTEMPTS, STOPPED, plain_errors, was_replaced
+from .loading import read_rank
+
+__all__ = ["restore"]
+
+
+def restore(
+    path: str | os.PathLike[str] | Store,
+    target: Mapping[Any, Any] | None = None,
+    *,
+    keys: Iterable[str] | None = None,
+    device: Any = "cpu",
+    dtype: Literal["same", "cast"] = "same",
+    format: str | None = None,
+    verify: bool = True,
+    pool: Pool | None = None,
+) -> dict[Any, Any]:
+    """Make a new state dict of a checkpoint, nested as it was saved.
+
+    Args:
+        path: The checkpoint.
+        target: What to make, nested in any way: meta tensors, `TensorSpec`s, or anything else with
+            a shape and a dtype; other leaves stand for values that are no tensors. A DTensor stands
+            for one on the same mesh, of which this rank reads its own part. Everything that was
+            saved if left out.
+        keys: Shell-style patterns of the flattened names to read; everything if left out.
+        device: Where new tensors are made; DTensors are made where their mesh is.
+        dtype: Whether tensors of ``target`` may have another dtype than the saved ones: ``"cast"``.
+        format: What wrote the checkpoint; found out if left out.
+        verify: Whether to check what is read whole against its checksums.
+        pool: The threads and the memory budget to use.
+
+    >>> import tempfile, torch
+    >>> from shardplan import save
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = save({"model": {"w": torch.ones(2)}, "step": 7}, folder)
+    ...     restore(folder)
+    {'model': {'w': tensor([1., 1.])}, 'step': 7}
+
+    Raises:
+        PlanError: Something in ``target`` is not in the checkpoint, or does not fit.
+        NotFoundError: A pattern of ``keys`` matches nothing.
+        FormatError: The checkpoint is damaged. If it was overwritten meanwhile, the new one is
+            read instead.
+    """
+    if torch.device(device).type == "meta":
+        raise ValueError(
+            "the meta device holds no elements to restore; open_checkpoint tells names, shapes and "
+            "dtypes without reading them"
+        )
+    for left in reversed(range(ATTEMPTS)):
+        reader = Reader(open_source(path, format=format, pool=pool), pool)
+        try:
+            with plain_errors(reader):
+                return _restore(reader, target, keys, device, dtype, verify)
+        except STOPPED:
+            if not left or not was_replaced(reader):
+                raise
+    raise AssertionError  # the last attempt returns or raises
+
+
+def _restore(
+    reader: Reader,
+    target: Mapping[Any, Any] | None,
+    keys: Iterable[str] | None,
+    device: Any,
+    dtype: Literal["same", "cast"],
+    verify: bool,
+) -> dict[Any, Any]:
+    """Make a new state dict of a checkpoint; all is planned before memory is asked for."""
+    every, paths = _everything(reader.metadata) if target is None else flatten(target)
+    wanted = _matching(every, keys)
+    specs = {name: _spec(leaf) if is_tensor(leaf) else None for name, leaf in wanted.items()}
+    plan = load_plan(reader.metadata, local_plan(specs), dtype=dtype)
+    flat = {name: None if spec is None else _blank(spec, device) for name, spec in specs.items()}
+    _, values = read_rank(reader, flat, plan, verify=verify)
+    return unflatten({**flat, **values}, paths)
+
+
+def _spec(leaf: Any) -> Any:
+    """Return what is to be made like a leaf: a DTensor, or a whole tensor."""
+    if isinstance(leaf, torch.Tensor) and hasattr(leaf, "placements"):
+        return leaf
+    if isinstance(leaf, TensorSpec) and not leaf.placements:
+        return leaf
+    return TensorSpec(tuple(leaf.shape), dtype_name(leaf.dtype))
+
+
+def _blank(spec: Any, device: Any) -> torch.Tensor:
+    """Return a new tensor; a DTensor where its like is, with memory for this rank's part."""
+    if isinstance(spec, TensorSpec):
+        return empty(spec.shape, spec.dtype, device)
+    local = spec.to_local()
+    device = spec.device_mesh.device_type if local.is_meta else local.device
+    blank: torch.Tensor = type(spec).from_local(
+        torch.empty_like(local, device=device, requires_grad=False),
+        spec.device_mesh,
+        spec.placements,
+        run_check=False,
+        shape=spec.shape,
+        stride=spec.stride(),
+    )
+    return blank
+
+
+def _everything(metadata: Metadata) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    entries = metadata.state_dict_metadata
+    specs: dict[tuple[int, int], TensorSpec | None] = {}  # few tensors differ in shape and dtype
+    wanted = {}
+    columns = zip(entries.names, entries.layout.tolist(), entries.prop.tolist(), strict=True)
+    for name, layout, prop in columns:
+        if (layout, prop) not in specs:
+            entry, spec = entries[name], None
+            if isinstance(entry, TensorMetadata):
+                spec = TensorSpec(entry.size, entry.properties.dtype)
+            specs[layout, prop] = spec
+        wanted[name] = specs[layout, prop]
+    data = metadata.planner_data
+    return wanted, data.get("paths", {}) if isinstance(data, Mapping) else {}
+
+
+def _matching(wanted: Mapping[str, Any], keys: Iterable[str] | None) -> Mapping[str, Any]:
+    if keys is None:
+        return wanted
+    patterns = [keys] if isinstance(keys, str) else list(keys)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in wanted):
+            near = nearest_names(pattern, wanted)
+            hint = f"; nearest: {', '.join(near)}" if near else ""
+            raise NotFoundError(f"nothing in the checkpoint is called `{pattern}`{hint}", near)
+    return {n: v for n, v in wanted.items() if any(fnmatchcase(n, p) for p in patterns)}
