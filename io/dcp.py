@@ -146,6 +146,10 @@ class DcpSource:
         except (PickleError, FormatError):
             return load_torch(data, file, name)  # which tells best what is wrong
 
+    def value_bytes(self, name: str) -> int:
+        """Return how many bytes `value` reads; see `Source.value_bytes`."""
+        return 0 if name in self._inline else self._place(name, None).length
+
     def open_old_values(self) -> None:
         """Open dicts that torch 2.3 kept whole, so that their values go by today's names."""
         entries = dict(self.metadata.state_dict_metadata)

@@ -140,6 +140,10 @@ class HfSource:
         """Raise: there are only tensors."""
         raise FormatError(self.store.url, f"`{name}` is no value: safetensors hold tensors only")
 
+    def value_bytes(self, name: str) -> int:
+        """Return 0: there are only tensors."""
+        return 0
+
     def _add_tied(self, headers: Iterable[Header]) -> None:
         for header in headers:
             for name, kept in header.metadata.items():

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardplan.planning.blocks import BLOCK_BYTES, Blocks, cut_blocks
+from shardplan.planning.blocks import BLOCK_BYTES, Blocks, cut_blocks, reach_of
 from shardplan.planning.overlap import expand
 from shardplan.planning.packing import Ints
 from shardplan.planning.ranges import steps
@@ -52,8 +52,8 @@ class Job:
         step: Which elements of it count along each axis: every one, every second, ...; ``lengths``
             says how many do.
         chunk: Which chunk it is.
-        hashed: Whether the reads fill that chunk (see `shardplan.planning.ranges.filled`), so that
-            it can be hashed.
+        hashed: Whether the reads fill that chunk, or blocks of it (see
+            `shardplan.planning.ranges`), so that it can be hashed.
         block_limit: The most bytes of a block.
         is_far: Whether every range is a request to another machine.
         is_mapped: Whether bytes can be copied out of the files' own pages; see `map_ranges`.
@@ -110,6 +110,15 @@ class Job:
             offsets=np.where(hashed, self.offsets, 0),
             extents=np.where(hashed, self.extents, extents),
         )
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """How many blocks each chunk has, as it was hashed."""
+        reach = reach_of(self.extents, self.itemsize, self.block_limit)
+        counts = np.zeros(int(self.chunk.max()) + 1, np.int64)
+        counts[self.chunk] = np.maximum(-(-self.extents // reach), 1).prod(axis=1)
+        found: list[int] = counts.tolist()
+        return found
 
     @cached_property
     def block_bytes(self) -> Ints:

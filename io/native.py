@@ -113,6 +113,11 @@ class NativeSource:
             raise FormatError(file, f"the value of `{name}` does not fit its checksum")
         return load_value(StoredValue("json" if kind == "json" else "torch", buffer), file, name)
 
+    def value_bytes(self, name: str) -> int:
+        """Return how many bytes `value` reads; see `Source.value_bytes`."""
+        kind, data = self.manifest.values[name]
+        return 0 if kind == "inline" else int(data)
+
     @cached_property
     def _expected(self) -> Expected:
         return Expected(self.manifest)

@@ -17,10 +17,11 @@ from shardplan.planning import Issue, LoadItemType, LoadPlan, Metadata, PlanErro
 from shardplan.planning.blocks import Blocks
 from shardplan.planning.catalog import column, padded
 from shardplan.planning.packing import Ints, readonly
-from shardplan.planning.ranges import filled
+from shardplan.planning.ranges import filled, whole_blocks
 from shardplan.planning.reads import ReadItems
 from shardplan.planning.tiling import pad, tile
 
+from .blocksums import BlockSums
 from .checksums import combine
 from .errors import FormatError, LoadError
 from .fetch import Fetch
@@ -99,6 +100,7 @@ class Reader:
         *,
         step: Sequence[int] = (),
         verify: bool = True,
+        sums: BlockSums | None = None,
     ) -> ReadStats:
         """Fill tensors with what a plan reads.
 
@@ -109,6 +111,7 @@ class Reader:
                 a multiple of so many away from where the read begins.
             verify: Whether to check every chunk that is read whole, by one read or by several of
                 which each brings one range of it.
+            sums: Gets the checksums of blocks that are read whole, of chunks that are not.
 
         Raises:
             PlanError: A read is of no chunk that was saved; nothing was changed.
@@ -121,18 +124,23 @@ class Reader:
         wanted = items.take(rows)
         number = find_chunks(self.metadata, wanted)
         tensors = [dest(row) for row in rows.tolist()]
-        job, chunks = self._job(wanted, number, tensors, step, verify)
+        job, chunks = self._job(wanted, number, tensors, step, verify, sums is not None)
         fetch = Fetch(self.store, job)
         names = [items.names[i] for i in wanted.dest.tolist()]
         try:
             self.pool.map(fetch.run, job.tasks, nbytes=lambda t: job.cost(t) + self.store.staging)
         except Exception as error:
             filled, touched = _progress(job.blocks, fetch, names)
-            bad = _named(_misfits(fetch, job, chunks)[0], job, names)
+            bad = _named(_misfits(_digests(fetch, job), job, chunks), job, names)
             raise _stopped(error, filled - bad, touched | (filled & bad)) from error
-        damaged, verified = _misfits(fetch, job, chunks)
+        found = _digests(fetch, job)
+        damaged = _misfits(found, job, chunks)
         if damaged:
             raise _damaged(damaged, job, chunks, names)
+        parts = {chunk: seen for chunk, seen in found.items() if len(seen) < job.counts[chunk]}
+        for chunk, seen in parts.items() if sums is not None else ():
+            sums.add(*chunks.names[chunk], job.counts[chunk], seen)
+        verified = len(found) - len(parts)
         return ReadStats(job.nbytes, fetch.bytes_read, fetch.requests, verified)
 
     def _job(
@@ -142,8 +150,12 @@ class Reader:
         tensors: list[torch.Tensor],
         step: Sequence[int],
         verify: bool,
+        partly: bool,
     ) -> tuple[Job, _Chunks]:
-        """Find the bytes of every read, given which chunk of its tensor each is of."""
+        """Find the bytes of every read, given which chunk of its tensor each is of.
+
+        If ``partly``, blocks that are read whole are hashed even if their chunk is not.
+        """
         keys = list(zip(items.storage.tolist(), number.tolist(), strict=True))
         distinct = {key: i for i, key in enumerate(dict.fromkeys(keys))}
         chunks = [(items.names[name], chunk) for name, chunk in distinct]
@@ -164,7 +176,12 @@ class Reader:
         width = column([widths[spot.dtype] for spot in spots])[at]
         known = _Chunks(chunks, self._sums(chunks) if verify else [None] * len(chunks))
         hashed = np.array([s is not None for s in known.sums], bool)[at]
-        hashed &= filled(at, offsets, lengths, extents) & (apart == 1).all(axis=1)
+        whole = filled(at, offsets, lengths, extents)
+        if partly:
+            limit = self.source.block_bytes
+            blocks = whole_blocks(at, offsets, lengths, extents, width, limit)
+            whole |= blocks & ~np.isin(at, at[whole])
+        hashed &= whole & (apart == 1).all(axis=1)
         job = Job(
             tensors=tensors,
             files=tuple(self.source.files),
@@ -272,28 +289,33 @@ def _turn(
     return turned
 
 
-def _misfits(fetch: Fetch, job: Job, chunks: _Chunks) -> tuple[list[int], int]:
-    """Compare the checksums of all chunks that were filled.
+def _digests(fetch: Fetch, job: Job) -> dict[int, dict[int, int]]:
+    """Return the checksums of all blocks that were hashed, by number, by chunk.
 
-    Returns:
-        The chunks whose checksums differ, and how many chunks there are to compare.
+    Chunks of which anything that was asked for did not come are left out.
     """
-    whole = np.ones(len(chunks.names), bool)
-    whole[job.chunk[job.blocks.box[~fetch.done]]] = False
-    hashed = np.flatnonzero((job.hashed & whole[job.chunk])[job.blocks.box])  # the blocks
+    came = np.ones(len(job.counts), bool)
+    came[job.chunk[job.blocks.box[~fetch.done]]] = False
+    hashed = np.flatnonzero((job.hashed & came[job.chunk])[job.blocks.box])  # the blocks
     _, first = np.unique(job.unit[hashed], return_index=True)
     blocks = hashed[first]  # one of each unit
     chunk, number = job.chunk[job.blocks.box[blocks]], job.blocks.number[blocks]
     order = np.lexsort((number, chunk))
-    which, edges = np.unique(chunk[order], return_index=True)
-    digests = fetch.digests[job.unit[blocks[order]]].tolist()
-    ends = [*edges[1:].tolist(), len(digests)]
-    damaged = [
+    digests = fetch.digests[job.unit[blocks[order]]]
+    found: dict[int, dict[int, int]] = {}
+    rows = zip(chunk[order].tolist(), number[order].tolist(), digests.tolist(), strict=True)
+    for which, block, digest in rows:
+        found.setdefault(which, {})[block] = digest
+    return found
+
+
+def _misfits(found: dict[int, dict[int, int]], job: Job, chunks: _Chunks) -> list[int]:
+    """Return the chunks of which all blocks were hashed, and whose checksums differ."""
+    return [
         chunk
-        for chunk, low, high in zip(which.tolist(), edges.tolist(), ends, strict=False)
-        if combine(digests[low:high]) != chunks.sums[chunk]
+        for chunk, seen in found.items()
+        if len(seen) == job.counts[chunk] and combine([*seen.values()]) != chunks.sums[chunk]
     ]
-    return damaged, len(which)
 
 
 def _named(chunks: list[int], job: Job, names: list[str]) -> set[str]:

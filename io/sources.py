@@ -94,6 +94,9 @@ class Source(Protocol):
             FormatError: It is damaged, or of a type that is not safe to load.
         """
 
+    def value_bytes(self, name: str) -> int:
+        """Return how many bytes `value` reads; 0 for one that is known once this is opened."""
+
 
 FORMATS: Final[dict[str, str]] = {
     "safetensors": "shardplan.io.native",

@@ -15,7 +15,7 @@ from .overlap import expand
 from .packing import Ints
 from .tiling import pad
 
-__all__ = ["BLOCK_BYTES", "Blocks", "cut_blocks"]
+__all__ = ["BLOCK_BYTES", "Blocks", "cut_blocks", "reach_of"]
 
 BLOCK_BYTES: Final = 16 << 20
 """How many bytes a block has at most; a checkpoint says which limit it was made with."""
@@ -76,11 +76,7 @@ def cut_blocks(
     sizes = pad(sizes, 1, 1)
     offsets = np.zeros_like(sizes) if offsets is None else pad(offsets, 1, 0)
     extents = sizes if extents is None else pad(extents, 1, 1)
-    step = np.ones_like(sizes)  # how far a block reaches along each axis
-    inner = np.maximum(itemsize, 1)
-    for axis in reversed(range(sizes.shape[1])):
-        step[:, axis] = np.clip(max_bytes // inner, 1, np.maximum(extents[:, axis], 1))
-        inner = inner * np.maximum(extents[:, axis], 1)
+    step = reach_of(extents, itemsize, max_bytes)
     first = offsets // step
     box, cell = expand((offsets + np.maximum(sizes, 1) - 1) // step - first + 1)
     cell += first[box]
@@ -90,3 +86,22 @@ def cut_blocks(
     for axis in range(sizes.shape[1]):
         number = number * along[box, axis] + cell[:, axis]
     return Blocks(box, low - offsets[box], high - low, number)
+
+
+def reach_of(extents: Ints, itemsize: Ints, max_bytes: int = BLOCK_BYTES) -> Ints:
+    """Return how far a block reaches along each axis of a chunk, in elements.
+
+    Args:
+        extents: How large each chunk is, in elements; one row a chunk.
+        itemsize: Bytes an element takes.
+        max_bytes: The most bytes a block has (but it has one element at least).
+
+    >>> reach_of(np.array([[5, 4], [2, 9]]), np.array([4, 4]), 32).tolist()
+    [[2, 4], [1, 8]]
+    """
+    reach = np.ones_like(extents)
+    inner = np.maximum(itemsize, 1)
+    for axis in reversed(range(extents.shape[1])):
+        reach[:, axis] = np.clip(max_bytes // inner, 1, np.maximum(extents[:, axis], 1))
+        inner = inner * np.maximum(extents[:, axis], 1)
+    return reach

@@ -10,10 +10,19 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from .blocks import reach_of
 from .overlap import expand
 from .packing import Ints
 
-__all__ = ["ByteRanges", "Requests", "byte_ranges", "coalesce", "filled", "lies_together"]
+__all__ = [
+    "ByteRanges",
+    "Requests",
+    "byte_ranges",
+    "coalesce",
+    "filled",
+    "lies_together",
+    "whole_blocks",
+]
 
 
 @attrs.frozen(eq=False)
@@ -130,6 +139,41 @@ def filled(chunk: Ints, offsets: Ints, lengths: Ints, extents: Ints) -> npt.NDAr
         np.logical_and.reduceat(right, first), np.diff(first, append=len(order))
     )
     return found
+
+
+def whole_blocks(
+    chunk: Ints, offsets: Ints, lengths: Ints, extents: Ints, itemsize: Ints, max_bytes: int
+) -> npt.NDArray[np.bool_]:
+    """Tell which boxes are one range that begins and ends where blocks of their chunk do.
+
+    Of boxes that share elements, only one counts: a block is hashed once.
+
+    Args:
+        chunk: Which chunk each box lies in; boxes come in any order, and none is empty.
+        offsets: Where each starts in its chunk, in elements.
+        lengths: How large each is.
+        extents: How large its chunk is.
+        itemsize: Bytes an element takes.
+        max_bytes: The most bytes of a block.
+
+    Of a chunk of 5 elements in blocks of 2, the last two blocks are read, and half of the first:
+
+    >>> column = lambda *n: np.array(n).reshape(-1, 1)
+    >>> boxes = (column(2, 0), column(3, 1), column(5, 5))
+    >>> whole_blocks(np.array([0, 0]), *boxes, np.array([1, 1]), 2).tolist()
+    [True, False]
+    """
+    reach, ends = reach_of(extents, itemsize, max_bytes), offsets + lengths
+    right = lies_together(lengths, extents) & (offsets % reach == 0).all(axis=1)
+    right &= ((ends % reach == 0) | (ends == extents)).all(axis=1)
+    begin = (offsets * steps(extents)).sum(axis=1)
+    rows = np.flatnonzero(right)
+    rows = rows[np.lexsort((begin[rows], chunk[rows]))]
+    if len(rows):
+        reached = _reach(chunk[rows], (begin + lengths.prod(axis=1))[rows])
+        same = np.diff(chunk[rows]) == 0
+        right[rows[1:][same & (begin[rows[1:]] < reached[:-1])]] = False
+    return right
 
 
 @attrs.frozen(eq=False)

@@ -7,18 +7,22 @@ from functools import lru_cache
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
 from .balance import assign
-from .blocks import cut_blocks
+from .blocks import BLOCK_BYTES, cut_blocks
 from .catalog import Catalog, Head, column
 from .columns import WriteItems
 from .items import LoadItemType, WriteItemType
+from .located import Located, locate_reads
 from .metadata import Metadata, TensorMetadata
 from .overlap import overlap_many, self_overlaps
 from .packing import Ints, readonly
 from .passes import Pass
+from .ranges import lies_together
 from .reads import ReadItems, Transfers
 from .records import LoadPlan, SavePlan
+from .reports.grouping import group_rows
 from .tiling import Grid, Tiling, pad
 from .world import Rows, World
 
@@ -26,17 +30,23 @@ __all__ = ["read_on", "share_reads", "split_reads"]
 
 
 def share_reads(
-    metadata: Metadata, *, min_readers: int = 2, min_bytes: int = 1 << 16
+    metadata: Metadata,
+    *,
+    min_readers: int = 2,
+    min_bytes: int = 1 << 16,
+    block_bytes: int = BLOCK_BYTES,
 ) -> Pass[LoadPlan]:
     """Have bytes that several ranks need read by one of them, and say who sends what to whom.
 
     Reads that overlap in part are cut first, so that no byte is read twice. Whoever reads a piece
-    needs it too; readers are chosen so that bytes read per rank come out even.
+    needs it too; readers are chosen so that bytes read per rank come out even. A block that some
+    rank needs whole is read whole by one rank, in however many pieces, so that it can be checked.
 
     Args:
         metadata: The checkpoint that the plans read.
         min_readers: Leave alone what fewer ranks need.
         min_bytes: Leave alone pieces smaller than this: a message costs as much as the read saves.
+        block_bytes: The most bytes of a block that the checkpoint was hashed with.
 
     >>> from shardplan.planning import TensorSpec, global_plan, load_plan, local_plan
     >>> plan = local_plan({"w": TensorSpec((4,))})
@@ -58,8 +68,7 @@ def share_reads(
         group = np.cumsum(~rows.repeats) - 1
         if not rows.repeats.any():
             return plans
-        chosen = assign(group, rows.rank, rows.nbytes, len(plans))
-        reader = rows.rank[chosen][group]
+        reader = _readers(plans, rows, group, metadata, block_bytes)
         is_value = rows.prop[rows.tensor] < 0
         worth = np.bincount(group)[group] >= min_readers
         worth &= (rows.nbytes >= min_bytes) | is_value
@@ -71,7 +80,9 @@ def share_reads(
 def split_reads(metadata: Metadata, max_bytes: int) -> Pass[LoadPlan]:
     """Cut every read into pieces of at most ``max_bytes`` of storage, by rows, then within rows.
 
-    Before `share_reads`, this lets several ranks read parts of what all of them need.
+    Before `share_reads`, this lets several ranks read parts of what all of them need. What is one
+    range of its chunk is cut where the chunk's blocks of so many bytes end, so that each piece can
+    be hashed by whoever reads it.
 
     >>> from shardplan.planning import TensorSpec, global_plan, load_plan, local_plan
     >>> plan = local_plan({"w": TensorSpec((5, 4))})
@@ -92,8 +103,17 @@ def split_reads(metadata: Metadata, max_bytes: int) -> Pass[LoadPlan]:
         itemsize = width[_rows_of(reads.names, metadata)[reads.storage]] if len(reads) else None
         if itemsize is None or (reads.numel * itemsize <= max_bytes).all():
             return reads
-        axes = reads.lengths.shape[1]
-        blocks = cut_blocks(reads.lengths, itemsize, max_bytes)
+        axes, extents = reads.lengths.shape[1], locate_reads(metadata, reads).extents
+        lengths, offsets = pad(reads.lengths, extents.shape[1], 1), np.zeros_like(extents)
+        offsets[:, :axes] = reads.storage_offsets
+        aligned = lies_together(lengths, extents)[:, None]
+        blocks = cut_blocks(
+            lengths,
+            itemsize,
+            max_bytes,
+            offsets=np.where(aligned, offsets, 0),
+            extents=np.where(aligned, extents, lengths),
+        )
         shift = blocks.offsets[:, :axes]
         taken = reads.take(blocks.box)
         return attrs.evolve(
@@ -161,6 +181,48 @@ def _region(reads: ReadItems, row_of: Ints, width: int) -> tuple[Ints, Ints, Int
     sizes = np.where(is_bytes, 1, reads.lengths)
     fitted = (pad(offsets, width, 0)[:, :width], pad(sizes, width, 1)[:, :width])
     return row, readonly(fitted[0]), readonly(fitted[1])
+
+
+def _readers(
+    plans: Sequence[LoadPlan], rows: Rows, group: Ints, metadata: Metadata, block_bytes: int
+) -> Ints:
+    """Choose who reads each row's region; all regions of a block go to one that needs it whole.
+
+    Args:
+        plans: One per rank.
+        rows: Their reads as regions.
+        group: Which of the distinct regions each row is.
+        metadata: The checkpoint.
+        block_bytes: The most bytes of a block.
+    """
+    reads = ReadItems.concat([plan.items for plan in plans]).take(rows.flat)
+    spots = locate_reads(metadata, reads, block_bytes)
+    _, block = group_rows([spots.entry, spots.chunk, spots.number])
+    whole = _holds_whole(rows, group, block, spots, reads.numel, len(plans))
+    pieces = np.bincount(block[np.flatnonzero(np.diff(group, prepend=-1))])
+    together = (pieces > 1)[block] & (np.bincount(block, whole) > 0)[block]
+    unit = np.where(together, len(group) + block, group)  # what one rank reads
+    weight = np.where(
+        together, rows.nbytes // np.maximum(reads.numel, 1) * spots.numel, rows.nbytes
+    )
+    able = np.flatnonzero(~together | whole)
+    able = able[np.lexsort((rows.rank[able], unit[able]))]
+    names, number = np.unique(unit[able], return_inverse=True)
+    again = np.diff(number, prepend=-1) + np.abs(np.diff(rows.rank[able], prepend=-1)) == 0
+    able, number = able[~again], number[~again]
+    chosen = able[assign(number, rows.rank[able], weight[able], len(plans))]
+    return rows.rank[chosen][np.searchsorted(names, unit)]
+
+
+def _holds_whole(
+    rows: Rows, group: Ints, block: Ints, spots: Located, numel: Ints, ranks: int
+) -> npt.NDArray[np.bool_]:
+    """Tell which rows are of a rank that needs all of the block that the row lies in."""
+    _, pair = np.unique(block * ranks + rows.rank, return_inverse=True)
+    again = (np.diff(group, prepend=-1) == 0) & (np.diff(rows.rank, prepend=-1) == 0)
+    held = np.bincount(pair, np.where(again | ~spots.inside, 0, numel))[pair]
+    whole: npt.NDArray[np.bool_] = (held == spots.numel) & spots.inside & (numel > 0)
+    return whole
 
 
 def _hand_over(

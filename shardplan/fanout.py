@@ -3,6 +3,8 @@
 Ranks go through the checkpoint in the same rounds, in order of names and places. In a round each
 rank first makes ready to receive, then reads and sends, then waits: so nobody waits for somebody
 who waits in turn, and what is under way at a time is bounded.
+
+Pieces that make up a block of a chunk are read as the block, which can be checked.
 """
 
 from __future__ import annotations
@@ -16,15 +18,16 @@ import numpy as np
 import torch
 
 from shardplan.dist import Comm, LostRanksError, Pending
-from shardplan.io.arrays import empty, memory, same_dtype, store
+from shardplan.io.arrays import empty, memory, same_dtype, store, window
+from shardplan.io.blocksums import BlockSums
 from shardplan.io.read import Reader, ReadStats
 from shardplan.planning import LoadItemType, LoadPlan, Metadata
+from shardplan.planning.blocks import BLOCK_BYTES
+from shardplan.planning.located import locate_reads
+from shardplan.planning.packing import readonly
 from shardplan.planning.reads import ReadItems
 
-__all__ = ["MIN_SHARED", "PIECE_BYTES", "FanOut"]
-
-PIECE_BYTES: Final = 8 << 20
-"""The most bytes of one message: larger reads are cut before they are shared."""
+__all__ = ["MIN_SHARED", "FanOut", "add_stats"]
 
 MIN_SHARED: Final = 1 << 16
 """The fewest bytes that are sent rather than read twice, unless asked for."""
@@ -38,11 +41,30 @@ Dest = Callable[[int], torch.Tensor]
 
 
 @attrs.frozen(eq=False)
-class _Send:
-    """A region that others need: where to, and which read of the plan's transfers it is."""
+class _Piece:
+    """A region that this rank reads.
+
+    Attributes:
+        row: A read of it: of the plan's transfers, then of its items.
+        targets: Which ranks it goes to, and ``own``, which of the plan's items it fills.
+    """
 
     row: int
-    targets: Sequence[int]
+    targets: list[int] = attrs.field(factory=list)
+    own: list[int] = attrs.field(factory=list)
+
+
+@attrs.frozen(eq=False)
+class _Batch:
+    """Pieces that are read as one: a piece alone, or all those that make up a block."""
+
+    pieces: Mapping[_Region, _Piece]
+    is_block: bool
+
+    @property
+    def row(self) -> int:
+        """The read of any of them."""
+        return next(iter(self.pieces.values())).row
 
 
 class FanOut:
@@ -55,6 +77,7 @@ class FanOut:
         plan: This rank's plan, with transfers.
         failed: What has gone wrong on this rank already. Others still get as many bytes as they
             wait for; then the first of these errors is raised.
+        sums: Gets the checksums of blocks that are read whole, of chunks that are not.
 
     Attributes:
         sent, received: Bytes that went to other ranks, and came from them.
@@ -66,11 +89,16 @@ class FanOut:
         reader: Reader | None,
         metadata: Metadata,
         plan: LoadPlan,
-        failed: list[Exception] | None = None,
+        failed: list[Exception],
+        sums: BlockSums,
     ) -> None:
         self._comm, self._reader, self._metadata, self._plan = comm, reader, metadata, plan
-        self._failed = [] if failed is None else failed
+        self._failed, self._sums = failed, sums
         self._starts = _starts(metadata)
+        self._reads = ReadItems.concat([plan.transfers.reads, plan.items])
+        limit = BLOCK_BYTES if reader is None else reader.source.block_bytes
+        self._spots = locate_reads(metadata, self._reads, limit)
+        self._regions = _regions(self._reads)
         self.sent = self.received = 0
 
     def run(self, items_dest: Dest, transfers_dest: Dest, *, verify: bool) -> ReadStats:
@@ -87,27 +115,15 @@ class FanOut:
         Returns:
             What was read from storage.
         """
-        reads, transfers = self._plan.transfers.reads, self._plan.transfers
-        tensors = reads.type == LoadItemType.TENSOR.value
-        regions = _regions(reads)
-        coming = np.flatnonzero((transfers.target == self._comm.rank) & tensors).tolist()
-        going = np.flatnonzero((transfers.source == self._comm.rank) & tensors).tolist()
-        own = _by_region(_regions(self._plan.items))
-        sends: dict[int, dict[_Region, _Send]] = {}
-        for region, send in self._sends(regions, going).items():
-            sends.setdefault(self._round(region), {})[region] = send
-        arrivals: dict[int, list[int]] = {}
-        for row in sorted(coming, key=lambda row: (regions[row], row)):
-            arrivals.setdefault(self._round(regions[row]), []).append(row)
+        (batches, rest), arrivals = self._batches(), self._arrivals()
         stats = ReadStats()
         try:
-            for number in sorted({*sends, *arrivals}):
-                expected = [
-                    self._expect(row, regions[row], transfers_dest)
-                    for row in arrivals.get(number, ())
-                ]
-                now = sends.get(number, {})
-                stats = _add(stats, self._send(reads, now, own, items_dest, verify))
+            for number in sorted({*batches, *arrivals}):
+                expected = [self._expect(row, transfers_dest) for row in arrivals.get(number, ())]
+                now = batches.get(number, ())
+                stats = add_stats(
+                    stats, self._move(now, items_dest, verify) if now else ReadStats()
+                )
                 for arrival in expected:
                     arrival.finish(self._failed)
         except LostRanksError:
@@ -117,70 +133,121 @@ class FanOut:
             raise
         if self._failed:
             raise self._failed[0]
-        shared = {row for now in sends.values() for region in now for row in own.get(region, ())}
-        rest = [row for row in range(len(self._plan.items)) if row not in shared]
         if rest and self._reader is not None:
             left = self._plan.items.take(np.array(rest, np.int64))
-            stats = _add(
-                stats, self._reader.fill(left, lambda row: items_dest(rest[row]), verify=verify)
-            )
+            dest = lambda row: items_dest(rest[row])  # noqa: E731
+            stats = add_stats(stats, self._reader.fill(left, dest, verify=verify, sums=self._sums))
         return stats
 
-    def _round(self, region: _Region) -> int:
-        """Number the round in which a region is moved: by where it lies in the checkpoint."""
-        name, offsets, _ = region
-        start, size, width = self._starts[name]
+    def _arrivals(self) -> dict[int, list[int]]:
+        """Say which of the transfers come to this rank, by round, in the order of their sending."""
+        transfers, found = self._plan.transfers, dict[int, list[int]]()
+        tensors = transfers.reads.type == LoadItemType.TENSOR.value
+        coming = np.flatnonzero((transfers.target == self._comm.rank) & tensors).tolist()
+        for row in sorted(coming, key=lambda row: (self._regions[row], row)):
+            found.setdefault(self._round(row), []).append(row)
+        return found
+
+    def _batches(self) -> tuple[dict[int, list[_Batch]], list[int]]:
+        """Say what to read for others, or in pieces, by round; and which items are left then."""
+        rounds, rest = dict[int, list[_Batch]](), list[int]()
+        for pieces in self._pieces().values():
+            if self._is_block(pieces):
+                batches = [_Batch(pieces, True)]
+            else:
+                batches = [_Batch({r: p}, False) for r, p in pieces.items() if p.targets]
+                rest += [row for p in pieces.values() if not p.targets for row in p.own]
+            for batch in batches:
+                rounds.setdefault(self._round(batch.row), []).append(batch)
+        return rounds, rest
+
+    def _pieces(self) -> dict[tuple[int, ...], dict[_Region, _Piece]]:
+        """Find all that this rank reads, by the block in which it lies."""
+        transfers, found = self._plan.transfers, dict[tuple[int, ...], dict[_Region, _Piece]]()
+        keys = list(map(tuple, self._spots.keys.tolist()))
+        tensors = self._reads.type == LoadItemType.TENSOR.value
+        going = np.flatnonzero(transfers.source == self._comm.rank).tolist()
+        own = range(len(transfers), len(self._reads))
+        for row in (*going, *own):
+            if tensors[row]:
+                mine = found.setdefault(keys[row], {})
+                piece = mine.setdefault(self._regions[row], _Piece(row))
+                if row < len(transfers):
+                    piece.targets.append(int(transfers.target[row]))
+                else:
+                    piece.own.append(row - len(transfers))
+        return found
+
+    def _is_block(self, pieces: Mapping[_Region, _Piece]) -> bool:
+        """Tell whether pieces, more than one, make up a block of a chunk that has a checksum."""
+        rows = [piece.row for piece in pieces.values()]
+        numel = int(self._reads.numel[rows].sum())
+        if len(rows) == 1 or not self._spots.inside[rows].all() or self._reader is None:
+            return False
+        name = self._reads.names[self._reads.storage[rows[0]]]
+        whole = numel == int(self._spots.sizes[rows[0]].prod())
+        return whole and self._reader.source.sums_of(name) is not None
+
+    def _round(self, row: int) -> int:
+        """Number the round in which a read is moved: by where its block lies in the checkpoint."""
+        start, size, width = self._starts[self._regions[row][0]]
+        offsets = self._reads.storage_anchor[row, : len(size)] + self._spots.start[row, : len(size)]
         place = 0
-        for offset, extent in zip(offsets, size, strict=True):
+        for offset, extent in zip(offsets.tolist(), size, strict=True):
             place = place * extent + offset
         return (start + place * width) // _ROUND
 
-    def _sends(self, regions: Sequence[_Region], going: Sequence[int]) -> dict[_Region, _Send]:
-        """Find what to read for others, in the order in which all of them expect it."""
-        rows: dict[_Region, list[int]] = {}
-        for row in sorted(going, key=lambda row: (regions[row], row)):
-            rows.setdefault(regions[row], []).append(row)
-        target = self._plan.transfers.target
-        return {r: _Send(found[0], [int(target[i]) for i in found]) for r, found in rows.items()}
-
-    def _send(
-        self,
-        reads: ReadItems,
-        sends: Mapping[_Region, _Send],
-        own: Mapping[_Region, Sequence[int]],
-        dest: Dest,
-        verify: bool,
-    ) -> ReadStats:
-        """Read some regions once, send them, and keep what this rank needs of them."""
-        if not sends:
-            return ReadStats()
-        rows = [send.row for send in sends.values()]
-        staged = [empty(region[2], self._dtype(region[0])) for region in sends]
+    def _move(self, batches: Sequence[_Batch], dest: Dest, verify: bool) -> ReadStats:
+        """Read some batches once, send their pieces, and keep what this rank needs of them."""
+        reads = self._whole([batch.row for batch in batches], [b.is_block for b in batches])
+        boxes = _regions(reads)
+        staged = [empty(sizes, self._dtype(name)) for name, _, sizes in boxes]
         stats = ReadStats()
         try:
             if not self._failed and self._reader is not None:
-                chosen = reads.take(np.array(rows, np.int64))
-                stats = self._reader.fill(chosen, lambda row: staged[row], verify=verify)
+                stats = self._reader.fill(reads, staged.__getitem__, verify=verify, sums=self._sums)
         except Exception as error:
             self._failed.append(error)
+        pieces = {
+            region: (piece, _part(tensor, box, region))
+            for batch, box, tensor in zip(batches, boxes, staged, strict=True)
+            for region, piece in batch.pieces.items()
+        }
         pending: list[Pending] = []
-        for (region, send), tensor in zip(sends.items(), staged, strict=True):
-            view = memory(tensor)
-            assert view is not None
-            for target in send.targets:
-                pending.append(self._comm.send(target, view))
-                self.sent += len(view)
-            try:
-                for row in own.get(region, ()) if not self._failed else ():
-                    store(dest(row), np.frombuffer(view, np.uint8), self._dtype(region[0]))
-            except Exception as error:
-                self._failed.append(error)
+        for region in sorted(pieces):
+            pending += self._send(*pieces[region], dest)
         for parcel in pending:
             parcel.wait()
         return stats
 
-    def _expect(self, row: int, region: _Region, dest: Dest) -> _Arrival:
+    def _whole(self, rows: Sequence[int], is_block: Sequence[bool]) -> ReadItems:
+        """Return some reads; where asked for, those of the whole blocks that they lie in."""
+        reads, axes = self._reads.take(np.array(rows, np.int64)), self._reads.lengths.shape[1]
+        widen = np.array(is_block, bool)[:, None]
+        start, sizes = self._spots.start[rows, :axes], self._spots.sizes[rows, :axes]
+        return attrs.evolve(
+            reads,
+            storage_offsets=readonly(np.where(widen, start, reads.storage_offsets)),
+            lengths=readonly(np.where(widen, sizes, reads.lengths)),
+        )
+
+    def _send(self, piece: _Piece, tensor: torch.Tensor, dest: Dest) -> list[Pending]:
+        """Begin to send a piece, and bring it to where this rank needs it."""
+        view = memory(tensor)
+        assert view is not None
+        pending = [self._comm.send(target, view) for target in piece.targets]
+        self.sent += len(view) * len(pending)
+        dtype = self._dtype(self._regions[piece.row][0])
+        try:
+            for row in piece.own if not self._failed else ():
+                store(dest(row), np.frombuffer(view, np.uint8), dtype)
+        except Exception as error:
+            self._failed.append(error)
+        return pending
+
+    def _expect(self, row: int, dest: Dest) -> _Arrival:
         """Make ready to receive a region, straight into its tensor where that is possible."""
+        region = self._regions[row]
         dtype, tensor, view, staged = self._dtype(region[0]), None, None, None
         try:
             if not self._failed:
@@ -245,17 +312,18 @@ def _regions(reads: ReadItems) -> list[_Region]:
     ]
 
 
-def _by_region(regions: Sequence[_Region]) -> dict[_Region, list[int]]:
-    rows: dict[_Region, list[int]] = {}
-    for row, region in enumerate(regions):
-        rows.setdefault(region, []).append(row)
-    return rows
+def _part(tensor: torch.Tensor, box: _Region, region: _Region) -> torch.Tensor:
+    """Return the region of a tensor that holds a box, in memory of its own where it must."""
+    if box == region:
+        return tensor
+    offsets = [at - low for at, low in zip(region[1], box[1], strict=True)]
+    return window(tensor, offsets, region[2]).contiguous()
 
 
-def _add(a: ReadStats, b: ReadStats) -> ReadStats:
+def add_stats(a: ReadStats, b: ReadStats) -> ReadStats:
     """Add up what two reads took.
 
-    >>> _add(ReadStats(1, 2, 3, 4), ReadStats(1, 1, 1, 1))
+    >>> add_stats(ReadStats(1, 2, 3, 4), ReadStats(1, 1, 1, 1))
     ReadStats(bytes_needed=2, bytes_read=3, requests=4, verified=5)
     """
     pairs = zip(attrs.astuple(a), attrs.astuple(b), strict=True)

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal, cast
 
 import attrs
-import numpy as np
-import torch
 
 from shardplan.dist import CheckpointError, Comm, Failure, all_gather, broadcast, reduce_scatter
+from shardplan.io.blocksums import BlockSums
 from shardplan.io.errors import FormatError
 from shardplan.io.pool import Pool
-from shardplan.io.read import Reader, ReadStats
+from shardplan.io.read import Reader
 from shardplan.io.sources import detect, locate, open_source
 from shardplan.io.stores import Store
-from shardplan.io.values import StoredValue, load_value, store_values
+from shardplan.io.values import StoredValue, store_values
 from shardplan.planning import (
-    LoadItemType,
     LoadPlan,
     Pass,
     PlanError,
@@ -40,21 +37,23 @@ from shardplan.planning import (
     split_reads,
 )
 from shardplan.planning import share_reads as share_pass
+from shardplan.planning.blocks import BLOCK_BYTES
 from shardplan.planning.errors import span
 from shardplan.planning.load import Strict
-from shardplan.planning.reads import ReadItems
 
-from .destinations import destinations, refuse_fixed, refuse_shared
-from .fanout import MIN_SHARED, PIECE_BYTES, FanOut
+from .destinations import refuse_fixed
+from .fanout import MIN_SHARED
 from .freshness import ATTEMPTS, STOPPED, was_replaced
 from .nested import put
+from .parcels import packed, unpacked, value_names, values_read
 from .profiling import profiled
-from .ranks import default_comm, device_of, host_name, take_step
-from .reports import LoadReport, RankReport, Stopwatch, slowest_ranks
+from .ranks import default_comm, host_name, take_step
+from .reading import Outcome, SharedRead, read_rank
+from .reports import LoadReport, RankReport, Stopwatch, rank_report, slowest_ranks
 from .stateful import expand, give_back
 from .wishes import Wish, named, nbytes_of, worth_sharing
 
-__all__ = ["load", "read_rank"]
+__all__ = ["load"]
 
 
 def load(
@@ -125,7 +124,8 @@ def load(
                 local = task.local(state_dict, planner or chain())
                 must = task.patterns(strict, local)
                 found = load_plan(task.metadata, local, strict=must, dtype=dtype, shape=shape)
-                refuse_fixed(state_dict, task.paths, _value_names(found.items))
+                names = [dest for dest, _ in value_names(found.items)]
+                refuse_fixed(state_dict, task.paths, names)
                 return found
 
             try:
@@ -136,12 +136,6 @@ def load(
                 if not left or not was_replaced(task.reader):
                     raise
     return attrs.evolve(report, profile=tuple(hot))
-
-
-def _value_names(items: ReadItems) -> list[str]:
-    """Return the names, in the state dict, of the values that are no tensors."""
-    rows = np.flatnonzero(items.type == LoadItemType.BYTE_IO.value)
-    return [items.names[number] for number in items.dest[rows].tolist()]
 
 
 class _Load:
@@ -158,11 +152,11 @@ class _Load:
         self.comm, self.watch = comm, watch
         self._path, self._format, self._pool = path, format, pool
         self.reader: Reader | None = None
-        self.values: Mapping[str, StoredValue] = {}
+        self.told: Mapping[str, StoredValue] | None = None
         self.sd: Mapping[Any, Any] = {}
         self.flat: Mapping[str, Any] = {}
         self.paths: Mapping[str, Any] = {}
-        self.needed = 0
+        self.needed = self._tensor_bytes = 0
         self._unmatched: tuple[str, ...] = ()
 
     @property
@@ -197,16 +191,14 @@ class _Load:
         if self.comm.world_size == 1:
             self.open()
             with self.watch.phase("plan"):
-                self.plan = plan()
-                self.needed = nbytes_of(self.plan, self.metadata)
+                self._take(plan())
             return
 
         def wish() -> tuple[Any, ...]:
             with self.watch.phase("plan"):
-                self.plan = plan()
-                self.needed = nbytes_of(self.plan, self.metadata)
+                self._take(plan())
             local = self.reader is not None and not self.reader.store.staging
-            wish = Wish(self.needed, *named(self.plan, self.metadata), host_name(), local)
+            wish = Wish(self._tensor_bytes, *named(self.plan, self.metadata), host_name(), local)
             return (*attrs.astuple(wish), self._unmatched, self._identity())
 
         def offer() -> tuple[Any, ...] | None:
@@ -233,7 +225,16 @@ class _Load:
             self._share(read_on(self.comm.coordinator))
         elif share is not False and worth_sharing(wishes, share):
             least = 1 if share is True else MIN_SHARED
-            self._share(share_pass(self.metadata, min_bytes=least))
+            blocks = BLOCK_BYTES if self.reader is None else self.reader.source.block_bytes
+            self._share(share_pass(self.metadata, min_bytes=least, block_bytes=blocks))
+
+    def _take(self, plan: LoadPlan) -> None:
+        """Take a plan as this rank's, and count what it needs."""
+        self.plan = plan
+        self.needed = self._tensor_bytes = nbytes_of(plan, self.metadata)
+        if self.reader is not None:
+            names = [name for _, name in value_names(plan.items)]
+            self.needed += values_read(self.reader, names).bytes_needed
 
     def _identity(self) -> str:
         """Return what tells the checkpoint that this rank has opened from any other."""
@@ -285,23 +286,24 @@ class _Load:
             entries = self.metadata.state_dict_metadata
             names = [n for n, row in entries.row_of.items() if entries.layout[row] < 0]
             stored = store_values({name: reader.value(name) for name in names})
-            values = {name: (v.kind, _packed(v)) for name, v in stored.items()}
+            values = {name: packed(v) for name, v in stored.items()}
             return {"metadata": encode_metadata(self.metadata), "values": values}
 
         told = broadcast(self.comm, "open", tell)
         if told is None:
             return False
-        self.values = {name: _unpacked(*value) for name, value in told["values"].items()}
+        self.told = {name: unpacked(*value) for name, value in told["values"].items()}
         if not self._mine:
             self.metadata = decode_metadata(told["metadata"])
         return True
 
     def _share(self, share: Pass[LoadPlan]) -> None:
         """Have the coordinator say who reads what for whom."""
-        passes = (split_reads(self.metadata, PIECE_BYTES), share)
 
         def all_plans(blobs: list[bytes]) -> list[bytes]:
             with self.watch.phase("plan"):
+                assert self.reader is not None
+                passes = (split_reads(self.metadata, self.reader.source.block_bytes), share)
                 plans = cast("tuple[LoadPlan, ...]", decode_plans(blobs))
                 return [encode_plan(plan) for plan in global_load_plan(plans, passes)]
 
@@ -319,35 +321,34 @@ class _Load:
     def run(self, verify: bool, state_dict: Mapping[Any, Any]) -> LoadReport:
         """Read on all ranks; once all have read, hand over what was read; report what each did."""
         everyone: list[RankReport] = []
-        results: list[tuple[ReadStats, dict[str, Any], FanOut | None]] = []
-        comm = self.comm
+        results: list[Outcome] = []
+        comm, sums, common = self.comm, BlockSums(), BlockSums()
 
         def read() -> tuple[Any, ...]:
             with self.watch.phase("read"):
-                results.append(self._read(verify))
-            stats, _, fan = results[0]
-            sent = fan.sent if fan is not None else 0
-            seconds, device = dict(self.watch.seconds), device_of(self.sd)
-            own = (comm.ranks[comm.rank], seconds, stats.bytes_read, sent, device)
-            return (self.sd is not state_dict, own)
+                results.append(self._read(verify, sums))
+                if self.reader is not None:
+                    sums.settle(self.reader.source)
+            own = attrs.astuple(self._own(results[0]))
+            return (self.sd is not state_dict, own, sums.pack())
 
-        def summary(told: list[tuple[bool, tuple[Any, ...]]]) -> dict[str, Any]:
-            everyone.extend(RankReport(*one) for _, one in told)
+        def summary(told: list[tuple[Any, ...]]) -> dict[str, Any]:
+            for _, own, parts in told:
+                everyone.append(RankReport(*own))
+                common.unpack(parts)
+            if self.reader is not None:
+                common.settle(self.reader.source)
             slowest = slowest_ranks(everyone) if comm.world_size > 1 else {}
             total = sum(one.nbytes for one in everyone)
-            return {"total": total, "slowest": slowest, "stateful": any(s for s, _ in told)}
+            return {"total": total, "slowest": slowest, "stateful": any(s for s, *_ in told)}
 
         with self.watch.phase("wait"):  # for the other ranks, as far as it is nothing else
             done = take_step(comm, "read", read, summary)
-        stats, values, fan = results[0]
-        for name, value in values.items():
+        for name, value in results[0].values.items():
             put(self.sd, self.paths[name], value)
         if done["stateful"]:
             self._give_back(state_dict)
-        keys = self.plan.report
-        own = RankReport(
-            comm.ranks[comm.rank], self.watch.seconds, stats.bytes_read, fan.sent if fan else 0
-        )
+        stats, keys = results[0].stats, self.plan.report
         return LoadReport(
             keys.missing,
             keys.unexpected,
@@ -355,13 +356,22 @@ class _Load:
             self.needed,
             stats.bytes_read,
             stats.requests,
-            stats.verified,
+            stats.verified + sums.verified + common.verified,
             self.watch.seconds,
-            fan.received if fan is not None else 0,
+            results[0].received,
             done["total"],
             {phase: tuple(found) for phase, found in done["slowest"].items()},
-            tuple(everyone) if self._mine else (own,),
+            tuple(everyone) if self._mine else (self._own(results[0]),),
         )
+
+    def _own(self, done: Outcome) -> RankReport:
+        return rank_report(self.comm, self.watch, self.sd, done.stats.bytes_read, done.sent)
+
+    def _read(self, verify: bool, sums: BlockSums) -> Outcome:
+        if not len(self.plan.transfers) and self.reader is not None:
+            return read_rank(self.reader, self.flat, self.plan, verify=verify, sums=sums)
+        told = (self.comm, self.reader, self.metadata, self.flat, self.plan, self.told)
+        return SharedRead(*told, str(self._path)).run(verify=verify, sums=sums)
 
     def _give_back(self, state_dict: Mapping[Any, Any]) -> None:
         """Hand stateful values their state: another step, for any of them may refuse it."""
@@ -371,72 +381,3 @@ class _Load:
                 give_back(state_dict, self.sd)
 
         take_step(self.comm, "load_state_dict", give, lambda told: None)
-
-    def _read(self, verify: bool) -> tuple[ReadStats, dict[str, Any], FanOut | None]:
-        if not len(self.plan.transfers):
-            if self.reader is None:
-                return ReadStats(), self._told(self.plan.items), None
-            return *read_rank(self.reader, self.flat, self.plan, verify=verify), None
-        failed: list[Exception] = []  # if any, others still get what they wait for
-        transfers = self.plan.transfers
-        mine = np.flatnonzero(transfers.target == self.comm.rank)
-        coming, place = transfers.reads.take(mine), {int(row): at for at, row in enumerate(mine)}
-        values: dict[str, Any] = {}
-        own: Callable[[int], torch.Tensor] = _nowhere
-        theirs: Callable[[int], torch.Tensor] = _nowhere
-        try:
-            everything = ReadItems.concat([self.plan.items, coming])
-            if self.reader is not None:
-                refuse_shared(self.flat, everything, self.reader)
-            values = self._values(everything, verify)
-            own = destinations(self.flat, self.plan.items)
-            theirs = destinations(self.flat, coming)
-        except Exception as error:
-            failed.append(error)
-        fan = FanOut(self.comm, self.reader, self.metadata, self.plan, failed)
-        stats = fan.run(own, lambda row: theirs(place[row]), verify=verify)
-        return stats, values, fan
-
-    def _values(self, items: ReadItems, verify: bool) -> dict[str, Any]:
-        """Return the values that are no tensors, by name in the state dict."""
-        if self.reader is None or self.values:
-            return self._told(items)
-        return self.reader.values(LoadPlan(items), verify=verify)
-
-    def _told(self, items: ReadItems) -> dict[str, Any]:
-        rows = np.flatnonzero(items.type == LoadItemType.BYTE_IO.value).tolist()
-        names = [(items.names[items.dest[r]], items.names[items.storage[r]]) for r in rows]
-        return {dest: load_value(self.values[name], str(self._path), name) for dest, name in names}
-
-
-def _nowhere(row: int) -> torch.Tensor:
-    """Stand in for where reads go, once it is known that the load fails."""
-    raise LookupError(f"read {row} has nowhere to go")
-
-
-def _packed(value: StoredValue) -> bytes:
-    """Return the data of a stored value as bytes: JSON that travels as such comes back frozen."""
-    return json.dumps(value.data).encode() if value.kind == "inline" else bytes(value.data)
-
-
-def _unpacked(kind: Any, data: bytes) -> StoredValue:
-    """Return what `_packed` was given."""
-    return StoredValue(kind, json.loads(data) if kind == "inline" else data)
-
-
-def read_rank(
-    reader: Reader, flat: Mapping[str, Any], plan: LoadPlan, *, verify: bool = True
-) -> tuple[ReadStats, dict[str, Any]]:
-    """Carry out one rank's load plan, reading all of it from storage.
-
-    Args:
-        reader: The checkpoint.
-        flat: The rank's state dict, flattened; its tensors are filled.
-        plan: What to read.
-        verify: Whether to check what is read whole against its checksums.
-
-    Returns:
-        What was read, and the values that are no tensors, by name in the state dict.
-    """
-    values = reader.values(plan, verify=verify)
-    return reader.fill(plan.items, destinations(flat, plan.items, reader), verify=verify), values

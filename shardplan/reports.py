@@ -5,14 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import attrs
 
+from shardplan.dist import Comm
 from shardplan.planning import Issue
 from shardplan.planning.reports.sheet import Sheet, Table, human_seconds
 from shardplan.planning.text import counted, human_bytes
 
-__all__ = ["LoadReport", "RankReport", "SaveReport", "Stopwatch", "slowest_ranks"]
+from .ranks import device_of
+
+__all__ = ["LoadReport", "RankReport", "SaveReport", "Stopwatch", "rank_report", "slowest_ranks"]
 
 
 @attrs.frozen
@@ -25,6 +29,8 @@ class RankReport:
         nbytes: Bytes that it wrote to storage, or read from there.
         sent: Bytes that it sent to other ranks.
         device: Where its tensors are, such as ``cpu`` or ``cuda:3``.
+        phase_bytes: Bytes by phase: what was staged, exchanged with other ranks to agree on a plan
+            and to report, written, read.
     """
 
     rank: int
@@ -32,6 +38,15 @@ class RankReport:
     nbytes: int
     sent: int = 0
     device: str = "cpu"
+    phase_bytes: Mapping[str, int] = attrs.field(factory=dict)
+
+
+def rank_report(
+    comm: Comm, watch: Stopwatch, sd: Mapping[Any, Any], nbytes: int, sent: int = 0
+) -> RankReport:
+    """Return what this rank did so far, given the bytes that it moved to or from storage."""
+    rank, seconds = comm.ranks[comm.rank], dict(watch.seconds)
+    return RankReport(rank, seconds, nbytes, sent, device_of(sd), dict(watch.nbytes))
 
 
 @attrs.frozen(repr=False)
@@ -184,10 +199,11 @@ def _times(seconds: Mapping[str, float]) -> str:
 
 
 class Stopwatch:
-    """Seconds by phase. A phase inside another one does not count for the outer one."""
+    """Seconds and bytes by phase. Time in a phase inside another one counts for the inner one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.nbytes: dict[str, int] = {}
         self._open: list[str] = []
         self._since = 0.0
 
@@ -201,6 +217,10 @@ class Stopwatch:
         finally:
             self._turn()
             self._open.pop()
+
+    def count(self, name: str, nbytes: int) -> None:
+        """Add some bytes to those that a phase moved."""
+        self.nbytes[name] = self.nbytes.get(name, 0) + nbytes
 
     def _turn(self) -> None:
         """Give the innermost phase the time since the last turn."""

@@ -29,7 +29,7 @@ from shardplan.planning.flatten import is_tensor
 from shardplan.planning.metadata import TensorMetadata
 
 from .freshness import ATTEMPTS, STOPPED, plain_errors, was_replaced
-from .loading import read_rank
+from .reading import read_rank
 
 __all__ = ["restore"]
 
@@ -103,8 +103,8 @@ def _restore(
     specs = {name: _spec(leaf) if is_tensor(leaf) else None for name, leaf in wanted.items()}
     plan = load_plan(reader.metadata, local_plan(specs), dtype=dtype)
     flat = {name: None if spec is None else _blank(spec, device) for name, spec in specs.items()}
-    _, values = read_rank(reader, flat, plan, verify=verify)
-    return unflatten({**flat, **values}, paths)
+    done = read_rank(reader, flat, plan, verify=verify)
+    return unflatten({**flat, **done.values}, paths)
 
 
 def _spec(leaf: Any) -> Any:

@@ -37,7 +37,6 @@ from shardplan.io.sources import open_source
 from shardplan.io.stores import open_store
 from shardplan.io.testing import CountingStore, FaultyStore, InjectedError
 from shardplan.io.writers import find_writer
-from shardplan.loading import read_rank
 from shardplan.planning import (
     PlanError,
     flatten,
@@ -48,6 +47,7 @@ from shardplan.planning import (
 )
 from shardplan.planning.dtypes import ITEMSIZE
 from shardplan.planning.strategies import tensor_specs
+from shardplan.reading import read_rank
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning"),

@@ -19,11 +19,13 @@ from hypothesis import strategies as st
 import shardplan
 from shardplan.agreement import PlanCache
 from shardplan.dist import CheckpointError, run_ranks
+from shardplan.io.commit import assemble, publish
 from shardplan.io.errors import ExistsError
 from shardplan.io.pool import Pool
 from shardplan.io.stores import open_store
 from shardplan.io.testing import CountingStore, FaultyStore
-from shardplan.planning import cast, rename
+from shardplan.io.write import write_rank
+from shardplan.planning import Chunk, cast, global_plan, local_plan, rename
 
 FOLDER = Path(__file__).parent / "ranks"
 
@@ -595,6 +597,108 @@ def test_shared_reads_fetch_every_byte_once(tmp_path, target):
     assert [r.bytes_needed for r in shared] == [r.bytes_needed for r in alone]
     received = sum(report.bytes_received for report in shared)
     assert received == sum(rank.sent for rank in shared[0].ranks) > 0
+
+
+@pytest.mark.parametrize("mebibytes", [1, 12, 40])
+@pytest.mark.parametrize("place", [0.0, 0.5, 1.0])
+def test_damage_anywhere_in_a_chunk_fails_a_shared_load_on_all_ranks(tmp_path, mebibytes, place):
+    whole = {"w": torch.full((mebibytes, 1 << 20), 7, dtype=torch.uint8)}
+    shardplan.save(whole, tmp_path)
+    damage(tmp_path, place)
+
+    def fn(comm):
+        mine = parts.part(whole, "replicated", 3, comm.rank, parts.blank)
+        error = told(lambda: shardplan.load(mine, tmp_path, comm=comm, share_reads=True))
+        return {(one.type, "checksums do not fit: `w`" in one.text) for one in error.failures}
+
+    assert run_ranks(3, fn, timeout=60) == [{("FormatError", True)}] * 3
+
+
+def damage(folder, place):
+    """Change one byte of the only data file, so far into its tensors."""
+    (file,) = folder.glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    begin = 8 + int.from_bytes(data[:8], "little")
+    data[begin + int(place * (len(data) - begin - 1))] ^= 1
+    file.write_bytes(data)
+
+
+def small_blocks(tensor, folder, block_bytes):
+    """Save a tensor as one chunk that is hashed in small blocks."""
+    store, (plan,) = open_store(folder), (plans := global_plan([local_plan({"w": tensor})]))[0]
+    options = {"save_id": "s", "block_bytes": block_bytes}
+    written = write_rank(store, {"w": tensor}, plan, rank=0, **options)
+    publish(store, assemble(plans[1], [plan], [written], **options))
+
+
+SLICES = {
+    "rows in the middle": [(slice(None), slice(None)), (slice(3, 9), slice(None))],
+    "columns": [(slice(None), slice(0, 5)), (slice(None), slice(None))],
+    "a box": [(slice(None), slice(None)), (slice(3, 9), slice(2, 5)), (slice(4, 12), slice(0, 4))],
+    "halves of blocks": [(slice(0, 8), slice(None)), (slice(8, 12), slice(None))],
+}
+
+
+@pytest.mark.parametrize("place", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("cut", SLICES)
+def test_chunks_that_ranks_need_in_part_and_others_whole_are_checked(tmp_path, cut, place):
+    tensor = torch.arange(12 * 8).reshape(12, 8)
+    small_blocks(tensor, tmp_path, block_bytes=2 * 8 * 8)  # two rows each
+
+    def fn(comm):
+        rows, columns = (s.indices(n) for s, n in zip(SLICES[cut][comm.rank], (12, 8), strict=True))
+        chunk = Chunk((rows[0], columns[0]), (rows[1] - rows[0], columns[1] - columns[0]))
+        mine = parts.Shards(tensor, [chunk], torch.zeros_like)
+        report = shardplan.load({"w": mine}, tmp_path, comm=comm, share_reads=True)
+        assert torch.equal(mine.parts[chunk], parts.box(tensor, chunk))
+        return report
+
+    world = len(SLICES[cut])
+    reports = run_ranks(world, fn, timeout=60)
+    assert sum(report.verified for report in reports) == 1
+    assert reports[0].total_read == tensor.nbytes
+    damage(tmp_path, place)
+    errors = run_ranks(world, lambda comm: told(lambda: fn(comm)), timeout=60)
+    assert {one.type for error in errors for one in error.failures} == {"FormatError"}
+
+
+@pytest.mark.parametrize("format", ["safetensors", "dcp"])
+def test_values_are_read_once_too_and_counted(tmp_path, format):
+    values = {"long": "x" * 100_000, "raw": b"y" * 50_000, "short": 7}
+    shardplan.save({"w": torch.ones(1 << 15)} | values, tmp_path, format=format)
+    stores = [CountingStore(open_store(tmp_path)) for _ in range(4)]
+
+    def fn(comm):
+        mine = {"w": torch.zeros(1 << 15)} | dict.fromkeys(values)
+        if comm.rank == 3:
+            del mine["raw"]
+        report = shardplan.load(
+            mine, stores[comm.rank], comm=comm, share_reads=True, strict=list(mine)
+        )
+        assert {name: mine[name] for name in values if name in mine} == {
+            name: value for name, value in values.items() if name in mine
+        }
+        return report
+
+    reports = run_ranks(4, fn, timeout=60)
+    (needed,) = {report.bytes_needed for report in reports[:3]}
+    assert needed > (1 << 17) + 150_000
+    assert sum(r.bytes_read for r in reports) == reports[0].total_read == needed
+    sent = sum(rank.sent for rank in reports[0].ranks)
+    assert sent == sum(report.bytes_received for report in reports) > 3 * ((1 << 17) + 100_000)
+
+
+def test_a_value_that_cannot_be_read_fails_a_shared_load_on_all_ranks(tmp_path):
+    shardplan.save({"long": "x" * 100_000}, tmp_path)
+    damage(tmp_path, 0.5)
+
+    def fn(comm):
+        return told(lambda: shardplan.load({"long": ""}, tmp_path, comm=comm, share_reads=True))
+
+    for error in run_ranks(3, fn, timeout=60):
+        assert [(one.type, "`long`" in one.text) for one in error.failures] == [
+            ("FormatError", True)
+        ]
 
 
 def test_shares_of_shared_reads_are_even(store):

@@ -30,7 +30,6 @@ from shardplan.io.sources import open_source
 from shardplan.io.stores import StoreError, open_store
 from shardplan.io.testing import CountingStore
 from shardplan.io.write import write_rank
-from shardplan.loading import read_rank
 from shardplan.planning import (
     Chunk,
     LoadItemType,
@@ -51,6 +50,7 @@ from shardplan.planning import (
 )
 from shardplan.planning.dtypes import ITEMSIZE
 from shardplan.planning.strategies import save_plans, tensor_specs
+from shardplan.reading import read_rank
 
 # torch says this once, whenever such a tensor is first copied.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
@@ -130,7 +130,8 @@ def test_any_world_loads_what_any_other_world_saved(data, specs, block_bytes, st
     reader = Reader(open_source(store))
     for plan in data.draw(save_plans(tensors=specs)):
         state = rank_state(plan, tensors, blank_strided if strided else torch.empty_like)
-        stats, values = read_rank(reader, state, load_plan(metadata, plan))
+        done = read_rank(reader, state, load_plan(metadata, plan))
+        stats, values = done.stats, done.values
         assert stats.bytes_read >= stats.bytes_needed
         for name, value in state.items():
             if isinstance(value, Shards):
@@ -530,7 +531,7 @@ def reads(*pieces):
 def test_a_chunk_is_found_by_where_it_starts_whatever_the_hint(tmp_path, hints):
     shardplan.save({"w": torch.arange(8.0)}, tmp_path, planner=split_chunks(16))
     reader, target = Reader(open_source(tmp_path)), {"w": torch.zeros(8)}
-    stats, _ = read_rank(reader, target, reads((0, hints[0], 0, 4), (4, hints[1], 4, 4)))
+    stats = read_rank(reader, target, reads((0, hints[0], 0, 4), (4, hints[1], 4, 4))).stats
     assert (target["w"].tolist(), stats.verified) == (list(range(8)), 2)
 
 
