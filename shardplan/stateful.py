@@ -53,31 +53,88 @@ def _expand(state_dict: Mapping[Any, Any]) -> Mapping[Any, Any]:
             tensors.add(type(value))
         else:
             kept.append(key)
-    for key in sorted(kept, key=lambda key: (str(key), type(key).__name__)):
+    for key in sorted(kept, key=_order):
         value = state_dict[key]
-        if is_stateful(value):
-            changed[key] = value.state_dict()
-        elif isinstance(value, Mapping):
-            inner = _expand(value)
-            if inner is not value:
-                changed[key] = inner
+        inner = _expand_value(value)
+        if inner is not value:
+            changed[key] = inner
     if not changed:
         return state_dict
     return {key: changed.get(key, value) for key, value in state_dict.items()}
+
+
+def _order(key: Any) -> tuple[str, str]:
+    return str(key), type(key).__name__
+
+
+def _expand_value(value: Any) -> Any:
+    """Return a value with the state of what is stateful in it; the very value if nothing is."""
+    if is_stateful(value):
+        return value.state_dict()
+    if isinstance(value, Mapping):
+        return _expand(value)
+    if isinstance(value, (list, tuple)):
+        entries = [_expand_value(entry) for entry in value]
+        return _remade(value, entries)
+    return value
+
+
+def _remade(value: Any, entries: list[Any]) -> Any:
+    """Return a list or tuple of such entries; the very one if it has these already."""
+    if all(new is old for new, old in zip(entries, value, strict=True)):
+        return value
+    if isinstance(value, list):
+        return entries
+    return value._make(entries) if hasattr(value, "_make") else tuple(entries)
 
 
 def give_back(state_dict: Mapping[Any, Any], loaded: Mapping[Any, Any]) -> None:
     """Hand every stateful value its state, after a load has filled what `expand` returned.
 
     Other values that were replaced inside an expanded copy are put where they came from.
+
+    >>> from collections import UserDict
+    >>> class Counter:
+    ...     def state_dict(self):
+    ...         return {"count": 3}
+    ...
+    ...     def load_state_dict(self, state):
+    ...         print("got", state)
+    >>> sd = UserDict({"counters": [Counter()], "step": 0})
+    >>> give_back(sd, {"counters": [{"count": 5}], "step": 7})
+    got {'count': 5}
+    >>> sd["step"]
+    7
     """
-    if state_dict is loaded:
-        return
-    for key in sorted(state_dict, key=lambda key: (str(key), type(key).__name__)):
-        value = state_dict[key]
-        if is_stateful(value):
-            value.load_state_dict(loaded[key])
-        elif isinstance(value, Mapping):
-            give_back(value, loaded[key])
-        elif loaded[key] is not value and isinstance(state_dict, dict):
-            state_dict[key] = loaded[key]
+    _give(state_dict, loaded)
+
+
+def _give(value: Any, new: Any) -> Any:
+    """Bring what was loaded to what it was loaded for, and return what stands there then."""
+    if value is new:
+        return value
+    if is_stateful(value):
+        value.load_state_dict(new)
+        return value
+    if not _holds_stateful(value):
+        return new
+    if not isinstance(value, Mapping):
+        entries = [_give(*pair) for pair in zip(value, new, strict=True)]
+        if not isinstance(value, list):
+            return _remade(value, entries)
+        value[:] = entries
+        return value
+    for key in sorted(value, key=_order):
+        old = value[key]
+        got = _give(old, new[key])
+        if got is not old:
+            value[key] = got  # type: ignore[index]
+    return value
+
+
+def _holds_stateful(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(is_stateful(v) or _holds_stateful(v) for v in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(is_stateful(v) or _holds_stateful(v) for v in value)
+    return False

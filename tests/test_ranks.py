@@ -9,7 +9,9 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import OrderedDict, UserDict, namedtuple
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ import shardplan
 from shardplan.agreement import PlanCache
 from shardplan.dist import CheckpointError, run_ranks
 from shardplan.io.commit import assemble, publish
-from shardplan.io.errors import ExistsError
+from shardplan.io.errors import ExistsError, ValueRefusedError
 from shardplan.io.pool import Pool
 from shardplan.io.stores import open_store
 from shardplan.io.testing import CountingStore, FaultyStore
@@ -288,6 +290,35 @@ def test_stateful_objects_are_asked_for_their_state_and_given_it(store):
         return given["count"], given["seen"][0].tolist(), target["step"]
 
     assert run_ranks(2, fn) == [(3, [3.0, 3.0], 7)] * 2
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict, OrderedDict])
+def test_mappings_of_any_kind_and_lists_may_hold_stateful_objects(store, kind):
+    pair = namedtuple("pair", "counter step")
+
+    def state(n):
+        counters = [Counter(n), Counter(n + 1), n]
+        return kind({"c": Counter(n), "step": n, "list": counters, "pair": pair(Counter(n), n)})
+
+    shardplan.save(state(3), store)
+    target = state(0)
+    counters = target["list"]
+    shardplan.load(target, store)
+    assert (target["c"].given["count"], target["step"]) == (3, 3)
+    assert target["list"] is counters
+    assert [c.given["count"] for c in counters[:2]] + counters[2:] == [3, 4, 3]
+    assert type(target["pair"]) is pair
+    assert (target["pair"].counter.given["count"], target["pair"].step) == (3, 3)
+
+
+def test_values_beside_a_stateful_object_in_a_mapping_that_cannot_change_are_refused(store):
+    shardplan.save({"c": Counter(3), "step": 7}, store)
+    target = Counter(0)
+    with pytest.raises(ValueRefusedError, match="`step` lies in a mappingproxy"):
+        shardplan.load(MappingProxyType({"c": target, "step": 0}), store)
+    assert target.given is None
+    shardplan.load(MappingProxyType({"c": target}), store)
+    assert target.given["count"] == 3
 
 
 def test_an_object_that_refuses_its_state_fails_the_load_on_all_ranks(store):
