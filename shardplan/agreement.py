@@ -20,7 +20,7 @@ from typing import Any, Final, Literal
 import attrs
 import numpy as np
 
-from shardplan.dist import CheckpointError, Comm, Failure, all_reduce, reduce_scatter
+from shardplan.dist import Comm, all_reduce, reduce_scatter
 from shardplan.io.values import store_values
 from shardplan.planning import (
     Metadata,
@@ -36,11 +36,11 @@ from shardplan.planning import (
     global_plan,
     local_plan,
 )
-from shardplan.planning.errors import span
 from shardplan.planning.flatten import is_tensor
 from shardplan.planning.packing import pack, unpack
 
 from .layouts import layout_key, whole_layout
+from .ranks import fail_alike, told_apart
 from .replicas import compare_replicas, replica_sums
 from .reports import Stopwatch
 
@@ -163,7 +163,8 @@ def agree(
             lambda offers: _compared(offers, comm),
         )
     if apart:
-        raise CheckpointError(Failure(rank, _STEP, "ValueError", apart) for rank in comm.ranks)
+        text = f"ranks were told to save to different places ({apart}); give all the same"
+        fail_alike(comm, _STEP, ValueError, text)
     if way == "cached" and offer.cached is not None and not verify_replicas:
         found = attrs.evolve(offer.cached, how="cached")
     elif way == "derived" and offer.derived is not None and not verify_replicas:
@@ -183,22 +184,7 @@ def _compared(offers: Sequence[tuple[str, str, str, str]], comm: Comm) -> tuple[
     names, cached, derived, places = zip(*offers, strict=True)
     ways = {"cached": set(cached), "derived": set(derived)}
     sure = [way for way, tags in ways.items() if len(tags) == 1 and "" not in tags]
-    return names[comm.coordinator], (*sure, "gathered")[0], _apart(places, comm.ranks)
-
-
-def _apart(places: Sequence[str], ranks: Sequence[int]) -> str:
-    """Say so if ranks are about to save to different places.
-
-    >>> _apart(["a", "b", "a"], range(3))
-    'ranks were told to save to different places (ranks 0 and 2: a; rank 1: b); give all the same'
-    """
-    if len(set(places)) == 1:
-        return ""
-    sides: dict[str, list[int]] = {}
-    for rank, place in zip(ranks, places, strict=True):
-        sides.setdefault(place, []).append(rank)
-    told = "; ".join(f"{span(who)}: {place}" for place, who in sides.items())
-    return f"ranks were told to save to different places ({told}); give all the same"
+    return names[comm.coordinator], (*sure, "gathered")[0], told_apart(comm.ranks, places)
 
 
 class _Offer:

@@ -134,7 +134,7 @@ def async_save(
         }
         with saver.staying(future, comm):
             with watch.phase("stage"):
-                state = saver.snapshot(state_dict) if earlier is None else _failing(earlier)
+                state = saver.snapshot(state_dict, watch) if earlier is None else _failing(earlier)
             future.told = earlier is not None
             saver.start(future, lambda: _run(future, state, path, options))
     future.blocked = time.perf_counter() - start
@@ -151,10 +151,13 @@ class _Saver:
         self.buffers = Buffers()
         self.last: SaveFuture | None = None
 
-    def snapshot(self, state_dict: Mapping[Any, Any]) -> Callable[[], Mapping[Any, Any]]:
+    def snapshot(
+        self, state_dict: Mapping[Any, Any], watch: Stopwatch
+    ) -> Callable[[], Mapping[Any, Any]]:
         """Copy a state dict; if that fails, let the save fail, on all ranks."""
         try:
             copied = self.buffers.copy(expand(state_dict))
+            watch.count("stage", self.buffers.nbytes)
         except Exception as error:
             return _failing(error)
         return lambda: copied

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal, cast
 
 import attrs
 
-from shardplan.dist import CheckpointError, Comm, Failure, all_gather, broadcast, reduce_scatter
+from shardplan.dist import Comm, all_reduce, broadcast, reduce_scatter
 from shardplan.io.blocksums import BlockSums
 from shardplan.io.errors import FormatError
 from shardplan.io.pool import Pool
@@ -38,7 +39,6 @@ from shardplan.planning import (
 )
 from shardplan.planning import share_reads as share_pass
 from shardplan.planning.blocks import BLOCK_BYTES
-from shardplan.planning.errors import span
 from shardplan.planning.load import Strict
 
 from .destinations import refuse_fixed
@@ -47,7 +47,7 @@ from .freshness import ATTEMPTS, STOPPED, was_replaced
 from .nested import put
 from .parcels import packed, unpacked, value_names, values_read
 from .profiling import profiled
-from .ranks import default_comm, host_name, take_step
+from .ranks import Counted, default_comm, fail_alike, host_name, take_step, told_apart
 from .reading import Outcome, SharedRead, read_rank
 from .reports import LoadReport, RankReport, Stopwatch, rank_report, slowest_ranks
 from .stateful import expand, give_back
@@ -149,7 +149,7 @@ class _Load:
         pool: Pool | None,
         watch: Stopwatch,
     ) -> None:
-        self.comm, self.watch = comm, watch
+        self.comm, self.watch = Counted(comm, partial(watch.count, "exchange")), watch
         self._path, self._format, self._pool = path, format, pool
         self.reader: Reader | None = None
         self.told: Mapping[str, StoredValue] | None = None
@@ -199,7 +199,7 @@ class _Load:
                 self._take(plan())
             local = self.reader is not None and not self.reader.store.staging
             wish = Wish(self._tensor_bytes, *named(self.plan, self.metadata), host_name(), local)
-            return (*attrs.astuple(wish), self._unmatched, self._identity())
+            return (self._identity(), self._unmatched, *attrs.astuple(wish))
 
         def offer() -> tuple[Any, ...] | None:
             if self._is_file():
@@ -212,21 +212,45 @@ class _Load:
                 self.open()
             return wish()
 
+        def verdict(offers: list[Any]) -> dict[str, Any] | None:
+            return None if None in offers else self._verdict(offers, share)
+
         alone = False
         with self.watch.phase("exchange"):
-            offers = all_gather(self.comm, "plan", offer)
-            if None in offers:
+            found = all_reduce(self.comm, "plan", offer, verdict)
+            if found is None:
                 alone = self._open_on_one()
-                offers = all_gather(self.comm, "plan", second_offer)
-        self._check_same([identity for *_, identity in offers])
-        self._check_matched([set(unmatched) for *_, unmatched, _ in offers])
-        wishes = [Wish(*wish) for *wish, _, _ in offers]
+                found = all_reduce(self.comm, "plan", second_offer, verdict)
+        self._heed(found)
         if alone:
             self._share(read_on(self.comm.coordinator))
-        elif share is not False and worth_sharing(wishes, share):
+        elif found["share"]:
             least = 1 if share is True else MIN_SHARED
             blocks = BLOCK_BYTES if self.reader is None else self.reader.source.block_bytes
             self._share(share_pass(self.metadata, min_bytes=least, block_bytes=blocks))
+
+    def _verdict(
+        self, offers: list[tuple[Any, ...]], share: bool | Literal["auto"]
+    ) -> dict[str, Any]:
+        """Say, of what all ranks told, what each has to know."""
+        lost = set.intersection(*(set(unmatched) for _, unmatched, *_ in offers))
+        wishes = [Wish(*wish) for _, _, *wish in offers]
+        saves = [f"save {identity[:12]}" for identity, *_ in offers]
+        return {
+            "apart": told_apart(self.comm.ranks, saves),
+            "lost": sorted(lost),
+            "share": share is not False and worth_sharing(wishes, share),
+        }
+
+    def _heed(self, found: Mapping[str, Any]) -> None:
+        """Raise, on all ranks alike, what is wrong with what they want together."""
+        if found["apart"]:
+            text = f"ranks have opened different checkpoints ({found['apart']})"
+            fail_alike(self.comm, "open", FormatError, f"{text}; was one written meanwhile?")
+        if found["lost"]:
+            told = ", ".join(map(repr, found["lost"]))
+            text = f"strict: {told} matches no name that any rank wants"
+            fail_alike(self.comm, "plan", PlanError, text)
 
     def _take(self, plan: LoadPlan) -> None:
         """Take a plan as this rank's, and count what it needs."""
@@ -241,29 +265,6 @@ class _Load:
         meta = self.metadata.storage_meta
         known = None if meta is None else meta.save_id
         return known or fingerprint(self.metadata)
-
-    def _check_same(self, identities: Sequence[str]) -> None:
-        """Raise, on all ranks alike, if not all of them have opened the same checkpoint."""
-        if len(set(identities)) == 1:
-            return
-        sides: dict[str, list[int]] = {}
-        for rank, identity in zip(self.comm.ranks, identities, strict=True):
-            sides.setdefault(identity, []).append(rank)
-        told = "; ".join(f"{span(ranks)}: save {name[:12]}" for name, ranks in sides.items())
-        text = f"ranks have opened different checkpoints ({told}); was one written meanwhile?"
-        raise CheckpointError(
-            Failure(rank, "open", FormatError.__name__, text) for rank in self.comm.ranks
-        )
-
-    def _check_matched(self, unmatched: Sequence[set[str]]) -> None:
-        """Raise, on all ranks alike, if some pattern matches nothing on any of them."""
-        lost = sorted(set.intersection(*unmatched))
-        if lost:
-            told = ", ".join(map(repr, lost))
-            text = f"strict: {told} matches no name that any rank wants"
-            raise CheckpointError(
-                Failure(rank, "plan", PlanError.__name__, text) for rank in self.comm.ranks
-            )
 
     def _is_file(self) -> bool:
         """Tell whether the checkpoint may be a file of `torch.save`, without reading it."""
@@ -362,9 +363,11 @@ class _Load:
             done["total"],
             {phase: tuple(found) for phase, found in done["slowest"].items()},
             tuple(everyone) if self._mine else (self._own(results[0]),),
+            phase_bytes=self.watch.nbytes,
         )
 
     def _own(self, done: Outcome) -> RankReport:
+        self.watch.nbytes["read"] = done.stats.bytes_read
         return rank_report(self.comm, self.watch, self.sd, done.stats.bytes_read, done.sent)
 
     def _read(self, verify: bool, sums: BlockSums) -> Outcome:

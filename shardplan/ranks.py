@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NoReturn
 
 import attrs
 
@@ -20,14 +20,18 @@ from shardplan.dist import (
     torch_comm,
 )
 from shardplan.planning import flatten
+from shardplan.planning.errors import span
 
 __all__ = [
+    "Counted",
     "JobComm",
     "default_comm",
     "device_of",
+    "fail_alike",
     "host_name",
     "normal_device",
     "take_step",
+    "told_apart",
     "world_group",
 ]
 
@@ -129,6 +133,72 @@ def take_step(
     if comm.world_size == 1:
         return reduce([map()])
     return all_reduce(comm, step, map, reduce)
+
+
+def told_apart(ranks: Sequence[int], values: Sequence[str]) -> str:
+    """Say which ranks have which of several values; nothing if all have the same.
+
+    >>> told_apart((0, 1, 2), ("a", "a", "b"))
+    'ranks 0–1: a; rank 2: b'
+    """
+    sides: dict[str, list[int]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        sides.setdefault(value, []).append(rank)
+    told = (f"{span(who)}: {value}" for value, who in sides.items())
+    return "; ".join(told) if len(sides) > 1 else ""
+
+
+def fail_alike(comm: Comm, step: str, error: type[Exception], text: str) -> NoReturn:
+    """Raise one error on a rank that knows all others to raise it, too."""
+    failures = [Failure(rank, step, error.__name__, text) for rank in comm.ranks]
+    raise CheckpointError(failures)
+
+
+class Counted:
+    """A comm that counts what a rank gives to and gets from the steps it takes with others.
+
+    What goes from one rank to another, outside of steps, is left to who sends it.
+
+    Args:
+        comm: The comm.
+        count: Called with numbers of bytes.
+    """
+
+    def __init__(self, comm: Comm, count: Callable[[int], None]) -> None:
+        self._comm, self._count = comm, count
+        self.rank, self.world_size = comm.rank, comm.world_size
+        self.coordinator, self.ranks = comm.coordinator, comm.ranks
+        self.barrier, self.leave = comm.barrier, comm.leave
+        self.send, self.receive = comm.send, comm.receive
+
+    @property
+    def lost(self) -> bool:
+        """Whether ranks were lost."""
+        return self._comm.lost
+
+    def gather(self, data: bytes, topic: str = "gather") -> list[bytes] | None:
+        """Gather, and count."""
+        got = self._comm.gather(data, topic)
+        self._count(len(data) if got is None else sum(map(len, got)))
+        return got
+
+    def scatter(self, parts: Sequence[bytes] | None, topic: str = "scatter") -> bytes:
+        """Scatter, and count."""
+        got = self._comm.scatter(parts, topic)
+        self._count(len(got) if parts is None else sum(map(len, parts)))
+        return got
+
+    def broadcast(self, data: bytes | None, topic: str = "broadcast") -> bytes:
+        """Broadcast, and count."""
+        got = self._comm.broadcast(data, topic)
+        self._count(len(got))
+        return got
+
+    def all_gather(self, data: bytes, topic: str = "all_gather") -> list[bytes]:
+        """Gather everywhere, and count."""
+        got = self._comm.all_gather(data, topic)
+        self._count(sum(map(len, got)))
+        return got
 
 
 def device_of(sd: Mapping[Any, Any]) -> str:

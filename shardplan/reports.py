@@ -65,6 +65,7 @@ class SaveReport:
         slowest: By phase, the rank that took longest for it, and its seconds.
         ranks: What each rank did; on the coordinator all of them, elsewhere this one alone.
         profile: If asked for, the coordinator's hottest functions: name, calls, own seconds.
+        phase_bytes: This rank's bytes by phase; see `RankReport`.
     """
 
     path: str
@@ -77,6 +78,7 @@ class SaveReport:
     slowest: Mapping[str, tuple[int, float]] = attrs.field(factory=dict)
     ranks: tuple[RankReport, ...] = ()
     profile: tuple[tuple[str, int, float], ...] = ()
+    phase_bytes: Mapping[str, int] = attrs.field(factory=dict)
 
     @property
     def _told(self) -> str:
@@ -87,7 +89,7 @@ class SaveReport:
         return "\n".join([text, *_slowest(self.slowest), *_hottest(self.profile)])
 
     def _repr_html_(self) -> str:
-        return _sheet(self._told, self.seconds, self.slowest, self.profile)
+        return _sheet(self._told, self.seconds, self.phase_bytes, self.slowest, self.profile)
 
 
 @attrs.frozen(repr=False)
@@ -109,6 +111,7 @@ class LoadReport:
         slowest: By phase, the rank that took longest for it, and its seconds.
         ranks: What each rank did; on the coordinator all of them, elsewhere this one alone.
         profile: If asked for, the coordinator's hottest functions: name, calls, own seconds.
+        phase_bytes: This rank's bytes by phase; see `RankReport`.
     """
 
     missing: tuple[str, ...]
@@ -124,6 +127,7 @@ class LoadReport:
     slowest: Mapping[str, tuple[int, float]] = attrs.field(factory=dict)
     ranks: tuple[RankReport, ...] = ()
     profile: tuple[tuple[str, int, float], ...] = ()
+    phase_bytes: Mapping[str, int] = attrs.field(factory=dict)
 
     @property
     def amplification(self) -> float:
@@ -146,7 +150,7 @@ class LoadReport:
         return "\n".join([text, *_slowest(self.slowest), *_hottest(self.profile)])
 
     def _repr_html_(self) -> str:
-        return _sheet(self._told, self.seconds, self.slowest, self.profile)
+        return _sheet(self._told, self.seconds, self.phase_bytes, self.slowest, self.profile)
 
 
 def slowest_ranks(ranks: Iterable[RankReport]) -> dict[str, tuple[int, float]]:
@@ -173,16 +177,18 @@ def _slowest(slowest: Mapping[str, tuple[int, float]]) -> list[str]:
 def _sheet(
     title: str,
     seconds: Mapping[str, float],
+    nbytes: Mapping[str, int],
     slowest: Mapping[str, tuple[int, float]],
     profile: tuple[tuple[str, int, float], ...],
 ) -> str:
     """Return a report as HTML: phases, the slowest rank of each, the hottest functions."""
-    head = ("phase", "here", *(("slowest rank", "there") if slowest else ()))
+    head = ("phase", "here", "bytes", *(("slowest rank", "there") if slowest else ()))
     rows = []
     for phase, mine in seconds.items():
         rank, longest = slowest.get(phase, ("", mine))
         there = (rank, human_seconds(longest)) if slowest else ()
-        rows.append((phase, human_seconds(mine), *there))
+        moved = human_bytes(nbytes[phase]) if phase in nbytes else ""
+        rows.append((phase, human_seconds(mine), moved, *there))
     tables = [Table(head, rows)]
     if profile:
         hot = [(name, calls, human_seconds(own)) for name, calls, own in profile]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import attrs
@@ -17,9 +18,9 @@ from shardplan.planning import Pass, SavePlan
 
 from .agreement import Agreement, PlanCache, agree
 from .profiling import profiled
-from .ranks import default_comm, device_of, take_step
+from .ranks import Counted, default_comm, take_step
 from .refusing import REFUSALS, with_others
-from .reports import RankReport, SaveReport, Stopwatch, slowest_ranks
+from .reports import RankReport, SaveReport, Stopwatch, rank_report, slowest_ranks
 from .stateful import expand
 
 __all__ = ["save", "save_state"]
@@ -112,6 +113,7 @@ def save_state(
     watch: Stopwatch,
 ) -> SaveReport:
     """Save what ``state`` returns; all else is as in `save`."""
+    comm = Counted(comm, partial(watch.count, "exchange"))
     targets: list[tuple[Store, Writer]] = []
 
     def begin() -> str:
@@ -182,12 +184,10 @@ class SaveTask:
                     pool=self.pool,
                 )
             parts.append(part)
-            seconds, device = dict(watch.seconds), device_of(self.sd)
-            own = (comm.ranks[comm.rank], seconds, part.nbytes, 0, device)
-            return {"part": attrs.astuple(part), "rank": own}
+            watch.count("write", part.nbytes)
+            return {"part": attrs.astuple(part), "rank": attrs.astuple(self._own(watch, part))}
 
         def commit(written: list[dict[str, Any]]) -> dict[str, Any]:
-            everyone.extend(RankReport(*one["rank"]) for one in written)
             told = [Part(*one["part"]) for one in written]
             plans, metadata = self.agreement.plans, self.agreement.metadata
             assert plans is not None
@@ -201,6 +201,8 @@ class SaveTask:
                     save_id=self.save_id,
                     overwrite=self.overwrite,
                 )
+            everyone.extend(RankReport(*one["rank"]) for one in written)
+            everyone[comm.rank] = self._own(watch, parts[0])  # who commits, with that
             return {
                 "files": sum(part.files for part in told),
                 "nbytes": sum(part.nbytes for part in told),
@@ -215,9 +217,6 @@ class SaveTask:
             if parts and _surely_failed(error):
                 self.writer.discard(self.store, parts[0].report, self.save_id)
             raise
-        own = RankReport(
-            comm.ranks[comm.rank], watch.seconds, parts[0].nbytes, 0, device_of(self.sd)
-        )
         return SaveReport(
             self.store.url,
             self.save_id,
@@ -227,8 +226,12 @@ class SaveTask:
             tuple(done["leftovers"]),
             self.agreement.how,
             {phase: tuple(found) for phase, found in done["slowest"].items()},
-            tuple(everyone) if comm.rank == comm.coordinator else (own,),
+            tuple(everyone) or (self._own(watch, parts[0]),),
+            phase_bytes=watch.nbytes,
         )
+
+    def _own(self, watch: Stopwatch, part: Part) -> RankReport:
+        return rank_report(self.comm, watch, self.sd, part.nbytes)
 
 
 def _surely_failed(error: BaseException) -> bool:

@@ -31,6 +31,11 @@ class Buffers:
     def __init__(self) -> None:
         self._kept: dict[tuple[Any, ...], torch.Tensor] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """How many bytes the last copy has in them."""
+        return sum(tensor.nbytes for tensor in self._kept.values())
+
     def copy(self, sd: Mapping[Any, Any]) -> Mapping[Any, Any]:
         """Return a copy of a state dict, complete when this returns.
 

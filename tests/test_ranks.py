@@ -839,13 +839,19 @@ def test_reports_tell_bytes_and_seconds_by_phase_and_rank_and_the_slowest(store)
     assert [[one.rank for one in report.ranks] for report in saved] == [[0, 1, 2], [1], [2]]
     assert {"plan", "exchange", "write", "wait"} <= set(saved[1].seconds)
     assert "commit" in saved[0].seconds
+    assert saved[0].ranks[0].seconds["commit"] == saved[2].slowest["commit"][1] > 0
+    assert saved[2].slowest["commit"][0] == 0
+    assert all("commit" not in one.seconds for one in saved[0].ranks[1:])
     assert saved[2].slowest["write"][0] == 1 == loaded[2].slowest["read"][0]
     assert saved[2].slowest["write"][1] >= 0.5
     assert "write rank 1 (" in repr(saved[0])
     assert "read rank 1 (" in repr(loaded[0])
     assert saved[0].nbytes == sum(one.nbytes for one in saved[0].ranks) >= whole["w"].nbytes
     assert [one.nbytes for one in loaded[0].ranks] == [r.bytes_read for r in loaded]
-    assert {one.device for one in (*saved[0].ranks, *loaded[0].ranks)} == {"cpu"}
+    for report, phase in ((saved, "write"), (loaded, "read")):
+        for one in (*report[0].ranks, *report[1].ranks):
+            assert one.phase_bytes[phase] == one.nbytes > 0
+            assert one.phase_bytes["exchange"] > 0
     assert saved[0].profile
     assert loaded[0].profile
     assert not saved[1].profile
@@ -853,6 +859,34 @@ def test_reports_tell_bytes_and_seconds_by_phase_and_rank_and_the_slowest(store)
     assert name in repr(saved[0])
     assert calls >= 1
     assert seconds >= 0
+
+
+def test_every_rank_reports_its_own_device(store, monkeypatch):
+    whole = {"w": torch.rand(64, 32)}
+    monkeypatch.setattr(
+        "shardplan.reports.device_of", lambda sd: f"cuda:{threading.current_thread().name[-1]}"
+    )
+    saved = save_on(3, "rows", whole, store)
+    loaded = load_on(3, "rows", whole, store)
+    for reports in (saved, loaded):
+        assert [one.device for one in reports[0].ranks] == ["cuda:0", "cuda:1", "cuda:2"]
+        assert [report.ranks[0].device for report in reports[1:]] == ["cuda:1", "cuda:2"]
+
+
+def test_what_ranks_tell_each_other_to_plan_a_load_grows_no_faster_than_they_do(store):
+    whole = {"w": torch.rand(64, 32)}
+    save_on(1, "rows", whole, store)
+    exchanged = {
+        world: [r.phase_bytes["exchange"] for r in load_on(world, "rows", whole, store)]
+        for world in (2, 8)
+    }
+    assert max(exchanged[8][1:]) < 2 * max(exchanged[2][1:])  # all but the coordinator
+    assert exchanged[8][0] < 8 * exchanged[2][0]
+
+
+def test_the_bytes_of_a_snapshot_are_told(store):
+    report = shardplan.async_save({"w": torch.rand(64, 32), "step": 7}, store).result()
+    assert report.phase_bytes["stage"] == report.ranks[0].phase_bytes["stage"] == 64 * 32 * 4
 
 
 def test_phases_add_up_to_the_time_that_a_rank_took(store):
