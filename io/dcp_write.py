@@ -28,6 +28,7 @@ from .errors import ValueRefusedError
 from .moving import PIECE
 from .pieces import Piece, collect
 from .pool import Pool, default_pool
+from .progress import Progress
 from .replacing import Older, committing, put_in_place, refuse_folder, remove, retire
 from .stores import Store
 from .torchvalues import dump_values, pickle_tensor
@@ -82,10 +83,11 @@ class DcpWriter:
         save_id: str,
         rank: int,
         pool: Pool | None = None,
+        progress: Progress | None = None,
     ) -> Part:
         """Write one rank's ``.distcp`` files; see `Writer.write`."""
         flat, _ = flatten(sd)
-        pieces, values, refused = collect(flat, plan)
+        pieces, values, refused = collect(flat, plan, progress=progress)
         try:
             dumped = dump_values(values)
         except ValueRefusedError as error:

@@ -20,6 +20,7 @@ from .arrays import window as box_of
 from .checksums import hash_views
 from .jobs import FAR_GAP, SMALL, Job
 from .local import LocalStore
+from .progress import Progress
 from .stores import Store
 
 __all__ = ["Fetch"]
@@ -37,14 +38,19 @@ Range = tuple[int, memoryview]
 class Fetch:
     """Carries out a job's tasks, on any number of threads.
 
+    Args:
+        source: Where from.
+        job: What to fetch.
+        progress: Is told of the bytes that were wanted, as they come.
+
     Attributes:
         digests: The checksums of the job's units that are hashed, by unit.
         begun, done: Which blocks may have been written to, and which are complete.
         bytes_read, requests: What was asked of the store.
     """
 
-    def __init__(self, source: Store, job: Job) -> None:
-        self._store, self._job = source, job
+    def __init__(self, source: Store, job: Job, progress: Progress | None = None) -> None:
+        self._store, self._job, self._progress = source, job, progress
         self._lock = threading.Lock()
         # Local reads keep a processor busy each, and more threads than these slow each other down.
         turns = len(job.tasks) if source.staging else _processors()
@@ -74,6 +80,8 @@ class Fetch:
             if len(rest):
                 self._read_together(file, rest)
         self.done[task] = True
+        if self._progress is not None:
+            self._progress.add(int(job.block_bytes[task].sum()))
 
     def _read_large(self, file: str, unit: Ints) -> None:
         """Read blocks that are hashed together, and hash every piece while it is in the cache."""

@@ -37,6 +37,7 @@ from .hf_shards import MAX_SHARD_SIZE, assign_shards, parse_size, refuse_split, 
 from .local import TEMPORARY, LocalStore
 from .pieces import Piece, collect
 from .pool import Pool, default_pool
+from .progress import Progress
 from .replacing import (
     committing,
     put_file,
@@ -122,6 +123,7 @@ class HfWriter:
         save_id: str,
         rank: int,
         pool: Pool | None = None,
+        progress: Progress | None = None,
     ) -> Part:
         """Write one rank's files; see `Writer.write`.
 
@@ -131,7 +133,7 @@ class HfWriter:
         numbered = isinstance(data, Mapping) and "hf" in data
         if not numbered:
             refuse_split((plan,), rank)
-        pieces, ties = self._collect(sd, plan)
+        pieces, ties = self._collect(sd, plan, progress)
         if numbered:
             first, count, names = data["hf"]
         else:
@@ -166,11 +168,11 @@ class HfWriter:
         return Part(len(jobs), nbytes, json.dumps(report).encode())
 
     def _collect(
-        self, sd: Mapping[Any, Any], plan: SavePlan
+        self, sd: Mapping[Any, Any], plan: SavePlan, progress: Progress | None
     ) -> tuple[dict[str, Piece], dict[str, str]]:
         """Return the tensors to write by name, and those that need not be: names tied to others."""
         flat = flatten(sd)[0]
-        found, values, refused = collect(flat, plan, refused_name)
+        found, values, refused = collect(flat, plan, refused_name, progress)
         order = {source: place for place, source in enumerate(flat)}
         heads, row = plan.items.catalog.heads, plan.items.row
         # In the order of the state dict, as the first of tied weights is the one that stays.

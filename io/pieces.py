@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import attrs
@@ -22,6 +23,7 @@ from shardplan.planning.catalog import column
 from .arrays import as_tensor, can_cast, can_share, dump, is_plain, memory, same_dtype, window
 from .copying import Block
 from .pool import check_stopped
+from .progress import Progress
 
 __all__ = ["Kept", "Lazy", "Piece", "boxes_of", "collect"]
 
@@ -67,6 +69,7 @@ class Piece:
         size: The tensor's global shape.
         source: What holds its elements, and maybe others.
         start: Where it starts there.
+        progress: Is told of its bytes as they are written.
     """
 
     name: str
@@ -76,6 +79,7 @@ class Piece:
     size: tuple[int, ...]
     source: torch.Tensor | Lazy
     start: tuple[int, ...]
+    progress: Progress | None = None
 
     @property
     def nbytes(self) -> int:
@@ -105,7 +109,9 @@ class Piece:
             else:
                 box = self.source.read_box(at, sizes[: len(at)])
             view = memory(box) if same_dtype(box, self.dtype) else None
-            yield dump(box, self.dtype) if view is None else view
+            view = dump(box, self.dtype) if view is None else view
+            yield view
+            self._tell(len(view))
 
     def direct(self) -> list[Block] | None:
         """Return its blocks as bytes that lie somewhere just as they are to be written.
@@ -119,7 +125,8 @@ class Piece:
             view = memory(box) if same_dtype(box, self.dtype) else None
             if view is None:
                 return None
-            return [Block([view[i : i + BLOCK_BYTES]]) for i in range(0, len(view), BLOCK_BYTES)]
+            cut = (view[i : i + BLOCK_BYTES] for i in range(0, len(view), BLOCK_BYTES))
+            return [Block([part], partial(self._tell, len(part))) for part in cut]
         find = getattr(self.source, "stretches", None)
         if find is None or dtype_name(self.source.dtype) != self.dtype:
             return None
@@ -130,6 +137,10 @@ class Piece:
                 return None
             found.append(block)
         return found
+
+    def _tell(self, nbytes: int) -> None:
+        if self.progress is not None:
+            self.progress.add(nbytes)
 
 
 def boxes_of(
@@ -151,6 +162,7 @@ def collect(
     flat: Mapping[str, Any],
     plan: SavePlan,
     refused_name: Callable[[str], str | None] = lambda _: None,
+    progress: Progress | None = None,
 ) -> tuple[dict[int, Piece], dict[str, Any], dict[str, str]]:
     """Find all that a plan writes, before anything is written.
 
@@ -158,6 +170,7 @@ def collect(
         flat: The rank's state dict, flattened.
         plan: What to write of it.
         refused_name: Says why a format cannot carry a tensor of some name; None if it can.
+        progress: Is told of the pieces' bytes as they are written.
 
     Returns:
         The pieces by row of the plan's items; the values that are no tensors, by name in the
@@ -193,7 +206,7 @@ def collect(
             continue
         inner = tuple(o - s for o, s in zip(offset, start, strict=True))
         shape = tuple(sizes[row][:axes])
-        pieces[row] = Piece(name, properties.dtype, offset, shape, size, held, inner)
+        pieces[row] = Piece(name, properties.dtype, offset, shape, size, held, inner, progress)
         why = _misfit(pieces[row])
         if why is not None:
             refused[name] = why

@@ -29,6 +29,7 @@ from .jobs import Job
 from .local import LocalStore
 from .mapped import can_map
 from .pool import Pool, default_pool
+from .progress import Progress
 from .sources import Source
 from .stores import StoreError
 
@@ -101,6 +102,7 @@ class Reader:
         step: Sequence[int] = (),
         verify: bool = True,
         sums: BlockSums | None = None,
+        progress: Progress | None = None,
     ) -> ReadStats:
         """Fill tensors with what a plan reads.
 
@@ -112,6 +114,7 @@ class Reader:
             verify: Whether to check every chunk that is read whole, by one read or by several of
                 which each brings one range of it.
             sums: Gets the checksums of blocks that are read whole, of chunks that are not.
+            progress: Is told of the bytes that were wanted, as they come.
 
         Raises:
             PlanError: A read is of no chunk that was saved; nothing was changed.
@@ -125,7 +128,7 @@ class Reader:
         number = find_chunks(self.metadata, wanted)
         tensors = [dest(row) for row in rows.tolist()]
         job, chunks = self._job(wanted, number, tensors, step, verify, sums is not None)
-        fetch = Fetch(self.store, job)
+        fetch = Fetch(self.store, job, progress)
         names = [items.names[i] for i in wanted.dest.tolist()]
         try:
             self.pool.map(fetch.run, job.tasks, nbytes=lambda t: job.cost(t) + self.store.staging)

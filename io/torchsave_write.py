@@ -19,6 +19,7 @@ from .errors import ExistsError, ValueRefusedError
 from .manifest import MANIFEST
 from .pieces import Piece, collect
 from .pool import Pool, default_pool
+from .progress import Progress
 from .stores import Store
 from .torchvalues import Leaf, dump_values, pickle_nested
 from .torchzip_write import Member, archive_contents, archive_parts, archive_size, members_of
@@ -72,12 +73,13 @@ class TorchWriter:
         save_id: str,
         rank: int,
         pool: Pool | None = None,
+        progress: Progress | None = None,
     ) -> Part:
         """Write the file; see `Writer.write`. It is in place at once, being the only part."""
         if rank != 0:
             raise _too_many()
         flat, _ = flatten(sd)
-        pieces, values, refused = collect(flat, plan)
+        pieces, values, refused = collect(flat, plan, progress=progress)
         tensors = _whole(pieces)
         leaves = {
             name: Leaf(str(number), piece.dtype, piece.shape)

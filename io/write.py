@@ -24,6 +24,7 @@ from .errors import ValueRefusedError
 from .headers import Slot, build_header, refused_name
 from .pieces import Piece, collect
 from .pool import Pool, check_stopped, default_pool
+from .progress import Progress
 from .stores import Store
 from .values import StoredValue, sort_values
 
@@ -103,6 +104,7 @@ def write_rank(
     rank: int = 0,
     pool: Pool | None = None,
     block_bytes: int = BLOCK_BYTES,
+    progress: Progress | None = None,
 ) -> Written:
     """Write the data files of one rank; nothing can be loaded until the save is committed.
 
@@ -114,6 +116,7 @@ def write_rank(
         rank: Which rank it is.
         pool: The threads and the memory budget to use.
         block_bytes: The most bytes of a block; `assemble` must be told the same.
+        progress: Is told of the bytes of tensors.
 
     Returns:
         What was written. All of it has reached the disk, the names of the files included.
@@ -123,7 +126,7 @@ def write_rank(
         StoreError: The store failed; what was written is removed again.
     """
     flat, _ = flatten(sd)
-    pieces, values = _collect(flat, plan)
+    pieces, values = _collect(flat, plan, progress)
     files = assign_files(plan, rank, save_id)
     sums = np.zeros(len(plan.items), np.uint64)
     jobs = [
@@ -147,10 +150,10 @@ def write_rank(
 
 
 def _collect(
-    flat: Mapping[str, Any], plan: SavePlan
+    flat: Mapping[str, Any], plan: SavePlan, progress: Progress | None
 ) -> tuple[dict[int, Piece], dict[str, StoredValue]]:
     """Find all that is to be written, and refuse what cannot be, before anything is."""
-    pieces, values, refused = collect(flat, plan, refused_name)
+    pieces, values, refused = collect(flat, plan, refused_name, progress)
     stored, unfit = sort_values(values)
     refused |= unfit
     for name, value in stored.items():

@@ -16,6 +16,7 @@ from shardplan.planning import Metadata, SavePlan
 
 from .commit import assemble, publish, read_manifest, refuse_existing
 from .pool import Pool
+from .progress import Progress
 from .replacing import committing, refuse_folder, retire
 from .stores import Store, open_store
 from .write import Written, write_rank
@@ -64,10 +65,11 @@ class Writer(Protocol):
         save_id: str,
         rank: int,
         pool: Pool | None = None,
+        progress: Progress | None = None,
     ) -> Part:
         """Write one rank's part, which nobody takes for a checkpoint until it is committed.
 
-        If it fails, what it wrote is removed again.
+        ``progress`` is told of the bytes of tensors. If it fails, what it wrote is removed again.
         """
 
     def commit(
@@ -129,9 +131,12 @@ class NativeWriter:
         save_id: str,
         rank: int,
         pool: Pool | None = None,
+        progress: Progress | None = None,
     ) -> Part:
         """Write one rank's safetensors files; see `Writer.write`."""
-        written = write_rank(store, sd, plan, save_id=save_id, rank=rank, pool=pool)
+        written = write_rank(
+            store, sd, plan, save_id=save_id, rank=rank, pool=pool, progress=progress
+        )
         return Part(len(written.files), written.nbytes, written.to_bytes())
 
     def commit(

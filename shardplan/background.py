@@ -16,6 +16,7 @@ import attrs
 
 from shardplan.dist import Comm
 from shardplan.io.pool import Pool
+from shardplan.io.progress import Tell
 from shardplan.io.stores import Store
 from shardplan.planning import Pass, SavePlan
 
@@ -78,6 +79,7 @@ def async_save(
     comm: Comm | None = None,
     overwrite: bool = False,
     verify_replicas: bool = False,
+    progress: Tell | None = None,
     pool: Pool | None = None,
     cache: PlanCache | None = None,
 ) -> SaveFuture:
@@ -98,6 +100,7 @@ def async_save(
             process group.
         overwrite: As in `save`.
         verify_replicas: As in `save`.
+        progress: As in `save`; called from the background.
         pool: As in `save`.
         cache: As in `save`.
 
@@ -128,6 +131,7 @@ def async_save(
             "overwrite": overwrite,
             "verify_replicas": verify_replicas,
             "profile": False,
+            "progress": progress,
             "pool": pool,
             "cache": cache,
             "watch": watch,

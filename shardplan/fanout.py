@@ -20,6 +20,7 @@ import torch
 from shardplan.dist import Comm, LostRanksError, Pending
 from shardplan.io.arrays import empty, memory, same_dtype, store, window
 from shardplan.io.blocksums import BlockSums
+from shardplan.io.progress import Progress, Tell
 from shardplan.io.read import Reader, ReadStats
 from shardplan.planning import LoadItemType, LoadPlan, Metadata
 from shardplan.planning.blocks import BLOCK_BYTES
@@ -101,7 +102,9 @@ class FanOut:
         self._regions = _regions(self._reads)
         self.sent = self.received = 0
 
-    def run(self, items_dest: Dest, transfers_dest: Dest, *, verify: bool) -> ReadStats:
+    def run(
+        self, items_dest: Dest, transfers_dest: Dest, *, verify: bool, tell: Tell | None = None
+    ) -> ReadStats:
         """Read, send and receive.
 
         If anything but the sending fails, others still get as many bytes as they wait for; then it
@@ -111,21 +114,27 @@ class FanOut:
             items_dest: Given the row of one of the plan's reads, the tensor of its box to fill.
             transfers_dest: The same for the reads of the transfers that come to this rank.
             verify: Whether to check every chunk that is read whole.
+            tell: Called with the bytes done, read and received, and with those in all.
 
         Returns:
             What was read from storage.
         """
         (batches, rest), arrivals = self._batches(), self._arrivals()
+        try:
+            progress = Progress(self._total(batches, arrivals, rest), tell)
+        except Exception as error:
+            self._failed.append(error)
+            progress = Progress(0)
         stats = ReadStats()
         try:
             for number in sorted({*batches, *arrivals}):
                 expected = [self._expect(row, transfers_dest) for row in arrivals.get(number, ())]
                 now = batches.get(number, ())
                 stats = add_stats(
-                    stats, self._move(now, items_dest, verify) if now else ReadStats()
+                    stats, self._move(now, items_dest, verify, progress) if now else ReadStats()
                 )
                 for arrival in expected:
-                    arrival.finish(self._failed)
+                    arrival.finish(self._failed, progress)
         except LostRanksError:
             raise
         except Exception as error:  # of the comm: others would wait for what never comes
@@ -136,8 +145,27 @@ class FanOut:
         if rest and self._reader is not None:
             left = self._plan.items.take(np.array(rest, np.int64))
             dest = lambda row: items_dest(rest[row])  # noqa: E731
-            stats = add_stats(stats, self._reader.fill(left, dest, verify=verify, sums=self._sums))
+            filled = self._reader.fill(
+                left, dest, verify=verify, sums=self._sums, progress=progress
+            )
+            stats = add_stats(stats, filled)
+        progress.finish()
         return stats
+
+    def _total(
+        self,
+        batches: Mapping[int, Sequence[_Batch]],
+        arrivals: Mapping[int, Sequence[int]],
+        rest: Sequence[int],
+    ) -> int:
+        """Count the bytes that this rank reads and receives."""
+        pieces = (p for found in batches.values() for batch in found for p in batch.pieces.values())
+        rows = [
+            *(piece.row for piece in pieces),
+            *(r for found in arrivals.values() for r in found),
+        ]
+        rows += [len(self._plan.transfers) + row for row in rest]
+        return sum(int(self._reads.numel[r]) * self._starts[self._regions[r][0]][2] for r in rows)
 
     def _arrivals(self) -> dict[int, list[int]]:
         """Say which of the transfers come to this rank, by round, in the order of their sending."""
@@ -197,7 +225,9 @@ class FanOut:
             place = place * extent + offset
         return (start + place * width) // _ROUND
 
-    def _move(self, batches: Sequence[_Batch], dest: Dest, verify: bool) -> ReadStats:
+    def _move(
+        self, batches: Sequence[_Batch], dest: Dest, verify: bool, progress: Progress
+    ) -> ReadStats:
         """Read some batches once, send their pieces, and keep what this rank needs of them."""
         reads = self._whole([batch.row for batch in batches], [b.is_block for b in batches])
         boxes = _regions(reads)
@@ -205,7 +235,9 @@ class FanOut:
         stats = ReadStats()
         try:
             if not self._failed and self._reader is not None:
-                stats = self._reader.fill(reads, staged.__getitem__, verify=verify, sums=self._sums)
+                stats = self._reader.fill(
+                    reads, staged.__getitem__, verify=verify, sums=self._sums, progress=progress
+                )
         except Exception as error:
             self._failed.append(error)
         pieces = {
@@ -260,7 +292,7 @@ class FanOut:
             view = staged.data
         self.received += len(view)
         source = int(self._plan.transfers.source[row])
-        return _Arrival(self._comm.receive(source, view), tensor, staged, dtype)
+        return _Arrival(self._comm.receive(source, view), tensor, staged, dtype, len(view))
 
     def _dtype(self, name: str) -> str:
         entry: Any = self._metadata.state_dict_metadata[name]
@@ -276,13 +308,16 @@ class _Arrival:
     tensor: torch.Tensor | None
     staged: np.ndarray[Any, np.dtype[np.uint8]] | None
     dtype: str
+    nbytes: int
 
-    def finish(self, failed: list[Exception]) -> None:
+    def finish(self, failed: list[Exception], progress: Progress) -> None:
         """Wait for it, and bring it to where it belongs."""
         self.parcel.wait()
         try:
             if self.staged is not None and self.tensor is not None and not failed:
                 store(self.tensor, self.staged, self.dtype)
+            if not failed:
+                progress.add(self.nbytes)
         except Exception as error:
             failed.append(error)
 

@@ -14,6 +14,7 @@ from shardplan.dist import Comm, all_reduce, broadcast, reduce_scatter
 from shardplan.io.blocksums import BlockSums
 from shardplan.io.errors import FormatError
 from shardplan.io.pool import Pool
+from shardplan.io.progress import Tell
 from shardplan.io.read import Reader
 from shardplan.io.sources import detect, locate, open_source
 from shardplan.io.stores import Store
@@ -69,6 +70,7 @@ def load(
     share_reads: bool | Literal["auto"] = "auto",
     verify: bool = True,
     profile: bool = False,
+    progress: Tell | None = None,
     pool: Pool | None = None,
 ) -> LoadReport:
     """Fill a state dict from a checkpoint, in place.
@@ -91,6 +93,9 @@ def load(
             others. ``"auto"`` does so where that is cheaper: not from a disk of the same machine.
         verify: Whether to check what is read whole against its checksums.
         profile: Whether the coordinator's report tells its hottest functions.
+        progress: Called as ``progress(done_bytes, total_bytes)``, from one thread at a time, with
+            ever more bytes of this process's tensors done, and all of them in the end. What it
+            raises stops the load.
         pool: The threads and the memory budget to use.
 
     Returns:
@@ -130,7 +135,7 @@ def load(
 
             try:
                 task.plan_with(plan, share_reads)
-                report = task.run(verify, state_dict)
+                report = task.run(verify, state_dict, progress)
                 break
             except STOPPED:  # if it was overwritten meanwhile, the new checkpoint is loaded
                 if not left or not was_replaced(task.reader):
@@ -319,7 +324,7 @@ class _Load:
             )
         self.plan = cast(LoadPlan, decode_plan(mine))
 
-    def run(self, verify: bool, state_dict: Mapping[Any, Any]) -> LoadReport:
+    def run(self, verify: bool, state_dict: Mapping[Any, Any], progress: Tell | None) -> LoadReport:
         """Read on all ranks; once all have read, hand over what was read; report what each did."""
         everyone: list[RankReport] = []
         results: list[Outcome] = []
@@ -327,7 +332,7 @@ class _Load:
 
         def read() -> tuple[Any, ...]:
             with self.watch.phase("read"):
-                results.append(self._read(verify, sums))
+                results.append(self._read(verify, sums, progress))
                 if self.reader is not None:
                     sums.settle(self.reader.source)
             own = attrs.astuple(self._own(results[0]))
@@ -370,11 +375,12 @@ class _Load:
         self.watch.nbytes["read"] = done.stats.bytes_read
         return rank_report(self.comm, self.watch, self.sd, done.stats.bytes_read, done.sent)
 
-    def _read(self, verify: bool, sums: BlockSums) -> Outcome:
+    def _read(self, verify: bool, sums: BlockSums, progress: Tell | None) -> Outcome:
         if not len(self.plan.transfers) and self.reader is not None:
-            return read_rank(self.reader, self.flat, self.plan, verify=verify, sums=sums)
+            options: dict[str, Any] = {"verify": verify, "sums": sums, "progress": progress}
+            return read_rank(self.reader, self.flat, self.plan, **options)
         told = (self.comm, self.reader, self.metadata, self.flat, self.plan, self.told)
-        return SharedRead(*told, str(self._path)).run(verify=verify, sums=sums)
+        return SharedRead(*told, str(self._path), progress).run(verify=verify, sums=sums)
 
     def _give_back(self, state_dict: Mapping[Any, Any]) -> None:
         """Hand stateful values their state: another step, for any of them may refuse it."""

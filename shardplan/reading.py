@@ -11,6 +11,7 @@ import torch
 
 from shardplan.dist import Comm, LostRanksError
 from shardplan.io.blocksums import BlockSums
+from shardplan.io.progress import Progress, Tell
 from shardplan.io.read import Reader, ReadStats
 from shardplan.io.values import StoredValue
 from shardplan.planning import LoadPlan, Metadata
@@ -19,6 +20,7 @@ from shardplan.planning.reads import ReadItems
 from .destinations import destinations, refuse_shared
 from .fanout import FanOut, add_stats
 from .parcels import Parcels, loaded, value_names, values_read
+from .wishes import nbytes_of
 
 __all__ = ["Outcome", "SharedRead", "read_rank"]
 
@@ -46,6 +48,7 @@ def read_rank(
     *,
     verify: bool = True,
     sums: BlockSums | None = None,
+    progress: Tell | None = None,
 ) -> Outcome:
     """Carry out one rank's load plan, reading all of it from storage.
 
@@ -55,12 +58,15 @@ def read_rank(
         plan: What to read.
         verify: Whether to check what is read whole against its checksums.
         sums: Gets the checksums of blocks that are read whole, of chunks that are not.
+        progress: Called with the bytes of tensors done, and in all.
     """
     values = reader.values(plan, verify=verify)
     stats = values_read(reader, [name for _, name in value_names(plan.items)])
     dest = destinations(flat, plan.items, reader)
-    stats = add_stats(stats, reader.fill(plan.items, dest, verify=verify, sums=sums))
-    return Outcome(stats, values)
+    told = Progress(nbytes_of(plan, reader.metadata), progress)
+    filled = reader.fill(plan.items, dest, verify=verify, sums=sums, progress=told)
+    told.finish()
+    return Outcome(add_stats(stats, filled), values)
 
 
 @attrs.frozen(eq=False)
@@ -75,6 +81,7 @@ class SharedRead:
         plan: What to read, and for whom.
         told: Values that every rank was given already, by name in the checkpoint.
         place: Where the checkpoint is, for errors.
+        progress: Called with the bytes of tensors done, and in all.
     """
 
     comm: Comm
@@ -84,6 +91,7 @@ class SharedRead:
     plan: LoadPlan
     told: Mapping[str, StoredValue] | None
     place: str
+    progress: Tell | None = None
 
     def run(self, *, verify: bool, sums: BlockSums) -> Outcome:
         """Read, send and receive; if anything fails here, others still get what they wait for."""
@@ -103,7 +111,7 @@ class SharedRead:
             failed.append(error)
         first = self._values(value_names(everything), failed, verify)
         fan = FanOut(self.comm, self.reader, self.metadata, self.plan, failed, sums)
-        stats = fan.run(own, lambda row: theirs(place[row]), verify=verify)
+        stats = fan.run(own, lambda row: theirs(place[row]), verify=verify, tell=self.progress)
         return Outcome(
             add_stats(first.stats, stats),
             first.values,

@@ -11,6 +11,7 @@ import torch
 
 from shardplan.io.arrays import empty
 from shardplan.io.pool import Pool
+from shardplan.io.progress import Tell
 from shardplan.io.read import Reader
 from shardplan.io.sources import open_source
 from shardplan.io.stores import Store
@@ -43,6 +44,7 @@ def restore(
     dtype: Literal["same", "cast"] = "same",
     format: str | None = None,
     verify: bool = True,
+    progress: Tell | None = None,
     pool: Pool | None = None,
 ) -> dict[Any, Any]:
     """Make a new state dict of a checkpoint, nested as it was saved.
@@ -58,6 +60,9 @@ def restore(
         dtype: Whether tensors of ``target`` may have another dtype than the saved ones: ``"cast"``.
         format: What wrote the checkpoint; found out if left out.
         verify: Whether to check what is read whole against its checksums.
+        progress: Called as ``progress(done_bytes, total_bytes)``, from one thread at a time, with
+            ever more bytes of this process's tensors done, and all of them in the end. What it
+            raises stops the load.
         pool: The threads and the memory budget to use.
 
     >>> import tempfile, torch
@@ -82,7 +87,7 @@ def restore(
         reader = Reader(open_source(path, format=format, pool=pool), pool)
         try:
             with plain_errors(reader):
-                return _restore(reader, target, keys, device, dtype, verify)
+                return _restore(reader, target, keys, device, dtype, verify, progress)
         except STOPPED:
             if not left or not was_replaced(reader):
                 raise
@@ -96,6 +101,7 @@ def _restore(
     device: Any,
     dtype: Literal["same", "cast"],
     verify: bool,
+    progress: Tell | None,
 ) -> dict[Any, Any]:
     """Make a new state dict of a checkpoint; all is planned before memory is asked for."""
     every, paths = _everything(reader.metadata) if target is None else flatten(target)
@@ -103,7 +109,7 @@ def _restore(
     specs = {name: _spec(leaf) if is_tensor(leaf) else None for name, leaf in wanted.items()}
     plan = load_plan(reader.metadata, local_plan(specs), dtype=dtype)
     flat = {name: None if spec is None else _blank(spec, device) for name, spec in specs.items()}
-    done = read_rank(reader, flat, plan, verify=verify)
+    done = read_rank(reader, flat, plan, verify=verify, progress=progress)
     return unflatten({**flat, **done.values}, paths)
 
 

@@ -12,6 +12,7 @@ import attrs
 from shardplan.dist import CheckpointError, Comm
 from shardplan.io.errors import UnsureCommitError
 from shardplan.io.pool import Pool
+from shardplan.io.progress import Progress, Tell
 from shardplan.io.stores import Store
 from shardplan.io.writers import Part, Writer, open_target
 from shardplan.planning import Pass, SavePlan
@@ -36,6 +37,7 @@ def save(
     overwrite: bool = False,
     verify_replicas: bool = False,
     profile: bool = False,
+    progress: Tell | None = None,
     pool: Pool | None = None,
     cache: PlanCache | None = None,
 ) -> SaveReport:
@@ -59,6 +61,9 @@ def save(
         verify_replicas: Whether to compare what several ranks claim to hold alike, bit by bit,
             before anything is written. It costs a pass over all such tensors.
         profile: Whether the coordinator's report tells its hottest functions.
+        progress: Called as ``progress(done_bytes, total_bytes)``, from one thread at a time, with
+            ever more bytes of this process's tensors done, and all of them in the end. What it
+            raises stops the save.
         pool: The threads and the memory budget to use.
         cache: Plans made before; by default those of this process.
 
@@ -88,6 +93,7 @@ def save(
             overwrite=overwrite,
             verify_replicas=verify_replicas,
             profile=profile,
+            progress=progress,
             pool=pool,
             cache=cache,
             watch=Stopwatch(),
@@ -108,6 +114,7 @@ def save_state(
     overwrite: bool,
     verify_replicas: bool,
     profile: bool,
+    progress: Tell | None,
     pool: Pool | None,
     cache: PlanCache | None,
     watch: Stopwatch,
@@ -139,7 +146,7 @@ def save_state(
             verify_replicas=verify_replicas,
             first=begin,
         )
-        task = SaveTask(comm, *targets[0], sd, agreement, save_id, overwrite, pool)
+        task = SaveTask(comm, *targets[0], sd, agreement, save_id, overwrite, pool, progress)
         report = task.run(watch)
     return attrs.evolve(report, profile=tuple(hot))
 
@@ -157,6 +164,7 @@ class SaveTask:
         save_id: The name of the save.
         overwrite: Whether a checkpoint that is there may be replaced.
         pool: The threads and the memory budget to use.
+        progress: Called with the bytes of tensors done, and in all.
     """
 
     comm: Comm
@@ -167,6 +175,7 @@ class SaveTask:
     save_id: str
     overwrite: bool
     pool: Pool | None = None
+    progress: Tell | None = None
 
     def run(self, watch: Stopwatch) -> SaveReport:
         """Write this rank's part; once all ranks have, commit."""
@@ -175,6 +184,7 @@ class SaveTask:
 
         def write() -> dict[str, Any]:
             with watch.phase("write"):
+                progress = Progress(int(self.agreement.plan.items.nbytes.sum()), self.progress)
                 part = self.writer.write(
                     self.store,
                     self.sd,
@@ -182,7 +192,9 @@ class SaveTask:
                     save_id=self.save_id,
                     rank=comm.rank,
                     pool=self.pool,
+                    progress=progress,
                 )
+                progress.finish()
             parts.append(part)
             watch.count("write", part.nbytes)
             return {"part": attrs.astuple(part), "rank": attrs.astuple(self._own(watch, part))}

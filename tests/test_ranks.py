@@ -889,6 +889,73 @@ def test_the_bytes_of_a_snapshot_are_told(store):
     assert report.phase_bytes["stage"] == report.ranks[0].phase_bytes["stage"] == 64 * 32 * 4
 
 
+class Seen(list):
+    """A progress callback that keeps what it is told."""
+
+    def __call__(self, done, total):
+        self.append((done, total))
+
+    def check(self, total):
+        assert {one for _, one in self} == {total}
+        done = [one for one, _ in self]
+        assert done == sorted(done)
+        assert (done[0], done[-1]) == (0, total)
+        assert len(self) > 2
+
+
+@pytest.mark.parametrize("format", ["safetensors", "dcp", "hf", "torch"])
+def test_progress_is_told_by_every_call_in_every_format(tmp_path, format):
+    large = torch.zeros(20 << 20, dtype=torch.uint8)  # more than is read or written at a time
+    sd = {"a": large, "b": torch.rand(16, 32).T, "c": torch.rand(8)}
+    total = sum(tensor.nbytes for tensor in sd.values())
+    seen = {call: Seen() for call in ("save", "async", "load", "restore")}
+    one, two = (tmp_path / f"{n}.pt" if format == "torch" else tmp_path / n for n in "12")
+    shardplan.save(sd, one, format=format, progress=seen["save"])
+    shardplan.async_save(sd, two, format=format, progress=seen["async"]).result()
+    shardplan.load(sd, one, progress=seen["load"])
+    shardplan.restore(one, keys=["a", "b"], progress=seen["restore"])
+    for call in ("save", "async", "load"):
+        seen[call].check(total)
+    seen["restore"].check(total - sd["c"].nbytes)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_every_rank_tells_its_own_progress(store, share):
+    whole = {f"w{i}": torch.rand(64, 32) for i in range(4)}
+    half = 2 * 64 * 32 * 4
+
+    def fn(comm):
+        saved, loaded = Seen(), Seen()
+        mine = parts.part(whole, "rows", 2, comm.rank)
+        shardplan.save(mine, store, comm=comm, progress=saved)
+        full = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+        shardplan.load(full, store, comm=comm, share_reads=share, progress=loaded)
+        return saved, loaded
+
+    for saved, loaded in run_ranks(2, fn, timeout=60):
+        saved.check(half)
+        loaded.check(2 * half)
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_progress_callback_that_raises_stops_a_shared_load_on_all_ranks(store, after):
+    whole = {f"w{i}": torch.rand(64, 32) for i in range(4)}
+    save_on(1, "rows", whole, store)
+
+    def fn(comm):
+        def stop(done, total):
+            if comm.rank == 1 and done >= after:
+                raise RuntimeError("enough")
+
+        full = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+        options = {"share_reads": True, "progress": stop}
+        return told(lambda: shardplan.load(full, store, comm=comm, **options))
+
+    for error in run_ranks(3, fn, timeout=60):
+        assert error.ranks == (1,)
+        assert "enough" in error.failures[0].text
+
+
 def test_phases_add_up_to_the_time_that_a_rank_took(store):
     import time
 
