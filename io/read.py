@@ -141,8 +141,9 @@ class Reader:
         if damaged:
             raise _damaged(damaged, job, chunks, names)
         parts = {chunk: seen for chunk, seen in found.items() if len(seen) < job.counts[chunk]}
-        for chunk, seen in parts.items() if sums is not None else ():
-            sums.add(*chunks.names[chunk], job.counts[chunk], seen)
+        if sums is not None:
+            for chunk, seen in parts.items():
+                sums.add(*chunks.names[chunk], job.counts[chunk], seen)
         verified = len(found) - len(parts)
         return ReadStats(job.nbytes, fetch.bytes_read, fetch.requests, verified)
 

@@ -164,7 +164,8 @@ def whole_blocks(
     [True, False]
     """
     reach, ends = reach_of(extents, itemsize, max_bytes), offsets + lengths
-    right = lies_together(lengths, extents) & (offsets % reach == 0).all(axis=1)
+    right: npt.NDArray[np.bool_] = lies_together(lengths, extents)
+    right &= (offsets % reach == 0).all(axis=1)
     right &= ((ends % reach == 0) | (ends == extents)).all(axis=1)
     begin = (offsets * steps(extents)).sum(axis=1)
     rows = np.flatnonzero(right)

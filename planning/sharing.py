@@ -211,7 +211,8 @@ def _readers(
     again = np.diff(number, prepend=-1) + np.abs(np.diff(rows.rank[able], prepend=-1)) == 0
     able, number = able[~again], number[~again]
     chosen = able[assign(number, rows.rank[able], weight[able], len(plans))]
-    return rows.rank[chosen][np.searchsorted(names, unit)]
+    readers: Ints = rows.rank[chosen][np.searchsorted(names, unit)]
+    return readers
 
 
 def _holds_whole(
