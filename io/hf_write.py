@@ -86,6 +86,15 @@ class HfWriter:
         self.left_out: list[str] = []
         self.ties: dict[str, str] = {}
 
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """Names whose tensor is that of another name; never words that a header keeps for itself."""
+        return self._tied
+
+    @tied.setter
+    def tied(self, tied: Mapping[str, str]) -> None:
+        self._tied = {name: kept for name, kept in tied.items() if name not in RESERVED}
+
     def refuse(self, store: Store, overwrite: bool) -> None:
         """Refuse to save where a checkpoint is; see `Writer.refuse`.
 

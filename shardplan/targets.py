@@ -190,17 +190,19 @@ def _from_whole(items: WriteItems) -> WriteItems:
 def tied_names(source: Source) -> dict[str, str]:
     """Find names of one and the same stored tensor; the first of each is the one that is kept.
 
-    These are weights that were tied when they were saved, by a tool that stores them once.
+    These are weights that were tied when they were saved, by a tool that stores them once. Views of
+    one storage may begin at the same place of the same array: only their sizes tell them apart.
     """
     entries = source.metadata.state_dict_metadata
-    single = [
-        name
+    single = {
+        name: entry.size
         for name, entry in entries.items()
         if isinstance(entry, TensorMetadata) and len(entry.chunks) == 1 and 0 not in entry.size
-    ]
-    first: dict[Spot, str] = {}
+    }
+    first: dict[tuple[Spot, tuple[int, ...]], str] = {}
     spots = source.spots([(name, 0) for name in single])
-    pairs = [(name, first.setdefault(spot, name)) for name, spot in zip(single, spots, strict=True)]
+    views = zip(single, zip(spots, single.values(), strict=True), strict=True)
+    pairs = [(name, first.setdefault(view, name)) for name, view in views]
     return {name: kept for name, kept in pairs if name != kept}
 
 
@@ -245,7 +247,7 @@ def _hf_target(
         )
         for n, held in enumerate(files)
     )
-    return Target(plans, metadata, tied, left_out)
+    return Target(plans, metadata, writer.tied, left_out)
 
 
 def _cut(

@@ -311,6 +311,22 @@ def test_a_chain_of_conversions_keeps_every_bit(tmp_path_factory, data):
     check(path, sd, nested="hf" not in formats)
 
 
+BASE = torch.arange(24.0).reshape(4, 6)
+CORNERS = st.tuples(st.integers(1, 4), st.integers(1, 6), st.booleans())
+
+
+@given(st.lists(CORNERS, min_size=2, max_size=4), st.sampled_from(FORMATS))
+@settings(max_examples=20)
+def test_corners_of_one_array_stay_what_they_are(tmp_path_factory, corners, format):
+    folder = tmp_path_factory.mktemp("corners")
+    views = [BASE[:rows, :columns] for rows, columns, _ in corners]
+    turned = [corner[2] for corner in corners]
+    sd = {f"v{i}": v.t() if t else v for i, (v, t) in enumerate(zip(views, turned, strict=True))}
+    torch.save(sd, folder / "0")
+    convert(folder / "0", place(folder, "1", format), format=format)
+    check(place(folder, "1", format), sd)
+
+
 # ---- stores
 
 
@@ -379,6 +395,16 @@ def test_a_report_reads_well(tmp_path):
     assert report.tied == {"head": "embed"}
     assert list(load_file(tmp_path / "b/model.safetensors")) == ["embed"]
     check(tmp_path / "b", {"embed": w, "head": w})
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_views_that_begin_alike_are_not_tied(tmp_path, format):
+    t = torch.arange(24.0).reshape(4, 6)
+    sd = {"full": t, "half": t[:, :3], "more": t[:, :4], "top": t[:2], "again": t[:, :3]}
+    torch.save(sd, tmp_path / "m.pt")
+    report = convert(tmp_path / "m.pt", place(tmp_path, "b", format), format=format)
+    assert report.tied == {"half": "again"}
+    check(place(tmp_path, "b", format), sd)
 
 
 def test_what_a_format_cannot_carry_is_refused_before_anything_is_written(tmp_path):
