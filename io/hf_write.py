@@ -88,7 +88,7 @@ class HfWriter:
 
     @property
     def tied(self) -> Mapping[str, str]:
-        """Names whose tensor is that of another name; never words that a header keeps for itself."""
+        """Names whose tensor is that of another name; never words that a header has for itself."""
         return self._tied
 
     @tied.setter

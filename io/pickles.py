@@ -12,11 +12,18 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-__all__ = ["PickleError", "RefusedName", "Sealed", "load_pickle"]
+__all__ = ["CutShort", "PickleError", "RefusedName", "Sealed", "load_pickle", "pickle_end"]
 
 
 class PickleError(ValueError):
     """A pickle that is damaged, or asks for what it may not have."""
+
+
+class CutShort(PickleError):
+    """A pickle that goes on where what was read of it ends."""
+
+    def __init__(self) -> None:
+        super().__init__("it is cut short")
 
 
 class RefusedName(PickleError):
@@ -63,15 +70,24 @@ def _widths() -> tuple[int, ...]:
 _WIDTHS: Final = _widths()
 
 
-def _walk(data: bytes) -> None:
-    """Go over a pickle's operations: all must be known, and none promise more than is there."""
-    at, end, widths = 0, len(data), _WIDTHS
+def pickle_end(data: bytes, begin: int = 0) -> int:
+    """Say where a pickle ends: its operations must be known, and promise no more than is there.
+
+    >>> two = pickle.dumps("one") + pickle.dumps("two")
+    >>> load_pickle(two[pickle_end(two) :], {})
+    'two'
+
+    Raises:
+        CutShort: The end is not there.
+        PickleError: It is damaged.
+    """
+    at, end, widths = begin, len(data), _WIDTHS
     while at < end:
         width = widths[data[at]]
         if width > 0:
             at += width
         elif width == _END:
-            return
+            return at + 1
         elif width == _SHORT:
             at += 2 + int.from_bytes(data[at + 1 : at + 2], "little")
         elif width == _SLOT:
@@ -82,13 +98,13 @@ def _walk(data: bytes) -> None:
             for _ in range(2):
                 at = data.find(b"\n", at + 1)
                 if at < 0:
-                    raise PickleError("it is cut short")
+                    raise CutShort
             at += 1
         elif width == _REFUSED:
             raise PickleError(f"it uses operation {data[at]:#04x} at byte {at:,}")
         else:
             at += 1 - width + int.from_bytes(data[at + 1 : at + 1 - width], "little")
-    raise PickleError("it is cut short")
+    raise CutShort
 
 
 class _Unpickler(pickle.Unpickler):
@@ -134,7 +150,7 @@ def load_pickle(
         RefusedName: It names something else; nothing of it was called.
         PickleError: It is damaged.
     """
-    _walk(data)
+    pickle_end(data)
     try:
         return _Unpickler(data, classes, persistent).load()
     except PickleError:

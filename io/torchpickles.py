@@ -16,10 +16,18 @@ from shardplan.planning.dtypes import ITEMSIZE
 
 from .pickles import PickleError, Sealed, load_pickle
 
-__all__ = ["StorageRef", "StoredTensor", "load_plain", "load_tensor"]
+__all__ = [
+    "PLAIN",
+    "STORAGES",
+    "StorageRef",
+    "StoredTensor",
+    "load_plain",
+    "load_tensor",
+    "stored_tensor",
+]
 
 
-@attrs.frozen
+@attrs.frozen(getstate_setstate=False)  # so that a pickle cannot change what was made
 class StorageRef:
     """The bytes that a tensor is a view of.
 
@@ -27,11 +35,13 @@ class StorageRef:
         key: Its name: the record is ``data/<key>``.
         dtype: What its elements are, by name; ``"uint8"`` if that is left to the tensor.
         numel: How many there are.
+        first: Where it begins in what is stored under its name, in bytes.
     """
 
     key: str
     dtype: str
     numel: int
+    first: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -39,7 +49,7 @@ class StorageRef:
         return self.numel * ITEMSIZE[self.dtype]
 
 
-@attrs.frozen
+@attrs.frozen(getstate_setstate=False)
 class StoredTensor:
     """A tensor as a pickle describes it.
 
@@ -82,7 +92,14 @@ def _ints(value: Any) -> tuple[int, ...]:
     return value
 
 
-def _make(storage: Any, dtype: Any, offset: Any, size: Any, stride: Any, extra: Any) -> Any:
+def stored_tensor(
+    storage: Any, dtype: Any, offset: Any, size: Any, stride: Any, extra: Any
+) -> StoredTensor:
+    """Make a tensor of what a pickle says of it, which may be anything.
+
+    Raises:
+        PickleError: There can be no such tensor.
+    """
     if not isinstance(storage, StorageRef) or type(offset) is not int or type(dtype) is not str:
         raise PickleError("a tensor is made of something else than a storage")
     if not isinstance(extra, (dict, type(None))):
@@ -108,7 +125,7 @@ class _RebuildV2(metaclass=Sealed):
         hooks: Any = None,
         extra: Any = None,
     ) -> Any:
-        return _make(storage, getattr(storage, "dtype", None), offset, size, stride, extra)
+        return stored_tensor(storage, getattr(storage, "dtype", None), offset, size, stride, extra)
 
 
 class _RebuildV3(metaclass=Sealed):
@@ -123,7 +140,7 @@ class _RebuildV3(metaclass=Sealed):
         dtype: Any,
         extra: Any = None,
     ) -> Any:
-        return _make(storage, dtype, offset, size, stride, extra)
+        return stored_tensor(storage, dtype, offset, size, stride, extra)
 
 
 class _Parameter(metaclass=Sealed):
@@ -151,7 +168,7 @@ class _Bytearray(metaclass=Sealed):
         return bytearray(data, "latin-1")
 
 
-_STORAGES: Final = {
+STORAGES: Final = {
     "Double": "float64",
     "Float": "float32",
     "Half": "float16",
@@ -165,6 +182,7 @@ _STORAGES: Final = {
     "ComplexDouble": "complex128",
     "ComplexFloat": "complex64",
 }
+"""The dtypes of torch's kinds of storages."""
 
 _TENSOR: Final[Mapping[str, Any]] = {
     "torch._utils._rebuild_tensor_v2": _RebuildV2,
@@ -175,11 +193,11 @@ _TENSOR: Final[Mapping[str, Any]] = {
     "torch.Size": tuple,
     "torch.storage.UntypedStorage": "uint8",
     "torch.UntypedStorage": "uint8",
-    **{f"torch.{name}Storage": dtype for name, dtype in _STORAGES.items()},
+    **{f"torch.{name}Storage": dtype for name, dtype in STORAGES.items()},
     **{f"torch.{dtype}": dtype for dtype in ITEMSIZE},
 }
 
-_PLAIN: Final[Mapping[str, Any]] = {
+PLAIN: Final[Mapping[str, Any]] = {
     "collections.OrderedDict": OrderedDict,
     "_codecs.encode": _Encode,
     "builtins.bytearray": _Bytearray,
@@ -189,6 +207,7 @@ _PLAIN: Final[Mapping[str, Any]] = {
     "builtins.complex": complex,
     "__builtin__.complex": complex,
 }
+"""What pickles of plain values name, and what they get instead."""
 
 
 def _storage(pid: Any) -> StorageRef:
@@ -229,4 +248,4 @@ def load_plain(data: bytes) -> Any:
         RefusedName: It names something else, such as a tensor: see what `torch.load` says.
         PickleError: It is damaged.
     """
-    return load_pickle(data, _PLAIN)
+    return load_pickle(data, PLAIN)

@@ -19,7 +19,15 @@ from .errors import FormatError, ValueRefusedError
 from .torchzip import refuse_packed
 from .torchzip_write import zip_bytes
 
-__all__ = ["Leaf", "dump_values", "explain_refusal", "load_torch", "pickle_nested", "pickle_tensor"]
+__all__ = [
+    "Leaf",
+    "dump_values",
+    "explain_name",
+    "explain_refusal",
+    "load_torch",
+    "pickle_nested",
+    "pickle_tensor",
+]
 
 _SCALARS: Final = (bool, float, type(None))
 _SMALL_INT: Final = 1 << 31
@@ -59,15 +67,19 @@ def explain_refusal(error: Exception) -> str:
     text = str(error)
     found = re.search(r"GLOBAL ([\w.]+)", text)
     if found:
-        kind = found[1]
-        if kind.partition(".")[0] in _DANGEROUS:
-            return f"needs `{kind}`, which no checkpoint does: it may be malicious; none of it ran"
-        return (
-            f"needs `{kind}`, which is not safe to load unasked; if you trust it, allow it with "
-            f"torch.serialization.add_safe_globals([{kind}]) and load again"
-        )
+        return explain_name(found[1])
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return f"cannot be loaded: {(lines or [type(error).__name__])[-1][:300]}"
+
+
+def explain_name(kind: str) -> str:
+    """Say why a class or function that a pickle names is refused, and how to allow it."""
+    if kind.partition(".")[0] in _DANGEROUS:
+        return f"needs `{kind}`, which no checkpoint does: it may be malicious; none of it ran"
+    return (
+        f"needs `{kind}`, which is not safe to load unasked; if you trust it, allow it with "
+        f"torch.serialization.add_safe_globals([{kind}]) and load again"
+    )
 
 
 def dump_values(values: Mapping[str, Any]) -> dict[str, bytes]:

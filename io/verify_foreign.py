@@ -24,7 +24,7 @@ from .stores import MissingFileError, Store, StoreError
 from .torchzip import Archive, Record, Window, read_archive
 
 if TYPE_CHECKING:
-    from .torchsave import TorchSource  # which needs torch, and others here do not
+    from .torchsave import TorchSource
 
 __all__ = ["Foreign", "check_foreign", "check_headers", "lost_parts"]
 

@@ -568,10 +568,10 @@ def test_convert_writes_other_formats_that_inspect_reads(ckpt, tmp_path, format)
     assert len(told["tensors"]) == 14
 
 
-@pytest.mark.parametrize("format", ["hf", "dcp"])  # torch's unpickler reads torch.save's files
+@pytest.mark.parametrize("format", ["hf", "dcp", "torch"])
 def test_looking_at_other_formats_does_not_import_torch(ckpt, tmp_path, format):
     assert run("convert", ckpt, tmp_path / "b", "--format", format).exit_code == 0
-    for arguments in (["inspect"], ["plan", "--mesh", "dp=3"]):
+    for arguments in (["inspect"], ["verify"], ["plan", "--mesh", "dp=3"]):
         done = run_without_torch(arguments[0], tmp_path / "b", *arguments[1:])
         assert (done.returncode, done.stderr) == (0, "")
 
