@@ -124,9 +124,7 @@ class Ahead:
         self._lender = lender or Lender()
         self._entries: dict[str, TensorMetadata] = {}
         for name in dict.fromkeys(box.name for box in boxes):
-            entry = reader.metadata.state_dict_metadata[name]
-            assert isinstance(entry, TensorMetadata)
-            self._entries[name] = entry
+            self.tensor(name)
         self._boxes = [box for box in boxes if 0 not in box.sizes]
         self._reads, self._rows = self._plan()
         self._at = {box: i for i, box in enumerate(self._boxes)}
@@ -142,6 +140,10 @@ class Ahead:
 
     def tensor(self, name: str) -> AheadTensor:
         """Return one of the tensors, whose boxes are read through this."""
+        if name not in self._entries:
+            entry = self._reader.metadata.state_dict_metadata[name]
+            assert isinstance(entry, TensorMetadata)
+            self._entries[name] = entry
         return AheadTensor(self, name, self._entries[name])
 
     def read(self, box: Box) -> torch.Tensor:

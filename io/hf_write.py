@@ -24,7 +24,6 @@ from contextlib import suppress
 from typing import Any, Final
 
 import attrs
-import torch
 
 from shardplan.planning import CodecError, Metadata, SavePlan, flatten, itemsize
 
@@ -35,7 +34,7 @@ from .headers import file_entry, refused_name
 from .hf import INDEX, PART_OF, RESERVED, SINGLE, read_index, uncommitted
 from .hf_shards import MAX_SHARD_SIZE, assign_shards, parse_size, refuse_split, tensor_sizes
 from .local import TEMPORARY, LocalStore
-from .pieces import Piece, collect
+from .pieces import Piece, collect, tied_pieces
 from .pool import Pool, default_pool
 from .progress import Progress
 from .replacing import (
@@ -196,7 +195,8 @@ class HfWriter:
         if refused:
             raise ValueRefusedError(refused)
         self.left_out += sorted(values)
-        ties = _tied_in_memory(pieces) | {n: k for n, k in self.tied.items() if k in pieces}
+        free = {name: piece for name, piece in pieces.items() if name not in RESERVED}
+        ties = tied_pieces(free) | {n: k for n, k in self.tied.items() if k in pieces}
         self.ties.update(ties)
         return {n: p for n, p in pieces.items() if n not in ties}, ties
 
@@ -374,22 +374,6 @@ def _is_taken(store: Store, count: int) -> bool:
         return True
     names = (_name(number, count)[0] for number in range(count))
     return any(store.exists(name) and not uncommitted(store, name) for name in names)
-
-
-def _tied_in_memory(pieces: Mapping[str, Piece]) -> dict[str, str]:
-    """Find tensors that are the same view of the same memory; the first of each stays."""
-    kept: dict[tuple[Any, ...], str] = {}
-    ties = {}
-    for name, piece in pieces.items():
-        tensor = piece.source
-        if not isinstance(tensor, torch.Tensor) or not tensor.numel() or name in RESERVED:
-            continue
-        flags = (tensor.is_conj(), tensor.is_neg())
-        view = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.stride(), *flags)
-        first = kept.setdefault((*view, piece.dtype, piece.shape, piece.start), name)
-        if first != name:
-            ties[name] = first
-    return ties
 
 
 def _decode(report: bytes) -> dict[str, Any]:

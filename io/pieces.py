@@ -25,7 +25,7 @@ from .copying import Block
 from .pool import check_stopped
 from .progress import Progress
 
-__all__ = ["Kept", "Lazy", "Piece", "boxes_of", "collect"]
+__all__ = ["Kept", "Lazy", "Piece", "boxes_of", "collect", "tied_pieces"]
 
 
 class Lazy(Protocol):
@@ -254,3 +254,23 @@ def _misfit(piece: Piece) -> str | None:
     if not can_cast(own, piece.dtype):
         return f"is {own}, which torch cannot cast to {piece.dtype}"
     return None
+
+
+def tied_pieces(pieces: Mapping[str, Piece]) -> dict[str, str]:
+    """Find tensors that are the same view of the same memory; the first of each stays.
+
+    Returns:
+        The names of the others, and for each the one that stays.
+    """
+    kept: dict[tuple[Any, ...], str] = {}
+    ties = {}
+    for name, piece in pieces.items():
+        tensor = piece.source
+        if not isinstance(tensor, torch.Tensor) or not tensor.numel():
+            continue
+        flags = (tensor.is_conj(), tensor.is_neg())
+        view = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.stride(), *flags)
+        first = kept.setdefault((*view, piece.dtype, piece.shape, piece.start), name)
+        if first != name:
+            ties[name] = first
+    return ties

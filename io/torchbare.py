@@ -24,9 +24,10 @@ from .torchnested import Storages, TensorLeaf
 from .torchpickles import StorageRef, StoredTensor
 from .torchvalues import explain_refusal
 
-__all__ = ["BareStorages", "load_bare", "load_value"]
+__all__ = ["BareStorages", "load_bare", "load_value", "why_unsafe"]
 
 _QUANTIZED: Final = (torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4)
+_SUBJECT: Final = "its state dict "
 _torch: Any = torch  # parts of it have no types
 
 Read = Callable[[str, int], memoryview]
@@ -170,7 +171,7 @@ def _reading(file: str) -> Iterator[None]:
     except FormatError:
         raise
     except Exception as error:  # it fails in many ways
-        raise FormatError(file, f"its state dict {explain_refusal(error)}") from None
+        raise FormatError(file, f"{_SUBJECT}{explain_refusal(error)}") from None
     finally:
         del waiting[before:]
 
@@ -187,6 +188,15 @@ def load_bare(data: bytes, file: str) -> tuple[Any, BareStorages]:
     storages = BareStorages()
     with _reading(file):
         return _Unpickler(data, storages).load_one(), storages
+
+
+def why_unsafe(data: bytes) -> str | None:
+    """Say why torch would not load a pickle with ``weights_only=True``; None if it would."""
+    try:
+        load_bare(data, "")
+    except FormatError as error:
+        return error.reason.removeprefix(_SUBJECT)
+    return None
 
 
 def load_value(

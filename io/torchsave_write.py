@@ -17,11 +17,12 @@ from .copying import threads_for, write_file
 from .dcp_metadata import METADATA
 from .errors import ExistsError, ValueRefusedError
 from .manifest import MANIFEST
-from .pieces import Piece, collect
+from .pieces import Piece, collect, tied_pieces
 from .pool import Pool, default_pool
 from .progress import Progress
 from .stores import Store
-from .torchvalues import Leaf, dump_values, pickle_nested
+from .torchbare import why_unsafe
+from .torchvalues import Leaf, dump_values, explain_refusal, pickle_nested
 from .torchzip_write import Member, archive_contents, archive_parts, archive_size, members_of
 from .writers import Part
 
@@ -38,6 +39,7 @@ class TorchWriter:
 
     Attributes:
         file: The file's name in the store; see `open_target`.
+        tied: Names whose tensor is that of another name, for tensors that are not in memory.
         max_ranks: How many ranks may take part.
     """
 
@@ -45,6 +47,7 @@ class TorchWriter:
 
     def __init__(self) -> None:
         self.file = ""
+        self.tied: Mapping[str, str] = {}
 
     def refuse(self, store: Store, overwrite: bool) -> None:
         """Refuse to save where a file is; see `Writer.refuse`."""
@@ -81,14 +84,14 @@ class TorchWriter:
         flat, _ = flatten(sd)
         pieces, values, refused = collect(flat, plan, progress=progress)
         tensors = _whole(pieces)
-        leaves = {
-            name: Leaf(str(number), piece.dtype, piece.shape)
-            for number, (name, piece) in enumerate(tensors.items())
-        }
-        pickle = _pickle(flat, plan, leaves, values, refused)
+        ties = tied_pieces(tensors) | {n: k for n, k in self.tied.items() if k in tensors}
+        stored = {name: piece for name, piece in tensors.items() if name not in ties}
+        leaves = _leaves(flat, plan, tensors, ties, list(stored))
+        pickle, hidden = _pickle(flat, plan, leaves, values, refused)
+        held = [*stored.values(), *map(_storage_piece, hidden)]
         storages = [
-            Member(f"data/{leaves[name].key}", piece.nbytes, piece.blocks, piece.direct)
-            for name, piece in tensors.items()
+            Member(f"data/{number}", piece.nbytes, piece.blocks, piece.direct)
+            for number, piece in enumerate(held)
         ]
         members = members_of(pickle, storages)
         size = archive_size(members)
@@ -129,29 +132,65 @@ def _too_many() -> ValueError:
     )
 
 
+def _leaves(
+    flat: Mapping[str, Any],
+    plan: SavePlan,
+    tensors: Mapping[str, Piece],
+    ties: Mapping[str, str],
+    stored: Sequence[str],
+) -> dict[str, Leaf]:
+    """Say how each tensor is pickled; names that are tied have one storage."""
+    number = {name: str(key) for key, name in enumerate(stored)}
+    leaves = {}
+    for name, source, _, properties, _ in plan.items.catalog.heads:
+        piece = tensors.get(name)
+        if piece is None or properties is None:
+            continue
+        leaves[name] = Leaf(
+            number[ties.get(name, name)],
+            piece.dtype,
+            piece.shape,
+            properties.requires_grad,
+            isinstance(flat[source], torch.nn.Parameter),
+        )
+    return leaves
+
+
+def _storage_piece(storage: torch.UntypedStorage) -> Piece:
+    """Return a storage as a tensor of its bytes."""
+    data = torch.empty(0, dtype=torch.uint8).set_(storage.cpu())
+    size = (data.numel(),)
+    return Piece("", "uint8", (0,), size, size, data, (0,))
+
+
 def _pickle(
     flat: Mapping[str, Any],
     plan: SavePlan,
     leaves: Mapping[str, Leaf],
     values: Mapping[str, Any],
     refused: Mapping[str, str],
-) -> bytes:
-    """Return the pickle of the nested state dict, having made sure that it is safe to load."""
+) -> tuple[bytes, list[torch.UntypedStorage]]:
+    """Return the pickle of the nested state dict, having made sure that it is safe to load.
+
+    Storages of tensors that hide in values come with it.
+    """
     data = plan.planner_data
     paths = data.get("paths", {}) if isinstance(data, Mapping) else {}
     place = {name: at for at, name in enumerate(flat)}
     heads = plan.items.catalog.heads
     order = {head[0]: place.get(head[1], len(place)) for head in heads}
     names = sorted([*leaves, *values], key=lambda name: order[name])
-    unsafe = dict(refused)
-    try:
-        dump_values({"keys": unflatten({name: values.get(name) for name in names}, paths)})
-    except ValueRefusedError as error:
-        unsafe |= _unsafe(values) or error.reasons
-    if unsafe:
-        raise ValueRefusedError(unsafe)
     found = {name: leaves[name] if name in leaves else values[name] for name in names}
-    return pickle_nested(unflatten(found, paths))
+    first = len({leaf.key for leaf in leaves.values()})
+    try:
+        pickled, hidden = pickle_nested(unflatten(found, paths), first)
+        why = why_unsafe(pickled)
+    except Exception as error:  # pickling may fail in any way that a class thinks of
+        pickled, hidden, why = b"", [], explain_refusal(error)
+    unsafe = {} if why is None else _unsafe(values) or {"keys": f"of the state dict: it {why}"}
+    if refused or unsafe:
+        raise ValueRefusedError({**refused, **unsafe})
+    return pickled, hidden
 
 
 def _unsafe(values: Mapping[str, Any]) -> dict[str, str]:

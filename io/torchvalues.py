@@ -124,11 +124,15 @@ class Leaf:
         key: The name of its storage.
         dtype: What its elements are.
         shape: Its shape; its elements lie row-major.
+        requires_grad: Whether it needs gradients.
+        parameter: Whether it is a parameter of a module.
     """
 
     key: str
     dtype: str
     shape: tuple[int, ...]
+    requires_grad: bool = False
+    parameter: bool = False
 
 
 @attrs.frozen
@@ -139,19 +143,58 @@ class _Storage:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes leaves the way torch writes tensors, so that `torch.load` makes tensors of them."""
+    """Writes leaves the way torch writes tensors, so that `torch.load` makes tensors of them.
+
+    Args:
+        file: Where to.
+        first: The number of the first storage that is not a leaf's.
+
+    Attributes:
+        storages: The storages of tensors that are no leaves, but hide in values.
+    """
+
+    def __init__(self, file: io.BytesIO, first: int) -> None:
+        import torch
+
+        super().__init__(file, protocol=2)
+        self._first, self._keys = first, dict[int, str]()
+        self._kinds = (torch.storage.TypedStorage, torch.storage.UntypedStorage)
+        self.storages: list[Any] = []
 
     def persistent_id(self, obj: Any) -> Any:
-        if type(obj) is not _Storage:
-            return None
-        return "storage", obj.kind, obj.key, "cpu", obj.numel
+        if type(obj) is _Storage:
+            return "storage", obj.kind, obj.key, "cpu", obj.numel
+        if isinstance(obj, self._kinds):
+            return self._refer(obj)
+        return None
+
+    def _refer(self, storage: Any) -> tuple[Any, ...]:
+        """Name a storage as torch does, and keep it."""
+        import torch
+
+        kind, numel, bare = torch.UntypedStorage, storage.nbytes(), storage
+        if isinstance(storage, torch.storage.TypedStorage):
+            kind, bare = getattr(torch, storage._pickle_storage_type()), storage._untyped_storage
+            numel = storage._size()
+        if bare._cdata not in self._keys:
+            self._keys[bare._cdata] = str(self._first + len(self.storages))
+            self.storages.append(bare)
+        return "storage", kind, self._keys[bare._cdata], "cpu", numel
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Leaf:
-            return _rebuild(obj)
+            return _rebuild_parameter(obj) if obj.parameter else _rebuild(obj)
         if type(obj) is OrderedDict and not obj:
             return OrderedDict, ()  # what Python finds out the long way, for every tensor
         return NotImplemented
+
+
+def _rebuild_parameter(leaf: Leaf) -> tuple[Any, ...]:
+    import torch
+
+    data = attrs.evolve(leaf, parameter=False, requires_grad=False)
+    hooks: OrderedDict[Any, Any] = OrderedDict()
+    return torch._utils._rebuild_parameter, (data, leaf.requires_grad, hooks)
 
 
 def _rebuild(leaf: Leaf) -> tuple[Any, ...]:
@@ -165,7 +208,7 @@ def _rebuild(leaf: Leaf) -> tuple[Any, ...]:
     numel = 0 if 0 in leaf.shape else numel
     kind = _storage_types().get(dtype)
     hooks: OrderedDict[Any, Any] = OrderedDict()
-    place = 0, leaf.shape, tuple(stride), False, hooks
+    place = 0, leaf.shape, tuple(stride), leaf.requires_grad, hooks
     if kind is None:
         storage = _Storage(torch.UntypedStorage, leaf.key, numel * dtype.itemsize)
         return torch._utils._rebuild_tensor_v3, (storage, *place, dtype)
@@ -183,14 +226,23 @@ def _storage_types() -> Mapping[Any, str]:
     return {dtype: kind for dtype, kind in kinds.items() if dtype not in new}
 
 
-def pickle_nested(nested: Any) -> bytes:
-    """Return the pickle of a nested state dict whose tensors are leaves."""
+def pickle_nested(nested: Any, first: int = 0) -> tuple[bytes, list[Any]]:
+    """Return the pickle of a nested state dict whose tensors are leaves.
+
+    Args:
+        nested: The state dict.
+        first: The number of the first storage that is not a leaf's.
+
+    Returns:
+        The pickle, and the storages of tensors that hide in values; they are numbered in order.
+    """
     buffer = io.BytesIO()
-    _Pickler(buffer, protocol=2).dump(nested)
-    return buffer.getvalue()
+    pickler = _Pickler(buffer, first)
+    pickler.dump(nested)
+    return buffer.getvalue(), pickler.storages
 
 
 @lru_cache(maxsize=4096)
 def pickle_tensor(dtype: str, shape: tuple[int, ...]) -> bytes:
     """Return the pickle of one tensor, whose storage is ``data/0``."""
-    return pickle_nested(Leaf("0", dtype, shape))
+    return pickle_nested(Leaf("0", dtype, shape))[0]

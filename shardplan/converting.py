@@ -17,6 +17,7 @@ from shardplan.io.progress import Tell
 from shardplan.io.read import Reader
 from shardplan.io.sources import Source, open_source
 from shardplan.io.stores import Store
+from shardplan.io.torchsave_write import TorchWriter
 from shardplan.io.writers import open_target
 from shardplan.planning import Mesh, Pass, SavePlan
 from shardplan.planning.text import counted, human_bytes
@@ -176,8 +177,10 @@ def convert(
                 max_shard_size=limit,
                 processes=comm.world_size,
             )
+            if isinstance(writer, (HfWriter, TorchWriter)):
+                writer.tied = target.tied
             if isinstance(writer, HfWriter):
-                writer.leave_out, writer.tied = True, target.tied
+                writer.leave_out = True
             if comm.rank == comm.coordinator:
                 writer.refuse(store, overwrite)
         budget = Budget.of(max_memory, store)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Final
@@ -182,7 +182,7 @@ class Job:
 
             def write(number: int) -> None:
                 plan = plans[number]
-                boxes = list(_boxes(self.format, plan, number))
+                boxes = list(_boxes(self.format, plan, number, self.target.tied))
                 # A single file may exist as soon as its last byte is there: it is checked before.
                 last = settle if len(plans) == 1 else lambda: None
                 ahead = Ahead(
@@ -224,12 +224,12 @@ def _surely_failed(error: BaseException, begun: bool) -> bool:
     return not begun or (isinstance(error, Exception) and not isinstance(error, UnsureCommitError))
 
 
-def _boxes(format: str, plan: SavePlan, rank: int) -> Iterator[Box]:
+def _boxes(format: str, plan: SavePlan, rank: int, tied: Mapping[str, str]) -> Iterator[Box]:
     """Yield what a writer will ask for, in order."""
     items = plan.items
     heads, rows = items.catalog.heads, items.row.tolist()
     offsets, sizes = items.offsets.tolist(), items.sizes.tolist()
-    for item in write_order(format, plan, rank):
+    for item in write_order(format, plan, rank, tied):
         _, source, _, properties, shape = heads[rows[item]]
         if properties is None:
             continue

@@ -303,8 +303,15 @@ def _places(source: Source, items: WriteItems) -> tuple[Ints, Ints]:
     return np.maximum(file, lowest), places[:, 1]
 
 
-def write_order(format: str, plan: SavePlan, rank: int) -> Iterable[int]:
-    """Say in which order a writer of some format will ask for the items of a plan."""
+def write_order(format: str, plan: SavePlan, rank: int, tied: Mapping[str, str]) -> Iterable[int]:
+    """Say in which order a writer of some format will ask for the items of a plan.
+
+    Args:
+        format: What is written.
+        plan: What to write.
+        rank: The plan's number.
+        tied: Names that share another's elements, which some formats store once.
+    """
     items = plan.items
     if format == "hf":
         names, width = items.catalog.names, items.catalog.itemsize
@@ -312,6 +319,9 @@ def write_order(format: str, plan: SavePlan, rank: int) -> Iterable[int]:
         return sorted(range(len(rows)), key=lambda i: (-int(width[rows[i]]), names[rows[i]]))
     if format == "safetensors":
         return map(int, assign_files(plan, rank, "").order)
+    if format == "torch":
+        names, rows = items.catalog.names, items.row.tolist()
+        return [item for item, row in enumerate(rows) if names[row] not in tied]
     return range(len(items))
 
 

@@ -414,6 +414,18 @@ def test_what_a_format_cannot_carry_is_refused_before_anything_is_written(tmp_pa
     assert not os.path.exists(tmp_path / "b")
 
 
+@pytest.mark.parametrize("format", ["torch", "safetensors", "dcp"])
+def test_tensors_inside_values_of_another_tool_arrive(tmp_path, format):
+    sd = {"a": {"w": torch.arange(3.0)}, "b": torch.ones(2)}
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(sd, checkpoint_id=str(tmp_path / "a"), planner=planner, no_dist=True)
+    path = place(tmp_path, "b", format)
+    convert(tmp_path / "a", path, format=format)
+    check(path, sd)
+    if format == "torch":
+        same(torch.load(path, weights_only=True), sd)
+
+
 def test_a_value_that_another_tool_stored_as_one_stays_one(tmp_path):
     sd = {"groups": [{"lr": 0.1}, {"lr": 0.2}], "w": torch.ones(2)}
     dcp.save(sd, checkpoint_id=str(tmp_path / "d"), no_dist=True)

@@ -279,6 +279,64 @@ def test_torch_loads_the_nested_state_dict(tmp_path):
     assert os.listdir(tmp_path) == ["x.pt"]
 
 
+def test_tensors_that_hide_in_values_are_written_so_that_torch_reads_them(tmp_path):
+    base = torch.arange(6.0)
+    odd = torch.tensor([1, 2, 3], dtype=torch.uint16)
+    sd = {"w": base, "bag": {base[2:4]}, "odd": {odd}, "none": {torch.empty(0)}}
+    save(sd, tmp_path / "x.pt")
+    for found in (torch_load(tmp_path / "x.pt"), shardplan.restore(tmp_path / "x.pt")):
+        assert raw(found["w"]) == raw(base)
+        bags = [found[name].pop() for name in ("bag", "odd", "none")]
+        assert raw(bags) == raw([base[2:4], odd, torch.empty(0)])
+    assert shardplan.verify(tmp_path / "x.pt").ok
+
+
+def test_a_hidden_tensor_of_another_class_is_refused_before_anything_is_written(tmp_path):
+    save({"n": 1}, tmp_path / "x.pt")
+    sd = {"bag": {torch.ones(2).as_subclass(Special)}, "w": torch.ones(1)}
+    with pytest.raises(ValueRefusedError, match=r"bag.*Special"):
+        save(sd, tmp_path / "x.pt", overwrite=True)
+    assert torch_load(tmp_path / "x.pt") == {"n": 1}
+
+
+@pytest.mark.parametrize("way", ["save", "convert"])
+def test_tied_tensors_have_one_storage(tmp_path, way):
+    w = torch.rand(1000)
+    sd = {"a": w, "b": w, "part": w[:10]}
+    if way == "save":
+        save(sd, tmp_path / "x.pt")
+    else:
+        torch_save(sd, tmp_path / "theirs.pt")
+        report = shardplan.convert(tmp_path / "theirs.pt", tmp_path / "x.pt", format="torch")
+        assert report.bytes_read < 2 * w.nbytes
+    found = torch_load(tmp_path / "x.pt")
+    assert raw(found) == raw(sd)
+    assert found["a"].data_ptr() == found["b"].data_ptr()
+    assert (tmp_path / "x.pt").stat().st_size < 2 * w.nbytes
+
+
+@pytest.mark.parametrize("way", ["save", "convert"])
+def test_tensors_go_on_to_need_gradients(tmp_path, way):
+    sd = {
+        "p": torch.nn.Parameter(torch.ones(3)),
+        "fixed": torch.nn.Parameter(torch.arange(3), requires_grad=False),
+        "t": torch.ones(2, dtype=torch.bfloat16, requires_grad=True),
+        "plain": torch.ones(2),
+    }
+    if way == "save":
+        save(sd, tmp_path / "x.pt")
+    else:
+        torch_save(sd, tmp_path / "theirs.pt")
+        shardplan.convert(tmp_path / "theirs.pt", tmp_path / "x.pt", format="torch")
+    found = torch_load(tmp_path / "x.pt")
+    assert raw(found) == raw(sd)
+    assert {n: t.requires_grad for n, t in found.items()} == {
+        n: t.requires_grad for n, t in sd.items()
+    }
+    if way == "save":
+        assert {n: type(t) for n, t in found.items()} == {n: type(t) for n, t in sd.items()}
+
+
 def test_plans_may_cut_cast_and_rename(tmp_path):
     sd = {"a": {"w": torch.arange(30.0).reshape(5, 6)}, "n": 1}
     save(sd, tmp_path / "cut.pt", planner=split_chunks(16))
@@ -352,7 +410,7 @@ def test_more_than_four_gib_need_longer_numbers(tmp_path):
     tail = torch.arange(5, dtype=torch.uint8)
     leaves = {"z": Leaf("0", "uint8", (large,)), "t": Leaf("1", "uint8", (5,))}
     members = members_of(
-        pickle_nested(leaves),
+        pickle_nested(leaves)[0],
         [
             Member("data/0", large, lambda: blocks(large)),
             Member("data/1", 5, lambda: [memoryview(tail.numpy())]),
@@ -570,7 +628,7 @@ def test_a_tensor_larger_than_its_storage_is_told_and_takes_no_memory(tmp_path):
     from shardplan.io.torchvalues import Leaf, pickle_nested
 
     for nbytes in (0, 16):
-        pickled = pickle_nested({"w": Leaf("0", "float32", (1 << 40,))})
+        pickled = pickle_nested({"w": Leaf("0", "float32", (1 << 40,))})[0]
         members = members_of(
             pickled, [Member("data/0", nbytes, lambda n=nbytes: [memoryview(bytes(n))])]
         )
