@@ -50,6 +50,8 @@ INDEX: Final = "model.safetensors.index.json"
 """The file that says which of several files holds which tensor."""
 PART_OF: Final = "index"
 """Under this key of its header a file says that it counts only together with an index."""
+TIED: Final = "tied"
+"""Under this key of its header a file of ours lists the names that are tied to its tensors."""
 
 RESERVED: Final = ("format", "shardplan", "DCP_VERSION", "DCP_SHARDING_INFO")
 """Words of a header's ``__metadata__`` that name no tensor."""
@@ -93,6 +95,7 @@ class HfSource:
     Attributes:
         tied: Names that share another's elements, and those others: a header says so of weights
             that were saved once under one of their names.
+        remarks: What else the files' ``__metadata__`` says, by key; where they differ, the first.
         notes: What is odd and yet no error, as text; it was logged, too.
         header_bytes, data_bytes: How many bytes all headers have, and all elements in the files.
     """
@@ -117,7 +120,8 @@ class HfSource:
         self.header_bytes = sum(header.length for header in headers)
         self.data_bytes = sum(slot.nbytes for h in headers for slot in h.slots.values())
         self._places = _gather(headers, weights)
-        self._add_tied(headers)
+        self._add_tied(headers, weights)
+        self.remarks = self._remarks(headers)
         if index is not None:
             self._settle_absent(weights, index)
         entries = {name: _entry(name, self._places[name], self.files) for name in self._places}
@@ -144,16 +148,39 @@ class HfSource:
         """Return 0: there are only tensors."""
         return 0
 
-    def _add_tied(self, headers: Iterable[Header]) -> None:
+    def _add_tied(self, headers: Iterable[Header], weights: Mapping[str, str]) -> None:
+        """Find names that are tied to tensors, among all that headers say by name.
+
+        ``safetensors.torch.save_model`` notes there which tensor stands for one that it left out,
+        beside whatever its caller noted. So a note alone is no proof: it counts if we wrote it, if
+        the index has the name, or if both are the same parameter, of two modules.
+        """
+        doubtful = []
         for header in headers:
+            ours = _own(header.metadata).get(TIED)
+            ours = ours if isinstance(ours, list) else []
             for name, kept in header.metadata.items():
-                known = name in self._places or name in RESERVED
-                if not known and kept in header.slots:
+                if name in self._places or name in RESERVED or kept not in header.slots:
+                    continue
+                if name in ours or name in weights or _parameter(name) == _parameter(kept):
                     self.tied[name] = kept
                     self._places[name] = self._places[kept]
+                else:
+                    doubtful.append(f"`{name}`: `{kept}`")
         if self.tied:
             pairs = ", ".join(f"`{name}` to `{kept}`" for name, kept in list(self.tied.items())[:8])
             _LOG.info("%s: tied weights are stored once: %s", self.store.url, pairs)
+        if doubtful:
+            self._note(f"taken for remarks, not for tied weights: {', '.join(doubtful[:8])}")
+
+    def _remarks(self, headers: Sequence[Header]) -> dict[str, str]:
+        said = {k: v for header in reversed(headers) for k, v in header.metadata.items()}
+        others = set(RESERVED) - {"format"} | self.tied.keys()
+        return {key: text for key, text in said.items() if key not in others}
+
+    def _note(self, note: str) -> None:
+        self.notes = (*self.notes, f"{self.store.url}: {note}")
+        _LOG.warning(self.notes[-1])
 
     def _settle_absent(self, weights: Mapping[str, str], index: str) -> None:
         """Refuse names of the index that no file holds, unless the model says that it ties them."""
@@ -164,12 +191,10 @@ class HfSource:
         if not _ties_weights(self.store):
             file = weights[absent[0]]
             raise FormatError(file, f"it does not hold {named}, which {index} has in it")
-        note = (
-            f"{self.store.url}: {index} names {named}, which no file holds; they were left out: "
-            "config.json says that the model ties its embeddings"
+        self._note(
+            f"{index} names {named}, which no file holds; they were left out: config.json says "
+            "that the model ties its embeddings"
         )
-        self.notes = (*self.notes, note)
-        _LOG.warning(note)
 
 
 def choose_files(store: Store, name: str = "") -> tuple[dict[str, str], list[str], str | None]:
@@ -245,11 +270,21 @@ def _peek(store: Store, file: str) -> Mapping[str, str]:
 
 
 def _is_part(metadata: Mapping[str, str]) -> bool:
+    return PART_OF in _own(metadata)
+
+
+def _own(metadata: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return what a file of ours says of itself; nothing if it is none, or that is damaged."""
     try:
         own = json.loads(metadata.get("shardplan", "{}"))
     except (ValueError, TypeError, RecursionError):
-        return False
-    return isinstance(own, dict) and PART_OF in own
+        return {}
+    return own if isinstance(own, dict) else {}
+
+
+def _parameter(name: str) -> str:
+    """Return which parameter of its module a name means."""
+    return name.rpartition(".")[2]
 
 
 def read_header(store: Store, file: str, index: str | None = None) -> Header:

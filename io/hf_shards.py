@@ -95,9 +95,20 @@ def assign_shards(
     return shards
 
 
-def refuse_split(plans: Sequence[SavePlan], rank: int = 0) -> None:
-    """Refuse plans that would split tensors; or one of several plans, if they are not numbered."""
-    way = "save as 'safetensors', then use shardplan.convert(..., format='hf')"
+_SAVE_FIRST: Final = "save as 'safetensors', then use shardplan.convert(..., format='hf')"
+
+
+def refuse_split(plans: Sequence[SavePlan], rank: int = 0, way: str = _SAVE_FIRST) -> None:
+    """Refuse plans that would split tensors; or one of several plans, if they are not numbered.
+
+    Args:
+        plans: The plans.
+        rank: The rank of the first of them.
+        way: What to do instead.
+
+    Raises:
+        RefusedError: They cannot be written; tensors are named.
+    """
     split = {name for plan in plans for name in _split_tensors(plan)}
     if split:
         named = ", ".join(f"`{name}`" for name in sorted(split)[:8])

@@ -31,7 +31,7 @@ from .commit import unsure_commit
 from .copying import Content, Seal, literal, threads_for, write_file
 from .errors import ExistsError, FormatError, ValueRefusedError
 from .headers import file_entry, refused_name
-from .hf import INDEX, PART_OF, RESERVED, SINGLE, read_index, uncommitted
+from .hf import INDEX, PART_OF, RESERVED, SINGLE, TIED, read_index, uncommitted
 from .hf_shards import MAX_SHARD_SIZE, assign_shards, parse_size, refuse_split, tensor_sizes
 from .local import TEMPORARY, LocalStore
 from .pieces import Piece, collect, tied_pieces
@@ -65,6 +65,7 @@ class HfWriter:
         tied: Names whose tensor is that of another name, for tensors that are not in memory.
 
     Attributes:
+        remarks: What else to put into the ``__metadata__`` of every file.
         left_out: The names that were left out so far.
         ties: Names that were not stored because they are tied to another, and that other.
         max_ranks: How many ranks may save; a conversion may have more, as it knows what is whole.
@@ -82,6 +83,7 @@ class HfWriter:
         self.max_shard_size = parse_size(max_shard_size)
         self.leave_out, self.tied = leave_out, tied or {}
         self._unsure: set[str] = set()  # saves of which nobody can tell whether they were committed
+        self.remarks: Mapping[str, str] = {}
         self.left_out: list[str] = []
         self.ties: dict[str, str] = {}
 
@@ -154,7 +156,7 @@ class HfWriter:
         ]
         if count > 1 or isinstance(store, LocalStore):
             jobs = [attrs.evolve(job, name=_own_name(job.name, save_id)) for job in jobs]
-        headers = [job.header(ties, save_id) for job in jobs]
+        headers = [job.header(self.remarks, ties, save_id) for job in jobs]
         pool = pool or default_pool()
         threads = threads_for(pool, len(jobs))
         try:
@@ -290,14 +292,16 @@ class _File:
         """The tensors as they lie in the file: the widest elements first, so all are aligned."""
         return sorted(self.pieces, key=lambda p: (-itemsize(p.dtype), p.name))
 
-    def header(self, ties: Mapping[str, str], save_id: str) -> bytes:
+    def header(self, remarks: Mapping[str, str], ties: Mapping[str, str], save_id: str) -> bytes:
         """Return the bytes that come before the tensors."""
-        metadata = {"format": "pt"}
-        if self.part:
-            own = {"version": 1, "file": self.name, "save_id": save_id, PART_OF: INDEX}
-            metadata["shardplan"] = json.dumps(own, separators=(",", ":"))
         mine = {piece.name for piece in self.pieces}
-        metadata |= {name: kept for name, kept in ties.items() if kept in mine}
+        tied = {name: kept for name, kept in ties.items() if kept in mine}
+        own: dict[str, Any] = {"version": 1}
+        own |= {"file": self.name, "save_id": save_id, PART_OF: INDEX} if self.part else {}
+        own |= {TIED: sorted(tied)} if tied else {}
+        metadata = {"format": "pt", **remarks, **tied}
+        if len(own) > 1:
+            metadata["shardplan"] = json.dumps(own, separators=(",", ":"))
         table: dict[str, Any] = {"__metadata__": metadata}
         at = 0
         for piece in self.ordered():

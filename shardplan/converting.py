@@ -180,7 +180,7 @@ def convert(
             if isinstance(writer, (HfWriter, TorchWriter)):
                 writer.tied = target.tied
             if isinstance(writer, HfWriter):
-                writer.leave_out = True
+                writer.leave_out, writer.remarks = True, getattr(source, "remarks", {})
             if comm.rank == comm.coordinator:
                 writer.refuse(store, overwrite)
         budget = Budget.of(max_memory, store)

@@ -13,7 +13,7 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from shardplan.io.hf_shards import MAX_SHARD_SIZE
+from shardplan.io.hf_shards import MAX_SHARD_SIZE, refuse_split
 from shardplan.io.hf_write import HfWriter
 from shardplan.io.sources import Source, Spot
 from shardplan.planning import (
@@ -235,6 +235,7 @@ def _hf_target(
     left_out = tuple(sorted(names[is_value].tolist()))
     writer = HfWriter(max_shard_size=max_shard_size or MAX_SHARD_SIZE, tied=tied)
     tensors = attrs.evolve(plan, items=items.take(~is_value))
+    refuse_split((tensors,), way="leave out the pass of `planner` that splits tensors")
     (numbered,) = writer.prepare((tensors,))
     _, count, files = numbered.storage_data["hf"]
     file_of = {name: number for number, held in enumerate(files) for name in held}

@@ -28,6 +28,7 @@ from shardplan.io.testing import CountingStore, FaultyStore
 from shardplan.planning import (
     Mesh,
     PlanError,
+    RefusedError,
     Replicate,
     Shard,
     StridedShard,
@@ -189,6 +190,8 @@ def test_what_makes_no_sense_is_refused(tmp_path):
             convert(tmp_path / "a", tmp_path / "b", **wrong)
     with pytest.raises(PlanError, match="no axis"):
         convert(tmp_path / "a", tmp_path / "b", mesh=Mesh(dp=2), placements=[Shard(3)])
+    with pytest.raises(RefusedError, match=r"`w` would be split; leave out the pass"):
+        convert(tmp_path / "a", tmp_path / "b", format="hf", planner=split_chunks(4))
     with pytest.raises(ValueError, match="itself"):
         convert(tmp_path / "a", tmp_path / "a", overwrite=True)
     assert os.listdir(tmp_path) == ["a"]

@@ -186,6 +186,45 @@ def test_tied_weights_that_safetensors_stored_once_are_read_under_both_names(tmp
     assert "tied weights" in caplog.text
 
 
+def test_a_remark_that_happens_to_name_a_tensor_invents_none(tmp_path, caplog):
+    sd = {"w": torch.ones(2), "unet": torch.ones(1)}
+    remarks = {"format": "pt", "base_model": "unet"}
+    save_file(sd, tmp_path / "x.safetensors", metadata=remarks)
+    with caplog.at_level(logging.WARNING, "shardplan"):
+        same(shardplan.restore(tmp_path / "x.safetensors"), sd)
+    assert "`base_model`: `unet`" in caplog.text
+    report = shardplan.convert(tmp_path / "x.safetensors", tmp_path / "out", format="hf")
+    assert report.tied == {}
+    assert "taken for remarks" in repr(report)
+    same(shardplan.restore(tmp_path / "out"), sd)
+
+
+def test_a_name_of_the_index_that_a_header_ties_is_read(tmp_path):
+    file = "model-00001-of-00001.safetensors"
+    save_sharded(tmp_path, [{"w": torch.ones(2)}], {"w": file, "alias": file})
+    save_file({"w": torch.ones(2)}, tmp_path / file, metadata={"alias": "w"})
+    same(shardplan.restore(tmp_path), {"w": torch.ones(2), "alias": torch.ones(2)})
+
+
+@pytest.mark.parametrize("limit", [None, 8])
+def test_what_people_noted_in_a_file_is_carried_over(tmp_path, limit):
+    w = torch.ones(2)
+    noted = {"format": "mlx", "modelspec.title": "my lora", "head.weight": "embed.weight"}
+    save_file({"embed.weight": w, "v": w.clone()}, tmp_path / "m.safetensors", metadata=noted)
+    report = shardplan.convert(
+        tmp_path / "m.safetensors", tmp_path / "b", format="hf", max_shard_size=limit
+    )
+    assert report.tied == {"head.weight": "embed.weight"}
+    files = [name for name in os.listdir(tmp_path / "b") if name.endswith(".safetensors")]
+    assert len(files) == (2 if limit else 1)
+    for name in files:
+        with safe_open(tmp_path / "b" / name, "pt") as opened:
+            found = opened.metadata()
+            assert found.items() >= {"format": "mlx", "modelspec.title": "my lora"}.items()
+            assert ("head.weight" in found) == ("embed.weight" in opened.keys())  # noqa: SIM118
+    same(shardplan.restore(tmp_path / "b"), {"embed.weight": w, "head.weight": w, "v": w})
+
+
 def test_names_of_an_index_that_a_tying_model_lacks_are_left_out_with_a_warning(tmp_path, caplog):
     sd = {"embed.weight": torch.ones(2)}
     file = "model-00001-of-00001.safetensors"
@@ -428,12 +467,12 @@ def test_a_tensor_called_as_a_word_of_the_header_is_no_tie(tmp_path, way):
     w = torch.ones(2)
     sd = {"pt": w, "format": w, "shardplan": w}
     if way == "save":
-        shardplan.save(sd, tmp_path, format="hf")
+        shardplan.save(sd, tmp_path / "b", format="hf")
     else:
         torch.save(sd, tmp_path / "x.pt")
-        report = shardplan.convert(tmp_path / "x.pt", tmp_path, format="hf")
+        report = shardplan.convert(tmp_path / "x.pt", tmp_path / "b", format="hf")
         assert report.tied == {"pt": "format"}  # whose own name no header can tie to another
-    same(shardplan.restore(tmp_path), sd)
+    same(shardplan.restore(tmp_path / "b"), sd)
     save_file({"pt": w}, tmp_path / "x.safetensors", metadata={"format": "pt"})
     same(shardplan.restore(tmp_path / "x.safetensors"), {"pt": w})
 
