@@ -156,7 +156,7 @@ def _leaves(
     return leaves
 
 
-def _storage_piece(storage: torch.UntypedStorage) -> Piece:
+def _storage_piece(storage: Any) -> Piece:
     """Return a storage as a tensor of its bytes."""
     data = torch.empty(0, dtype=torch.uint8).set_(storage.cpu())
     size = (data.numel(),)

@@ -173,7 +173,7 @@ class _Pickler(pickle.Pickler):
         import torch
 
         kind, numel, bare = torch.UntypedStorage, storage.nbytes(), storage
-        if isinstance(storage, torch.storage.TypedStorage):
+        if type(storage) is not torch.UntypedStorage:
             kind, bare = getattr(torch, storage._pickle_storage_type()), storage._untyped_storage
             numel = storage._size()
         if bare._cdata not in self._keys:
