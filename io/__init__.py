@@ -9,7 +9,7 @@
 - How is a plan carried out? `pieces`, `write`, `commit`, `read`, `jobs`, `fetch`, `arrays`
 - How does one checkpoint become another? `ahead`, `proof`, `places`, `copying`, `moving`, `crc`
 - How does one take another's place? `replacing`
-- Is it sound, are two alike? `verify`, `scan`, `compare`, `progress`
+- Is it sound, are two alike? `verify`, `scan`, `compare`, `blocksums`, `progress`
 - How do I test against a failing store? `testing`
 
 torch is imported only by the modules that touch tensors.

@@ -139,7 +139,7 @@ def told_apart(ranks: Sequence[int], values: Sequence[str]) -> str:
     """Say which ranks have which of several values; nothing if all have the same.
 
     >>> told_apart((0, 1, 2), ("a", "a", "b"))
-    'ranks 0–1: a; rank 2: b'
+    'ranks 0, 1: a; rank 2: b'
     """
     sides: dict[str, list[int]] = {}
     for rank, value in zip(ranks, values, strict=True):
