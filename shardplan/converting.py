@@ -9,7 +9,7 @@ from typing import Final
 
 import attrs
 
-from shardplan.dist import Comm
+from shardplan.dist import Comm, solo
 from shardplan.io.hf_shards import parse_size
 from shardplan.io.hf_write import HfWriter
 from shardplan.io.pool import Pool
@@ -240,7 +240,9 @@ def _report(job: Job, done: Done, watch: Stopwatch) -> ConvertReport:
     )
 
 
-def dcp_to_torch_save(dcp_dir: Path, torch_save_path: str | os.PathLike[str]) -> ConvertReport:
+def dcp_to_torch_save(
+    dcp_dir: Path, torch_save_path: str | os.PathLike[str], *, comm: Comm | None = None
+) -> ConvertReport:
     """Make a single ``torch.save`` file of a DCP checkpoint, nested as it was saved.
 
     As torch's function of the same name, but in bounded memory.
@@ -248,11 +250,16 @@ def dcp_to_torch_save(dcp_dir: Path, torch_save_path: str | os.PathLike[str]) ->
     Args:
         dcp_dir: The checkpoint; any other format will do as well.
         torch_save_path: The file to write; one that is there is replaced.
+        comm: The processes that share the work; by default this one alone, as with torch's
+            function: one rank of a job may call it by itself.
     """
-    return convert(dcp_dir, torch_save_path, format="torch", overwrite=True)
+    comm = solo() if comm is None else comm
+    return convert(dcp_dir, torch_save_path, format="torch", overwrite=True, comm=comm)
 
 
-def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_dir: Path) -> ConvertReport:
+def torch_save_to_dcp(
+    torch_save_path: str | os.PathLike[str], dcp_dir: Path, *, comm: Comm | None = None
+) -> ConvertReport:
     """Make a DCP checkpoint of a ``torch.save`` file.
 
     As torch's function of the same name, but in bounded memory, and no code of the file is run.
@@ -260,5 +267,8 @@ def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_dir: Path) ->
     Args:
         torch_save_path: The file; any other checkpoint will do as well.
         dcp_dir: The folder to write; a checkpoint that is there is replaced.
+        comm: The processes that share the work; by default this one alone, as with torch's
+            function: one rank of a job may call it by itself.
     """
-    return convert(torch_save_path, dcp_dir, format="dcp", overwrite=True)
+    comm = solo() if comm is None else comm
+    return convert(torch_save_path, dcp_dir, format="dcp", overwrite=True, comm=comm)

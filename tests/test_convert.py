@@ -247,6 +247,25 @@ def test_the_two_functions_of_torch_do_the_same(tmp_path):
     same(loaded, sd)
 
 
+def test_the_two_functions_of_torch_are_called_by_one_rank_or_by_those_that_are_named(
+    tmp_path, monkeypatch
+):
+    def never():
+        raise AssertionError("other ranks, which do not call it, would be waited for")
+
+    monkeypatch.setattr("shardplan.converting.default_comm", never)
+    torch.save({"w": torch.ones(4)}, tmp_path / "a.pt")
+    shardplan.torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "b")
+    shardplan.dcp_to_torch_save(tmp_path / "b", tmp_path / "c.pt")
+    run_ranks(
+        2, lambda comm: shardplan.torch_save_to_dcp(tmp_path / "c.pt", tmp_path / "d", comm=comm)
+    )
+    run_ranks(
+        2, lambda comm: shardplan.dcp_to_torch_save(tmp_path / "d", tmp_path / "e.pt", comm=comm)
+    )
+    same(torch.load(tmp_path / "e.pt"), {"w": torch.ones(4)})
+
+
 # ---- any chain
 
 CARRIED = {

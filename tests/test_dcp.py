@@ -752,5 +752,9 @@ def test_one_process_loads_what_four_ranks_saved(exchanged):
     }
     assert raw(shardplan.restore(exchanged / "theirs")) == raw(expected)
     assert raw(torch_restore(exchanged / "ours")) == raw(expected)
+    for converted in ("shared", "alone", "alone.pt"):  # by all ranks, and by the first alone
+        assert raw(shardplan.restore(exchanged / converted)) == raw(expected)
+    shards = {p.name.split("-")[1] for p in (exchanged / "shared").glob("shard-*")}
+    assert len(shards) > 1
     files = {p.name.partition("-")[0] for p in (exchanged / "ours").glob("*.distcp")}
     assert files == {f"__{rank}_0" for rank in range(WORLD)}

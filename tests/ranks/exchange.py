@@ -1,7 +1,8 @@
 """One rank of a real process group: exchanges sharded checkpoints with torch's own save and load.
 
 Run as ``python exchange.py RANK WORLD STORE FOLDER``. It judges nothing: FOLDER receives the
-checkpoints ``theirs`` and ``ours``, and a file ``told-<rank>`` per rank with what it loaded.
+checkpoints ``theirs`` and ``ours``, conversions of ``theirs``, and a file ``told-<rank>`` per rank
+with what it loaded.
 """
 
 import json
@@ -53,6 +54,14 @@ def local(value):
     return (value.to_local() if hasattr(value, "to_local") else value).tolist()
 
 
+def convert(rank, folder):
+    """Convert with all ranks, as torchrun starts them; and on one, as with torch's functions."""
+    shardplan.convert(f"{folder}/theirs", f"{folder}/shared", max_shard_size=100)
+    if rank == 0:
+        shardplan.dcp_to_torch_save(f"{folder}/theirs", f"{folder}/alone.pt")
+        shardplan.torch_save_to_dcp(f"{folder}/alone.pt", f"{folder}/alone")
+
+
 def main(rank, world, store, folder):
     warnings.filterwarnings("ignore")
     dist.init_process_group(
@@ -76,6 +85,7 @@ def main(rank, world, store, folder):
         blank = state(line, square, False, other=other)
         shardplan.load(blank, f"{folder}/theirs")
         told.append(local(blank) == local(wanted))
+    convert(rank, folder)
     with open(f"{folder}/told-{rank}", "w", encoding="utf-8") as file:
         json.dump(told, file)
     dist.barrier()
