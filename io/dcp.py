@@ -7,9 +7,8 @@ need no more than a look at them. Torch is imported only for values that are no 
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import attrs
@@ -20,7 +19,7 @@ from shardplan.planning.blocks import BLOCK_BYTES
 from .checksums import Sums
 from .dcp_metadata import METADATA, Described, Place, parse_metadata
 from .errors import FormatError
-from .headers import MAX_HEADER
+from .headers import Header, header_length, parse_header
 from .pickles import PickleError
 from .pool import Pool, default_pool
 from .sources import Spot
@@ -34,17 +33,6 @@ __all__ = ["DcpSource", "find", "source"]
 
 _HEAD: Final = 1024  # bytes of an archive before its tensor's elements, and some to spare
 _MAX_PICKLE: Final = 1 << 20
-_SAFETENSORS: Final = {
-    "BOOL": "bool",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E8M0": "float8_e8m0fnu",
-    "BF16": "bfloat16",
-    "C64": "complex64",
-    **{f"U{n}": f"uint{n}" for n in (8, 16, 32, 64)},
-    **{f"I{n}": f"int{n}" for n in (8, 16, 32, 64)},
-    **{f"F{n}": f"float{n}" for n in (16, 32, 64)},
-}
 
 
 def find(store: Store, name: str = "") -> bool:
@@ -108,7 +96,7 @@ class DcpSource:
         self._sizes: dict[int, int] = {}
         self._spots: dict[tuple[str, int], Spot] = {}
         self._known: dict[int, dict[bytes, _Layout]] = defaultdict(dict)  # by `begin`
-        self._shared: dict[tuple[int, int], Mapping[str, Any]] = {}  # headers of safetensors
+        self._shared: dict[tuple[int, int], Header] = {}  # headers of safetensors
         self._inline: dict[str, Any] = {}
         self._boxes: dict[int, Any] = {}  # by layout: offsets and sizes of its chunks
 
@@ -287,13 +275,8 @@ class DcpSource:
         header = self._shared.get((item.place.file, at))
         if header is None:
             window = Window(self.inner, file, at, self._sizes[item.place.file] - at)
-            try:
-                nbytes = int.from_bytes(window.read(0, 8), "little")
-                if nbytes > MAX_HEADER:
-                    raise ValueError
-                header = {**json.loads(window.read(8, nbytes)), "": 8 + nbytes}
-            except (TypeError, ValueError):
-                raise PickleError("what lies there is no archive, nor safetensors") from None
+            length = header_length(window.read(0, min(8, window.length)), file, window.length)
+            header = parse_header(window.read(0, length), file, window.length)
             self._shared[item.place.file, at] = header
         return _from_header(item, header)
 
@@ -314,23 +297,16 @@ class _Item:
         return self.name, self.number
 
 
-def _from_header(item: _Item, header: Mapping[str, Any]) -> _Layout:
-    try:
-        told = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])[item.name]
-        entry = header[item.name]
-        dtype, (first, last) = _SAFETENSORS[entry["dtype"]], entry["data_offsets"]
-        size = tuple(map(int, entry["shape"]))
-        stride = [1] * len(size)
-        for axis in reversed(range(len(size) - 1)):
-            stride[axis] = stride[axis + 1] * max(size[axis + 1], 1)
-        fits = tuple(told["saved_offsets"]) == item.offsets
-        storage = StorageRef("", "uint8", last - first)
-        tensor = StoredTensor(storage, dtype, 0, size, tuple(stride))
-    except (LookupError, TypeError, ValueError) as error:
-        raise PickleError(f"its safetensors header does not tell where it is: {error!r}") from None
-    if not fits or first < 0 or tensor.fault() is not None:
+def _from_header(item: _Item, header: Header) -> _Layout:
+    slot = header.slots.get(item.name)
+    if slot is None or slot.offsets != item.offsets:
         raise PickleError("its safetensors header tells of another chunk")
-    return _Layout(item.place.length, header[""] + first, tensor)
+    stride = [1] * len(slot.shape)
+    for axis in reversed(range(len(stride) - 1)):
+        stride[axis] = stride[axis + 1] * max(slot.shape[axis + 1], 1)
+    storage = StorageRef("", "uint8", slot.nbytes)
+    tensor = StoredTensor(storage, slot.dtype, 0, slot.shape, tuple(stride))
+    return _Layout(item.place.length, slot.begin, tensor)
 
 
 def _plain(file: str, data: bytes, store: Store) -> Any:

@@ -205,6 +205,37 @@ def test_safetensors_items_are_read(tmp_path):
     assert raw(shardplan.restore(tmp_path)) == raw(sd)
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fnuz", "float8_e5m2fnuz", "complex64"])
+def test_safetensors_items_may_be_of_any_dtype(tmp_path, dtype):
+    sd = {"w": torch.arange(64, dtype=torch.uint8).view(getattr(torch, dtype))}
+    torch_save(sd, tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
+    assert raw(shardplan.restore(tmp_path)) == raw(sd)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda table: table["a"].update(data_offsets=[0.0, 24.0]),
+        lambda table: table["a"].update(data_offsets=[True, 25]),
+        lambda table: table["a"].update(shape=[6, 1, 1]),
+        lambda table: table["a"].update(dtype="F7"),
+        lambda table: table["__metadata__"].update(DCP_SHARDING_INFO="[" * 100_000),
+        lambda table: "[" * 100_000,
+    ],
+)
+def test_damaged_headers_of_safetensors_items_are_refused(tmp_path, damage):
+    sd = {"a": torch.arange(6.0), "b": torch.ones(4)}
+    torch_save(sd, tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
+    (file,) = tmp_path.glob("*.distcp")
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    table = json.loads(data[8 : 8 + length])
+    text = (damage(table) or json.dumps(table)).encode().ljust(length)
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    with pytest.raises(FormatError, match=file.name):
+        shardplan.restore(tmp_path)
+
+
 def test_torch_2_3_kept_dicts_whole_and_they_are_opened(tmp_path, monkeypatch):
     sd = {"model": {"w": torch.ones(2)}, "extra": {"lr": 0.1, "seen": {"a": 1}}, "list": [1, 2]}
     monkeypatch.setattr(_version, "_derived_version", "2_3")
