@@ -29,7 +29,7 @@ from shardplan.planning.metadata import TensorMetadata
 from shardplan.planning.packing import Ints
 from shardplan.planning.reads import ReadItems
 
-from .arrays import empty, torch_dtype, window
+from .arrays import block_of_memory, empty, torch_dtype, window
 from .copying import Block
 from .moving import Stretch
 from .places import Places, find_places
@@ -41,7 +41,7 @@ __all__ = ["BATCH_BYTES", "DEPTH", "Ahead", "Box", "Lender"]
 BATCH_BYTES: Final = BLOCK_BYTES
 """How many bytes are read at a time."""
 DEPTH: Final = 2
-"""How many batches are read before they are asked for."""
+"""How many batches are read before they are asked for, if memory allows."""
 
 _LENT: Final = BATCH_BYTES + (1 << 16)  # with room to align small tensors
 _MAX_BOXES: Final = 1 << 11  # of a batch
@@ -68,11 +68,11 @@ class Lender:
     def take(self, nbytes: int) -> torch.Tensor:
         """Return some bytes, whose elements may be anything."""
         if nbytes > _LENT:
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return torch.from_numpy(block_of_memory(nbytes))
         try:
             memory = self._free.popleft()
         except IndexError:
-            memory = np.empty(_LENT, np.uint8)
+            memory = block_of_memory(_LENT)
         lent = memory[:nbytes]  # which torch holds on to, as long as there is a view of it
         weakref.finalize(lent, self._free.append, memory).atexit = False
         return torch.from_numpy(lent)
@@ -101,6 +101,7 @@ class Ahead:
         boxes: What will be asked for, in order; nothing breaks if that is not so.
         threads: Where to read; none of them may be one that asks.
         lender: Where memory comes from.
+        depth: How many batches are read before they are asked for.
         proof: Where to note what was read, to check it against checksums; None not to check.
         told: Called with the bytes of each box that was delivered.
         last: Called before the last of the boxes is delivered, when all of them have been read.
@@ -116,12 +117,13 @@ class Ahead:
         threads: Executor,
         lender: Lender | None = None,
         *,
+        depth: int = DEPTH,
         proof: Proof | None = None,
         told: Callable[[int], object] = lambda _: None,
         last: Callable[[], object] = lambda: None,
     ) -> None:
         self._reader, self._threads, self._proof, self._told = reader, threads, proof, told
-        self._lender = lender or Lender()
+        self._lender, self._depth = lender or Lender(), depth
         self._entries: dict[str, TensorMetadata] = {}
         for name in dict.fromkeys(box.name for box in boxes):
             self.tensor(name)
@@ -201,9 +203,9 @@ class Ahead:
     def _begin(self, number: int) -> Future[dict[Box, torch.Tensor]] | None:
         """Have a batch and the next few read; None if that one was dropped already."""
         with self._lock:
-            if number >= self._next + DEPTH:
+            if number >= self._next + max(self._depth, 1):
                 self._next = number  # somebody skips: what lies between is read when asked for
-            while self._next < min(number + 1 + DEPTH, len(self._batches)):
+            while self._next < min(number + 1 + self._depth, len(self._batches)):
                 batch = self._batches[self._next]
                 self._under_way[self._next] = self._threads.submit(self._fetch_batch, batch)
                 self._next += 1

@@ -6,6 +6,7 @@ that shares its memory.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
@@ -19,6 +20,7 @@ from shardplan.planning import dtype_name
 
 __all__ = [
     "as_tensor",
+    "block_of_memory",
     "can_cast",
     "can_share",
     "dump",
@@ -118,6 +120,19 @@ class _Unlocked:
 def empty(shape: Sequence[int], dtype: str, device: Any = "cpu") -> torch.Tensor:
     """Return a new tensor whose elements are not set yet."""
     return torch.empty(tuple(shape), dtype=torch_dtype(dtype), device=device)
+
+
+def block_of_memory(nbytes: int) -> Bytes:
+    """Return memory that the system has back as soon as nothing looks at it any more.
+
+    What `malloc` is given back it may keep, for each thread anew: with blocks of many megabytes
+    that comes to several times what is in use.
+
+    >>> block_of_memory(3).tolist()
+    [0, 0, 0]
+    """
+    own = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return np.frombuffer(mmap.mmap(-1, max(nbytes, 1), flags=own), np.uint8)[:nbytes]
 
 
 @cache

@@ -126,7 +126,7 @@ def gather(
     for offset, rest in ranges:
         while rest.nbytes:
             room = max_bytes - (end - start)
-            if run and (offset != end or not room or len(run) == max_views):
+            if run and (offset != end or len(run) == max_views):
                 yield start, run
                 run = []
             if not run:
@@ -134,6 +134,9 @@ def gather(
             view, rest = rest[:room], rest[room:]
             run.append(view)
             offset = end = end + view.nbytes
+            if end - start == max_bytes:  # not later: what it views need not be kept until then
+                yield start, run
+                run = []
     if run:
         yield start, run
 

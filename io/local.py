@@ -48,6 +48,7 @@ TEMPORARY: Final = ".tmp"
 _ABSENT: Final = (errno.ENOENT, errno.ENOTDIR)
 _NO_LINKS: Final = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _STEP: Final = 32 << 20  # bytes a system call moves: much below Linux's limit of 2 GiB
+_WAIT: Final = 8 << 20  # bytes that wait to be written at most: their memory is held as long
 _ATTEMPTS: Final = 5
 
 
@@ -164,7 +165,7 @@ class LocalStore:
         nbytes = total_bytes(parts) if nbytes is None else nbytes
         with self.making(path, nbytes=nbytes, sync=sync, atomic=atomic) as fd:
             written = 0
-            runs = gather(placed(pieces(parts, _STEP)), max_bytes=_STEP, max_views=IOV_MAX)
+            runs = gather(placed(pieces(parts, _WAIT)), max_bytes=_WAIT, max_views=IOV_MAX)
             for offset, views in runs:
                 written += _write_run(fd, offset, views)
                 start_writeback(fd, offset, written - offset)

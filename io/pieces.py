@@ -20,12 +20,23 @@ from shardplan.planning import MetadataIndex, SavePlan, dtype_name, find_shard, 
 from shardplan.planning.blocks import BLOCK_BYTES, cut_blocks
 from shardplan.planning.catalog import column
 
-from .arrays import as_tensor, can_cast, can_share, dump, is_plain, memory, same_dtype, window
+from .arrays import (
+    as_tensor,
+    block_of_memory,
+    can_cast,
+    can_share,
+    dump,
+    is_plain,
+    memory,
+    same_dtype,
+    torch_dtype,
+    window,
+)
 from .copying import Block
 from .pool import check_stopped
 from .progress import Progress
 
-__all__ = ["Kept", "Lazy", "Piece", "boxes_of", "collect", "tied_pieces"]
+__all__ = ["Kept", "Lazy", "Piece", "boxes_of", "collect", "reads_of", "tied_pieces"]
 
 
 class Lazy(Protocol):
@@ -107,11 +118,23 @@ class Piece:
             if isinstance(self.source, torch.Tensor):
                 box = window(self.source, at, sizes)
             else:
-                box = self.source.read_box(at, sizes[: len(at)])
+                box = self._read(self.source, at, sizes[: len(at)])
             view = memory(box) if same_dtype(box, self.dtype) else None
             view = dump(box, self.dtype) if view is None else view
             yield view
             self._tell(len(view))
+
+    def _read(self, source: Lazy, at: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """Return a box of what is somewhere else, cast a part at a time where it has to be."""
+        own = dtype_name(source.dtype)
+        if own == self.dtype:
+            return source.read_box(at, sizes)
+        memory = torch.from_numpy(block_of_memory(math.prod(sizes) * itemsize(self.dtype)))
+        box = memory.view(torch_dtype(self.dtype)).view(tuple(sizes))
+        for offsets, part in reads_of(sizes, self.dtype, own):
+            found = source.read_box([a + o for a, o in zip(at, offsets, strict=True)], part)
+            window(box, offsets, part).copy_(found)
+        return box
 
     def direct(self) -> list[Block] | None:
         """Return its blocks as bytes that lie somewhere just as they are to be written.
@@ -156,6 +179,23 @@ def boxes_of(
         return iter([([0] * len(shape), shape)])
     blocks = cut_blocks(column([shape], 1, len(shape)), column([itemsize(dtype)]), block_bytes)
     return zip(blocks.offsets.tolist(), blocks.sizes.tolist(), strict=True)
+
+
+def reads_of(
+    shape: Sequence[int], dtype: str, stored: str, block_bytes: int = BLOCK_BYTES
+) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+    """Yield the boxes by which a chunk is read that lies somewhere else, perhaps as another dtype.
+
+    They are its blocks; where elements are wider there, parts of these.
+
+    >>> list(reads_of((3, 4), "float32", "float64", 32))
+    [([0, 0], [1, 4]), ([1, 0], [1, 4]), ([2, 0], [1, 4])]
+    """
+    axes = len(shape)
+    for offsets, sizes in boxes_of(shape, dtype, block_bytes):
+        for inner, part in boxes_of(sizes[:axes], stored, block_bytes):
+            at = [o + i for o, i in zip(offsets[:axes], inner[:axes], strict=True)]
+            yield at, part[:axes]
 
 
 def collect(

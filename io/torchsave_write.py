@@ -238,6 +238,6 @@ class _Joined:
                 found = window(part.source, inner, lengths.tolist())
             else:
                 found = part.source.read_box(inner, lengths.tolist())
-            data = np.frombuffer(dump(found, self.dtype), np.uint8).copy()
+            data = np.frombuffer(dump(found, self.dtype), np.uint8)
             fill(window(box, (begin - low).tolist(), lengths.tolist()), data, self.dtype)
         return box

@@ -13,14 +13,15 @@ import attrs
 from shardplan.dist import CheckpointError, Comm
 from shardplan.io.ahead import BATCH_BYTES, DEPTH, Ahead, Box, Lender
 from shardplan.io.errors import UnsureCommitError
-from shardplan.io.pieces import Kept, boxes_of
+from shardplan.io.pieces import Kept, reads_of
 from shardplan.io.pool import Pool
 from shardplan.io.progress import Progress, Tell
 from shardplan.io.proof import Proof
 from shardplan.io.read import Reader, ReadStats
 from shardplan.io.stores import Store
 from shardplan.io.writers import Part, Writer
-from shardplan.planning import SavePlan
+from shardplan.planning import Metadata, SavePlan
+from shardplan.planning.blocks import BLOCK_BYTES
 
 from .ranks import take_step
 from .reports import Stopwatch
@@ -28,7 +29,8 @@ from .targets import Target, nbytes_of, write_order
 
 __all__ = ["Budget", "Done", "Job"]
 
-_FILE: Final = 96 << 20  # memory that a file in the making takes: blocks on their way to the store
+_MADE: Final = 2  # blocks of a file that were cast: one is written while the next is made
+_HELD: Final = 2  # batches of a file: one is written, and another was begun to be
 _FILES: Final = (os.cpu_count() or 1) + 2  # more files at once gain nothing
 
 
@@ -38,18 +40,31 @@ class Budget:
 
     Attributes:
         files: How many files are written at a time.
+        depth: How many batches are read before they are asked for, of each file.
         reading: Bytes that reads under way may hold.
     """
 
     files: int
+    depth: int
     reading: int
 
     @classmethod
     def of(cls, max_memory: int, target: Store) -> Budget:
-        """Divide the memory: a quarter for reads under way, the rest for files in the making."""
+        """Divide the memory: a quarter for reads under way, the rest for files in the making.
+
+        >>> from shardplan.io import open_store
+        >>> Budget.of(128 << 20, open_store("memory://x"))
+        Budget(files=1, depth=1, reading=33554432)
+        """
         reading = min(max_memory // 4, 256 << 20)
-        file = _FILE + (1 + DEPTH) * BATCH_BYTES + target.staging
-        return cls(max(1, min((max_memory - reading) // file, _FILES)), reading)
+        rest = max_memory - reading
+        depth = DEPTH if rest >= 2 * _file_bytes(DEPTH, target) else 1
+        return cls(max(1, min(rest // _file_bytes(depth, target), _FILES)), depth, reading)
+
+
+def _file_bytes(depth: int, target: Store) -> int:
+    """Return how much memory a file in the making takes at most."""
+    return (_HELD + depth) * BATCH_BYTES + _MADE * BLOCK_BYTES + target.staging
 
 
 @attrs.frozen
@@ -167,11 +182,11 @@ class Job:
         """Carry out some plans, and return how many chunks were found to fit their checksums."""
         plans = self.target.plans
         progress = Progress(sum(nbytes_of(plans[n]) for n in numbers), tell)
-        files = max(1, min(self.budget.files, len(numbers)))
+        files, depth = max(1, min(self.budget.files, len(numbers))), self.budget.depth
         with (
             _reading_pool(pool, self.budget.reading) as reading,
             Pool(max_workers=files, max_bytes=1 << 62) as writing,
-            ThreadPoolExecutor(files * (1 + DEPTH), "shardplan-ahead") as threads,
+            ThreadPoolExecutor(files * (1 + depth), "shardplan-ahead") as threads,
         ):
             reader, lender = Reader(self.reader.source, reading), Lender()
             proof = Proof(reader.source) if self.verify else None
@@ -182,11 +197,19 @@ class Job:
 
             def write(number: int) -> None:
                 plan = plans[number]
-                boxes = list(_boxes(self.format, plan, number, self.target.tied))
+                tied, metadata = self.target.tied, self.reader.metadata
+                boxes = list(_boxes(self.format, plan, number, tied, metadata))
                 # A single file may exist as soon as its last byte is there: it is checked before.
                 last = settle if len(plans) == 1 else lambda: None
                 ahead = Ahead(
-                    reader, boxes, threads, lender, proof=proof, told=progress.add, last=last
+                    reader,
+                    boxes,
+                    threads,
+                    lender,
+                    depth=depth,
+                    proof=proof,
+                    told=progress.add,
+                    last=last,
                 )
                 try:
                     written[number] = self.writer.write(
@@ -224,19 +247,21 @@ def _surely_failed(error: BaseException, begun: bool) -> bool:
     return not begun or (isinstance(error, Exception) and not isinstance(error, UnsureCommitError))
 
 
-def _boxes(format: str, plan: SavePlan, rank: int, tied: Mapping[str, str]) -> Iterator[Box]:
+def _boxes(
+    format: str, plan: SavePlan, rank: int, tied: Mapping[str, str], source: Metadata
+) -> Iterator[Box]:
     """Yield what a writer will ask for, in order."""
-    items = plan.items
+    items, entries = plan.items, source.state_dict_metadata
     heads, rows = items.catalog.heads, items.row.tolist()
     offsets, sizes = items.offsets.tolist(), items.sizes.tolist()
     for item in write_order(format, plan, rank, tied):
-        _, source, _, properties, shape = heads[rows[item]]
+        _, name, _, properties, shape = heads[rows[item]]
         if properties is None:
             continue
-        axes = len(shape)
-        for at, size in boxes_of(sizes[item][:axes], properties.dtype):
-            start = tuple(o + a for o, a in zip(offsets[item][:axes], at, strict=False))
-            yield Box(source, start, tuple(size[:axes]))
+        axes, stored = len(shape), entries.props[entries.prop[entries.row_of[name]]].dtype
+        for at, size in reads_of(sizes[item][:axes], properties.dtype, stored):
+            start = tuple(o + a for o, a in zip(offsets[item][:axes], at, strict=True))
+            yield Box(name, start, tuple(size))
 
 
 @contextmanager
