@@ -12,9 +12,16 @@ from typing import Any, Final, TypeGuard
 
 from shardplan.planning import freeze
 
-__all__ = ["data_from_torch", "data_to_torch", "own_paths", "thaw"]
+__all__ = [
+    "data_from_torch",
+    "data_to_torch",
+    "own_paths",
+    "paths_to_torch",
+    "thaw",
+    "with_own_paths",
+]
 
-_OURS: Final = "shardplan"  # in torch's data: what only ours can say
+_OURS: Final = ("shardplan",)  # in torch's data: what only ours can say; no name is a tuple
 _THEIRS: Final = "torch"  # in our data: what only torch's can say
 _PLAIN: Final = (str, int, float, bool, bytes, type(None))
 
@@ -64,6 +71,30 @@ def own_paths(data: Any) -> dict[str, Any]:
         for name, path in _paths_in(data).items()
         if path != _path(_steps(path)) and all(type(key) in _PLAIN for _, key in path)
     }
+
+
+def with_own_paths(data: Any, own: Mapping[str, Any]) -> Any:
+    """Return our ``planner_data`` with the paths that torch's words could not tell.
+
+    >>> with_own_paths(None, {"a.0": (("dict", "a"), ("tuple", 0))})
+    {'paths': {'a.0': (('dict', 'a'), ('tuple', 0))}}
+    """
+    told = data.get("paths") if isinstance(data, Mapping) else {}
+    if not own or not _are_paths(told) or not _are_paths(own):
+        return data
+    return {**(data or {}), "paths": {**told, **own}}
+
+
+def paths_to_torch(data: Any, names: Collection[str]) -> tuple[Any, dict[str, Any]]:
+    """Return our ``planner_data`` as torch's, and the paths that go beside it.
+
+    >>> paths_to_torch({"paths": {"a.0": (("dict", "a"), ("tuple", 0))}}, ["a.0"])
+    ({'a.0': ('a', 0)}, {'a.0': (('dict', 'a'), ('tuple', 0))})
+    """
+    told, own = _told(data, names), own_paths(data)
+    if own and with_own_paths(data_from_torch(told, names)[0], own) == data:
+        return told, own
+    return data_to_torch(data, names), own
 
 
 def thaw(value: Any) -> Any:

@@ -10,9 +10,10 @@ from torch.distributed.checkpoint import metadata as theirs
 from torch.distributed.checkpoint import planner as torch_plans
 
 from shardplan import planning as ours
+from shardplan.io.dcp_metadata import OWN_PATHS
 from shardplan.planning import Issue, RefusedError, tile
 
-from .data import data_from_torch
+from .data import data_from_torch, with_own_paths
 from .records import StorageInfo, StoragePrefix, inside
 
 __all__ = ["from_torch"]
@@ -129,9 +130,10 @@ def _from_metadata(record: theirs.Metadata) -> ours.Metadata:
         with _Naming(name):
             entries[name] = from_torch(entry)
     meta = record.storage_meta
+    data, _ = data_from_torch(record.planner_data, entries)
     return ours.Metadata(
         entries,
-        data_from_torch(record.planner_data, entries)[0],
+        with_own_paths(data, getattr(record, OWN_PATHS, {})),
         inside(record.storage_data, _FROM),
         None if meta is None else _from_storage_meta(meta),
         record.version,

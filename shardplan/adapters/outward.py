@@ -16,7 +16,7 @@ from shardplan.io.arrays import torch_dtype
 from shardplan.io.dcp_metadata import OWN_PATHS
 from shardplan.planning import RefusedError
 
-from .data import data_to_torch, own_paths
+from .data import data_to_torch, paths_to_torch
 from .records import StorageInfo, StoragePrefix, inside
 
 __all__ = ["to_torch"]
@@ -152,14 +152,14 @@ def _to_storage_meta(record: ours.StorageMeta) -> theirs.StorageMeta:
 
 def _to_metadata(record: ours.Metadata) -> theirs.Metadata:
     entries = record.state_dict_metadata
+    data, own = paths_to_torch(record.planner_data, entries.names)
     metadata = theirs.Metadata(
         {name: to_torch(entry) for name, entry in entries.items()},
-        data_to_torch(record.planner_data, entries.names),
+        data,
         inside(record.storage_data, _TO),
         None if record.storage_meta is None else _to_storage_meta(record.storage_meta),
         record.version,
     )
-    own = own_paths(record.planner_data)
     if own:
         setattr(metadata, OWN_PATHS, own)  # for whoever reads torch's files as a checkpoint
     return metadata

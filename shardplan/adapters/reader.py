@@ -91,6 +91,8 @@ class _StorageReader(StorageReader):
     def read_metadata(self, *_: Any, **ignored: Any) -> theirs.Metadata:
         self._reader = self._open()
         metadata: theirs.Metadata = to_torch(self._reader.metadata)
+        if metadata.planner_data is None:  # torch's loads of some keys only ask for every path
+            metadata.planner_data = {name: (name,) for name in metadata.state_dict_metadata}
         return metadata
 
     def _open(self) -> Reader:

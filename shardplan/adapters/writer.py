@@ -102,8 +102,7 @@ class _StorageWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[torch_plans.SavePlan]) -> list[torch_plans.SavePlan]:
-        if not all(plan.usable for plan in plans):
-            raise ValueError("plans must not be cached: leave enable_plan_caching out")
+        plans = _with_remembered(plans)
         self._writer.refuse(open_store(self.checkpoint_id), self._overwrite)
         self._plans, self._metadata = global_plan(map(_plan_of, plans), ())
         self._save_id = secrets.token_hex(6)
@@ -158,6 +157,23 @@ class _StorageWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return isinstance(checkpoint_id, (str, os.PathLike))
+
+
+def _with_remembered(plans: list[torch_plans.SavePlan]) -> list[torch_plans.SavePlan]:
+    """Put the plan itself in place of one that says: as before. torch's planners remember them.
+
+    Every save has files and a number of its own, so all ranks need their plans anew.
+    """
+    if all(plan.usable for plan in plans):
+        return plans
+    remembered = torch_plans.SavePlanner._cached_global_plan
+    known = [found for found in remembered.values() if len(found) == len(plans)]
+    if len(known) != 1:
+        raise ValueError(
+            f"plans were left out, as they are those of a save before, and {len(known)} planners "
+            "remember such; set enable_plan_caching for one class of planners only"
+        )
+    return [p if p.usable else old for p, old in zip(plans, known[0], strict=True)]
 
 
 def _plan_of(plan: torch_plans.SavePlan) -> SavePlan:
