@@ -22,7 +22,7 @@ from shardplan.planning.packing import DAMAGE
 from shardplan.planning.tiling import Tiling, tile
 
 from .errors import FormatError
-from .pickles import PickleError, RefusedName, Sealed, load_pickle
+from .pickles import Copies, PickleError, RefusedName, Sealed, load_pickle
 from .stores import StoreError, check_path
 
 __all__ = ["METADATA", "OWN_PATHS", "Described", "Place", "parse_metadata"]
@@ -145,9 +145,9 @@ _CLASSES: Final[Mapping[str, Any]] = {
     f"{_HOME}.metadata._MEM_FORMAT_ENCODING": _Ignored,
     f"{_SHARDED}.MEM_FORMAT_ENCODING": _Ignored,
     f"{_HOME}.filesystem._StorageInfo": _Info,
-    "torch.Size": tuple,
+    "torch.Size": Copies(tuple),
     "torch.serialization._get_layout": _Layout,
-    "collections.OrderedDict": OrderedDict,
+    "collections.OrderedDict": Copies(OrderedDict),
     "builtins.getattr": _Member,
     "__builtin__.getattr": _Member,
     **{

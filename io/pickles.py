@@ -2,7 +2,8 @@
 
 A pickle is walked over once before it is read, so that it cannot ask for memory that its own
 length does not justify. Whatever a pickle names is then one of our own stand-ins, which are sealed:
-a pickle cannot change them. Nothing here needs torch.
+a pickle cannot change them. Those that copy what they are given are counted, since they may be
+given one large object again and again. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,15 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-__all__ = ["CutShort", "PickleError", "RefusedName", "Sealed", "load_pickle", "pickle_end"]
+__all__ = [
+    "Copies",
+    "CutShort",
+    "PickleError",
+    "RefusedName",
+    "Sealed",
+    "load_pickle",
+    "pickle_end",
+]
 
 
 class PickleError(ValueError):
@@ -46,6 +55,37 @@ class Sealed(type):
 
     def __setattr__(cls, name: str, value: object) -> None:
         raise PickleError(f"it tries to change a class, {cls.__name__}")
+
+
+class Copies:
+    """Something that a pickle may be given which copies its argument: what it makes is counted.
+
+    Args:
+        make: What makes the copy.
+    """
+
+    __slots__ = ("make",)
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self.make = make
+
+
+class _Counted:
+    """What a pickle gets for a `Copies`: it cannot change this."""
+
+    __slots__ = ("_add", "_make")
+
+    def __init__(self, make: Callable[..., Any], add: Callable[[int], None]) -> None:
+        object.__setattr__(self, "_make", make)
+        object.__setattr__(self, "_add", add)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise PickleError("it tries to change a function")
+
+    def __call__(self, *args: Any) -> Any:
+        made = self._make(*args)
+        self._add(len(made))
+        return made
 
 
 # How many bytes an operation takes, its own included; or, if only its data tells, one of these.
@@ -116,12 +156,18 @@ class _Unpickler(pickle.Unpickler):
     ) -> None:
         super().__init__(io.BytesIO(data))
         self._classes, self._persistent = classes, persistent
+        self._left = len(data)  # each element that is copied takes a byte of the pickle at least
 
     def find_class(self, module: str, name: str) -> Any:
         found = self._classes.get(f"{module}.{name}")
         if found is None:
             raise RefusedName(f"{module}.{name}")
-        return found
+        return _Counted(found.make, self._count) if isinstance(found, Copies) else found
+
+    def _count(self, elements: int) -> None:
+        self._left -= elements
+        if self._left < 0:
+            raise PickleError("it makes more copies than its own length justifies")
 
     def persistent_load(self, pid: Any) -> Any:
         if self._persistent is None:
@@ -137,7 +183,7 @@ def load_pickle(
     Args:
         data: The pickle.
         classes: What it may name, by full name, and what it gets instead: an immutable built-in,
-            an immutable value, or a class whose type is `Sealed`.
+            an immutable value, a class whose type is `Sealed`, or a `Copies`.
         persistent: What turns a persistent id into an object.
 
     >>> load_pickle(pickle.dumps([1, {"a": (2.5, b"x")}]), {})

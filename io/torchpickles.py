@@ -14,7 +14,7 @@ import attrs
 
 from shardplan.planning.dtypes import ITEMSIZE
 
-from .pickles import PickleError, Sealed, load_pickle
+from .pickles import Copies, PickleError, Sealed, load_pickle
 
 __all__ = [
     "PLAIN",
@@ -189,8 +189,8 @@ _TENSOR: Final[Mapping[str, Any]] = {
     "torch._utils._rebuild_tensor": _RebuildV2,
     "torch._utils._rebuild_tensor_v3": _RebuildV3,
     "torch._utils._rebuild_parameter": _Parameter,
-    "collections.OrderedDict": OrderedDict,
-    "torch.Size": tuple,
+    "collections.OrderedDict": Copies(OrderedDict),
+    "torch.Size": Copies(tuple),
     "torch.storage.UntypedStorage": "uint8",
     "torch.UntypedStorage": "uint8",
     **{f"torch.{name}Storage": dtype for name, dtype in STORAGES.items()},
@@ -198,12 +198,12 @@ _TENSOR: Final[Mapping[str, Any]] = {
 }
 
 PLAIN: Final[Mapping[str, Any]] = {
-    "collections.OrderedDict": OrderedDict,
-    "_codecs.encode": _Encode,
-    "builtins.bytearray": _Bytearray,
-    "__builtin__.bytearray": _Bytearray,
-    "builtins.set": set,
-    "__builtin__.set": set,
+    "collections.OrderedDict": Copies(OrderedDict),
+    "_codecs.encode": Copies(_Encode),
+    "builtins.bytearray": Copies(_Bytearray),
+    "__builtin__.bytearray": Copies(_Bytearray),
+    "builtins.set": Copies(set),
+    "__builtin__.set": Copies(set),
     "builtins.complex": complex,
     "__builtin__.complex": complex,
 }

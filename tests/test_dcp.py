@@ -35,6 +35,7 @@ from shardplan.io.errors import ExistsError, FormatError, UnsureCommitError, Val
 from shardplan.io.read import Reader
 from shardplan.io.sources import open_source
 from shardplan.io.stores import open_store
+from shardplan.io.torchpickles import load_plain
 from shardplan.io.testing import CountingStore, FaultyStore, InjectedError
 from shardplan.io.writers import find_writer
 from shardplan.planning import (
@@ -234,6 +235,21 @@ def test_damaged_headers_of_safetensors_items_are_refused(tmp_path, damage):
     file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
     with pytest.raises(FormatError, match=file.name):
         shardplan.restore(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("read", "name", "shared"),
+    [
+        (parse_metadata, b"torch\nSize\n", b"]" + b"(" + b"N" * 1000 + b"e"),
+        (load_plain, b"builtins\nset\n", b"](" + b"".join(b"K%c" % n for n in range(200)) + b"e"),
+        (load_plain, b"builtins\nbytearray\n", b"B" + (1000).to_bytes(4, "little") + b"x" * 1000),
+    ],
+)
+def test_a_pickle_that_copies_one_object_again_and_again_is_refused(read, name, shared):
+    again = b"h\x01h\x00\x85R" * 1000
+    data = b"\x80\x04" + shared + b"\x940c" + name + b"\x940](" + again + b"e."
+    with pytest.raises(ValueError, match="more copies than its own length"):
+        read(data)
 
 
 def test_torch_2_3_kept_dicts_whole_and_they_are_opened(tmp_path, monkeypatch):
