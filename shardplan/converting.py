@@ -214,10 +214,15 @@ def _shard_limit(size: int | str | None, format: str, mesh: Mesh | None) -> int 
 
 def _refuse_same(source: Source, target: Store, file: str | None) -> None:
     """Refuse to write over what is read; ``file`` is what is written, if it is a single file."""
-    if source.store.url.rstrip("/") != target.url.rstrip("/"):
+    if _real(source.store.url) != _real(target.url):
         return
     if file is None or file in source.files:
         raise ValueError(f"{target.url} cannot be converted into itself; choose another place")
+
+
+def _real(url: str) -> str:
+    """Return the place that a store's address means, whatever links lead there."""
+    return url.rstrip("/") if "://" in url else os.path.realpath(url)
 
 
 def _report(job: Job, done: Done, watch: Stopwatch) -> ConvertReport:

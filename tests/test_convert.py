@@ -197,6 +197,18 @@ def test_what_makes_no_sense_is_refused(tmp_path):
     assert os.listdir(tmp_path) == ["a"]
 
 
+@pytest.mark.parametrize("format", ["dcp", "torch"])
+def test_a_checkpoint_is_not_converted_into_itself_through_a_link(tmp_path, format):
+    (tmp_path / "real").mkdir()
+    os.symlink(tmp_path / "real", tmp_path / "link")
+    source, target = place(tmp_path, "real/a", format), place(tmp_path, "link/a", format)
+    shardplan.save({"w": torch.ones(2)}, source, format=format)
+    before = sorted(os.walk(tmp_path / "real"))
+    with pytest.raises(ValueError, match="into itself"):
+        convert(source, target, format=format, overwrite=True)
+    assert sorted(os.walk(tmp_path / "real")) == before
+
+
 def test_planners_rename_select_cast_and_split(tmp_path):
     sd = {"model": {"w": torch.randn(9, 4), "b": torch.randn(4)}, "optim": torch.randn(3), "n": 1}
     shardplan.save(sd, tmp_path / "a")
