@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import os
+import pickle
 import subprocess
 import sys
 import warnings
@@ -737,6 +738,17 @@ def test_plans_that_torch_s_planner_remembers_are_used_again(tmp_path, monkeypat
         dcp.save(saved, storage_writer=writer, planner=planner, no_dist=True)
         assert shardplan.verify(tmp_path / str(number)).ok
         same(shardplan.restore(tmp_path / str(number)), saved)
+
+
+def as_they_are(plans):
+    return plans
+
+
+@pytest.mark.parametrize("pipeline", [None, as_they_are])
+def test_our_save_planner_can_be_sent_to_another_process(tmp_path, pipeline):
+    planner = pickle.loads(pickle.dumps(as_torch_save_planner(pipeline)))
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a", planner=planner, no_dist=True)
+    same(shardplan.restore(tmp_path / "a"), {"w": torch.ones(2)})
 
 
 def test_a_tensor_may_have_any_name(tmp_path):

@@ -35,8 +35,8 @@ from shardplan.io.errors import ExistsError, FormatError, UnsureCommitError, Val
 from shardplan.io.read import Reader
 from shardplan.io.sources import open_source
 from shardplan.io.stores import open_store
-from shardplan.io.torchpickles import load_plain
 from shardplan.io.testing import CountingStore, FaultyStore, InjectedError
+from shardplan.io.torchpickles import load_plain
 from shardplan.io.writers import find_writer
 from shardplan.planning import (
     PlanError,

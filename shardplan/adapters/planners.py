@@ -55,7 +55,9 @@ def as_torch_save_planner(pipeline: Pass[SavePlan] | None = None) -> torch_plans
 
     Args:
         pipeline: A pass, such as ``chain(rename(...), cast("bfloat16"))``. Load through
-            `as_torch_load_planner` with the same one to get the names and dtypes back.
+            `as_torch_load_planner` with the same one to get the names and dtypes back. Where torch
+            saves in another process, the pipeline has to be one that can be pickled: none, or a
+            function of a module.
 
     >>> import tempfile, warnings
     >>> import torch.distributed.checkpoint as dcp
@@ -73,12 +75,12 @@ def as_torch_save_planner(pipeline: Pass[SavePlan] | None = None) -> torch_plans
         PlanError, RefusedError: There is no correct plan; see `global_plan` and `local_plan`.
         ValueRefusedError: Some values cannot be stored safely; all of this rank's are named.
     """
-    return _SavePlanner(chain() if pipeline is None else pipeline)
+    return _SavePlanner(pipeline)
 
 
 class _SavePlanner(torch_plans.SavePlanner):
-    def __init__(self, pipeline: Pass[SavePlan]) -> None:
-        self._passes = chain(pipeline, dedup_replicas())
+    def __init__(self, pipeline: Pass[SavePlan] | None) -> None:
+        self._pipeline = pipeline  # the chain is made when it is needed: torch may pickle this
         self._flat: dict[str, Any] = {}
         self._local = SavePlan([])
         self._items: dict[Any, WriteItem] = {}
@@ -100,7 +102,9 @@ class _SavePlanner(torch_plans.SavePlanner):
     def create_global_plan(
         self, all_plans: list[torch_plans.SavePlan]
     ) -> tuple[list[torch_plans.SavePlan], theirs.Metadata]:
-        plans, metadata = global_plan(map(from_torch, all_plans), self._passes)
+        first = () if self._pipeline is None else (self._pipeline,)
+        passes = (*first, dedup_replicas())
+        plans, metadata = global_plan(map(from_torch, all_plans), passes)
         return [to_torch(plan) for plan in plans], to_torch(metadata)
 
     def finish_plan(self, new_plan: torch_plans.SavePlan) -> torch_plans.SavePlan:
