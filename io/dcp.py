@@ -126,13 +126,26 @@ class DcpSource:
 
     def value(self, name: str, *, verify: bool = True) -> Any:
         """Return a value that is no tensor; see `Source.value`."""
+        try:
+            return self.plain_value(name)
+        except PickleError:
+            file, data = self._bytes(name, self._place(name, None))
+            return load_torch(data, file, name)  # which tells best what is wrong
+
+    def plain_value(self, name: str) -> Any:
+        """Return a value that is no tensor, if reading it takes no torch.
+
+        Raises:
+            FormatError: It is not where it should be.
+            PickleError: It takes torch, or is damaged.
+        """
         if name in self._inline:
             return self._inline[name]
         file, data = self._bytes(name, self._place(name, None))
         try:
             return _plain(file, data, self.inner)
-        except (PickleError, FormatError):
-            return load_torch(data, file, name)  # which tells best what is wrong
+        except FormatError as error:
+            raise PickleError(error.reason) from None
 
     def value_bytes(self, name: str) -> int:
         """Return how many bytes `value` reads; see `Source.value_bytes`."""

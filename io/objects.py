@@ -43,6 +43,14 @@ _PART_SIZE: Final = 8 << 20
 _PARTS_IN_FLIGHT: Final = 8
 _MAX_PARTS: Final = 10_000  # S3 takes no more in one upload
 _BUCKET: Final = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._$-]*")
+# By scheme, the variables that say who asks, and the one that says which service is asked.
+_SETTINGS: Final = {
+    "s3": ("AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION", "AWS_ENDPOINT"),
+    "gs": ("GOOGLE_SERVICE_ACCOUNT (a file) or log in with gcloud", "GOOGLE_BASE_URL"),
+    "az": ("AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ENDPOINT"),
+}
+# Where a machine in a cloud would be told its credentials: asked last, and only for want of others.
+_NO_CREDENTIALS: Final = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
 
 _memories: dict[str, MemoryStore] = {}
 _lock = threading.Lock()
@@ -323,7 +331,22 @@ def _reported(operation: str, url: str, *, lost: Kind = "other") -> Iterator[Non
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
         raise denied(operation, url, _first_line(error)) from error
     except exceptions.BaseError as error:
-        raise StoreError(operation, url, _first_line(error), kind=lost) from error
+        reason, remedy = _in_words(error, url)
+        raise StoreError(operation, url, reason, remedy=remedy, kind=lost) from error
+
+
+def _in_words(error: BaseException, url: str) -> tuple[str, str]:
+    """Say what went wrong, and which settings to look at."""
+    reason = _first_line(error)
+    settings = _SETTINGS.get(url.partition("://")[0].lower())
+    if settings is None:
+        return reason, ""
+    who, where = settings
+    if any(sign in reason for sign in _NO_CREDENTIALS):
+        return "no credentials were found", f"set {who}; {where} for a service of your own"
+    if "error sending request" in reason or "connect" in reason.lower():
+        return f"it cannot be reached ({reason})", f"check the network, and {where}"
+    return reason, ""
 
 
 def _first_line(error: BaseException) -> str:

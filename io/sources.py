@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol
 import attrs
 
 from shardplan.planning import Metadata
+from shardplan.planning.files import save_id_of
 
 from .checksums import Sums
 from .errors import FormatError, listed
@@ -111,6 +112,8 @@ A module's ``find(store, name)`` says whether a checkpoint of its format is ther
 single file in the store.
 """
 
+_MARKS: Final = ("shardplan.json", "model.safetensors.index.json", "model.safetensors", ".metadata")
+
 
 def open_source(
     path: str | os.PathLike[str] | Store, *, format: str | None = None, pool: Pool | None = None
@@ -141,14 +144,32 @@ def detect(store: Store, name: str = "") -> str:
         if import_module(home).find(store, name):
             return format
     if name:
-        raise FormatError(name, f"it is no checkpoint of a known format ({', '.join(FORMATS)})")
+        raise FormatError(name, _no_checkpoint(store, name))
     found = store.list(recursive=False)
+    inside = [folder for folder in found if folder.endswith("/") and _is_ours(store, folder)]
+    if inside:
+        url = store.url.rstrip("/")
+        these = listed([f"{url}/{folder.rstrip('/')}" for folder in inside], quote="")
+        raise FormatError(
+            store.url, f"there is no checkpoint in it, but in folders of it; give one: {these}"
+        )
     here = f"it holds {listed(found, quote='')}" if found else "it is empty, or not there"
     raise FormatError(
         store.url,
         f"there is no checkpoint: no save was ever committed in this folder, and it holds none of "
         f"another format ({', '.join(FORMATS)}); {here}",
     )
+
+
+def _no_checkpoint(store: Store, name: str) -> str:
+    if save_id_of(name) is not None:
+        return f"it is a part of a checkpoint; give the folder: {store.url}"
+    return f"it is no checkpoint of a known format ({', '.join(FORMATS)})"
+
+
+def _is_ours(store: Store, folder: str) -> bool:
+    """Say whether a folder of a store surely is a checkpoint: by a file, so that it is cheap."""
+    return any(store.exists(f"{folder}{mark}") for mark in _MARKS)
 
 
 def _known(format: str) -> str:

@@ -24,7 +24,7 @@ Kind = Literal[
 ]
 
 _OBJECTS: Final = ("s3", "gs", "az", "memory")
-_MISSING: Final = "check the name, or see what is there with `list`"
+_MISSING: Final = "check the name and its folder"
 _DENIED: Final = "check who owns the folder, or the credentials in use"
 _FULL: Final = "free some space, or save elsewhere; what was half written has been removed"
 

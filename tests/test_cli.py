@@ -204,6 +204,22 @@ def test_inspect_shows_values(ckpt):
     check_screen("inspect-values", run("inspect", ckpt))
 
 
+@pytest.mark.parametrize("columns", [40, 60, 80])
+def test_names_are_the_last_to_be_cut(tmp_path, columns):
+    model = {f"layers.{n}.attention.weight": torch.ones(64, 48) for n in range(2)}
+    note = "a text of sixty characters, which is more than a line holds."
+    shardplan.save({"model": model, "optimizer_note": note, "step": 7}, tmp_path / "runs0")
+    result = run("inspect", tmp_path / "runs0", COLUMNS=str(columns))
+    assert f"{tmp_path / 'runs0'}\n" in result.stdout  # a path stays in one piece
+    assert re.search(r"^optimizer_note +(value +)?'a t\S* ?\w?…$", result.stdout, re.MULTILINE)
+    check_screen(f"inspect-long-value-{columns}", result)
+
+
+def test_no_color_means_no_escape_codes_at_all(ckpt):
+    assert "\x1b[1m" in run("inspect", ckpt, FORCE_COLOR="1", NO_COLOR="").stdout
+    assert "\x1b" not in run("inspect", ckpt, FORCE_COLOR="1", NO_COLOR="1").stdout
+
+
 @pytest.mark.parametrize("columns", [80, 100])
 def test_plan_tells_the_cost(llama, columns):
     placed = "*.o_proj.*=dp:shard0,tp:shard1"
@@ -273,8 +289,8 @@ def test_help_has_an_example_and_the_exit_codes(command):
     assert result.exit_code == 0
     text = " ".join(result.stdout.split())
     assert f"Example: shardplan {command} " in text
-    assert "Exit codes: 0 fine; 1 differences or damage found; 2 wrong usage" in text
-    assert ("JSON keys: " in text) == (command != "demo")
+    assert "Exit codes: 0 fine; 1 diff found differences, or verify damage; 2 wrong" in text
+    assert "JSON keys: " in text
 
 
 def test_without_a_command_there_is_help():
@@ -303,7 +319,11 @@ def test_inspect_answers_in_json(ckpt):
         "grid": [8, 1],
         "files": 8,
     }
-    assert sorted(told["values"]) == ["betas", "lr", "step"]
+    assert told["values"] == [
+        {"name": "betas", "value": [0.9, 0.95]},
+        {"name": "lr", "value": 3e-4},
+        {"name": "step", "value": 7},
+    ]
     assert told["by_dtype"]["bfloat16"] == {"tensors": 1, "bytes": 128}
     assert sum(tensor["bytes"] for tensor in told["tensors"]) == told["bytes"]
 
@@ -413,6 +433,65 @@ def test_a_path_without_a_checkpoint_is_refused(tmp_path):
     assert "no checkpoint" in refusal("prune", tmp_path, "--keep-last", "1")
 
 
+def test_all_commands_say_alike_that_nothing_is_there(ckpt, tmp_path):
+    nope = tmp_path / "nope"
+    for arguments in (
+        ["inspect", nope],
+        ["verify", nope],
+        ["cat", nope, "k"],
+        ["plan", nope, "--mesh", "dp=2"],
+        ["diff", nope, ckpt],
+        ["diff", ckpt, nope],
+        ["convert", nope, tmp_path / "b", "--format", "hf"],
+    ):
+        assert refusal(*arguments) == f"{nope} does not exist"
+
+
+def test_a_folder_of_checkpoints_names_them(runs):
+    text = refusal("inspect", runs)
+    assert text.endswith(f"give one: {runs}/step-100, {runs}/step-200, {runs}/step-300")
+
+
+def test_a_file_of_a_checkpoint_names_its_folder(ckpt):
+    file = next(ckpt.glob("shard-*"))
+    assert refusal("inspect", file).endswith(f"give the folder: {ckpt}")
+
+
+def test_a_name_that_looks_like_a_pattern_is_a_name(tmp_path):
+    saved = {"w": torch.ones(4), "w[0]": torch.ones(4, 4), "wx": torch.ones(4)}
+    shardplan.save(saved, tmp_path / "a")
+    names = [tensor["name"] for tensor in answer("inspect", tmp_path / "a", "w[0]")["tensors"]]
+    assert names == ["w[0]"]
+    assert len(answer("inspect", tmp_path / "a", "w[xyz]", code=0)["tensors"]) == 1
+    placed = answer("plan", tmp_path / "a", "--mesh", "dp=2", "-p", "w[0]=dp:shard1")["placements"]
+    assert [group["tensors"] for group in placed] == [1, 2]
+
+
+def test_an_index_is_shown_with_the_name(ckpt):
+    assert run("cat", ckpt, "model.norm[1]").stdout.startswith("model.norm[1]: scalar bfloat16")
+
+
+def test_bytes_in_json_are_no_text(tmp_path):
+    shardplan.save({"rng": b"\0\1"}, tmp_path / "a")
+    assert answer("cat", tmp_path / "a", "rng")["value"] == {"base64": "AAE="}
+    assert answer("inspect", tmp_path / "a")["values"][0]["value"] == {"base64": "AAE="}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["cat", "CKPT", "model.norm"],
+        ["convert", "CKPT", "OUT", "--format", "hf"],
+        ["demo", "OUT"],
+    ],
+)
+def test_what_needs_torch_says_how_to_get_it(ckpt, tmp_path, arguments):
+    places = {"CKPT": ckpt, "OUT": tmp_path / "out"}
+    done = run_without_torch(*(places.get(a, a) for a in arguments))
+    told = "shardplan: error: this needs torch: pip install 'shardplan[torch]'\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", told)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -423,7 +502,18 @@ def test_a_path_without_a_checkpoint_is_refused(tmp_path):
         (["cat", "CKPT", "model.norm[0, 0]"], "too many parts"),
         (["cat", "CKPT", "step[0]"], "`step` is no tensor"),
         (["plan", "CKPT", "--mesh", "dp"], "'dp' is no axis; write dp=96,tp=2"),
-        (["plan", "CKPT", "--mesh", "dp=0"], "is no axis"),
+        (["plan", "CKPT", "--mesh", "dp = 0"], "dp needs at least 1 rank"),
+        (["plan", "CKPT", "--mesh", "dp=2", "-p", "*=shard"], "'shard' needs an axis number"),
+        (["plan", "CKPT", "--mesh", "dp=2,tp=2", "-p", "*=shard0"], "1 placement given"),
+        (["plan", "CKPT", "--mesh", "dp=2", "--tensor", "model.norm"], "needs --svg or --html"),
+        (["inspect", "CKPT", "model.layerz"], "nearest: model.layers, "),
+        (["cat", "CKPT", "model.layers"], "`model.layers` is the start of 12 names"),
+        (["convert", "CKPT", "x", "--format", "hf", "--mesh", "dp=2"], "leave out --mesh"),
+        (
+            ["convert", "CKPT", "x", "--format", "torch", "--max-shard-size", "5GB"],
+            "--max-shard-size is for several files",
+        ),
+        (["demo", "CKPT"], "would be emptied"),
         (["plan", "CKPT", "--mesh", "dp=2,dp=2"], "two axes named dp"),
         (["plan", "CKPT", "--mesh", "dp=2", "-p", "x"], "write PATTERN=PLACED"),
         (["plan", "CKPT", "--mesh", "dp=2", "-p", "nope*=dp:shard0"], "matches no tensor"),
@@ -546,6 +636,24 @@ def test_inspect_reads_safetensors_of_others(tmp_path):
     assert answer("verify", tmp_path)["ok"] is True
 
 
+def test_inspect_tells_as_much_of_dcp(ckpt, tmp_path):
+    arguments = ["--format", "dcp", "--mesh", "dp=2,tp=2", "-p", "*.wq=dp:shard0,tp:shard1"]
+    assert run("convert", ckpt, tmp_path / "b", *arguments).exit_code == 0
+    here, there = answer("inspect", ckpt), answer("inspect", tmp_path / "b")
+    names = [[tensor["name"] for tensor in told["tensors"]] for told in (here, there)]
+    assert names[0] == names[1]
+    assert here["values"] == there["values"]
+    by_name = {tensor["name"]: tensor for tensor in there["tensors"]}
+    assert by_name["model.layers.0.attn.wq"]["files"] == 4
+    sizes = {file["name"]: file["bytes"] for file in there["files"]}
+    assert sizes == {p.name: p.stat().st_size for p in (tmp_path / "b").glob("*.distcp")}
+    screen = run("inspect", tmp_path / "b").stdout
+    assert "2 × 2 grid, 4 files" in screen
+    assert re.search(r"^step +value +7$", screen, re.MULTILINE)
+    (tensor,) = answer("inspect", tmp_path / "b", "model.layers.0.attn.wq", "--chunks")["tensors"]
+    assert {chunk["file"] for chunk in tensor["chunk_list"]} <= set(sizes)
+
+
 def test_convert_reshards(ckpt, tmp_path):
     arguments = ["--format", "safetensors", "--mesh", "dp=2", "--max-memory", "256MiB"]
     placed = ["-p", "*.wq=dp:shard1"]
@@ -555,7 +663,7 @@ def test_convert_reshards(ckpt, tmp_path):
     assert by_name["model.layers.0.attn.wq"]["grid"] == [1, 2]
     assert by_name["model.layers.0.attn.wo"]["grid"] == [2, 1]
     assert answer("diff", ckpt, tmp_path / "b")["equal"] is True
-    assert "overwrite" in refusal("convert", ckpt, tmp_path / "b", *arguments)
+    assert "pass --overwrite" in refusal("convert", ckpt, tmp_path / "b", *arguments)
     assert run("convert", ckpt, tmp_path / "b", *arguments, "--overwrite").exit_code == 0
 
 
@@ -594,6 +702,7 @@ def test_the_program_and_the_module_are_one(ckpt):
         ["inspect", "CKPT", "--chunks", "--json"],
         ["plan", "CKPT", "--mesh", "dp=3", "--svg", "OUT"],
         ["verify", "CKPT"],
+        ["cat", "CKPT", "betas"],
         ["prune", "RUNS", "--keep-last", "3", "--dry-run"],
         ["--help"],
     ],
@@ -629,7 +738,7 @@ def test_an_interrupt_exits_with_130_and_no_traceback(tmp_path):
         "    print('waiting', flush=True)\n"
         "    time.sleep(60)\n"
         "sources.open_source = wait\n"
-        "sys.argv = ['shardplan', 'inspect', 'x']\n"
+        "sys.argv = ['shardplan', 'inspect', '.']\n"
         "from shardplan.cli import main; main()\n"
     )
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -656,6 +765,21 @@ def test_demo_runs_the_demo(monkeypatch, tmp_path):
     monkeypatch.setattr("shardplan.demo.main", lambda arguments: given.append(list(arguments)) or 0)
     assert (run("demo").exit_code, run("demo", tmp_path).exit_code) == (0, 0)
     assert given == [[], [str(tmp_path)]]
+
+
+def test_demo_answers_in_json(monkeypatch, tmp_path):
+    def run_it(demo):
+        demo.say("a step")
+        demo.told[4] = {"seconds": {"save": 0.1}}
+        demo.failed.append("a claim")
+        return False
+
+    monkeypatch.setattr("shardplan.demo.Demo.run", run_it)
+    told = answer("demo", tmp_path / "out", code=1)
+    folder = str(tmp_path / "out")
+    assert told == {
+        "folder": folder, "ok": False, "failed": ["a claim"], "seconds": {"save": 0.1},
+    }  # fmt: skip
 
 
 def test_shell_completion_is_offered():

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .failing import FOUND
-from .options import Ckpt, Debug, Json, Verbose
+from .options import Ckpt, Debug, Json, Verbose, is_there
 from .waiting import counting
 
 __all__ = ["DIFF_HELP", "VERIFY_HELP", "diff", "verify"]
@@ -55,8 +55,12 @@ def verify(ckpt: Ckpt, json: Json = False, verbose: Verbose = False, debug: Debu
 
 
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="The first.", show_default=False)],
-    b: Annotated[str, typer.Argument(metavar="B", help="The second.", show_default=False)],
+    a: Annotated[
+        str, typer.Argument(metavar="A", help="The first.", show_default=False, callback=is_there)
+    ],
+    b: Annotated[
+        str, typer.Argument(metavar="B", help="The second.", show_default=False, callback=is_there)
+    ],
     values: Annotated[
         bool,
         typer.Option("--values/--no-values", help="Compare values, or names and shapes only."),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, Final
 
@@ -14,16 +14,16 @@ import attrs
 from shardplan.io.sources import Source, open_source
 from shardplan.planning import Grid
 from shardplan.planning.catalog import column
-from shardplan.planning.errors import nearest_hint, nearest_names
 from shardplan.planning.metadata import Entries
 from shardplan.planning.packing import Ints
 
+from .choosing import choose, hint
 from .waiting import spinning
 
 __all__ = ["Contents", "Total", "open_contents"]
 
-_KNOWN_PLACES: Final = ("hf",)  # formats that tell where chunks lie without any more reading
-_PATTERN: Final = frozenset("*?[")
+_SMALL: Final = 4096  # bytes of a value that are read only to be shown
+_FEW: Final = 64  # values that are read only to be shown, a request each
 _log = logging.getLogger("shardplan.cli")
 
 
@@ -118,23 +118,62 @@ class Contents:
         return [len(set(place.tolist())) for place in self.manifest.places]
 
     def files(self, row: int) -> int | None:
-        """In how many files a tensor lies; None if that takes more than a look."""
+        """In how many files a tensor lies; None if what describes the checkpoint is silent."""
         if self.manifest is not None:
             return self._places[int(self.manifest.place[row])]
-        names = self.file_names(row)
-        return None if names is None else len(set(names))
+        numbers = self._file_numbers(row)
+        return None if numbers is None else len(set(numbers))
 
     def file_names(self, row: int) -> list[str] | None:
         """The file of each chunk of a tensor; None likewise."""
+        numbers = self._file_numbers(row)
+        return None if numbers is None else [self.source.files[number] for number in numbers]
+
+    def _file_numbers(self, row: int) -> list[int] | None:
         name = self.entries.names[row]
         if self.manifest is not None:
-            numbers = self.manifest.files_of(name).tolist()
-        elif self.source.format in _KNOWN_PLACES:
-            spots = self.source.spots([(name, chunk) for chunk in range(self.count(row))])
-            numbers = [spot.file for spot in spots]
-        else:
-            return None
-        return [self.source.files[number] for number in numbers]
+            numbers: list[int] = self.manifest.files_of(name).tolist()
+            return numbers
+        match self.source.format:
+            case "torch":
+                return [0] * self.count(row)  # there is one file
+            case "dcp":
+                return self._described(row)
+            case _:
+                chunks = [(name, chunk) for chunk in range(self.count(row))]
+                return [spot.file for spot in self.source.spots(chunks)]
+
+    def _described(self, row: int) -> list[int] | None:
+        """The file of each chunk as `.metadata` tells it; None if it lacks one."""
+        places = self._dcp.described.places
+        name = self.entries.names[row]
+        offsets = self.entries.layouts[int(self.entries.layout[row])].tiling.offsets.tolist()
+        found = [places.get((name, tuple(offset))) for offset in offsets]
+        return None if None in found else [place.file for place in found]
+
+    def values_at_hand(self, rows: Iterable[int]) -> dict[int, Any]:
+        """Return values by row: those that are small, and take neither torch nor much reading."""
+        found: dict[int, Any] = {}
+        for row in rows:
+            with suppress(ValueError):  # whoever asks for this one learns what is wrong
+                match self.source.format:
+                    case "safetensors" if self._is_inline(row):
+                        found[row] = self.source.value(self.entries.names[row])
+                    case "dcp" if len(found) < _FEW and self._is_small(row):
+                        found[row] = self._dcp.plain_value(self.entries.names[row])
+        return found
+
+    @property
+    def _dcp(self) -> Any:
+        """The source, as one of dcp: it has `.metadata`, and reads plain values."""
+        return self.source
+
+    def _is_inline(self, row: int) -> bool:
+        return bool(self.manifest.values[self.entries.names[row]][0] == "inline")
+
+    def _is_small(self, row: int) -> bool:
+        place = self._dcp.described.places.get((self.entries.names[row], None))
+        return place is None or place.length <= _SMALL
 
     @property
     def by_dtype(self) -> dict[str, Total]:
@@ -161,28 +200,22 @@ class Contents:
         return dict(sorted(found.items(), key=lambda pair: (-pair[1].nbytes, pair[0])))
 
     def matching(self, pattern: str | None) -> Contents:
-        """Keep what a pattern matches; without any of ``*?[`` it is a name or the start of one.
+        """Keep what a pattern means; see `choose`.
 
         Raises:
             ValueError: Nothing matches.
         """
         if pattern is None:
             return self
-        names = self.entries.names
-        if _PATTERN & set(pattern):
-            rows = [row for row in self.rows if fnmatchcase(names[row], pattern)]
-        else:
-            start = f"{pattern.rstrip('.')}."
-            rows = [r for r in self.rows if names[r] == pattern or names[r].startswith(start)]
-        if not rows:
-            near = nearest_hint(nearest_names(pattern.strip("*."), names))
-            raise ValueError(f"no name in {self.path} matches {pattern!r}{near}")
-        return attrs.evolve(self, rows=rows)
+        names = [self.entries.names[row] for row in self.rows]
+        chosen = [self.rows[number] for number in choose(pattern, names)]
+        if not chosen:
+            raise ValueError(f"no name in {self.path} matches {pattern!r}{hint(pattern, names)}")
+        return attrs.evolve(self, rows=chosen)
 
     def as_json(self, *, chunks: bool = False) -> dict[str, Any]:
         """Return all of this as plain data."""
-        manifest = self.manifest
-        sizes = None if manifest is None else manifest.files.sizes.tolist()
+        manifest, sizes = self.manifest, self._file_sizes()
         return {
             "path": self.path,
             "format": self.source.format,
@@ -190,15 +223,28 @@ class Contents:
             "created": None if manifest is None else manifest.created or None,
             "bytes": self.total(self.rows).nbytes,
             "chunks": sum(map(self.count, self.tensors)),
-            "files": [
-                {"name": name, "bytes": None if sizes is None else sizes[number]}
-                for number, name in enumerate(self.source.files)
-            ],
+            "files": [{"name": name, "bytes": sizes.get(name)} for name in self.source.files],
             "tensors": [self._tensor(row, chunks) for row in self.tensors],
-            "values": [self.entries.names[row] for row in self.values],
+            "values": self._values(),
             "by_dtype": _plain(self.by_dtype),
             "by_prefix": _plain(self.by_prefix),
         }
+
+    def _file_sizes(self) -> Mapping[str, int]:
+        """The size of each file: as the manifest says, or as a listing of the folder does."""
+        if self.manifest is not None:
+            files = self.manifest.files
+            return dict(zip(files.names, files.sizes.tolist(), strict=True))
+        return {entry.name: entry.size for entry in self.source.store.entries(recursive=False)}
+
+    def _values(self) -> list[dict[str, Any]]:
+        from .screen import plain
+
+        told = self.values_at_hand(self.values)
+        return [
+            {"name": self.entries.names[row]} | ({"value": plain(told[row])} if row in told else {})
+            for row in self.values
+        ]
 
     def _tensor(self, row: int, chunks: bool) -> dict[str, Any]:
         told: dict[str, Any] = {
@@ -243,4 +289,6 @@ def open_contents(path: str) -> Contents:
         entries = source.metadata.state_dict_metadata
     took = time.perf_counter() - start
     _log.info("opened %s in %.3f s: %s, %d entries", path, took, source.format, len(entries))
-    return Contents(path, source, range(len(entries)))
+    # Tensors before values, each by name, whatever order they were saved in.
+    order = sorted(range(len(entries)), key=lambda n: (entries.layout[n] < 0, entries.names[n]))
+    return Contents(path, source, order)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .options import Debug, Json, Overwrite, Placements, Verbose, parse_bytes
+from .options import Debug, Json, Overwrite, Placements, Verbose, is_there, parse_bytes
 from .waiting import counting
 
 __all__ = ["HELP", "Format", "convert"]
@@ -37,7 +37,13 @@ class Format(StrEnum):
 
 def convert(
     source: Annotated[
-        str, typer.Argument(metavar="SRC", help="A checkpoint of any format.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="SRC",
+            help="A checkpoint of any format.",
+            show_default=False,
+            callback=is_there,
+        ),
     ],
     destination: Annotated[
         str, typer.Argument(metavar="DST", help="Where to write.", show_default=False)

@@ -6,18 +6,19 @@ import itertools
 import math
 import sys
 from collections.abc import Sequence
-from pprint import pformat
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardplan.opening import Axis, SavedTensor, normal_index
+from shardplan.io.read import Reader
+from shardplan.io.sources import Source
+from shardplan.opening import Axis, Checkpoint, SavedTensor, normal_index
 
 from .screen import console, plain, print_json, safe, shape_text
 
-__all__ = ["Shown", "look", "print_tensor", "show_tensor", "show_value"]
+__all__ = ["Shown", "look", "print_tensor", "show_tensor"]
 
 Shown = tuple[tuple[int, ...], npt.NDArray[Any], str]
 """The shape that was asked for, the elements (of many, the corners), and their dtype."""
@@ -26,8 +27,9 @@ _EDGE: Final = 3  # elements that are shown at each end of a long axis
 _WHOLE: Final = 1000  # elements up to which all are shown
 
 
-def look(saved: SavedTensor, index: Any, everything: bool) -> Shown:
+def look(source: Source, name: str, index: Any, everything: bool) -> Shown:
     """Return the shape that was asked for, its elements or (of many) the corners, and the dtype."""
+    saved = Checkpoint(Reader(source))[name]
     index = ... if index is None else index
     axes = normal_index(index, saved.shape)
     shape = tuple(axis.count for axis in axes if not axis.dropped)
@@ -74,7 +76,7 @@ def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
     return array
 
 
-def show_tensor(name: str, shown: Shown, precision: int) -> None:
+def show_tensor(title: str, shown: Shown, precision: int) -> None:
     """Print elements as numpy does."""
     screen = console()
     shape, array, dtype = shown
@@ -87,30 +89,21 @@ def show_tensor(name: str, shown: Shown, precision: int) -> None:
         edgeitems=_EDGE,
         separator=", ",
     )
-    screen.print(f"{safe(name)}: {shape_text(shape)} {dtype}", style="bold", soft_wrap=True)
+    screen.print(f"{safe(title)}: {shape_text(shape)} {dtype}", style="bold", soft_wrap=True)
     print(text)
 
 
-def print_tensor(name: str, key: str, shown: Shown) -> None:
-    """Print elements as JSON."""
+def print_tensor(name: str, index: str, shown: Shown) -> None:
+    """Print elements as JSON; ``index`` is empty if there was none."""
     shape, array, dtype = shown
-    index = key.removeprefix(name).strip() or None
     values = plain(array.tolist())
     print_json(
         {
             "key": name,
-            "index": index,
+            "index": index or None,
             "type": "tensor",
             "dtype": dtype,
             "shape": list(shape),
             "values": values,
         }
     )
-
-
-def show_value(name: str, value: Any, json: bool) -> None:
-    """Print a value that is no tensor."""
-    if json:
-        print_json({"key": name, "type": "value", "value": plain(value)})
-        return
-    print(pformat(value, width=min(console().width, 120)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -20,9 +21,27 @@ _INTERRUPTED: Final = 130
 _NO_READER: Final = 141
 
 EXIT_CODES: Final = (
-    "Exit codes: 0 fine; 1 differences or damage found; 2 wrong usage, bad input, or it could not "
-    "be done; 130 interrupted."
+    "Exit codes: 0 fine; 1 diff found differences, or verify damage; 2 wrong usage, bad input, or "
+    "it could not be done; 130 interrupted."
 )
+# What the library calls its arguments, and what they are called here.
+_OPTIONS: Final = {
+    "overwrite=True": "--overwrite",
+    "`mesh`": "--mesh",
+    "mesh exclude": "--mesh exclude",
+    "max_shard_size": "--max-shard-size",
+    "max_memory": "--max-memory",
+    "`placements`": "--placements",
+}
+_WORDS: Final = re.compile("|".join(rf"(?<![\w.]){re.escape(word)}" for word in _OPTIONS))
+# Packages that not everybody has, and what to ask pip for.
+_EXTRAS: Final = {
+    "torch": "shardplan[torch]",
+    "obstore": "shardplan[objects]",
+    "rich": "shardplan[cli]",
+    "xxhash": "shardplan[io]",
+    "safetensors": "safetensors",
+}
 _SHOWN: Final = 3  # reasons of one error that fit a line
 # Typer's base of all errors about arguments, wherever this version of it keeps that.
 _USAGE: Final[Any] = typer.BadParameter.__mro__[2]
@@ -71,6 +90,10 @@ def message(error: Exception) -> str:
     'no such mesh: dp'
     >>> message(ZeroDivisionError("division by zero"))
     'unexpected ZeroDivisionError: division by zero (--debug shows where)'
+    >>> message(ValueError("there is one; pass overwrite=True to replace it"))
+    'there is one; pass --overwrite to replace it'
+    >>> message(ModuleNotFoundError("No module named 'torch'", name="torch"))
+    "this needs torch: pip install 'shardplan[torch]'"
     """
     if isinstance(error, _USAGE):
         return _usage(error)
@@ -82,12 +105,22 @@ def message(error: Exception) -> str:
         text = str(error.args[0])  # its str() is a repr
     else:
         text = str(error) or type(error).__name__
-    text = " ".join(text.split())
-    if isinstance(error, (ValueError, OSError, LookupError, TypeError, ImportError)):
+    text = _WORDS.sub(lambda found: _OPTIONS[found[0]], " ".join(text.split()))
+    if isinstance(error, ImportError):
+        return _needed(error, text)
+    if isinstance(error, (ValueError, OSError, LookupError, TypeError)):
         return text
     if type(error).__module__.startswith("shardplan."):
         return text
     return f"unexpected {type(error).__name__}: {text} (--debug shows where)"
+
+
+def _needed(error: ImportError, text: str) -> str:
+    """Say which package is missing, and how to get it."""
+    package = (error.name or "").partition(".")[0]
+    if package not in _EXTRAS or not isinstance(error, ModuleNotFoundError) or "pip " in text:
+        return text
+    return f"this needs {package}: pip install '{_EXTRAS[package]}'"
 
 
 def _usage(error: Any) -> str:

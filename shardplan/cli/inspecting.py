@@ -22,7 +22,7 @@ needed for files of torch.save only.
 JSON keys: path, format, save_id, created (seconds since 1970, or null), bytes, chunks, files
 (name; bytes or null), tensors (name, shape, dtype, bytes, chunks, grid: chunks per axis or
 null, files: how many, or null; with --chunks also chunk_list: offsets, sizes, bytes, file), values
-(names), by_dtype and by_prefix (tensors, bytes).
+(name; value if it is at hand, as `cat` writes it), by_dtype and by_prefix (tensors, bytes).
 
 Example: shardplan inspect s3://bucket/step-100 'model.*norm*'
 """

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 from typing import Annotated, Final
 
 import typer
 
-__all__ = ["Ckpt", "Debug", "Json", "Mesh", "Overwrite", "Placements", "Verbose", "parse_bytes"]
+__all__ = [
+    "Ckpt",
+    "Debug",
+    "Json",
+    "Mesh",
+    "Overwrite",
+    "Placements",
+    "Verbose",
+    "is_there",
+    "parse_bytes",
+]
 
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
     "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40,
@@ -33,12 +44,27 @@ def _verbose(value: bool) -> bool:
     return value
 
 
+def is_there(path: str) -> str:
+    """Refuse a path on a disk at which nothing is, alike for all commands.
+
+    >>> is_there("s3://bucket/step-100")  # whoever opens it will see
+    's3://bucket/step-100'
+
+    Raises:
+        ValueError: There is nothing.
+    """
+    if "://" not in path and not os.path.lexists(path):
+        raise ValueError(f"{path} does not exist")
+    return path
+
+
 Ckpt = Annotated[
     str,
     typer.Argument(
         metavar="CKPT",
         help="A checkpoint of any format: a folder or a file, local, s3://, gs:// or az://.",
         show_default=False,
+        callback=is_there,
     ),
 ]
 Json = Annotated[

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Final
@@ -10,18 +10,28 @@ from typing import Final
 from rich.table import Table
 from rich.text import Text
 
-from shardplan.io.values import StoredValue, load_value
 from shardplan.planning.text import counted, human_bytes
 
 from .contents import Contents, Total
-from .screen import Lines, fits, safe, shape_text, table, unbroken
+from .screen import Lines, fits, room, safe, shape_text, table, unbroken
 from .tree import Branch, branches
 
 __all__ = ["chunk_lists", "head", "names", "totals"]
 
 _LINES: Final = 200  # more are shown if asked for
 _PREFIXES: Final = 12
-_WIDE: Final = 40  # characters of a value that are shown
+_WIDE: Final = 41  # characters of a value that are shown
+_NAME: Final = 20  # characters of a name that stay as long as another column can go
+# From the widest to the narrowest: whether cells are short, the columns that go, and the characters
+# to which names may be cut (None: they may not).
+_WAYS: Final[tuple[tuple[bool, tuple[str, ...], int | None], ...]] = (
+    (False, (), None),
+    (True, (), None),
+    (True, ("count",), _NAME),
+    (True, ("count", "type"), _NAME),
+    (True, ("count", "type", "shape"), _NAME),
+    (True, ("count", "type", "shape", "cut"), _NAME),
+)
 _DIM: Final = "dim"
 _LETTERS: Final = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "complex": "c"}
 
@@ -58,27 +68,62 @@ def names(
     drawn = branches([entries.names[row] for row in rows], kinds, collapse=not everything)
     lines = [b for b in drawn if depth is None or b.depth < depth]
     shown = lines if everything else lines[:_LINES]
-    made = _tree(contents, shown, rows, compact=False)
-    yield made if fits(made) else _tree(contents, shown, rows, compact=True)
+    yield _fitting(contents, shown, rows)
     if len(lines) > len(shown):
         left = len(lines) - len(shown)
         yield Text(f"… {left:,} more lines; give a PATTERN or --depth, or see --all", style=_DIM)
 
 
+def _fitting(contents: Contents, shown: Sequence[Branch], rows: Sequence[int]) -> Table | Lines:
+    """Make the table so that it fits: names come first, and values get the room that is left."""
+    alone = [rows[branch.rows[0]] for branch in shown if len(branch.rows) == 1]
+    told = contents.values_at_hand(row for row in alone if contents.entries.layout[row] < 0)
+    values = {row: safe(repr(value)) for row, value in told.items()}
+    for compact, without, name in _WAYS:
+        bare = _tree(contents, shown, rows, compact, without, values, wide=0)
+        if fits(bare, first=name):
+            break
+    return _tree(contents, shown, rows, compact, without, values, wide=min(_WIDE, room(bare)))
+
+
 def _tree(
-    contents: Contents, shown: Sequence[Branch], rows: Sequence[int], *, compact: bool
+    contents: Contents,
+    shown: Sequence[Branch],
+    rows: Sequence[int],
+    compact: bool,
+    without: Sequence[str],
+    values: Mapping[int, str],
+    wide: int,
 ) -> Table | Lines:
-    """Make the table, or one for a narrow terminal, with short dtypes and without files."""
+    """Make the table, or one for a narrow terminal, with short dtypes and without files.
+
+    Args:
+        contents: The checkpoint.
+        shown: The lines.
+        rows: The rows of the checkpoint that they count in.
+        compact: Whether the terminal is narrow.
+        without: Columns to leave out.
+        values: What is known of values, by row.
+        wide: How many characters of a value are shown.
+    """
     last = ("type", "bytes", "cut") if compact else ("dtype", "bytes", "sharding")
     return table(
         ("name", "count", "shape", *last),
-        (_line(contents, branch, rows, compact) for branch in shown),
+        (_line(contents, branch, rows, compact, values, wide) for branch in shown),
         right=("count", "bytes"),
         keep=("shape", *last),
+        without=without,
     )
 
 
-def _line(contents: Contents, branch: Branch, rows: Sequence[int], compact: bool) -> list[Text]:
+def _line(
+    contents: Contents,
+    branch: Branch,
+    rows: Sequence[int],
+    compact: bool,
+    values: Mapping[int, str],
+    wide: int,
+) -> list[Text]:
     label = Text.assemble(
         (branch.guide, _DIM), safe(branch.label), no_wrap=True, overflow="ellipsis"
     )
@@ -88,8 +133,9 @@ def _line(contents: Contents, branch: Branch, rows: Sequence[int], compact: bool
     if not leaves:
         return [label, *_sum(all_of_it), Text("")]
     if contents.entries.layout[leaves[0]] < 0:
-        told = _value(contents, leaves[0]) if len(leaves) == 1 else ""
-        return [label, Text(""), Text("value"), Text(""), Text(""), Text(told, style=_DIM)]
+        value = Text(values.get(leaves[0], "") if wide else "", style=_DIM)
+        value.truncate(wide, overflow="ellipsis")
+        return [label, Text(""), Text("value"), Text(""), Text(""), value]
     own = contents.total(leaves)
     return [
         label,
@@ -106,16 +152,6 @@ def _sum(total: Total) -> list[Text]:
     size = human_bytes(total.nbytes) if total.tensors else ""
     count = f"{total.tensors:,}" if total.tensors else ""
     return [Text(count, style=_DIM), Text(""), Text(""), Text(size, style=_DIM)]
-
-
-def _value(contents: Contents, row: int) -> str:
-    """Show a value that the manifest itself holds."""
-    name = contents.entries.names[row]
-    kind, data = contents.manifest.values[name] if contents.manifest is not None else ("", None)
-    if kind != "inline":
-        return ""
-    text = safe(repr(load_value(StoredValue("inline", data), "", name)))
-    return text if len(text) <= _WIDE else f"{text[:_WIDE]}…"
 
 
 def _close(text: str, compact: bool) -> str:

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Final
 
 import attrs
 
 from shardplan.planning import Mesh, Only, Replicate, Shard, StridedShard, TensorMetadata
-from shardplan.planning.errors import nearest_hint, nearest_names
 from shardplan.planning.layout import Placement
 from shardplan.planning.metadata import Entries
+from shardplan.planning.text import counted
+
+from .choosing import choose, hint
 
 __all__ = ["DEFAULT", "Placing", "by_axis", "parse_mesh", "parse_placements", "place", "words"]
 
 DEFAULT: Final = "*"
-_MESH: Final = re.compile(r"([A-Za-z_]\w*)=([0-9]+)")
+_MESH: Final = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*([0-9]+)\s*")
 _PLACED: Final = re.compile(
     r"(?P<kind>[a-z]+)\s*(?:\(\s*(?P<inside>[^()]*?)\s*\)|(?P<short>-?[0-9]+)?)", re.IGNORECASE
 )
@@ -47,7 +48,7 @@ class Placing:
 def parse_mesh(text: str) -> Mesh:
     """Read a mesh.
 
-    >>> parse_mesh("dp=96,tp=2")
+    >>> parse_mesh("dp = 96, tp=2")
     Mesh(dp=96, tp=2)
 
     Raises:
@@ -55,9 +56,11 @@ def parse_mesh(text: str) -> Mesh:
     """
     axes: dict[str, int] = {}
     for part in text.split(","):
-        found = _MESH.fullmatch(part.strip())
-        if found is None or int(found[2]) < 1:
-            raise ValueError(f"--mesh {text!r}: {part!r} is no axis; write dp=96,tp=2")
+        found = _MESH.fullmatch(part)
+        if found is None:
+            raise ValueError(f"--mesh {text!r}: {part.strip()!r} is no axis; write dp=96,tp=2")
+        if int(found[2]) < 1:
+            raise ValueError(f"--mesh {text!r}: {found[1]} needs at least 1 rank")
         if found[1] in axes:
             raise ValueError(f"--mesh {text!r}: there are two axes named {found[1]}")
         axes[found[1]] = int(found[2])
@@ -88,12 +91,13 @@ def _parse(text: str, mesh: Mesh) -> Placing:
     parts = [part.strip() for part in _COMMA.split(placed)]
     named = [_NAMED.fullmatch(part) for part in parts]
     if not any(named):
+        in_order = tuple(_placement(part, where) for part in parts)
         if len(parts) != len(mesh.shape):
             raise ValueError(
-                f"{where}: {mesh!r} has {len(mesh.shape)} axes, and {len(parts)} placements are "
-                f"given; name the axes to leave some out, as in {mesh.names[0]}:shard0"
+                f"{where}: {counted(len(parts), 'placement')} given, and {mesh!r} takes "
+                f"{len(mesh.shape)}; name the axes to leave some out, as in {mesh.names[0]}:shard0"
             )
-        return Placing(pattern.strip(), tuple(_placement(part, where) for part in parts))
+        return Placing(pattern.strip(), in_order)
     by_axis: dict[str, Placement] = {}
     for part, found in zip(parts, named, strict=True):
         if found is None:
@@ -122,6 +126,8 @@ def _placement(text: str, where: str) -> Placement:
             return StridedShard(int(numbers[0].removeprefix("dim=")), split_factor=int(factor[1]))
     except ValueError:
         pass
+    if kind in ("shard", "s") and not numbers:
+        raise ValueError(f"{where}: {text!r} needs an axis number, as in shard0 or Shard(0)")
     raise ValueError(
         f"{where}: {text!r} is no placement; write shard0, replicate, StridedShard(0,2) or Only(3)"
     )
@@ -139,11 +145,14 @@ def place(
         ValueError: A pattern matches no tensor.
     """
     names = [n for n, layout in zip(entries.names, entries.layout, strict=True) if layout >= 0]
-    for placing in placings[:-1]:
-        if not any(fnmatchcase(name, placing.pattern) for name in names):
-            near = nearest_hint(nearest_names(placing.pattern.strip("*."), names))
+    which: dict[str, Placing] = {}
+    for placing in placings:
+        chosen = choose(placing.pattern, names)
+        if not chosen and placing is not placings[-1]:
+            near = hint(placing.pattern, names)
             raise ValueError(f"--placements: {placing.pattern!r} matches no tensor{near}")
-    which = {n: next(p for p in placings if fnmatchcase(n, p.pattern)) for n in names}
+        for number in chosen:
+            which.setdefault(names[number], placing)
     copies = (Replicate(),) * len(mesh.shape)
     placements = {
         name: placing.placements if _has_axes(entries, name) else copies

@@ -62,6 +62,8 @@ def plan(
     from .placing import parse_mesh, parse_placements
     from .waiting import spinning
 
+    if tensor is not None and svg is None and html is None:
+        raise ValueError("--tensor says which one to draw: it needs --svg or --html")
     ranks = parse_mesh(mesh)
     placings = parse_placements(placements, ranks)
     contents = open_contents(ckpt)

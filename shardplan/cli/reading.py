@@ -10,7 +10,7 @@ import typer
 from .options import Ckpt, Debug, Json, Verbose
 
 if TYPE_CHECKING:
-    from collections.abc import Container
+    from collections.abc import Collection, Container
 
 __all__ = ["HELP", "cat", "parse_key"]
 
@@ -20,7 +20,8 @@ KEY may end with an index of whole numbers, slices and ..., as in 'model.w[0:2, 
 elements are read. Of a large tensor only the corners are read and shown; --all shows everything.
 
 JSON keys: key, index (or null), type (tensor or value), dtype, shape, values (nested lists; NaN and
-infinities as text, complex numbers as pairs). For a value: key, type, value.
+infinities as text, complex numbers as pairs). For a value: key, type, value (bytes as an object
+with the key base64).
 
 Example: shardplan cat step-100 'model.w[0:2, :5]'
 """
@@ -43,26 +44,55 @@ def cat(
     debug: Debug = False,
 ) -> None:
     """Show elements of a tensor, or a value; see `HELP`."""
+    from .contents import open_contents
     from .waiting import spinning
 
+    contents = open_contents(ckpt)
+    names = contents.entries
+    name, index = parse_key(key, names)
+    if name not in names:
+        raise ValueError(_missing(name, ckpt, names))
+    where = key.removeprefix(name).strip()
+    if names.layout[names.row_of[name]] >= 0:
+        with spinning(f"reading {key}"):
+            from .elements import look, print_tensor, show_tensor
+
+            shown = look(contents.source, name, index, everything or json)
+        if json:
+            print_tensor(name, where, shown)
+        else:
+            show_tensor(f"{name}{where}", shown, precision)
+        return
+    if index is not None:
+        raise ValueError(f"`{name}` is no tensor, and takes no index")
     with spinning(f"reading {key}"):
-        from shardplan.opening import SavedTensor, open_checkpoint
+        value = contents.source.value(name)
+    _show_value(name, value, json)
 
-        from .elements import look, print_tensor, show_tensor, show_value
 
-        checkpoint = open_checkpoint(ckpt)
-        name, index = parse_key(key, checkpoint)
-        value = checkpoint[name]
-        if isinstance(value, SavedTensor):
-            shown = look(value, index, everything or json)
-        elif index is not None:
-            raise ValueError(f"`{name}` is no tensor, and takes no index")
-    if not isinstance(value, SavedTensor):
-        show_value(name, value, json)
-    elif json:
-        print_tensor(name, key, shown)
-    else:
-        show_tensor(name, shown, precision)
+def _missing(name: str, ckpt: str, names: Collection[str]) -> str:
+    """Say that a name is not there, and what may have been meant."""
+    from shardplan.planning.text import counted
+
+    from .choosing import hint
+
+    below = [known for known in names if known.startswith(f"{name}.")]
+    if below:
+        many = counted(len(below), "name")
+        return f"`{name}` is the start of {many}, such as {below[0]}; give one of these"
+    return f"`{name}` is not in {ckpt}{hint(name, list(names))}"
+
+
+def _show_value(name: str, value: Any, json: bool) -> None:
+    """Print a value that is no tensor."""
+    from .screen import console, plain, print_json
+
+    if json:
+        print_json({"key": name, "type": "value", "value": plain(value)})
+        return
+    from pprint import pformat
+
+    print(pformat(value, width=min(console().width, 120)))
 
 
 def parse_key(key: str, names: Container[str]) -> tuple[str, Any]:

@@ -10,9 +10,11 @@ import json
 import math
 import os
 import sys
+from binascii import b2a_base64
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -23,6 +25,7 @@ __all__ = [
     "fits",
     "plain",
     "print_json",
+    "room",
     "safe",
     "shape_text",
     "show",
@@ -33,6 +36,7 @@ __all__ = [
 _UNLIMITED: Final = 100_000
 _MANY: Final = 500  # rows from which on a table is plain text
 _BARE: Final = None  # no lines around cells
+_GAP: Final = 2  # spaces between columns
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -50,6 +54,8 @@ def console(*, stderr: bool = False) -> Console:
         emoji=False,
         width=_UNLIMITED if piped else None,
         soft_wrap=False,
+        # Bold and dim are drawn with escape codes, too: who wants no color wants none of these.
+        color_system=None if os.environ.get("NO_COLOR") else "auto",
     )
 
 
@@ -63,11 +69,13 @@ def show(*parts: Text | Table | Lines | str) -> None:
     for part in parts:
         if isinstance(part, Lines):
             sys.stdout.writelines(f"{line}\n" for line in part)
-        elif screen.is_terminal:
-            screen.print(part)
+            continue
+        whole = isinstance(part, Text) and bool(part.no_wrap)  # which `print` would forget
+        if screen.is_terminal:
+            screen.print(part, soft_wrap=whole)
         else:
             with screen.capture() as captured:
-                screen.print(part)
+                screen.print(part, soft_wrap=whole)
             for line in captured.get().splitlines():  # a table fills its cells up with spaces
                 print(line.rstrip())
 
@@ -110,6 +118,7 @@ def table(
     *,
     right: Iterable[str] = (),
     keep: Iterable[str] = (),
+    without: Iterable[str] = (),
     title: str = "",
 ) -> Table | Lines:
     """Make a table without lines; columns in which nothing stands are left out.
@@ -121,18 +130,22 @@ def table(
         rows: The cells: text, or anything that ``str`` makes text of.
         right: The columns that are set to the right, as numbers are.
         keep: The columns that are never wrapped; others are, where the terminal is narrow.
+        without: The columns that are left out.
         title: A line above it.
     """
     made = Table(
         box=_BARE,
         pad_edge=False,
-        padding=(0, 2, 0, 0),
+        padding=(0, _GAP, 0, 0),
         header_style="bold",
         title=Text(title, style="bold") if title else None,
         title_justify="left",
     )
     to_right, kept, body = set(right), set(keep), [list(row) for row in rows]
-    used = [i for i in range(len(head)) if any(str(row[i]) for row in body)]
+    dropped = set(without)
+    used = [
+        i for i, name in enumerate(head) if name not in dropped and any(str(row[i]) for row in body)
+    ]
     if len(body) > _MANY:
         return _lines(head, body, used, to_right)
     for name in (head[i] for i in used):
@@ -160,20 +173,41 @@ def _lines(
     return Lines(form.format(*row).rstrip() for row in cells)
 
 
-def fits(made: Table | Lines) -> bool:
-    """Tell whether a table is no wider than the terminal."""
-    screen = console()
+def fits(made: Table | Lines, *, first: int | None = None) -> bool:
+    """Tell whether a table is no wider than the terminal.
+
+    Args:
+        made: The table.
+        first: The characters to which its first column may be cut; None if it may not be.
+    """
     if isinstance(made, Lines):
-        return max(map(len, made)) <= screen.width
+        return max(map(len, made)) <= console().width
+    spare = 0 if first is None else max(0, _column_width(made, 0) - first)
+    return _left(made) + spare >= 0
+
+
+def room(made: Table | Lines) -> int:
+    """Tell how wide the last column of a table can be on this terminal, or has to be."""
+    return _UNLIMITED if isinstance(made, Lines) else _column_width(made, -1) + max(0, _left(made))
+
+
+def _left(made: Table) -> int:
+    """Return how much narrower than the terminal a table is; negative if it is wider."""
+    screen = console()
     free = screen.options.update(max_width=_UNLIMITED)
-    return screen.measure(made, options=free).maximum <= screen.width
+    return screen.width - screen.measure(made, options=free).maximum
+
+
+def _column_width(made: Table, number: int) -> int:
+    column = made.columns[number]
+    return max(cell_len(str(cell)) for cell in (column.header, *column.cells))
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON can carry it; what it cannot is told as text.
+    """Return a value as JSON can carry it: bytes in base64, and what it cannot at all as text.
 
     >>> plain({"lr": float("inf"), "betas": (0.9, 0.95), 3: b"x"})
-    {'lr': 'inf', 'betas': [0.9, 0.95], '3': "b'x'"}
+    {'lr': 'inf', 'betas': [0.9, 0.95], '3': {'base64': 'eA=='}}
     """
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -181,6 +215,8 @@ def plain(value: Any) -> Any:
         return value if math.isfinite(value) else str(value)
     if isinstance(value, complex):
         return [plain(value.real), plain(value.imag)]
+    if isinstance(value, (bytes, bytearray)):
+        return {"base64": b2a_base64(value, newline=False).decode()}
     if isinstance(value, Mapping):
         return {str(key): plain(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,0 +1,47 @@
+"""Which names does a pattern mean? A name, the start of names, or what a shell would match."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from itertools import accumulate
+
+from shardplan.planning.errors import nearest_hint, nearest_names
+
+__all__ = ["choose", "hint", "starts"]
+
+
+def choose(pattern: str, names: Sequence[str]) -> list[int]:
+    """Return the numbers of the names that a pattern means.
+
+    A name that is spelled out counts as itself, whatever characters are in it; then a start of
+    names, up to a dot; only then is it taken as a shell would.
+
+    >>> names = ["w", "w[0]", "layers.0.w", "layers.1.w"]
+    >>> choose("w[0]", names), choose("layers.1", names), choose("*.w", names)
+    ([1], [3], [2, 3])
+    """
+    start = f"{pattern.rstrip('.')}."
+    rows = [row for row, n in enumerate(names) if n == pattern or n.startswith(start)]
+    return rows or [row for row, name in enumerate(names) if fnmatchcase(name, pattern)]
+
+
+def starts(name: str) -> Iterator[str]:
+    """Give the starts of a name that end before a dot.
+
+    >>> list(starts("model.layers.0"))
+    ['model', 'model.layers']
+    """
+    return accumulate(name.split(".")[:-1], lambda a, b: f"{a}.{b}")
+
+
+def hint(pattern: str, names: Sequence[str]) -> str:
+    """Return the end of a message about a pattern without a match: names and starts like it.
+
+    >>> hint("model.layerz", ["model.layers.0.w", "step"])
+    '; nearest: model.layers'
+    """
+    known = dict.fromkeys(names)
+    for name in names:
+        known |= dict.fromkeys(starts(name))
+    return nearest_hint(nearest_names(pattern.strip("*."), known))
