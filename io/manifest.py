@@ -225,7 +225,7 @@ def _decode(body: dict[str, Any]) -> Manifest:
     columns = [_column(tensors[key], limit, key) for key, limit in limits.items()]
     if any(len(c) != count for c in columns) or len(set(names)) != len(names):
         raise ValueError("its tensors' columns differ in length, or a name is there twice")
-    if len(np.unique(columns[1])) != len(layouts):
+    if len(set(columns[1].tolist())) != len(layouts):  # np.unique would import numpy.ma
         raise ValueError("no tensor has some of its layouts")
     if not all(type(name) is str for name in names):
         raise ValueError("a name is no text")

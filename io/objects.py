@@ -336,7 +336,13 @@ def _reported(operation: str, url: str, *, lost: Kind = "other") -> Iterator[Non
 
 
 def _in_words(error: BaseException, url: str) -> tuple[str, str]:
-    """Say what went wrong, and which settings to look at."""
+    """Say what went wrong, and which settings to look at.
+
+    >>> _in_words(OSError("Error performing PUT http://169.254.169.254/latest"), "s3://b/a")[0]
+    'no credentials were found'
+    >>> _in_words(OSError("error sending request"), "s3://b/a")[1]
+    'check the network, and AWS_ENDPOINT'
+    """
     reason = _first_line(error)
     settings = _SETTINGS.get(url.partition("://")[0].lower())
     if settings is None:

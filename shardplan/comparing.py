@@ -17,7 +17,7 @@ from shardplan.io.native import NativeSource
 from shardplan.io.pool import Pool, default_pool
 from shardplan.io.progress import Progress, Tell
 from shardplan.io.read import Reader
-from shardplan.io.sources import open_source
+from shardplan.io.sources import locate, open_source
 from shardplan.io.stores import MissingFileError, Store
 from shardplan.planning import BytesMetadata, TensorMetadata, check
 from shardplan.planning.reports.sheet import Sheet, Table, human_seconds
@@ -169,8 +169,8 @@ def diff(
                 raise
     ours, theirs = (side.metadata.state_dict_metadata for side in sides)
     return CheckpointDiff(
-        sides[0].store.url,
-        sides[1].store.url,
+        _url(a),
+        _url(b),
         tuple(sorted(found.changes, key=lambda change: change.key)),
         len(ours.keys() & theirs.keys()),
         found.bytes_read,
@@ -184,6 +184,12 @@ def _check_side(side: Reader) -> None:
     check(side.metadata)
     if isinstance(side.source, NativeSource):
         _check_sizes(side.store, side.source.manifest.files)
+
+
+def _url(path: str | os.PathLike[str] | Store) -> str:
+    """Name a checkpoint: its folder, or its file if it is a single one."""
+    store, name = locate(path)
+    return f"{store.url.rstrip('/')}/{name}" if name else store.url
 
 
 def _check_sizes(store: Store, files: FileTable) -> None:

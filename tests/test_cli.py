@@ -672,6 +672,9 @@ def test_convert_writes_other_formats_that_inspect_reads(ckpt, tmp_path, format)
     result = run("convert", ckpt, tmp_path / "b", "--format", format)
     assert result.exit_code == 0, result.stderr
     told = answer("inspect", tmp_path / "b")
+    assert answer("diff", ckpt, tmp_path / "b", code=int(format == "hf"))["b"] == str(
+        tmp_path / "b"
+    )
     assert told["format"] == format
     assert len(told["tensors"]) == 14
 
@@ -711,6 +714,18 @@ def test_looking_does_not_import_torch(runs, tmp_path, arguments):
     places = {"CKPT": runs / "step-100", "RUNS": runs, "OUT": tmp_path / "a.svg"}
     done = run_without_torch(*(places.get(a, a) for a in arguments))
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_program_starts_no_threads_for_linear_algebra():
+    code = (
+        "import os, sys; os.environ.pop('OPENBLAS_NUM_THREADS', None)\n"
+        "import shardplan.cli; early = 'numpy' in sys.modules\n"
+        "sys.argv = ['shardplan', '--version']\n"
+        "try: shardplan.cli.main()\n"
+        "finally: print(early, os.environ['OPENBLAS_NUM_THREADS'])"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "False 1"
 
 
 def test_a_reader_that_goes_away_is_no_error(llama):
@@ -788,6 +803,30 @@ def test_shell_completion_is_offered():
     assert done.stdout.split() == ["inspect"]
 
 
+@pytest.mark.parametrize(
+    ("words", "offers"),
+    [
+        (["inspect", "CKPT", "model.l"], {"model.layers"}),
+        (["inspect", "CKPT", "model.layers.0.attn."], {"wo", "wq"}),
+        (["cat", "CKPT", "st"], {"step"}),
+        (["cat", "/nope", "st"], set()),
+    ],
+)
+def test_the_shell_completes_names(ckpt, words, offers):
+    words = [str(ckpt) if word == "CKPT" else word for word in words]
+    environment = {
+        "_SHARDPLAN_COMPLETE": "complete_bash",
+        "COMP_WORDS": " ".join(["shardplan", *words]),
+        "COMP_CWORD": str(len(words)),
+    }
+    found = run_program(environment=environment)
+    assert found.stderr == ""
+    stem = words[-1].rpartition(".")[0]
+    assert {
+        n.removeprefix(f"{stem}.") if n.count(".") > 2 else n for n in found.stdout.split()
+    } == (offers)
+
+
 @pytest.mark.slow
 def test_inspect_of_half_a_million_chunks_costs_little_more_than_starting(tmp_path):
     # Starting takes a fifth of a second of the half that it may take. Both are measured in turn, as
@@ -798,7 +837,10 @@ def test_inspect_of_half_a_million_chunks_costs_little_more_than_starting(tmp_pa
     manifest, chunks = bench.manifest()
     assert chunks > 500_000
     (tmp_path / MANIFEST).write_bytes(encode_manifest(manifest))
-    imports = "import attrs, numpy, rich.console, rich.table, typer"
+    imports = (
+        "import os; os.environ['OPENBLAS_NUM_THREADS'] = '1'; "  # as the program does
+        "import attrs, numpy, rich.console, rich.table, typer"
+    )
     spent = []
     for _ in range(7):
         start = bench.seconds("-P", "-c", imports, program=sys.executable)[1]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import accumulate
 
 from shardplan.planning.errors import nearest_hint, nearest_names
 
-__all__ = ["choose", "hint", "starts"]
+__all__ = ["choose", "continuations", "hint", "starts"]
 
 
 def choose(pattern: str, names: Sequence[str]) -> list[int]:
@@ -33,6 +33,19 @@ def starts(name: str) -> Iterator[str]:
     ['model', 'model.layers']
     """
     return accumulate(name.split(".")[:-1], lambda a, b: f"{a}.{b}")
+
+
+def continuations(start: str, names: Iterable[str]) -> list[str]:
+    """Return how what was typed can go on, up to the next dot.
+
+    >>> continuations("la", ["layers.0.w", "layers.1.w", "step"])
+    ['layers']
+    >>> continuations("layers.", ["layers.0.w", "layers.1.w", "step"])
+    ['layers.0', 'layers.1']
+    """
+    steps = start.count(".") + 1
+    found = (name for name in names if name.startswith(start))
+    return list(dict.fromkeys(".".join(name.split(".")[:steps]) for name in found))
 
 
 def hint(pattern: str, names: Sequence[str]) -> str:

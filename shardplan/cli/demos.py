@@ -13,14 +13,14 @@ from .options import Debug, Json, Verbose
 
 __all__ = ["HELP", "demo"]
 
-HELP = r"""Train a small transformer on 4 ranks of this machine, and take its checkpoint through it all.
+HELP = r"""Train a small transformer on 4 ranks here, and take its checkpoint through it all.
 
 It is saved on 4 ranks (FSDP2 × TP), shown and planned for 3, loaded on 2 and on 1 with all bits
 compared, trained on, converted to Hugging Face's format and torch.save's, verified, damaged and
 verified again, and timed beside torch DCP; then a model of 405B is planned for 12,288 ranks. Takes
 about a minute, and torch. DIR is emptied before. Exits with 1 if anything did not hold.
 
-JSON keys: folder, ok, failed (claims that did not hold), seconds (of save and load, and of torch's).
+JSON keys: folder, ok, failed (claims that did not hold), seconds (save, load, and torch's own).
 
 Example: shardplan demo build/demo
 """

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .options import Ckpt, Debug, Json, Verbose
+from .options import Ckpt, Debug, Json, Verbose, names_to_come
 
 if TYPE_CHECKING:
     from .contents import Contents
@@ -36,6 +36,7 @@ def inspect(
             metavar="[PATTERN]",
             help="Only these names: a shell-style pattern, or a prefix such as model.layers.",
             show_default=False,
+            autocompletion=names_to_come,
         ),
     ] = None,
     chunks: Annotated[

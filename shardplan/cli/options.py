@@ -19,6 +19,7 @@ __all__ = [
     "Placements",
     "Verbose",
     "is_there",
+    "names_to_come",
     "parse_bytes",
 ]
 
@@ -56,6 +57,18 @@ def is_there(path: str) -> str:
     if "://" not in path and not os.path.lexists(path):
         raise ValueError(f"{path} does not exist")
     return path
+
+
+def names_to_come(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Tell the shell which names of the checkpoint can follow; none if it cannot be opened."""
+    from .choosing import continuations
+    from .contents import open_contents
+
+    try:
+        names = open_contents(ctx.params["ckpt"]).entries.names
+    except Exception:  # a half-typed line is no place for errors
+        return []
+    return continuations(incomplete, names)
 
 
 Ckpt = Annotated[

@@ -83,6 +83,8 @@ def _fitting(contents: Contents, shown: Sequence[Branch], rows: Sequence[int]) -
         bare = _tree(contents, shown, rows, compact, without, values, wide=0)
         if fits(bare, first=name):
             break
+    if not values:
+        return bare
     return _tree(contents, shown, rows, compact, without, values, wide=min(_WIDE, room(bare)))
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from .options import Ckpt, Debug, Json, Verbose
+from .options import Ckpt, Debug, Json, Verbose, names_to_come
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Container
@@ -33,7 +33,12 @@ def cat(
     ckpt: Ckpt,
     key: Annotated[
         str,
-        typer.Argument(metavar="KEY", help="A name, with an index or without.", show_default=False),
+        typer.Argument(
+            metavar="KEY",
+            help="A name, with an index or without.",
+            show_default=False,
+            autocompletion=names_to_come,
+        ),
     ],
     everything: Annotated[
         bool, typer.Option("--all", help="Show all elements, however many.")
