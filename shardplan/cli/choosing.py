@@ -52,7 +52,7 @@ def hint(pattern: str, names: Sequence[str]) -> str:
     """Return the end of a message about a pattern without a match: names and starts like it.
 
     >>> hint("model.layerz", ["model.layers.0.w", "step"])
-    '; nearest: model.layers'
+    '; nearest: model.layers, model.layers.0, model.layers.0.w'
     """
     known = dict.fromkeys(names)
     for name in names:
