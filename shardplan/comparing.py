@@ -23,7 +23,8 @@ from shardplan.planning import BytesMetadata, TensorMetadata, check
 from shardplan.planning.reports.sheet import Sheet, Table, human_seconds
 from shardplan.planning.text import human_bytes
 
-from .freshness import ATTEMPTS, STOPPED, was_replaced
+from .freshness import ATTEMPTS, STOPPED, begins_anew
+from .reports import logged
 
 __all__ = ["Change", "CheckpointDiff", "diff", "taken_on_trust"]
 
@@ -165,10 +166,10 @@ def diff(
             found = _compare(*sides, values=values, locate=locate, read=read, tell=progress)
             break
         except STOPPED:  # a side that was overwritten meanwhile is compared as it is now
-            if not left or not any(map(was_replaced, sides)):
+            if not left or not any(map(begins_anew, sides)):
                 raise
     ours, theirs = (side.metadata.state_dict_metadata for side in sides)
-    return CheckpointDiff(
+    report = CheckpointDiff(
         _url(a),
         _url(b),
         tuple(sorted(found.changes, key=lambda change: change.key)),
@@ -178,6 +179,7 @@ def diff(
         len(found.by_checksum),
         values,
     )
+    return logged(report, f"{report.a} and {report.b}")
 
 
 def _check_side(side: Reader) -> None:

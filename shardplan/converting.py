@@ -23,7 +23,7 @@ from shardplan.planning import Mesh, Pass, SavePlan
 from shardplan.planning.text import counted, human_bytes
 
 from .ranks import default_comm, take_step
-from .reports import Stopwatch
+from .reports import Stopwatch, logged
 from .streaming import Budget, Done, Job
 from .targets import Placements, plan_target
 
@@ -189,7 +189,8 @@ def convert(
 
     save_id = take_step(comm, "open", prepare, lambda ids: ids[comm.coordinator])
     done = job[0].run(comm, save_id, overwrite, watch, progress, pool)
-    return _report(job[0], done, watch)
+    report, loud = _report(job[0], done, watch), comm.rank == comm.coordinator
+    return logged(report, report.path, loud=loud, left=report.leftovers)
 
 
 def _check_memory(max_memory: int) -> None:

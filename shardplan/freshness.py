@@ -14,11 +14,21 @@ from shardplan.io.errors import FormatError, LoadError
 from shardplan.io.sources import Source, open_source
 from shardplan.io.stores import Store, StoreError
 
+from .reports import LOG
+
 if TYPE_CHECKING:
     from shardplan.io.pool import Pool
     from shardplan.io.read import Reader  # which needs torch, and a check does not
 
-__all__ = ["ATTEMPTS", "STOPPED", "is_another", "plain_errors", "save_of", "was_replaced"]
+__all__ = [
+    "ATTEMPTS",
+    "STOPPED",
+    "begins_anew",
+    "is_another",
+    "plain_errors",
+    "save_of",
+    "was_replaced",
+]
 
 ATTEMPTS: Final = 16
 """How often to begin anew with a checkpoint that is overwritten again and again."""
@@ -45,6 +55,14 @@ def is_another(
     except (FormatError, StoreError):
         return False  # it is gone, and nothing is there in its place
     return now != known
+
+
+def begins_anew(reader: Reader | None) -> bool:
+    """Tell whether another save has taken the place of a checkpoint; if so, log that it is reread."""
+    if reader is None or not was_replaced(reader):
+        return False
+    LOG.warning("%s was overwritten while it was read; reading begins anew", reader.store.url)
+    return True
 
 
 def save_of(source: Source) -> str | None:

@@ -44,13 +44,13 @@ from shardplan.planning.load import Strict
 
 from .destinations import refuse_fixed
 from .fanout import MIN_SHARED
-from .freshness import ATTEMPTS, STOPPED, was_replaced
+from .freshness import ATTEMPTS, STOPPED, begins_anew
 from .nested import put
 from .parcels import packed, unpacked, value_names, values_read
 from .profiling import profiled
 from .ranks import Counted, default_comm, fail_alike, host_name, take_step, told_apart
 from .reading import Outcome, SharedRead, read_rank
-from .reports import LoadReport, RankReport, Stopwatch, rank_report, slowest_ranks
+from .reports import LoadReport, RankReport, Stopwatch, logged, rank_report, slowest_ranks
 from .stateful import expand, give_back
 from .wishes import Wish, named, nbytes_of, worth_sharing
 
@@ -138,9 +138,10 @@ def load(
                 report = task.run(verify, state_dict, progress)
                 break
             except STOPPED:  # if it was overwritten meanwhile, the new checkpoint is loaded
-                if not left or not was_replaced(task.reader):
+                if not left or not begins_anew(task.reader):
                     raise
-    return attrs.evolve(report, profile=tuple(hot))
+    done = attrs.evolve(report, profile=tuple(hot))
+    return logged(done, path, loud=comm.rank == comm.coordinator)
 
 
 class _Load:

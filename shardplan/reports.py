@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import attrs
 
@@ -16,7 +17,21 @@ from shardplan.planning.text import counted, human_bytes
 
 from .ranks import device_of
 
-__all__ = ["LoadReport", "RankReport", "SaveReport", "Stopwatch", "rank_report", "slowest_ranks"]
+__all__ = [
+    "LOG",
+    "LoadReport",
+    "RankReport",
+    "SaveReport",
+    "Stopwatch",
+    "logged",
+    "rank_report",
+    "slowest_ranks",
+]
+
+LOG: Final = logging.getLogger("shardplan")
+"""What everything is logged to."""
+
+T = TypeVar("T")
 
 
 @attrs.frozen
@@ -153,6 +168,24 @@ class LoadReport:
         return _sheet(self._told, self.seconds, self.phase_bytes, self.slowest, self.profile)
 
 
+def logged(report: T, place: object = "", *, loud: bool = True, left: Sequence[str] = ()) -> T:
+    """Log a report: its first line, and what must not be overlooked.
+
+    Args:
+        report: What was done; it is returned.
+        place: Where, unless the report says so itself.
+        loud: Whether this is news; what all ranks do alike is news on one of them.
+        left: Files that no checkpoint needs any more, and that are still there.
+    """
+    where = str(getattr(place, "url", place))
+    told = f"{where}: " if where else ""
+    LOG.log(logging.INFO if loud else logging.DEBUG, "%s%s", told, repr(report).splitlines()[0])
+    if left and loud:
+        count = counted(len(left), "file")
+        LOG.warning("%s%s left over; prune removes them: %s", told, count, ", ".join(left[:8]))
+    return report
+
+
 def slowest_ranks(ranks: Iterable[RankReport]) -> dict[str, tuple[int, float]]:
     """Find, for each phase, the rank that took longest for it.
 
@@ -215,7 +248,8 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time that the block takes to a phase."""
+        """Add the time that the block takes to a phase, and log it."""
+        before = self.seconds.get(name, 0.0)
         self._turn()
         self._open.append(name)
         try:
@@ -223,6 +257,7 @@ class Stopwatch:
         finally:
             self._turn()
             self._open.pop()
+            LOG.debug("%s: %.3f s", name, self.seconds[name] - before)
 
     def count(self, name: str, nbytes: int) -> None:
         """Add some bytes to those that a phase moved."""

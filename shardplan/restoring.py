@@ -29,8 +29,9 @@ from shardplan.planning.errors import nearest_names
 from shardplan.planning.flatten import is_tensor
 from shardplan.planning.metadata import TensorMetadata
 
-from .freshness import ATTEMPTS, STOPPED, plain_errors, was_replaced
+from .freshness import ATTEMPTS, STOPPED, begins_anew, plain_errors
 from .reading import read_rank
+from .reports import LOG
 
 __all__ = ["restore"]
 
@@ -89,7 +90,7 @@ def restore(
             with plain_errors(reader):
                 return _restore(reader, target, keys, device, dtype, verify, progress)
         except STOPPED:
-            if not left or not was_replaced(reader):
+            if not left or not begins_anew(reader):
                 raise
     raise AssertionError  # the last attempt returns or raises
 
@@ -110,6 +111,8 @@ def _restore(
     plan = load_plan(reader.metadata, local_plan(specs), dtype=dtype)
     flat = {name: None if spec is None else _blank(spec, device) for name, spec in specs.items()}
     done = read_rank(reader, flat, plan, verify=verify, progress=progress)
+    nbytes = done.stats.bytes_read
+    LOG.info("%s: restored %d names, %d bytes", reader.store.url, len(flat), nbytes)
     return unflatten({**flat, **done.values}, paths)
 
 

@@ -19,8 +19,11 @@ from shardplan.io.progress import Tell
 from shardplan.io.stores import Entry, Store
 from shardplan.io.torchsave import find as is_torch_file
 from shardplan.planning.files import save_id_of
+from shardplan.planning.reports.sheet import Sheet, Table
+from shardplan.planning.text import counted
 
 from .looking import Look, by_age, contents, is_whole, look, look_at, made, open_run, within
+from .reports import logged
 from .verifying import verify as check
 
 __all__ = ["PruneReport", "latest", "prune"]
@@ -72,9 +75,9 @@ def latest(path: str | os.PathLike[str] | Store) -> str | Store | None:
     return None
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class PruneReport:
-    """What was removed, or would be.
+    """What was removed, or would be; printed as a table.
 
     Attributes:
         removed: Checkpoints, by folder.
@@ -105,6 +108,12 @@ class PruneReport:
     files: int = 0
     nbytes: int = 0
     dry_run: bool = False
+
+    def __repr__(self) -> str:
+        return _sheet(self).text()
+
+    def _repr_html_(self) -> str:
+        return _sheet(self).html()
 
 
 def prune(
@@ -169,7 +178,7 @@ def prune(
     doomed = [name for name in whole if name not in kept and name not in bad]
     removed, replaced = _remove_all(store, found, doomed, dry_run)
     old, spared = _tidy(store, found, min_age, dry_run)
-    return PruneReport(
+    report = PruneReport(
         tuple(removed),
         tuple(kept),
         tuple(name for name in inner if found[name].damaged or name in bad),
@@ -183,6 +192,29 @@ def prune(
         sum(found[name].nbytes for name in removed) + sum(entry.size for entry in old),
         dry_run,
     )
+    return logged(report, store)
+
+
+def _sheet(report: PruneReport) -> Sheet:
+    gone = "would go" if report.dry_run else "gone"
+    checkpoints, left = (
+        counted(len(names), word)
+        for names, word in ((report.removed, "checkpoint"), (report.leftovers, "file"))
+    )
+    kept = counted(len(report.kept), "checkpoint")
+    title = f"{checkpoints} and {left} of killed saves {gone}, {kept} kept"
+    fates = {
+        gone: report.removed,
+        f"{gone}, left by a killed save": report.leftovers,
+        "spared, perhaps of a save under way": report.spared,
+        "damaged, left alone": report.damaged,
+        "overwritten meanwhile, left alone": report.replaced,
+        "of another format, left alone": report.ignored,
+        "may not be read, left alone": report.denied,
+        "kept": report.kept,
+    }
+    rows = [(name, fate) for fate, names in fates.items() for name in names]
+    return Sheet(title, [Table(("checkpoint", "what became of it"), rows)] if rows else [])
 
 
 def _check_wish(keep_last: int, min_age: float) -> None:

@@ -21,7 +21,7 @@ from .agreement import Agreement, PlanCache, agree
 from .profiling import profiled
 from .ranks import Counted, default_comm, take_step
 from .refusing import REFUSALS, with_others
-from .reports import RankReport, SaveReport, Stopwatch, rank_report, slowest_ranks
+from .reports import RankReport, SaveReport, Stopwatch, logged, rank_report, slowest_ranks
 from .stateful import expand
 
 __all__ = ["save", "save_state"]
@@ -148,7 +148,9 @@ def save_state(
         )
         task = SaveTask(comm, *targets[0], sd, agreement, save_id, overwrite, pool, progress)
         report = task.run(watch)
-    return attrs.evolve(report, profile=tuple(hot))
+    loud = comm.rank == comm.coordinator
+    done = attrs.evolve(report, profile=tuple(hot))
+    return logged(done, report.path, loud=loud, left=report.leftovers)
 
 
 @attrs.frozen(eq=False)

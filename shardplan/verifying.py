@@ -22,6 +22,7 @@ from shardplan.planning.reports.sheet import Sheet, Table, human_seconds
 from shardplan.planning.text import human_bytes
 
 from .freshness import ATTEMPTS, is_another, save_of
+from .reports import logged
 
 __all__ = ["VerifyReport", "verify"]
 
@@ -138,7 +139,8 @@ def verify(
         report, save_id = _check(path, store, name, progress, pool)
         if report.ok or not left or name or not is_another(store, save_id, pool=pool):
             break
-    return attrs.evolve(report, seconds=time.perf_counter() - start)
+    report = attrs.evolve(report, seconds=time.perf_counter() - start)
+    return logged(report, left=report.leftovers)
 
 
 def _check(
