@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 import attrs
 
-__all__ = ["Listing", "counted", "human_bytes", "table"]
+__all__ = [
+    "Listing",
+    "are_quantities",
+    "counted",
+    "cut_text",
+    "human_bytes",
+    "shape_text",
+    "table",
+]
+
+_BLANK: Final = frozenset(["", "…", "-"])  # what may stand among numbers
+_QUANTITY: Final = re.compile(
+    r"[+-]?[0-9][0-9,]*(\.[0-9]+)?( ?([KMGTP]i)?B| ?ms| ?s| ?min| ?[×%])?"
+)
 
 
 def counted(count: int, noun: str) -> str:
@@ -35,6 +50,32 @@ def human_bytes(count: float) -> str:
     units = ("KiB", "MiB", "GiB", "TiB", "PiB")
     power = next((p for p in range(1, len(units)) if abs(count) < 1024 ** (p + 1)), len(units))
     return f"{count / 1024**power:,.1f} {units[power - 1]}"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """Write a shape.
+
+    >>> shape_text((4096, 1024)), shape_text((8,)), shape_text(())
+    ('4096 × 1024', '8', 'scalar')
+    """
+    return " × ".join(map(str, shape)) if shape else "scalar"
+
+
+def cut_text(count: int, grid: Sequence[int] | None) -> str:
+    """Say in words how a tensor is cut.
+
+    Args:
+        count: How many chunks it has.
+        grid: Into how many parts each axis is cut; None if the chunks form no grid.
+
+    >>> cut_text(8, (4, 2)), cut_text(4, (4,)), cut_text(3, None), cut_text(1, (1, 1))
+    ('4 × 2 grid', '4 parts', '3 boxes', 'whole')
+    """
+    if count < 2:
+        return "whole" if count else "nothing"
+    if grid is None:
+        return f"{count:,} boxes"
+    return f"{shape_text(grid)} grid" if len(grid) > 1 else f"{count:,} parts"
 
 
 @attrs.frozen
@@ -71,21 +112,28 @@ class Listing:
         return Sheet(self.title, tables, self._more).html()
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return an aligned table; a column of numbers is set to the right.
+def are_quantities(cells: Iterable[object]) -> bool:
+    """Tell whether a column holds numbers, with or without a unit: they are set to the right.
 
-    >>> print(table(("key", "bytes"), [("w", 64), ("bias", 8)]))
+    >>> are_quantities([3, "1,024", "1.5 KiB", ""]), are_quantities(["w", 3]), are_quantities([""])
+    (True, False, False)
+    """
+    words = {str(cell) for cell in cells} - _BLANK
+    return bool(words) and all(_QUANTITY.fullmatch(word) for word in words)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return an aligned table; a column of quantities is set to the right.
+
+    >>> print(table(("key", "bytes"), [("w", 64), ("bias", "8 KiB")]))
     key   bytes
     w        64
-    bias      8
+    bias  8 KiB
     """
     body = list(rows)
     cells = [list(head), *([str(c) for c in row] for row in body)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-    numeric = [
-        bool(body) and all(isinstance(row[i], (int, float)) for row in body)
-        for i in range(len(head))
-    ]
+    numeric = [are_quantities(row[i] for row in body) for i in range(len(head))]
     lines = [
         "  ".join(
             c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numeric, strict=True)

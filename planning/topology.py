@@ -28,7 +28,7 @@ from .overlap import fills
 from .packing import Ints, readonly
 from .placed import SpecLayout, spread
 from .records import SavePlan
-from .text import human_bytes, table
+from .text import Listing, counted, human_bytes
 from .tiling import Grid, Tiling, tile
 from .world import TOO_LARGE
 
@@ -129,7 +129,8 @@ class WorldPlans(Sequence[SavePlan]):
     def __reduce__(self) -> tuple[Any, ...]:
         return WorldPlans, self._key
 
-    def __repr__(self) -> str:
+    @property
+    def _listing(self) -> Listing:
         nbytes, tensors = ([0] * len(self.layouts) for _ in range(2))
         for name, number in self.layout_of.items():
             nbytes[number] += self.specs[name].nbytes
@@ -140,12 +141,18 @@ class WorldPlans(Sequence[SavePlan]):
             for n in largest
         ]
         title = (
-            f"WorldPlans: {len(self):,} ranks on {self.mesh!r}, {len(self.specs):,} tensors in "
-            f"{len(self.layouts):,} layouts, {human_bytes(sum(nbytes))}"
+            f"WorldPlans: {counted(len(self), 'rank')} on {self.mesh!r}, "
+            f"{counted(len(self.specs), 'tensor')} in {counted(len(self.layouts), 'layout')}, "
+            f"{human_bytes(sum(nbytes))}"
         )
-        more = len(self.layouts) - _SHOWN
-        lines = [title, table(("shape", "placements", "tensors", "bytes"), rows)]
-        return "\n".join([*lines, f"… {more:,} more"] if more > 0 else lines)
+        head = ("shape", "placements", "tensors", "bytes")
+        return Listing(title, head, rows, len(self.layouts))
+
+    def __repr__(self) -> str:
+        return self._listing.text()
+
+    def _repr_html_(self) -> str:
+        return self._listing.html()
 
 
 def world_plans(specs: Mapping[Any, Any], mesh: Mesh) -> WorldPlans:
@@ -161,7 +168,7 @@ def world_plans(specs: Mapping[Any, Any], mesh: Mesh) -> WorldPlans:
 
     >>> plans = world_plans({"w": TensorSpec((6, 2), "float32", [Shard(0)]), "step": 7}, Mesh(dp=2))
     >>> plans
-    WorldPlans: 2 ranks on Mesh(dp=2), 1 tensors in 1 layouts, 48 B
+    WorldPlans: 2 ranks on Mesh(dp=2), 1 tensor in 1 layout, 48 B
     shape   placements   tensors  bytes
     [6, 2]  dp=Shard(0)        1   48 B
     >>> plans[1]

@@ -61,6 +61,14 @@ class SaveFuture(Future[SaveReport]):
         finally:
             self.told = self.told or self.done()
 
+    def __repr__(self) -> str:
+        if not self.done():
+            return f"SaveFuture({self.path!r}): under way"
+        error = super().exception()
+        words = "failed" if error else "done"
+        told = repr(super().result()) if error is None else f"{type(error).__name__}: {error}"
+        return f"SaveFuture({self.path!r}): {words}: {told}"
+
     def settle(self) -> BaseException | None:
         """Wait for the save; return its error unless somebody has had it already."""
         error = super().exception()

@@ -21,7 +21,7 @@ from shardplan.io.sources import locate, open_source
 from shardplan.io.stores import MissingFileError, Store
 from shardplan.planning import BytesMetadata, TensorMetadata, check
 from shardplan.planning.reports.sheet import Sheet, Table, human_seconds
-from shardplan.planning.text import human_bytes
+from shardplan.planning.text import counted, human_bytes
 
 from .freshness import ATTEMPTS, STOPPED, begins_anew
 from .reports import logged
@@ -310,7 +310,7 @@ def _sheet(found: CheckpointDiff) -> Sheet:
     read = f"{human_bytes(found.bytes_read)} of tensors read in {human_seconds(found.seconds)}"
     cost = "; ".join(filter(None, (taken_on_trust(found), read)))
     if not found.changes:
-        return Sheet(f"No difference: {found.keys:,} keys, {cost}")
+        return Sheet(f"No difference: {counted(found.keys, 'key')}, {cost}")
     changed = len({change.key for change in found.changed})
     counts = len(found.added), len(found.removed), changed, found.keys - changed
     title = "{:,} added, {:,} removed, {:,} changed, {:,} equal; {}".format(*counts, cost)

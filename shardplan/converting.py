@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import attrs
@@ -23,7 +23,7 @@ from shardplan.planning import Mesh, Pass, SavePlan
 from shardplan.planning.text import counted, human_bytes
 
 from .ranks import default_comm, take_step
-from .reports import Stopwatch, logged
+from .reports import Stopwatch, logged, sheet_of, times_text
 from .streaming import Budget, Done, Job
 from .targets import Placements, plan_target
 
@@ -67,19 +67,28 @@ class ConvertReport:
     notes: tuple[str, ...] = ()
     leftovers: tuple[str, ...] = ()
 
-    def __repr__(self) -> str:
-        times = ", ".join(f"{phase} {time:.3f} s" for phase, time in self.seconds.items())
-        lines = [
+    @property
+    def _told(self) -> str:
+        return (
             f"converted {counted(self.tensors, 'tensor')} and {counted(self.values, 'value')} to "
             f"{self.format}: read {human_bytes(self.bytes_read)}, wrote "
-            f"{human_bytes(self.bytes_written)} in {counted(self.files, 'file')}; {times}"
-        ]
+            f"{human_bytes(self.bytes_written)} in {counted(self.files, 'file')}"
+        )
+
+    @property
+    def _remarks(self) -> Iterator[str]:
         if self.left_out:
-            lines.append(f"left out, as {self.format} holds only tensors: {_some(self.left_out)}")
+            yield f"left out, as {self.format} holds only tensors: {_some(self.left_out)}"
         if self.tied:
             pairs = [f"{name} = {kept}" for name, kept in self.tied.items()]
-            lines.append(f"tied weights: {_some(pairs)}")
-        return "\n".join([*lines, *self.notes])
+            yield f"tied weights: {_some(pairs)}"
+        yield from self.notes
+
+    def __repr__(self) -> str:
+        return "\n".join([f"{self._told}; {times_text(self.seconds)}", *self._remarks])
+
+    def _repr_html_(self) -> str:
+        return sheet_of(self._told, self.seconds, notes=self._remarks).html()
 
 
 def _some(names: Sequence[str]) -> str:

@@ -58,7 +58,7 @@ def is_another(
 
 
 def begins_anew(reader: Reader | None) -> bool:
-    """Tell whether another save has taken the place of a checkpoint; if so, log that it is reread."""
+    """Tell whether another save has taken a checkpoint's place, and log that it is read anew."""
     if reader is None or not was_replaced(reader):
         return False
     LOG.warning("%s was overwritten while it was read; reading begins anew", reader.store.url)

@@ -6,7 +6,6 @@ import math
 import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from typing import Any
 
 import attrs
@@ -27,6 +26,7 @@ from shardplan.planning.packing import readonly
 from shardplan.planning.reads import ReadItems
 from shardplan.planning.tiling import pad
 
+from .describing import describe
 from .freshness import plain_errors
 
 __all__ = ["Checkpoint", "SavedTensor", "open_checkpoint"]
@@ -109,10 +109,10 @@ class Checkpoint(Mapping[str, Any]):
         return name in self.metadata.state_dict_metadata
 
     def __repr__(self) -> str:
-        return f"<Checkpoint {self._reader.store.url}>\n{self.metadata!r}"
+        return describe(self._reader.source).text()
 
     def _repr_html_(self) -> str:
-        return f"<p>Checkpoint {escape(self._reader.store.url)}</p>{self.metadata._repr_html_()}"
+        return describe(self._reader.source).html()
 
 
 @attrs.frozen
@@ -274,6 +274,9 @@ class SavedTensor:
     def __repr__(self) -> str:
         dtype = self._entry.properties.dtype
         return f"SavedTensor({self.name!r}, shape={list(self.shape)}, dtype={dtype})"
+
+    def _repr_html_(self) -> str:
+        return describe(self._reader.source, self.name).html()
 
 
 def _every(reads: ReadItems, step: Sequence[int]) -> ReadItems:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 import attrs
@@ -25,7 +26,9 @@ __all__ = [
     "Stopwatch",
     "logged",
     "rank_report",
+    "sheet_of",
     "slowest_ranks",
+    "times_text",
 ]
 
 LOG: Final = logging.getLogger("shardplan")
@@ -100,11 +103,12 @@ class SaveReport:
         return f"saved {human_bytes(self.nbytes)} in {counted(self.files, 'file')}"
 
     def __repr__(self) -> str:
-        text = f"{self._told} (plan {self.how}), {_times(self.seconds)}"
+        text = f"{self._told} (plan {self.how}), {times_text(self.seconds)}"
         return "\n".join([text, *_slowest(self.slowest), *_hottest(self.profile)])
 
     def _repr_html_(self) -> str:
-        return _sheet(self._told, self.seconds, self.phase_bytes, self.slowest, self.profile)
+        phases = (self.seconds, self.slowest, self.profile)
+        return sheet_of(self._told, *phases, nbytes=self.phase_bytes).html()
 
 
 @attrs.frozen(repr=False)
@@ -161,11 +165,12 @@ class LoadReport:
         return f"{read}; {counts}"
 
     def __repr__(self) -> str:
-        text = f"{self._told}; {_times(self.seconds)}"
+        text = f"{self._told}; {times_text(self.seconds)}"
         return "\n".join([text, *_slowest(self.slowest), *_hottest(self.profile)])
 
     def _repr_html_(self) -> str:
-        return _sheet(self._told, self.seconds, self.phase_bytes, self.slowest, self.profile)
+        phases = (self.seconds, self.slowest, self.profile)
+        return sheet_of(self._told, *phases, nbytes=self.phase_bytes).html()
 
 
 def logged(report: T, place: object = "", *, loud: bool = True, left: Sequence[str] = ()) -> T:
@@ -207,14 +212,16 @@ def _slowest(slowest: Mapping[str, tuple[int, float]]) -> list[str]:
     return [f"slowest: {', '.join(told)}"]
 
 
-def _sheet(
+def sheet_of(
     title: str,
     seconds: Mapping[str, float],
-    nbytes: Mapping[str, int],
-    slowest: Mapping[str, tuple[int, float]],
-    profile: tuple[tuple[str, int, float], ...],
-) -> str:
-    """Return a report as HTML: phases, the slowest rank of each, the hottest functions."""
+    slowest: Mapping[str, tuple[int, float]] = MappingProxyType({}),
+    profile: tuple[tuple[str, int, float], ...] = (),
+    notes: Iterable[str] = (),
+    *,
+    nbytes: Mapping[str, int] = MappingProxyType({}),
+) -> Sheet:
+    """Lay out a report: phases, the slowest rank of each, the hottest functions."""
     head = ("phase", "here", "bytes", *(("slowest rank", "there") if slowest else ()))
     rows = []
     for phase, mine in seconds.items():
@@ -226,14 +233,19 @@ def _sheet(
     if profile:
         hot = [(name, calls, human_seconds(own)) for name, calls, own in profile]
         tables.append(Table(("function", "calls", "own time"), hot, "The coordinator's hottest"))
-    return Sheet(title, tables).html()
+    return Sheet(title, tables, notes)
 
 
 def _hottest(profile: tuple[tuple[str, int, float], ...]) -> list[str]:
     return [f"{seconds:8.3f} s  {calls:>8,} ×  {name}" for name, calls, seconds in profile]
 
 
-def _times(seconds: Mapping[str, float]) -> str:
+def times_text(seconds: Mapping[str, float]) -> str:
+    """Write seconds by phase.
+
+    >>> times_text({"plan": 0.25, "write": 1.5})
+    'plan 0.250 s, write 1.500 s'
+    """
     return ", ".join(f"{phase} {time:.3f} s" for phase, time in seconds.items())
 
 

@@ -557,7 +557,7 @@ def test_what_is_not_known_is_said():
     report = explain(metadata, [load_plan(metadata, plan)])
     assert report.files is None
     assert report.ranks[0].peers is None
-    assert "pass writers= to see files and peers" in repr(report)
+    assert "pass writers= to see files and writers" in repr(report)
     assert "by whom is not known" in repr(why(report, "w", (0,)))
 
 

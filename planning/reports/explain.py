@@ -1,4 +1,4 @@
-"""What will it cost? Bytes, requests, peers, imbalance and time of a save, a load or a reshard."""
+"""What will it cost? Bytes, requests, writers, balance and time of a save, a load or a reshard."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..errors import span
 from ..metadata import Metadata
 from ..packing import readonly
 from ..records import LoadPlan, SavePlan
-from ..text import human_bytes
+from ..text import counted, human_bytes
 from ..topology import WorldPlans
 from .costs import CostModel, FileCost, FileCosts, RankCost, RankCosts, Totals
 from .reshard import reshard_traffic
@@ -21,7 +21,7 @@ from .sheet import Sheet, Table, human_seconds
 from .traffic import Traffic, load_traffic, save_traffic
 from .writers import Writers, writers_of
 
-__all__ = ["CostModel", "FileCost", "RankCost", "Report", "Totals", "explain"]
+__all__ = ["CostModel", "FileCost", "RankCost", "Report", "Totals", "explain", "figures"]
 
 Kind = Literal["save", "load", "reshard"]
 Plans = Sequence[SavePlan] | Sequence[LoadPlan]
@@ -179,7 +179,8 @@ def _warnings(
     if totals.imbalance > _UNEVEN:
         most = int(ranks.nbytes.argmax())
         text = f"Rank {most} {verb} {human_bytes(int(ranks.nbytes[most]))}, "
-        yield f"{text}{totals.imbalance:.2f} times the mean: others wait for it."
+        waits = float(ranks.seconds.max()) >= totals.seconds  # else all wait for storage
+        yield f"{text}{totals.imbalance:.2f} times the mean{': others wait for it' * waits}."
     if kind == "save" and totals.nbytes > totals.unique:
         extra = human_bytes(totals.nbytes - totals.unique)
         yield f"{extra} would be written more than once: run global_plan, or dedup_replicas, first."
@@ -204,13 +205,16 @@ def _sheet(report: Report) -> Sheet:
     totals, count = report.totals, len(report.ranks)
     does = "write" if report.kind == "save" else "read"
     title = (
-        f"{report.kind.capitalize()}: {count:,} ranks {does} {human_bytes(totals.nbytes)} in "
-        f"{totals.requests:,} requests, about {human_seconds(totals.seconds)}"
+        f"{report.kind.capitalize()}: {counted(count, 'rank')} {does}{'s' * (count == 1)} "
+        f"{human_bytes(totals.nbytes)} in {counted(totals.requests, 'request')}, "
+        f"about {human_seconds(totals.seconds)}"
     )
-    tables = [Table(("figure", "value"), _summary(report)), _rank_table(report)]
+    tables = [Table(("figure", "value"), figures(report)), _rank_table(report)]
     notes = [f"Warning: {text}" for text in report.warnings]
     if report.files is None:
-        notes.append("What lies in which file is not known: pass writers= to see files and peers.")
+        notes.append(
+            "What lies in which file is not known: pass writers= to see files and writers."
+        )
     else:
         tables.append(_file_table(report.files, is_save=report.kind == "save"))
     return Sheet(title, tables, [*notes, _stated(report.model)])
@@ -231,26 +235,32 @@ def _rate(bandwidth: float) -> str:
     return f"{bandwidth / 1e9:g} GB/s"
 
 
-def _summary(report: Report) -> Iterator[tuple[str, str]]:
+def figures(report: Report) -> Iterator[tuple[str, str]]:
     """Give the totals, one line each, leaving out what says nothing here."""
     totals, is_save = report.totals, report.kind == "save"
-    yield "unique bytes", human_bytes(totals.unique)
-    yield f"{'write' if is_save else 'read'} amplification", f"{totals.amplification:.2f}"
+    what = "of one copy of everything" if is_save else "in the checkpoint that are read"
+    yield f"bytes {what}", human_bytes(totals.unique)
+    does = "written" if is_save else "read"
+    yield f"times that each is {does} (amplification)", f"{totals.amplification:.2f}"
     if totals.whole_chunk_amplification is not None:
-        yield "if whole chunks were read", f"{totals.whole_chunk_amplification:.2f}"
-    yield "imbalance (max/mean)", f"{totals.imbalance:.2f}"
+        yield "likewise, if whole chunks were read", f"{totals.whole_chunk_amplification:.2f}"
+    yield "busiest rank against the mean", f"{totals.imbalance:.2f}"
     if totals.sent:
         yield "sent between ranks", human_bytes(totals.sent)
     if len(report.ranks):
         yield "largest staging buffer", human_bytes(int(report.ranks.peak_buffer.max()))
         slowest = report.ranks[totals.slowest or 0]
         yield "slowest rank", f"{slowest.rank} ({human_seconds(slowest.seconds)})"
+        if slowest.seconds < totals.seconds:
+            rate = f"{human_bytes(totals.nbytes)} at {_rate(report.model.storage_total)}"
+            yield "all ranks, as storage serves them", f"{human_seconds(totals.seconds)} ({rate})"
 
 
 def _rank_table(report: Report) -> Table:
     ranks = report.ranks
     shows_sent = bool(ranks.sent.any() or ranks.received.any())
-    head = ["rank", "bytes", "requests", "peers", "buffer", "sent", "received", "time"]
+    does = "writes" if report.kind == "save" else "reads"
+    head = ["rank", does, "requests", "writers", "buffer", "sent", "received", "time"]
     shown = [True, True, True, ranks.peers is not None, True, shows_sent, shows_sent, True]
     rows: list[list[object]] = []
     for row in _extremes(ranks.seconds):
@@ -267,7 +277,8 @@ def _rank_table(report: Report) -> Table:
 
 
 def _file_table(files: FileCosts, *, is_save: bool) -> Table:
-    head = ("file of rank", "bytes", "requests") + (() if is_save else ("readers",))
+    head = ("files of rank", "written" if is_save else "read", "requests")
+    head += () if is_save else ("by ranks",)
     rows: list[tuple[object, ...]] = []
     for row in _extremes(files.nbytes):
         if row is None:

@@ -8,14 +8,13 @@ from typing import Final
 
 import attrs
 
-from ..text import table
+from ..text import are_quantities, table
 
 __all__ = ["Sheet", "Table", "human_seconds"]
 
 # No colour of our own: both inherit the page's, so that light and dark pages read alike.
 _CELL: Final = "padding:.15em .7em;border-bottom:1px solid rgba(128,128,128,.35);text-align:"
-_TABLE: Final = "border-collapse:collapse;margin:.4em 0;font-variant-numeric:tabular-nums"
-_BLANK: Final = ("", "…")  # what may stand among numbers
+_TABLE: Final = "border-collapse:collapse;margin:.8em 0 1.4em;font-variant-numeric:tabular-nums"
 _SHEET: Final = "color:inherit;background:none;overflow-x:auto"
 
 
@@ -29,7 +28,7 @@ class Table:
 
     Attributes:
         head: What each column holds.
-        rows: The cells; numbers are set to the right.
+        rows: The cells; columns of quantities are set to the right.
         caption: A line above, if any.
     """
 
@@ -37,18 +36,22 @@ class Table:
     rows: tuple[tuple[object, ...], ...] = attrs.field(converter=_rows)
     caption: str = ""
 
+    @property
+    def _columns(self) -> list[list[object]]:
+        return [[row[i] for row in self.rows] for i in range(len(self.head))]
+
     def text(self) -> str:
         """Return the table as lines of text."""
-        columns = [_aligned(list(cells)) for cells in zip(self.head, *self.rows, strict=True)]
-        head, *rows = zip(*columns, strict=True)
-        lines = table(head, rows)
+        lines = table(self.head, ([_words(cell) for cell in row] for row in self.rows))
         return f"{_plain(self.caption)}\n{lines}" if self.caption else lines
 
     def html(self) -> str:
         """Return the table as HTML, all text escaped."""
         caption = f'<caption style="text-align:left">{_escape(self.caption)}</caption>'
-        head = "".join(f'<th style="{_CELL}left">{_escape(name)}</th>' for name in self.head)
-        body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in self.rows)
+        sides = ["right" if are_quantities(c) else "left" for c in self._columns]
+        head = "".join(map(_tag, ["th"] * len(sides), self.head, sides))
+        cells = ("".join(map(_tag, ["td"] * len(sides), row, sides)) for row in self.rows)
+        body = "".join(f"<tr>{row}</tr>" for row in cells)
         return (
             f'<table style="{_TABLE}">{caption if self.caption else ""}'
             f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
@@ -120,18 +123,10 @@ def _escape(text: object) -> str:
     return escape(_plain(text), quote=True)
 
 
-def _is_number(cell: object) -> bool:
-    return isinstance(cell, (int, float)) and not isinstance(cell, bool)
+def _words(cell: object) -> str:
+    is_number = isinstance(cell, (int, float)) and not isinstance(cell, bool)
+    return f"{cell:,}" if is_number else _plain(cell)
 
 
-def _aligned(cells: list[object]) -> list[str]:
-    """Return a head and its cells as text; numbers, which blanks may interrupt, to the right."""
-    words = [f"{cell:,}" if _is_number(cell) else _plain(cell) for cell in cells]
-    numeric = any(map(_is_number, cells)) and all(_is_number(c) or c in _BLANK for c in cells[1:])
-    width = max(map(len, words)) if numeric else 0
-    return [word.rjust(width) if word else word for word in words]
-
-
-def _cell(cell: object) -> str:
-    side = "right" if _is_number(cell) else "left"
-    return f'<td style="{_CELL}{side}">{_escape(f"{cell:,}" if _is_number(cell) else cell)}</td>'
+def _tag(name: str, cell: object, side: str) -> str:
+    return f'<{name} style="{_CELL}{side}">{_escape(_words(cell))}</{name}>'

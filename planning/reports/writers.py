@@ -16,6 +16,7 @@ from ..items import MetadataIndex
 from ..metadata import Entries, Layout, Metadata
 from ..packing import Ints, readonly
 from ..records import SavePlan
+from ..text import counted
 from ..tiling import Boxes, pad
 from ..topology import WorldPlans
 from .grouping import group_rows
@@ -152,7 +153,7 @@ class Writers(Mapping[MetadataIndex, int]):
         return hash(frozenset(self.items()))
 
     def __repr__(self) -> str:
-        return f"<Writers of {len(self):,} chunks: {len(self.ranks):,} ranks>"
+        return f"<Writers of {counted(len(self), 'chunk')}: {counted(len(self.ranks), 'rank')}>"
 
 
 def writers_of(plans: Iterable[SavePlan], metadata: Metadata) -> Writers:

@@ -25,6 +25,7 @@ from shardplan.planning import (
     world_plans,
 )
 from shardplan.planning.catalog import column
+from shardplan.planning.reports.explain import figures
 from shardplan.planning.reports.sheet import human_seconds
 from shardplan.planning.text import counted, human_bytes
 
@@ -121,7 +122,7 @@ class Resharding:
         yield ""
         yield self._placements()
         yield ""
-        yield table(("figure", "value"), self._figures(), keep=("figure",))
+        yield table(("figure", "value"), figures(self.report), keep=("figure",))
         yield ""
         yield self._ranks()
         if self.report.files is not None:
@@ -144,17 +145,6 @@ class Resharding:
                 name = f"{placing.pattern} (default)" if number == last else placing.pattern
                 how = words(placing.placements, self.mesh)
                 yield name, how, f"{total.tensors:,}", human_bytes(total.nbytes)
-
-    def _figures(self) -> Iterator[tuple[str, str]]:
-        totals, ranks = self.report.totals, self.report.ranks
-        yield "bytes in the checkpoint that are read", human_bytes(totals.unique)
-        yield "times that each is read (amplification)", f"{totals.amplification:.2f}"
-        if totals.whole_chunk_amplification is not None:
-            whole = f"{totals.whole_chunk_amplification:.2f}"
-            yield "likewise, if whole chunks were read", whole
-        yield "busiest rank against the mean", f"{totals.imbalance:.2f}"
-        if len(ranks):
-            yield "largest staging buffer", human_bytes(int(ranks.peak_buffer.max()))
 
     def _ranks(self) -> Table | Lines:
         ranks = self.report.ranks

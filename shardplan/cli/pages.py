@@ -10,7 +10,7 @@ from typing import Final
 from rich.table import Table
 from rich.text import Text
 
-from shardplan.planning.text import counted, human_bytes
+from shardplan.planning.text import counted, cut_text, human_bytes
 
 from .contents import Contents, Total
 from .screen import Lines, fits, room, safe, shape_text, table, unbroken
@@ -175,16 +175,11 @@ def _short(dtype: str) -> str:
 def _cut(contents: Contents, rows: Sequence[int], compact: bool) -> str:
     """Say in words how tensors that are alike were cut."""
     count, grid = contents.count(rows[0]), contents.grid(rows[0])
-    if count == 0:
-        return "nothing"
-    if count == 1:
-        return "whole"
-    if grid is None:
-        cells = f"{count:,} boxes"
-    elif compact:
+    cells = cut_text(count, grid)
+    if count < 2:
+        return cells
+    if compact and grid is not None:
         return shape_text(grid)
-    else:
-        cells = f"{shape_text(grid)} grid" if len(grid) > 1 else f"{count:,} parts"
     found = {contents.files(row) for row in rows}
     counts = [n for n in found if n is not None]
     if not counts:

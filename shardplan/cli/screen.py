@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardplan.planning.text import shape_text
+
 __all__ = [
     "Lines",
     "console",
@@ -101,15 +103,6 @@ def safe(text: object) -> str:
 def unbroken(*parts: str | tuple[str, str]) -> Text:
     """Return text whose lines are never broken, as those with a path in them should not be."""
     return Text.assemble(*parts, no_wrap=True, overflow="ignore")
-
-
-def shape_text(shape: Sequence[int]) -> str:
-    """Write a shape.
-
-    >>> shape_text((4096, 1024)), shape_text((8,)), shape_text(())
-    ('4096 × 1024', '8', 'scalar')
-    """
-    return " × ".join(map(str, shape)) if shape else "scalar"
 
 
 def table(
