@@ -625,6 +625,24 @@ def test_the_largest_bar_stands_out_unless_all_are_equal():
     assert len({box[4] for box in boxes(draw_bytes([2, 2, 2]), "bar")}) == 1
 
 
+def test_the_largest_bar_s_colour_is_explained():
+    assert "(rank 1, orange)" in draw_bytes([1, 2, 1]).caption
+    assert "orange" not in draw_bytes([2, 2, 2]).caption
+
+
+def test_the_mean_does_not_strike_through_a_bar_s_label():
+    root = ElementTree.fromstring(str(draw_bytes([100, 95, 105, 100])))
+    (mean,) = (float(e.get("y1")) for e in root.iter() if e.get("stroke-dasharray"))
+    labels = [float(e.get("y")) for e in root.iter() if e.get("font-size") == "10"]
+    assert len(labels) == 4
+    assert not [y for y in labels if y - 8 < mean < y + 2]
+
+
+def test_the_ranks_below_bars_are_evenly_spaced():
+    names = [int(word) for word in words(draw_bytes(range(190))) if word.isdecimal()]
+    assert len({b - a for a, b in pairwise(names)}) == 1
+
+
 def test_plans_are_taken_for_their_bytes():
     assert draw_bytes(WRITTEN) == draw_bytes([plan.nbytes for plan in WRITTEN])
 

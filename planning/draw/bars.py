@@ -28,7 +28,6 @@ from .svg import (
     rect,
     span_names,
     text,
-    thin,
     width_of,
 )
 
@@ -55,7 +54,7 @@ def draw_bytes(
         title: What is shown.
 
     >>> draw_bytes([4, 4, 8, 0])
-    Picture: Bytes per rank. 16 B in all, mean 4 B, most 8 B (rank 2): max/mean 2.00.
+    Picture: Bytes per rank. 16 B in all, mean 4 B, most 8 B (rank 2, orange): max/mean 2.00.
 
     Raises:
         ValueError: There is nothing to draw, or a number is negative.
@@ -119,6 +118,11 @@ class _Bars:
         """Return how far down a number of bytes lies."""
         return self.bottom - self.height * value / self.ticks[-1]
 
+    def above(self, value: float) -> float:
+        """Return the base line of the words above a bar, which the mean must not strike through."""
+        words, mean = self.level(value) - 5, self.level(float(self.values.mean()))
+        return mean - 4 if words - 9 <= mean <= words + 3 else words
+
     def grid(self) -> list[str]:
         """Draw a line for each tick."""
         drawn = []
@@ -169,7 +173,7 @@ class _Bars:
         gap = max(width_of(name, 11) for name in names) + 8
         below = [
             text(places[i], self.bottom + 16, names[i], anchor="middle", fill=INK)
-            for i in thin(places, gap)
+            for i in range(0, len(names), max(1, math.ceil(gap / self.width)))
         ]
         below.append(
             text(
@@ -185,7 +189,7 @@ class _Bars:
             return below
         halo: dict[str, float | str] = {"stroke": PAPER, "stroke_width": 3, "paint_order": "stroke"}
         above = [
-            text(x, self.level(v) - 5, w, anchor="middle", font_size=10, fill=INK, **halo)
+            text(x, self.above(v), w, anchor="middle", font_size=10, fill=INK, **halo)
             for x, v, w in zip(places, self.values.tolist(), sizes, strict=True)
         ]
         return above + below
@@ -209,5 +213,5 @@ def _spread(values: npt.NDArray[np.float64], unit: str) -> str:
     where = int(values.argmax())
     return (
         f"{human_bytes(total)} in all, mean {human_bytes(mean)}, most {human_bytes(most)} "
-        f"({unit} {where}): max/mean {most / mean:.2f}."
+        f"({unit} {where}{', orange' * (most > mean)}): max/mean {most / mean:.2f}."
     )

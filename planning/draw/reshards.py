@@ -253,7 +253,8 @@ class _Reshard:
         origin = "the rank that wrote it" if by_rank else "the saved chunk it comes from"
         goal = f"the {self.wanted.unit} that wants it"
         return (
-            f"{counted(saved, 'saved chunk')} fill {counted(wanted, 'wanted chunk')}{count}. "
+            f"{counted(saved, 'saved chunk')} {'fills' if saved == 1 else 'fill'} "
+            f"{counted(wanted, 'wanted chunk')}{count}. "
             f"Each piece has the colour of {origin}, the field in it that of {goal}."
         )
 
@@ -261,7 +262,11 @@ class _Reshard:
         """Say in which ways the picture is not the whole truth."""
         shown = [*self.shown[0], *self.shown[2]]
         to_scale = is_to_scale(self.window, (self.frames[0].width, self.frames[0].height))
-        return remarks(self.wanted, self.window, self.whole, shown, to_scale)
+        told = remarks(self.wanted, self.window, self.whole, shown, to_scale)
+        words = (_words(cell, self.frames[1], self.stacked) for cell in self.shown[1])
+        short = next((word for labels in words for word, _ in labels if word.endswith("…")), "")
+        unit = self.wanted.unit
+        return [*told, *([f"“{short}” is {unit} {short[:-1]} and others."] if short else [])]
 
 
 _TICKS: Final = 24.0  # above a frame whose axis is not named again
@@ -313,7 +318,7 @@ def _piece(
     """Draw a piece in the colour it comes from; a field in it has the colour it goes to."""
     x, y, width, height = place
     whole = rect(x, y, width, height, fills[0], tip, class_="piece", **outline(width, height))
-    inset = min(3.0, 0.15 * min(width, height))
+    inset = min(3.0, 0.08 * min(width, height))  # a thin field still has room for its label
     if stacked:
         half = height / 2
         field = x + inset, y + half, width - 2 * inset, half - inset
