@@ -5,6 +5,10 @@ process group of torch.distributed, and `run_ranks` runs ranks as threads. On to
 (`reduce_scatter`, `all_reduce`, `all_gather`, `broadcast`) either succeeds on every rank or raises
 the same `CheckpointError` on every rank. Torch is imported only by `torch_comm`.
 
+- What is a group of ranks? `comm`; as threads? `threads`; as torch's processes? `torch_comm`
+- What do they do together? `steps`; how do they meet, and notice who is gone? `meeting`, `wire`
+- What can go wrong? `errors`
+
 >>> from shardplan.dist import all_reduce, run_ranks
 >>> run_ranks(4, lambda comm: all_reduce(comm, "add up", lambda: comm.rank, sum))
 [6, 6, 6, 6]

@@ -1,15 +1,16 @@
 """Bytes: stores, the format, and carrying out the reads and writes that a plan says.
 
-- Where do bytes go? `stores`, `local`, `objects`, `folders`, `pool`, `buffers`, `kernel`
+- Where do bytes go? `stores`, `local`, `objects`, `folders`, `pool`, `buffers`, `kernel`, `mapped`
 - What is in a file? `headers`, `manifest`, `expected`, `values`, `checksums`
-- Which formats are there? `sources` (reading), `writers` (saving); `native` (our own), `dcp`, `hf`,
-  `torchsave`, each with its `…_write`
-- How is another tool's file read without running it? `pickles`, `torchpickles`, `torchzip`,
-  `strided`; is it sound? `verify_foreign`
+- Which formats are there? `sources` (reading), `writers` (saving); `native` (our own); `dcp`,
+  `dcp_metadata`, `dcp_write`; `hf`, `hf_shards`, `hf_write`; `torchsave`, `torchsave_write`
+- How is another tool's file read without running it? `pickles`, `torchpickles`, `torchvalues`,
+  `torchsave_pickles`, `torchzip`, `torchzip_write`, `strided`; is it sound? `verify_foreign`
 - How is a plan carried out? `pieces`, `write`, `commit`, `read`, `jobs`, `fetch`, `arrays`
 - How does one checkpoint become another? `ahead`, `proof`, `places`, `copying`, `moving`, `crc`
 - How does one take another's place? `replacing`
 - Is it sound, are two alike? `verify`, `scan`, `compare`, `blocksums`, `progress`
+- What can go wrong? `errors`
 - How do I test against a failing store? `testing`
 
 torch is imported only by the modules that touch tensors.

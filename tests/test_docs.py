@@ -2,9 +2,15 @@
 
 import doctest
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import torch
+from typer.testing import CliRunner
+
+import shardplan
+from shardplan.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -28,3 +34,21 @@ def test_the_links_of_a_page_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), target
+
+
+def test_the_commands_of_the_readme_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for step in (7, 8):
+        shardplan.save({"model": {"w": torch.ones(4, 3)}}, f"step-{step}")
+    lines = re.findall(r"^\$ (shardplan .*)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(lines) >= 5
+    for line in lines:
+        for command in line.partition("#")[0].split("&&"):
+            result = CliRunner().invoke(app, shlex.split(command)[1:])
+            assert result.exit_code == 0, (command, result.output)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_lines_of_a_page_can_be_read(page):
+    lines = (line for line in page.read_text().splitlines() if not line.startswith(("|", "![")))
+    assert [line for line in lines if len(line) > 110] == []

@@ -3,6 +3,7 @@
 import ast
 import io
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -156,6 +157,24 @@ def test_importing_planning_does_not_load_torch():
 
 def test_importing_shardplan_does_not_load_torch():
     assert "torch" not in modules_loaded_by("import shardplan")
+
+
+# The map of the code
+
+
+def modules_of(room):
+    """Name the modules and folders of modules of one room."""
+    found = {path.stem for path in (ROOT / room).glob("*.py")}
+    return found - {"__init__", "__main__"} | {p.parent.name for p in (ROOT / room).glob("*/*.py")}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_the_map_names_every_module(room):
+    """Planning and the front door are mapped by the README, the others by their docstrings."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    if room in ("io", "dist"):
+        text = ast.get_docstring(ast.parse((ROOT / room / "__init__.py").read_text()))
+    assert sorted(modules_of(room) - set(re.findall(r"`(\w+)/?`", text))) == []
 
 
 # The traps of the folder names io/ and dist/

@@ -7,25 +7,33 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.table import Table
 
 import shardplan
 from shardplan import planning as sp
-from shardplan.planning.text import human_bytes
+from shardplan.cli.app import app
+from shardplan.cli.screen import show, table
+from shardplan.planning.reports.explain import figures
+from shardplan.planning.reports.sheet import human_seconds
+from shardplan.planning.text import counted, human_bytes
 
 __all__ = ["main"]
 
 FILES = "build/demo"
 STEPS = 3
+RANKS = 4
+T = TypeVar("T")
 SHOWN = "model.layers.0.up.weight"
 
 
@@ -48,9 +56,20 @@ class Demo:
         """Print a heading and what belongs under it."""
         self.console.print(f"\n[bold]{title}[/bold]")
         for text in texts:
-            self.console.print(
-                text if isinstance(text, Table) else str(text), markup=False, soft_wrap=True
-            )
+            self.console.print(str(text), markup=False, soft_wrap=True)
+
+    def type(self, *words: str) -> int:
+        """Run a command of the command line, and show what was typed; return its exit code."""
+        short = [word.removeprefix(f"{self.folder}/") for word in words]
+        self.console.print(f"\n[bold]$ shardplan {shlex.join(short)}[/bold]", highlight=False)
+        return int(app(list(words), standalone_mode=False) or 0)
+
+    def timed(self, what: str, work: Callable[[], T]) -> T:
+        """Do something, and note how long it takes."""
+        start = time.perf_counter()
+        done = work()
+        self.seconds[what] = time.perf_counter() - start
+        return done
 
     def check(self, claim: str, holds: bool) -> str:
         """Note whether a claim holds, and say so."""
@@ -61,42 +80,31 @@ class Demo:
     def train(self) -> None:
         """Train on four ranks, and save."""
         self.say("1. Train a small transformer on 4 ranks, FSDP2 × TP, and save it")
-        told = self._job(ranks=4, tensor_parallel=2, steps=STEPS)
-        report = shardplan.verify(self.folder / "step")
+        self._job()
+        told = self.told[4]
         losses = ", ".join(f"{loss:.4f}" for loss in told["before"])
         self.console.print(f"  losses of the first {STEPS} steps: {losses}")
         same = told["losses"] == told["resumed"]
         claim = "4 ranks: loaded again, the next losses are the same to the last bit"
         self.console.print(self.check(claim, same), f"  {_listed(told['resumed'])}", sep="\n")
-        self.console.print(
-            f"  {human_bytes(report.nbytes)} in {report.files} files: model, optimizer, step"
-        )
 
     def look(self) -> None:
         """Show the plan, as a table and as a picture; plan for ranks that nobody has."""
-        metadata = shardplan.open_checkpoint(self.folder / "step").metadata
-        self.say("2. What was saved: every chunk is known without reading one of them", metadata)
+        step = str(self.folder / "step")
+        self.say("2. What was saved, and what loading it on 3 ranks would cost: no data is read")
+        self.type("inspect", step, "model")
+        reshard = str(self.folder / "reshard.svg")
+        self.type("plan", step, "--mesh", "dp=3", "--svg", reshard)
         picture = self.folder / "tiling.svg"
-        picture.write_text(str(sp.draw_tiling(metadata, SHOWN)))
-        mesh = sp.Mesh(dp=3)
-        sizes = {
-            name: sp.TensorSpec(entry.size, entry.properties.dtype)
-            for name, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, sp.TensorMetadata)
-        }
-        wanted = sp.world_plans(sp.fsdp(sizes, mesh), mesh)
-        loads = [sp.load_plan(metadata, plan, strict=False) for plan in wanted]
-        reshard = self.folder / "reshard.svg"
-        reshard.write_text(str(sp.draw_reshard(metadata, wanted, SHOWN)))
-        self.say("   What it would cost to load it on 3 ranks", sp.explain(metadata, loads))
-        self.say("   Pictures", f"  {picture}", f"  {reshard}")
+        picture.write_text(str(sp.draw_tiling(shardplan.open_checkpoint(step).metadata, SHOWN)))
+        self.console.print(f"wrote {picture}", style="dim", soft_wrap=True)
 
     def load_elsewhere(self) -> None:
         """Load on two ranks and on one, compare bits, train on."""
         self.say("3. Load it on 2 ranks (FSDP2) and on 1 (no sharding), and train on")
         saved = self.told[4]
         for ranks in (2, 1):
-            told = self._job(ranks, tensor_parallel=1, steps=0)
+            told = self.told[ranks]
             equal = told["checksums"] == saved["checksums"]
             count = f"{len(told['checksums'])} tensors"
             pairs = zip(told["losses"], saved["losses"], strict=True)
@@ -119,11 +127,15 @@ class Demo:
         whole = source[SHOWN].read()
         hf, file = self.folder / "hf", self.folder / "step.pt"
         planner = sp.chain(sp.select("model.*"), sp.rename(lambda k: k.removeprefix("model.")))
-        reports = [
-            shardplan.convert(self.folder / "step", hf, format="hf", planner=planner),
-            shardplan.convert(self.folder / "step", file, format="torch"),
-        ]
-        self.console.print(*(f"  {report}" for report in reports), sep="\n", markup=False)
+        step, convert = self.folder / "step", shardplan.convert
+        made = {
+            "convert to Hugging Face": lambda: convert(step, hf, format="hf", planner=planner),
+            "convert to torch.save": lambda: convert(step, file, format="torch"),
+        }
+        for what, work in made.items():
+            report = self.timed(what, work)
+            size = f"{human_bytes(report.bytes_written)} in {human_seconds(self.seconds[what])}"
+            self.console.print(f"  {what}: {report.tensors} tensors, {size}")
         theirs = load_file(hf / "model.safetensors")[SHOWN.removeprefix("model.")]
         nested = torch.load(file, weights_only=True)["model"][SHOWN.removeprefix("model.")]
         self.console.print(
@@ -141,49 +153,74 @@ class Demo:
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 1
         file.write_bytes(data)
-        for path in (good, bad):
-            self.console.print(str(shardplan.verify(path)), markup=False, soft_wrap=True)
+        codes = [self.type("verify", str(path)) for path in (good, bad)]
+        self.timed("verify", lambda: shardplan.verify(good))
         self.console.print(
-            self.check("the good one is sound", shardplan.verify(good).ok),
-            self.check("the bad one is found out", not shardplan.verify(bad).ok),
+            self.check("the good one is sound", codes[0] == 0),
+            self.check("the bad one is found out", codes[1] == 1),
             sep="\n",
         )
 
     def compare(self) -> None:
         """Show how long it took, beside torch."""
-        seconds = self.told[4]["seconds"]
-        table = Table("4 ranks", "torch DCP", "shardplan", "", box=None)
-        for what in ("save", "load"):
-            ours, theirs = seconds[what], seconds[f"{what} torch"]
-            table.add_row(what, f"{theirs:.3f} s", f"{ours:.3f} s", f"{theirs / ours:.1f} ×")
-        self.say("6. How long it took, beside torch", table)
+        from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+        dcp, what = self.folder / "torch", "DCP checkpoint to torch.save"
+        for word, work in (("", shardplan.dcp_to_torch_save), (" torch", dcp_to_torch_save)):
+            into = str(self.folder / f"from-dcp{word.strip()}.pt")
+            self.timed(f"{what}{word}", partial(work, str(dcp), into))
+        told = {
+            f"{name} on {counted(ranks, 'rank')}{word}": self.told[ranks]["seconds"][name + word]
+            for name, ranks in (("save", 4), ("load", 4), ("load", 2), ("load", 1))
+            for word in ("", " torch")
+        }
+        self.seconds = told | self.seconds
+        self.say("7. How long each took, beside torch.distributed.checkpoint")
+        head = ("work", "torch", "shardplan", "ratio")
+        ours = [name for name in self.seconds if not name.endswith(" torch")]
+        show(table(head, map(self._compared, ours), right=head[1:]))
+
+    def _compared(self, what: str) -> tuple[str, str, str, str]:
+        mine, theirs = self.seconds[what], self.seconds.get(f"{what} torch")
+        if theirs is None:
+            return what, "-", human_seconds(mine), ""
+        return what, human_seconds(theirs), human_seconds(mine), f"{theirs / mine:.1f} ×"
 
     def plan_at_scale(self) -> None:
         """Plan what nobody here owns: 405 billion parameters and their Adam state."""
-        start = time.perf_counter()
-        mesh, fewer = sp.Mesh(dp=2048, tp=8), sp.Mesh(dp=1536, tp=8)
-        saved, wanted = (
-            sp.world_plans(sp.adam(sp.fsdp_tp(sp.llama3_405b(), m, sp.LLAMA_TP)), m)
-            for m in (mesh, fewer)
-        )
-        report = sp.explain(sp.world_metadata(saved), wanted)
-        title = "7. Planning needs no ranks: 405B with Adam, saved on 16,384, loaded on 12,288"
-        self.say(title, report, f"planned in {time.perf_counter() - start:.1f} s")
 
-    def _job(self, ranks: int, tensor_parallel: int, steps: int) -> dict[str, Any]:
-        """Run the training job on some ranks, and return what its first rank wrote down."""
-        job = ["-m", "shardplan.demo.training", str(self.folder), str(tensor_parallel), str(steps)]
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command = [sys.executable, "-P", *(launch if ranks > 1 else []), *job]
-        quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
-        with self.console.status(f"{ranks} ranks are at work"):
-            done = subprocess.run(
-                command, env=os.environ | quiet, capture_output=True, text=True, check=False
+        def reshard() -> sp.Report:
+            saved, wanted = (
+                sp.world_plans(sp.adam(sp.fsdp_tp(sp.llama3_405b(), mesh, sp.LLAMA_TP)), mesh)
+                for mesh in (sp.Mesh(dp=2048, tp=8), sp.Mesh(dp=1536, tp=8))
             )
-        if done.returncode:
-            raise RuntimeError(f"the training job failed:\n{done.stderr[-4000:]}")
-        self.told[ranks] = json.loads((self.folder / f"told-{ranks}.json").read_text())
-        return self.told[ranks]
+            return sp.explain(sp.world_metadata(saved), wanted)
+
+        self.say("6. Planning needs no ranks: 405B with Adam, saved on 16,384, loaded on 12,288")
+        report = self.timed("plan 405B, 16,384 to 12,288 ranks", reshard)
+        show(table(("figure", "value"), figures(report), keep=("figure",)), "", *report.warnings)
+
+    def _job(self) -> None:
+        """Run the training job, and read what its first rank wrote down."""
+        command = [sys.executable, "-P", "-m", "shardplan.demo.training", str(self.folder)]
+        quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+        logs = [self.folder / f"rank-{rank}.log" for rank in range(RANKS)]
+        with self.console.status(f"{RANKS} ranks are at work"), ExitStack() as files:
+            jobs = [
+                subprocess.Popen(
+                    [*command, str(rank), str(STEPS)],
+                    env=os.environ | quiet,
+                    stdout=subprocess.DEVNULL,
+                    stderr=files.enter_context(log.open("wb")),
+                )
+                for rank, log in enumerate(logs)
+            ]
+            codes = _wait(jobs)
+        for log, code in zip(logs, codes, strict=True):
+            if code > 0:
+                raise RuntimeError(f"the training job failed:\n{log.read_text()[-4000:]}")
+        for ranks in (RANKS, 2, 1):
+            self.told[ranks] = json.loads((self.folder / f"told-{ranks}.json").read_text())
 
     def run(self) -> bool:
         """Take all steps, and tell whether everything held."""
@@ -196,13 +233,23 @@ class Demo:
             self.load_elsewhere,
             self.convert,
             self.damage,
-            self.compare,
             self.plan_at_scale,
+            self.compare,
         ):
             step()
         verdict = f"failed: {', '.join(self.failed)}" if self.failed else "all of it held"
         self.say(f"Done in {time.perf_counter() - start:.0f} s; {verdict}")
         return not self.failed
+
+
+def _wait(jobs: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+    """Wait for processes; when one fails, end the others, which would wait for it."""
+    while any(job.poll() is None for job in jobs):
+        if any(job.returncode for job in jobs):
+            for job in jobs:
+                job.kill()
+        time.sleep(0.1)
+    return [job.returncode for job in jobs]
 
 
 def _listed(losses: Sequence[float]) -> str:

@@ -1,14 +1,14 @@
-"""One rank of the demo's training job: ``torchrun -m shardplan.demo.training FOLDER TP STEPS``.
+"""One of the four ranks of the demo's job: ``python -m shardplan.demo.training FOLDER RANK STEPS``.
 
-With STEPS it trains that long, saves, and goes on; without, it loads what was saved. Either way it
-trains two more steps, and rank 0 writes down their losses, a checksum of every tensor as it was
-when it was saved or loaded, and how long things took.
+Four ranks train, save, load again and go on. Then two of them load what the four saved, and go on
+(FSDP2 alone), and then one of them (no sharding): the same processes, which saves starting others.
+Each time rank 0 writes down losses, a checksum of every tensor as it was when it was saved or
+loaded, and how long things took, with shardplan and with torch.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 import time
@@ -34,6 +34,7 @@ from shardplan.planning import flatten
 __all__ = ["main"]
 
 MORE = 2
+RANKS = 4
 
 
 class Training:
@@ -117,39 +118,56 @@ def save_and_go_on(training: Training, folder: Path, steps: int) -> dict[str, An
     told["losses"] = [training.step() for _ in range(MORE)]
     fresh = Training(dist.get_world_size(), 2)
     target = fresh.state()
-    seconds["load"] = timed(lambda: shardplan.load(target, folder / "step"))
-    other = Training(dist.get_world_size(), 2).state()
-    seconds["load torch"] = timed(
-        lambda: state_dict_loader.load(other, checkpoint_id=folder / "torch")
-    )
+    seconds |= load_both(target, folder)
     fresh.resume(target)
     told |= {"resumed": [fresh.step() for _ in range(MORE)], "seconds": seconds}
     return told
 
 
+def load_both(state: dict[str, Any], folder: Path) -> dict[str, float]:
+    """Load a state with torch and with shardplan, whose bits stay; return the seconds of each."""
+    seconds: dict[str, float] = {}
+    for turn in ("warm up", "load"):
+        seconds[f"{turn} torch"] = timed(
+            lambda: state_dict_loader.load(state, checkpoint_id=folder / "torch")
+        )
+        for value in flatten(state)[0].values():
+            if isinstance(value, torch.Tensor):
+                value.detach().zero_()  # so that nothing of torch's is left
+        seconds[turn] = timed(lambda: shardplan.load(state, folder / "step"))
+    return seconds
+
+
 def load_and_go_on(training: Training, folder: Path) -> dict[str, Any]:
     """Load what another set of ranks saved, and go on."""
     state = training.state()
-    seconds = {"load": timed(lambda: shardplan.load(state, folder / "step"))}
+    seconds = load_both(state, folder)
     told = {"checksums": checksums(state), "seconds": seconds}
     training.resume(state)
     return told | {"losses": [training.step() for _ in range(MORE)]}
 
 
-def main(folder: Path, tensor_parallel: int, steps: int) -> None:
+def main(folder: Path, rank: int, steps: int) -> None:
     """Be one rank."""
     warnings.filterwarnings("ignore", category=UserWarning)
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(1)
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1:
-        dist.init_process_group("gloo")
-    training = Training(ranks, tensor_parallel)
-    told = save_and_go_on(training, folder, steps) if steps else load_and_go_on(training, folder)
-    if ranks == 1 or dist.get_rank() == 0:
-        (folder / f"told-{ranks}.json").write_text(json.dumps(told))
-    if ranks > 1:
-        dist.destroy_process_group()
+    for ranks in (RANKS, 2, 1):
+        if rank >= ranks:
+            return
+        if ranks > 1:
+            where = f"file://{folder}/meeting-{ranks}"
+            dist.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
+        training = Training(ranks, tensor_parallel=2 if ranks == RANKS else 1)
+        told = (
+            save_and_go_on(training, folder, steps)
+            if ranks == RANKS
+            else load_and_go_on(training, folder)
+        )
+        if rank == 0:
+            (folder / f"told-{ranks}.json").write_text(json.dumps(told))
+        if ranks > 1:
+            dist.destroy_process_group()
 
 
 if __name__ == "__main__":
