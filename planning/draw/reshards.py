@@ -328,7 +328,7 @@ def _piece(
         field = x + half, y + inset, half - inset, height - 2 * inset
         first = x + half / 2, y + height / 2
     left, top, wide, high = field
-    thin = min(1.0, inset / 3)
+    thin = min(1.0, 0.8 * inset)
     inner = rect(
         left, top, wide, high, fills[1], class_="field", rx=inset, stroke=PAPER, stroke_width=thin
     )
