@@ -6,6 +6,15 @@ import sys
 
 import pytest
 
+from shardplan.demo import main
+
+
+def test_a_folder_of_somebody_s_files_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(FileExistsError, match="no demo made"):
+        main([str(tmp_path)])
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
 
 @pytest.mark.slow
 def test_the_demo_runs_and_everything_it_claims_holds(tmp_path):

@@ -18,7 +18,7 @@ HELP = r"""Train a small transformer on 4 ranks here, and take its checkpoint th
 It is saved on 4 ranks (FSDP2 × TP), shown and planned for 3, loaded on 2 and on 1 with all bits
 compared, trained on, converted to Hugging Face's format and torch.save's, verified, damaged and
 verified again, and timed beside torch DCP; then a model of 405B is planned for 12,288 ranks. Takes
-about a minute, and torch. DIR is emptied before. Exits with 1 if anything did not hold.
+about a minute, and torch. DIR must be new, or an earlier demo's. Exits with 1 if anything did not hold.
 
 JSON keys: folder, ok, failed (claims that did not hold), seconds (save, load, and torch's own).
 
@@ -31,7 +31,7 @@ def demo(
         Path | None,
         typer.Argument(
             metavar="[DIR]",
-            help="Where to put checkpoints and pictures.",
+            help="Where checkpoints and pictures go: a new folder.",
             show_default="build/demo",
         ),
     ] = None,

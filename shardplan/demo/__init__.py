@@ -31,6 +31,7 @@ from shardplan.planning.text import counted, human_bytes
 __all__ = ["main"]
 
 FILES = "build/demo"
+MADE = ".made-by-shardplan-demo"
 STEPS = 3
 RANKS = 4
 T = TypeVar("T")
@@ -224,8 +225,7 @@ class Demo:
 
     def run(self) -> bool:
         """Take all steps, and tell whether everything held."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
+        _make_room(self.folder)
         start = time.perf_counter()
         for step in (
             self.train,
@@ -240,6 +240,19 @@ class Demo:
         verdict = f"failed: {', '.join(self.failed)}" if self.failed else "all of it held"
         self.say(f"Done in {time.perf_counter() - start:.0f} s; {verdict}")
         return not self.failed
+
+
+def _make_room(folder: Path) -> None:
+    """Make a folder for the demo's files, or empty the one that an earlier demo made.
+
+    Raises:
+        FileExistsError: It holds something else.
+    """
+    if folder.exists() and any(folder.iterdir()) and not (folder / MADE).exists():
+        raise FileExistsError(f"{folder} holds files that no demo made; name a new folder")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / MADE).touch()
 
 
 def _wait(jobs: Sequence[subprocess.Popen[bytes]]) -> list[int]:
@@ -257,5 +270,5 @@ def _listed(losses: Sequence[float]) -> str:
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Run the demo; its files go to the folder named first, which is emptied before."""
+    """Run the demo; its files go to the folder named first, a new one or one of a demo before."""
     return 0 if Demo(Path(arguments[0] if arguments else FILES)).run() else 1
