@@ -277,8 +277,8 @@ def _rank_table(report: Report) -> Table:
 
 
 def _file_table(files: FileCosts, *, is_save: bool) -> Table:
-    head = ("files of rank", "written" if is_save else "read", "requests")
-    head += () if is_save else ("by ranks",)
+    does = "written" if is_save else "read"
+    head = ("files of rank", does, "requests") + (() if is_save else ("by ranks",))
     rows: list[tuple[object, ...]] = []
     for row in _extremes(files.nbytes):
         if row is None:
