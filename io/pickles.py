@@ -74,6 +74,8 @@ class _Counted:
     """What a pickle gets for a `Copies`: it cannot change this."""
 
     __slots__ = ("_add", "_make")
+    _add: Callable[[int], None]
+    _make: Callable[..., Any]
 
     def __init__(self, make: Callable[..., Any], add: Callable[[int], None]) -> None:
         object.__setattr__(self, "_make", make)

@@ -166,8 +166,13 @@ class DerivedPlans(Sequence[SavePlan]):
         keep = np.ones(len(row), bool)
         keep[shared] = writer[first[row[shared]] + chunk[shared]] == rank
         row, at, chunk = row[keep], at[keep], chunk[keep]
-        columns = map(readonly, (row, boxes.offsets[at], boxes.sizes[at]))
-        items = WriteItems(self.plans.catalog, *columns, hint=readonly(chunk))
+        items = WriteItems(
+            self.plans.catalog,
+            readonly(row),
+            readonly(boxes.offsets[at]),
+            readonly(boxes.sizes[at]),
+            hint=readonly(chunk),
+        )
         return SavePlan(items, planner_data=self.plans.planner_data)
 
     def __len__(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated
@@ -18,9 +20,10 @@ HELP = r"""Train a small transformer on 4 ranks here, and take its checkpoint th
 It is saved on 4 ranks (FSDP2 × TP), shown and planned for 3, loaded on 2 and on 1 with all bits
 compared, trained on, converted to Hugging Face's format and torch.save's, verified, damaged and
 verified again, and timed beside torch DCP; then a model of 405B is planned for 12,288 ranks. Takes
-about a minute, and torch. DIR must be new, or an earlier demo's. Exits with 1 if anything did not hold.
+about a minute, and torch. DIR must be new, or an earlier demo's. Exits with 1 if anything did not
+hold.
 
-JSON keys: folder, ok, failed (claims that did not hold), seconds (save, load, and torch's own).
+JSON keys: folder, ok, failed (claims that did not hold), seconds (by step, torch's own too).
 
 Example: shardplan demo build/demo
 """
@@ -43,8 +46,6 @@ def demo(
     import_module("torch")  # or say what is missing, before any rank is started
     from shardplan import demo as steps
 
-    if folder is not None:
-        _refuse(folder)
     if json:
         if not _run_quietly(folder or Path(steps.FILES)):
             raise typer.Exit(FOUND)
@@ -54,14 +55,6 @@ def demo(
         raise typer.Exit(code)
 
 
-def _refuse(folder: Path) -> None:
-    """Refuse to empty a folder that no demo filled."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; give a folder")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "told-4.json").exists():
-        raise ValueError(f"{folder} holds other files, and would be emptied; give a new folder")
-
-
 def _run_quietly(folder: Path) -> bool:
     """Run the demo with its text on stderr, and answer in JSON; tell whether all held."""
     from shardplan.demo import Demo
@@ -69,7 +62,7 @@ def _run_quietly(folder: Path) -> bool:
     from .screen import console, print_json
 
     run = Demo(folder, console(stderr=True))
-    held = run.run()
-    seconds = run.told[4]["seconds"]
-    print_json({"folder": str(folder), "ok": held, "failed": run.failed, "seconds": seconds})
+    with redirect_stdout(sys.stderr):  # what the commands print that it shows
+        held = run.run()
+    print_json({"folder": str(folder), "ok": held, "failed": run.failed, "seconds": run.seconds})
     return held
