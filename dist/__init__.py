@@ -6,7 +6,8 @@ process group of torch.distributed, and `run_ranks` runs ranks as threads. On to
 the same `CheckpointError` on every rank. Torch is imported only by `torch_comm`.
 
 - What is a group of ranks? `comm`; as threads? `threads`; as torch's processes? `torch_comm`
-- What do they do together? `steps`; how do they meet, and notice who is gone? `meeting`, `wire`
+- What do they do together? `steps`; how do they meet, and notice who is gone? `meeting`, `wire`,
+  `worker` (calls that may block for ever)
 - What can go wrong? `errors`
 
 >>> from shardplan.dist import all_reduce, run_ranks

@@ -5,7 +5,8 @@
 - Which formats are there? `sources` (reading), `writers` (saving); `native` (our own); `dcp`,
   `dcp_metadata`, `dcp_write`; `hf`, `hf_shards`, `hf_write`; `torchsave`, `torchsave_write`
 - How is another tool's file read without running it? `pickles`, `torchpickles`, `torchvalues`,
-  `torchsave_pickles`, `torchzip`, `torchzip_write`, `strided`; is it sound? `verify_foreign`
+  `torchsave_pickles`, `torchnested`, `torchbare`, `torchzip`, `torchzip_write`, `strided`; is it
+  sound? `verify_foreign`
 - How is a plan carried out? `pieces`, `write`, `commit`, `read`, `jobs`, `fetch`, `arrays`
 - How does one checkpoint become another? `ahead`, `proof`, `places`, `copying`, `moving`, `crc`
 - How does one take another's place? `replacing`

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +20,7 @@ R = TypeVar("R")
 
 _MAX_BYTES: Final = 256 << 20
 _QUEUED: Final = 4  # pieces of work per thread that may be waiting for one
+_TICK: Final = 0.5  # seconds
 
 
 _under_way = threading.local()  # each thread's own: what went wrong beside the work that it does
@@ -52,6 +53,12 @@ def _part_of(failures: list[BaseException]) -> Iterator[None]:
         yield
     finally:
         _under_way.failures = before
+
+
+def _wait_for(futures: Sequence[Future[Any]]) -> None:
+    """Wait, and wake up now and then: another thread may have been given the signal of a Ctrl-C."""
+    while wait(futures, timeout=_TICK).not_done:
+        pass
 
 
 class Pool:
@@ -168,10 +175,10 @@ class Pool:
                 futures.append(self.submit(partial(guarded, item), nbytes=cost))
                 if failures:
                     break
-            wait(futures)
+            _wait_for(futures)
         except BaseException as error:  # from `items`, or an interrupt: the memory is still in use
             failures.append(error)
-            wait(futures)
+            _wait_for(futures)
             raise
         if failures:
             raise failures[0]

@@ -18,6 +18,7 @@ from shardplan.planning.files import save_id_of
 
 from .checksums import Sums
 from .errors import FormatError, listed
+from .manifest import MANIFEST
 from .pool import Pool
 from .stores import Store, open_store
 
@@ -163,7 +164,9 @@ def detect(store: Store, name: str = "") -> str:
 
 def _no_checkpoint(store: Store, name: str) -> str:
     if save_id_of(name) is not None:
-        return f"it is a part of a checkpoint; give the folder: {store.url}"
+        if store.exists(MANIFEST):
+            return f"it is a part of a checkpoint; give the folder: {store.url}"
+        return "it is a part of no checkpoint: the save that wrote it was never committed"
     return f"it is no checkpoint of a known format ({', '.join(FORMATS)})"
 
 

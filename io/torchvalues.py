@@ -172,8 +172,9 @@ class _Pickler(pickle.Pickler):
         """Name a storage as torch does, and keep it."""
         import torch
 
-        kind, numel, bare = torch.UntypedStorage, storage.nbytes(), storage
-        if type(storage) is not torch.UntypedStorage:
+        if type(storage) is torch.UntypedStorage:
+            kind, numel, bare = torch.UntypedStorage, storage.nbytes(), storage
+        else:  # whose public methods warn that it will go
             kind, bare = getattr(torch, storage._pickle_storage_type()), storage._untyped_storage
             numel = storage._size()
         if bare._cdata not in self._keys:

@@ -785,7 +785,7 @@ def test_demo_runs_the_demo(monkeypatch, tmp_path):
 def test_demo_answers_in_json(monkeypatch, tmp_path):
     def run_it(demo):
         demo.say("a step")
-        demo.told[4] = {"seconds": {"save": 0.1}}
+        demo.seconds = {"save": 0.1}
         demo.failed.append("a claim")
         return False
 

@@ -357,7 +357,7 @@ def test_a_small_file_is_read_into_memory_once(tmp_path):
 
 def test_a_pipe_in_the_manifests_place_is_told(tmp_path):
     os.mkfifo(tmp_path / MANIFEST)
-    with pytest.raises(FormatError, match="a pipe or a device"):
+    with pytest.raises(FormatError, match="a pipe, a socket or a device"):
         read_manifest(open_store(tmp_path))
 
 

@@ -21,7 +21,7 @@ from shardplan import convert, open_checkpoint, restore
 from shardplan.dist import CheckpointError, run_ranks
 from shardplan.io import ExistsError, FormatError, ValueRefusedError, open_store
 from shardplan.io.ahead import Ahead, Box, Lender
-from shardplan.io.headers import TORCH_NAMES
+from shardplan.io.headers import TORCH_NAMES, file_entry
 from shardplan.io.read import Reader
 from shardplan.io.sources import detect
 from shardplan.io.testing import CountingStore, FaultyStore
@@ -296,6 +296,8 @@ def state_dicts(draw, formats):
     @st.composite
     def tensor(draw):
         dtype, shape = draw(st.sampled_from(dtypes)), draw(shapes)
+        if "hf" in formats and file_entry(dtype, shape) is None:
+            shape = (1,)  # pairs of numbers lie along an axis, which a scalar has not
         count = int(np.prod(shape, dtype=int)) * ITEMSIZE[dtype]
         high = 2 if dtype == "bool" else 256
         raw = np.random.default_rng(draw(st.integers(0, 99))).integers(0, high, count, np.uint8)
