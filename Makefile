@@ -41,13 +41,13 @@ types: $(STAMP) ## type-check an installed copy, strictly
 test: $(STAMP) ## check everything: format, lint, types, tests, examples, notebooks, demo
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory types
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 test-quick: $(STAMP) ## run the tests that take no time
 	$(BIN)/pytest -q -x -m 'not slow'
 
 thorough: $(STAMP) ## run the tests with many more random examples
-	HYPOTHESIS_PROFILE=thorough $(BIN)/pytest
+	HYPOTHESIS_PROFILE=thorough $(BIN)/pytest -n 2 --dist loadfile
 
 demo: $(STAMP) ## run the demo
 	$(BIN)/python -P -m shardplan.demo
