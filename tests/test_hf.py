@@ -548,7 +548,7 @@ def put(store, sd, files, **options):
 @pytest.mark.parametrize("landed", [0, 0.5, 1])
 def test_at_every_kill_point_the_old_or_the_new_one_loads(tmp_path, before, after, where, landed):
     def fresh(step):
-        url = str(tmp_path / f"s{step}") if where == "local" else f"memory://{tmp_path.name}{step}"
+        url = str(tmp_path / f"s{step}") if where == "local" else f"memory://{tmp_path.name}/{step}"
         store = open_store(url)
         put(store, OLD, before, overwrite=False)
         return store

@@ -80,7 +80,7 @@ def test_at_every_kill_point_the_old_one_or_the_new_one_loads_as_the_error_tells
     tmp_path, before, after, mode, landed, where
 ):
     def fresh(step):
-        url = str(tmp_path / f"s{step}") if where == "local" else f"memory://{tmp_path.name}{step}"
+        url = str(tmp_path / f"s{step}") if where == "local" else f"memory://{tmp_path.name}/{step}"
         store = open_store(url)
         put(store, OLD, before)
         return store
