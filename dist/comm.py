@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 import attrs
 
-__all__ = ["Comm", "Pending", "solo"]
+__all__ = ["Comm", "Pending", "Reduce", "solo"]
+
+
+Reduce = Callable[[list[bytes]], bytes]
+"""What a coordinator makes of every rank's bytes, by rank."""
 
 
 class Pending(Protocol):
@@ -70,6 +74,9 @@ class Comm(Protocol):
     def all_gather(self, data: bytes, topic: str = "all_gather") -> list[bytes]:
         """Return every rank's bytes, by rank, on every rank."""
 
+    def reduce(self, data: bytes, work: Reduce, topic: str = "reduce") -> bytes:
+        """Return, on every rank, what ``work`` makes of every rank's bytes on the coordinator."""
+
     def barrier(self) -> None:
         """Return once all ranks have come."""
 
@@ -109,6 +116,10 @@ class Solo:
         """Return the bytes in a list."""
         return [as_bytes(data)]
 
+    def reduce(self, data: bytes, work: Reduce, topic: str = "reduce") -> bytes:
+        """Return what ``work`` makes of the bytes."""
+        return as_bytes(work([as_bytes(data)]))
+
     def barrier(self) -> None:
         """Return."""
 
@@ -135,6 +146,16 @@ def solo() -> Comm:
     (0, 1, [b'plan'])
     """
     return _SOLO
+
+
+def departure(topic: str, error: BaseException) -> str:
+    """Say why a rank leaves, for those that wait for it.
+
+    >>> departure("a step", KeyboardInterrupt())
+    'left a step: KeyboardInterrupt'
+    """
+    text = f": {error}" if str(error) else ""
+    return f"left {topic}: {type(error).__name__}{text}"
 
 
 def as_bytes(data: object) -> bytes:

@@ -109,9 +109,13 @@ class Meetings:
         if self.lost is not None:
             raise LostRanksError(self.lost.reasons)
         self.number += 1
-        lost, notes, said = self._ask(
-            lambda: self._hold(topic, note, answer), 2 * (self.timeout + GRACE)
-        )
+        limit, notes = 2 * (self.timeout + GRACE), list[bytes | None]()
+        if self.rank == self.coordinator:
+            lost, notes = self._ask(lambda: self._preside(topic, note), limit)
+            said = None if lost else answer(notes)  # in the caller's thread: it may take its time
+            lost, said = self._ask(lambda: self._close(lost, said), limit)
+        else:
+            lost, said = self._ask(lambda: self._attend(topic, note), limit)
         if lost:
             raise self.lose(lost)
         return notes, said
@@ -166,28 +170,14 @@ class Meetings:
                     self._ask(lambda: None, GRACE)  # What was posted has been done by then.
         self.worker.close()
 
-    def _hold(
-        self, topic: str, note: bytes | None, answer: Answer
-    ) -> tuple[dict[int, str], list[bytes | None], bytes | None]:
-        """Come, wait for the verdict or give it, and return who is lost, the notes, the answer."""
-        mine = self._key(self.rank)
-        self.store.set(mine, json.dumps([topic, _text(note), list(self.suspects.items())]))
-        notes: list[bytes | None] = []
-        if self.rank == self.coordinator:
-            lost, notes = self._preside(topic)
-            lost = self._left() or lost
-            said = None if lost else answer(notes)
-            lost, said = self._decide(self.number, lost, said)
-            old = f"{self.number - 1}/verdict"  # Who is here has read it.
-            self.worker.post(lambda: (self.store.delete_key(mine), self.store.delete_key(old)))
-        else:
-            lost = self._attend(topic)
-            lost, said = self._decide(self.number, self._left() or lost)
-            self.worker.post(lambda: self.store.delete_key(mine))
-        return lost, notes, said
+    def _come(self, topic: str, note: bytes | None) -> None:
+        """Say that this rank is here, what for, and whom it suspects."""
+        text = json.dumps([topic, _text(note), list(self.suspects.items())])
+        self.store.set(self._key(self.rank), text)
 
-    def _preside(self, topic: str) -> tuple[dict[int, str], list[bytes | None]]:
-        """As the coordinator: wait for everyone; return who is lost, and all notes."""
+    def _preside(self, topic: str, note: bytes | None) -> tuple[dict[int, str], list[bytes | None]]:
+        """As the coordinator: come, wait for everyone; return who is lost, and all notes."""
+        self._come(topic, note)
         keys = [self._key(place) for place in range(len(self.ranks))]
 
         def ready() -> bool:
@@ -198,7 +188,7 @@ class Meetings:
             return dead, []
         self._wait(ready, self.timeout)
         if not self.store.check(keys):
-            return self._absent(topic), []
+            return self._left() or self._absent(topic), []
         came = [json.loads(text) for text in self.store.multi_get(keys)]
         astray = {
             rank: f"came to {other} while rank {self.ranks[self.rank]} came to {topic}"
@@ -206,10 +196,29 @@ class Meetings:
             if other != topic
         }
         suspects = {rank: dict(found) for rank, (*_, found) in zip(self.ranks, came, strict=True)}
-        return _blamed(suspects) or astray, [_bytes(note) for _, note, _ in came]
+        lost = self._left() or _blamed(suspects) or astray
+        return lost, [_bytes(note) for _, note, _ in came]
 
-    def _attend(self, topic: str) -> dict[int, str]:
-        """As any other rank: wait for the verdict, and return who is lost if none comes."""
+    def _close(
+        self, lost: Mapping[int, str], said: bytes | None
+    ) -> tuple[dict[int, str], bytes | None]:
+        """As the coordinator: give the verdict, and return the one that holds."""
+        found = self._decide(self.number, lost, said)
+        mine, old = self._key(self.rank), f"{self.number - 1}/verdict"  # Who is here has read it.
+        self.worker.post(lambda: (self.store.delete_key(mine), self.store.delete_key(old)))
+        return found
+
+    def _attend(self, topic: str, note: bytes | None) -> tuple[dict[int, str], bytes | None]:
+        """As any other rank: come, wait for the verdict, and return it; give one if none comes."""
+        self._come(topic, note)
+        lost = self._unanswered(topic)
+        found = self._decide(self.number, self._left() or lost)
+        mine = self._key(self.rank)
+        self.worker.post(lambda: self.store.delete_key(mine))
+        return found
+
+    def _unanswered(self, topic: str) -> dict[int, str]:
+        """Wait for the verdict, and return who is lost if none comes."""
         dead = self._dead(self._decided)
         if dead or self._wait(self._decided, self.timeout):
             return dead

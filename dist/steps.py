@@ -2,8 +2,9 @@
 
 A step maps on every rank, reduces on the coordinator, and hands the result back. Whatever raises
 on the way, and wherever, is caught, sent as text, and raised as one `CheckpointError` everywhere;
-the comm can be used again after that. A step ends when all ranks have decoded the result; whether
-they have, the coordinator finds out and tells, so that what travels grows as the number of ranks.
+the comm can be used again after that. Where decoding the result may fail on some ranks and not on
+others, a step ends when all have decoded it; whether they have, the coordinator finds out and
+tells, so that what travels grows as the number of ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import attrs
 from shardplan.planning import CodecError, flatten
 from shardplan.planning.frozen import from_json, to_json
 
-from .comm import Comm
+from .comm import Comm, departure
 from .errors import CheckpointError, Failure, LostRanksError
 
 __all__ = [
@@ -63,6 +64,9 @@ def decode_json(data: bytes) -> Any:
         raise
     except (ValueError, TypeError, LookupError, RecursionError) as error:
         raise CodecError(f"these bytes are no typed JSON: {error}") from error
+
+
+_ALIKE = (decode_json, bytes)  # what these do with the same bytes, they do on every rank
 
 
 def reduce_scatter(
@@ -111,7 +115,7 @@ def reduce_scatter(
         if gathered is not None:
             parts = here.frames(lambda: _reduced(here, gathered, decode, reduce, encode_result))
         mine = comm.scatter(parts, here.topic("scatter"))
-        return here.agreed(lambda: decode_result(here.opened(mine)))
+        return here.agreed([mine], decode_result, lambda: decode_result(mine[1:]))
 
 
 def all_reduce(
@@ -135,15 +139,13 @@ def all_reduce(
     """
     encode_result, decode_result = encode_result or encode, decode_result or decode
     with _together(comm, step) as here:
-        gathered = comm.gather(here.frame(lambda: encode(map())), here.topic("gather"))
-        whole = None
-        if gathered is not None:
-            values = gathered
-            whole = here.frame(
-                lambda: encode_result(reduce(here.decoded(values, decode))),
-            )
-        result = comm.broadcast(whole, here.topic("broadcast"))
-        return here.agreed(lambda: decode_result(here.opened(result)))
+
+        def work(gathered: list[bytes]) -> bytes:
+            return here.frame(lambda: encode_result(reduce(here.decoded(gathered, decode))))
+
+        mine = here.frame(lambda: encode(map()))
+        result = comm.reduce(mine, work, here.topic("reduce"))
+        return here.agreed([result], decode_result, lambda: decode_result(result[1:]))
 
 
 def all_gather(
@@ -165,7 +167,7 @@ def all_gather(
     with _together(comm, step) as here:
         mine = here.frame(lambda: encode(map()))
         gathered = comm.all_gather(mine, here.topic("all_gather"))
-        return here.agreed(lambda: here.decoded(gathered, decode))
+        return here.agreed(gathered, decode, lambda: here.decoded(gathered, decode))
 
 
 def broadcast(
@@ -188,7 +190,7 @@ def broadcast(
         mine = comm.rank == comm.coordinator
         frame = here.frame(lambda: encode(fn())) if mine else None
         whole = comm.broadcast(frame, here.topic("broadcast"))
-        return here.agreed(lambda: decode(here.opened(whole)))
+        return here.agreed([whole], decode, lambda: decode(whole[1:]))
 
 
 def all_keys(comm: Comm, sd: Mapping[Any, Any]) -> list[str]:
@@ -224,12 +226,12 @@ def _together(comm: Comm, step: str) -> Iterator[_Here]:
         raise CheckpointError(error.failures(step)) from None
     except Exception as error:  # of the comm itself: all else was caught, and told to the others
         failure = Failure.of(error, comm.ranks[comm.rank], step)
-        reason = f"left {step}: {failure.type}: {failure.text}"
+        reason = departure(step, error)
         comm.leave(reason)
         # This rank cannot know what the others do now: it is lost, to itself as to them.
         raise CheckpointError([attrs.evolve(failure, type="LostRank", text=reason)]) from error
     except BaseException as error:
-        comm.leave(f"left {step}: {type(error).__name__}")
+        comm.leave(departure(step, error))
         raise
 
 
@@ -289,18 +291,29 @@ class _Here:
                 raise
         return values
 
-    def agreed(self, work: Callable[[], T]) -> T:
-        """Return what ``work`` does once it is known to have succeeded on all ranks."""
+    def agreed(self, frames: Sequence[bytes], decode: Decode, work: Callable[[], T]) -> T:
+        """Return what ``work`` decodes, once it is known that it succeeds on all ranks.
+
+        Args:
+            frames: What has come. If it tells of failures, it tells all ranks of the same ones.
+            decode: What decodes it.
+            work: Decodes it.
+        """
         results: list[T] = []
 
         def attempt() -> bytes:
             results.append(work())
             return b""
 
-        told = self.comm.gather(self.frame(attempt), self.topic("the end"))
-        verdict = None if told is None else self.frame(lambda: self.opened(*told))
+        def end(told: list[bytes]) -> bytes:
+            return self.frame(lambda: self.opened(*told))
+
         try:
-            self.opened(self.comm.broadcast(verdict, self.topic("the verdict")))
+            self.opened(*frames)
+            ended = self.frame(attempt)
+            if decode not in _ALIKE:
+                ended = self.comm.reduce(ended, end, self.topic("the end"))
+            self.opened(ended)
         except _ToldError as error:
             raise CheckpointError(error.failures) from None
         return results[0]

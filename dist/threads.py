@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from .comm import Comm, Pending, as_bytes, as_parts
+from .comm import Comm, Pending, Reduce, as_bytes, as_parts, departure
 from .errors import CheckpointError, Failure, LostRanksError
 
 __all__ = ["run_ranks"]
@@ -289,6 +289,12 @@ class ThreadComm:
         """Return every rank's bytes on every rank."""
         return self._listed(self._meet(topic, lambda: as_bytes(data)))
 
+    def reduce(self, data: bytes, work: Reduce, topic: str = "reduce") -> bytes:
+        """Return what the coordinator makes of every rank's bytes."""
+        gathered = self.gather(data, topic)
+        found = self._meet(topic, lambda: None if gathered is None else as_bytes(work(gathered)))
+        return as_bytes(found[self.coordinator])
+
     def barrier(self) -> None:
         """Return once all ranks have come."""
         self._meet("barrier", lambda: None)
@@ -317,7 +323,7 @@ class ThreadComm:
             self._lost = error
             raise
         except BaseException as error:
-            self.leave(f"left {topic}: {type(error).__name__}: {error}")
+            self.leave(departure(topic, error))
             raise
 
     def _listed(self, found: dict[int, Any]) -> list[bytes]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
-from .comm import Comm, Pending, as_bytes, as_parts
+from .comm import Comm, Pending, Reduce, as_bytes, as_parts, departure
 from .errors import LostRanksError
 from .meeting import Meetings
 from .wire import Trouble, Wire, join, split
@@ -189,7 +189,7 @@ class TorchComm:
 
     def gather(self, data: bytes, topic: str = "gather") -> list[bytes] | None:
         """Return every rank's bytes on the coordinator; None on the others."""
-        data = self._checked(lambda: as_bytes(data))
+        data = self._checked(topic, lambda: as_bytes(data))
         with self._staying(topic):
             notes, _ = self._meetings.meet(topic, _small(data), lambda notes: None)
             return self._collect(data, notes)
@@ -197,7 +197,7 @@ class TorchComm:
     def scatter(self, parts: Sequence[bytes] | None, topic: str = "scatter") -> bytes:
         """Return this rank's part of what the coordinator gives."""
         mine = self._is_coordinator
-        given = self._checked(lambda: as_parts(parts, self.world_size)) if mine else []
+        given = self._checked(topic, lambda: as_parts(parts, self.world_size)) if mine else []
         with self._staying(topic):
             _, said = self._meetings.meet(topic, b"", lambda notes: _small(*given))
             return self._hand_out(given) if said is None else split(said)[self.rank]
@@ -205,20 +205,41 @@ class TorchComm:
     def broadcast(self, data: bytes | None, topic: str = "broadcast") -> bytes:
         """Return, on every rank, what the coordinator gives."""
         mine = self._is_coordinator
-        given = self._checked(lambda: as_bytes(data)) if mine else b""
+        given = self._checked(topic, lambda: as_bytes(data)) if mine else b""
         with self._staying(topic):
             _, said = self._meetings.meet(topic, b"", lambda notes: _small(given))
             return self._hand_out([given] * self.world_size) if said is None else split(said)[0]
 
     def all_gather(self, data: bytes, topic: str = "all_gather") -> list[bytes]:
         """Return every rank's bytes on every rank."""
-        data = self._checked(lambda: as_bytes(data))
+        data = self._checked(topic, lambda: as_bytes(data))
         with self._staying(topic):
             notes, said = self._meetings.meet(topic, _small(data), _all_small)
             if said is None:
                 gathered = self._collect(data, notes)
                 said = self._hand_out([join(gathered or [])] * self.world_size)
             return split(said)
+
+    def reduce(self, data: bytes, work: Reduce, topic: str = "reduce") -> bytes:
+        """Return what the coordinator makes of every rank's bytes: in one meeting if it can be."""
+        data = self._checked(topic, lambda: as_bytes(data))
+        made: list[bytes] = []
+
+        def answer(notes: list[bytes | None]) -> bytes | None:
+            if None in notes:
+                return None
+            parts = [split(note)[0] for note in notes if note is not None]
+            made.append(self._checked(topic, lambda: as_bytes(work(parts))))
+            return _small(made[0])
+
+        with self._staying(topic):
+            notes, said = self._meetings.meet(topic, _small(data), answer)
+            if said is not None:
+                return split(said)[0]
+            gathered = self._collect(data, notes)
+            if gathered is not None and not made:
+                made.append(self._checked(topic, lambda: as_bytes(work(gathered))))
+        return self.broadcast(made[0] if made else None, f"the result of {topic}")
 
     def barrier(self) -> None:
         """Return once all ranks have come."""
@@ -250,12 +271,12 @@ class TorchComm:
     def _is_coordinator(self) -> bool:
         return self.rank == self.coordinator
 
-    def _checked(self, check: Callable[[], T]) -> T:
+    def _checked(self, topic: str, check: Callable[[], T]) -> T:
         """Return what ``check`` does; if it raises, this rank will not come, and says so."""
         try:
             return check()
-        except (TypeError, ValueError) as error:
-            self.leave(f"left: {error}")
+        except Exception as error:
+            self.leave(departure(topic, error))
             raise
 
     @contextlib.contextmanager
@@ -266,7 +287,7 @@ class TorchComm:
         except Exception:
             raise
         except BaseException as error:
-            self.leave(f"left {topic}: {type(error).__name__}")
+            self.leave(departure(topic, error))
             raise
 
     def _collect(self, data: bytes, notes: Sequence[bytes | None]) -> list[bytes] | None:

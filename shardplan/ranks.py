@@ -19,6 +19,7 @@ from shardplan.dist import (
     solo,
     torch_comm,
 )
+from shardplan.dist.comm import Reduce
 from shardplan.planning import flatten
 from shardplan.planning.errors import span
 
@@ -198,6 +199,18 @@ class Counted:
         """Gather everywhere, and count."""
         got = self._comm.all_gather(data, topic)
         self._count(sum(map(len, got)))
+        return got
+
+    def reduce(self, data: bytes, work: Reduce, topic: str = "reduce") -> bytes:
+        """Reduce, and count."""
+        gathered = list[int]()
+
+        def counted(parts: list[bytes]) -> bytes:
+            gathered.extend(map(len, parts))
+            return work(parts)
+
+        got = self._comm.reduce(data, counted, topic)
+        self._count(sum(gathered or [len(data)]) + len(got))
         return got
 
 

@@ -237,13 +237,14 @@ def test_a_process_that_comes_for_something_else_is_named(processes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("where", "victim", "error"), [("map", 2, "KeyboardInterrupt"), ("reduce", 0, "SystemExit")]
+    ("where", "victim", "error"), [("map", 2, "KeyboardInterrupt"), ("reduce", 0, "SystemExit: 3")]
 )
 def test_an_interrupt_comes_through_and_the_others_learn_at_once(processes, where, victim, error):
     told = [rank[f"interrupted:{where}"] for rank in processes]
-    assert told.pop(victim) == {"propagated": error}
+    assert told.pop(victim) == {"propagated": error.removesuffix(": 3")}
     for rank in told:
-        assert rank["failures"] == [[victim, "a step", "LostRank", f"left a step: {error}", ""]]
+        left = "left a step" if where == "map" else "left reduce of 'a step'"
+        assert rank["failures"] == [[victim, "a step", "LostRank", f"{left}: {error}", ""]]
         assert rank["seconds"] < 5
 
 
@@ -283,7 +284,7 @@ def test_a_process_that_gives_nonsense_raises_and_the_others_learn_at_once(proce
     text = "scatter takes one part for each of 4 ranks, and 1 came"
     first, *others = [rank["invalid"] for rank in processes]
     assert first == {"propagated": text}
-    assert [rank["lost"] for rank in others] == [{"0": f"left: {text}"}] * 3
+    assert [rank["lost"] for rank in others] == [{"0": f"left scatter: ValueError: {text}"}] * 3
 
 
 @pytest.mark.slow
@@ -347,7 +348,7 @@ def test_whether_all_is_well_costs_as_many_bytes_as_there_are_ranks():
 
 
 def test_ranks_in_different_steps_are_told_who_is_in_which():
-    """Though both steps gather first: no rank takes what another sent for something else."""
+    """Though both steps reduce: no rank takes what another sent for something else."""
     seen = {}
 
     def fn(comm):
@@ -358,7 +359,7 @@ def test_ranks_in_different_steps_are_told_who_is_in_which():
             seen[comm.rank] = [(f.rank, f.type, f.text) for f in error.failures]
 
     run_ranks(3, fn)
-    text = "came to gather of 'load' while rank 0 came to gather of 'save'"
+    text = "came to reduce of 'load' while rank 0 came to reduce of 'save'"
     assert seen == {rank: [(1, "LostRank", text)] for rank in range(3)}
 
 
@@ -478,7 +479,8 @@ def test_an_interrupt_in_a_thread_reaches_the_caller_and_the_others_learn_of_it(
     with pytest.raises(interrupt):
         run_ranks(3, fn)
     victim = 1 if where == "map" else 0
-    told = Failure(victim, "a step", "LostRank", f"left a step: {interrupt.__name__}")
+    left = "left a step" if where == "map" else "left reduce of 'a step'"
+    told = Failure(victim, "a step", "LostRank", f"{left}: {interrupt.__name__}")
     assert seen == {rank: (told,) for rank in range(3) if rank != victim}
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict, UserDict, namedtuple
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 
@@ -489,12 +490,20 @@ def told(function):
 
 OLD, NEW = parts.tensors(1) | VALUES, parts.tensors(2) | VALUES
 SAVE_PHASES = ["state_dict", "plan", "write", "sync"]
-# Steps gather and broadcast, and then gather and broadcast that all went well.
-TOLD = ["broadcast#4", "gather#6"]  # the commit, to all ranks
-SAVE_PHASES += ["gather#1", "broadcast#1", "gather#2", "gather#3", "scatter#1", "gather#5", *TOLD]
+TOLD = ["reduced#2"]  # the commit, on the coordinator, which is about to tell the others
+SAVE_PHASES += ["reduce#1", "reduced#1", "gather#1", "scatter#1", "reduce#2", *TOLD]
 LOAD_PHASES = ["state_dict", "plan", "open", "read", "load_state_dict"]
-LOAD_PHASES += ["gather#1", "broadcast#1", "gather#3", "scatter#1", "gather#5", "broadcast#4"]
+LOAD_PHASES += ["reduce#1", "reduced#1", "gather#1", "scatter#1", "reduce#2", "reduced#2"]
 LOAD_PHASES += ["send#1", "receive#1"]
+
+
+def on_each(phases):
+    """Pair phases with who fails and who coordinates; only a coordinator reduces."""
+    return [
+        (phase, victim, coordinator)
+        for phase, victim, coordinator in product(phases, range(3), (0, 2))
+        if not phase.startswith("reduced") or victim == coordinator
+    ]
 
 
 def check_saved(errors, victim, store, whole):
@@ -505,9 +514,7 @@ def check_saved(errors, victim, store, whole):
     load_on(2, "rows", saved, store)
 
 
-@pytest.mark.parametrize("coordinator", [0, 2])
-@pytest.mark.parametrize("victim", range(3))
-@pytest.mark.parametrize("phase", SAVE_PHASES)
+@pytest.mark.parametrize(("phase", "victim", "coordinator"), on_each(SAVE_PHASES))
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_changes_nothing(
     store, phase, victim, coordinator
 ):
@@ -562,9 +569,7 @@ def test_a_commit_that_may_have_happened_leaves_a_whole_checkpoint(store, coordi
     load_on(2, "rows", NEW, store)
 
 
-@pytest.mark.parametrize("coordinator", [0, 2])
-@pytest.mark.parametrize("victim", range(3))
-@pytest.mark.parametrize("phase", LOAD_PHASES)
+@pytest.mark.parametrize(("phase", "victim", "coordinator"), on_each(LOAD_PHASES))
 def test_a_load_that_fails_on_one_rank_fails_on_all(store, phase, victim, coordinator):
     whole = {f"part.{k}": v for k, v in OLD.items()}
     save_on(2, "rows", whole, store)

@@ -21,6 +21,7 @@ CALLS = {
     "scatter": lambda c: c.scatter([b"x"] * WORLD if c.rank == 0 else None),
     "broadcast": lambda c: c.broadcast(b"x" if c.rank == 0 else None),
     "all_gather": lambda c: c.all_gather(b"x"),
+    "reduce": lambda c: c.reduce(b"x", b"".join),
     "barrier": lambda c: c.barrier(),
     "step": lambda c: all_reduce(c, "a step", lambda: 1, sum),
 }

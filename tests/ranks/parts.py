@@ -171,6 +171,14 @@ class SpyComm:
     def all_gather(self, data, topic="all_gather"):
         return self._call("all_gather", data, data, topic)
 
+    def reduce(self, data, work, topic="reduce"):
+        def reduced(parts):
+            result = work(parts)
+            self.fail("reduced")
+            return result
+
+        return self._call("reduce", data, data, reduced, topic)
+
     def barrier(self):
         return self._call("barrier", b"")
 

@@ -40,7 +40,7 @@ FAULTS = (
     "undecodable",
 )
 SIZES = (0, 1, 4095, 4096, 4097, 1 << 20, (64 << 20) + 1)
-COLLECTIVES = ("gather", "scatter", "broadcast", "all_gather", "barrier")
+COLLECTIVES = ("gather", "scatter", "broadcast", "all_gather", "reduce", "barrier")
 
 
 def outcome(function):
@@ -110,12 +110,14 @@ def exchange(comm, size):
     scattered = comm.scatter(parts if mine else None)
     whole = comm.broadcast(parts[-1] if mine else None)
     everything = comm.all_gather(parts[comm.rank])
+    reduced = comm.reduce(parts[comm.rank], b"".join)
     comm.barrier()
     return {
         "gathered": gathered == parts if mine else gathered is None,
         "scattered": scattered == parts[comm.rank],
         "broadcast": digest(whole) == digest(parts[-1]),
         "all_gathered": everything == parts,
+        "reduced": digest(reduced) == digest(b"".join(parts)),
     }
 
 
@@ -138,6 +140,7 @@ def collective(comm, name):
         "scatter": lambda: comm.scatter([b"x"] * comm.world_size if mine else None),
         "broadcast": lambda: comm.broadcast(b"x" if mine else None),
         "all_gather": lambda: comm.all_gather(b"x"),
+        "reduce": lambda: comm.reduce(b"x", b"".join),
         "barrier": comm.barrier,
     }
     return calls[name]()
