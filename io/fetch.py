@@ -47,14 +47,15 @@ class Fetch:
         digests: The checksums of the job's units that are hashed, by unit.
         begun, done: Which blocks may have been written to, and which are complete.
         bytes_read, requests: What was asked of the store.
+        turns: How many threads are of any use.
     """
 
     def __init__(self, source: Store, job: Job, progress: Progress | None = None) -> None:
         self._store, self._job, self._progress = source, job, progress
         self._lock = threading.Lock()
         # Local reads keep a processor busy each, and more threads than these slow each other down.
-        turns = len(job.tasks) if source.staging else _processors()
-        self._turn = threading.Semaphore(max(turns, 1))
+        self.turns = max(len(job.tasks) if source.staging else _processors(), 1)
+        self._turn = threading.Semaphore(self.turns)
         columns = (job.blocks.box, job.first, job.into, job.block_bytes)
         self._places = np.stack(columns, axis=1)  # one row a block
         local = isinstance(source, LocalStore)

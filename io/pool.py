@@ -144,6 +144,7 @@ class Pool:
         items: Iterable[T],
         *,
         nbytes: int | Callable[[T], int] = 0,
+        here: bool = False,
     ) -> list[R]:
         """Do the same work for each item, and return the results in order.
 
@@ -155,7 +156,12 @@ class Pool:
             work: What to do with an item.
             items: The items; light ones, for their own memory is not counted.
             nbytes: The cost of each, or a function that tells the cost of an item.
+            here: Whether to do it on this thread, one item after the other, where threads would
+                only get in each other's way; as is done with a single item.
         """
+        if isinstance(items, Sequence) and len(items) == 1:
+            here = True
+        submit = self._do_here if here else self.submit
         failures: list[BaseException] = []
 
         def guarded(item: T) -> R | None:
@@ -172,7 +178,7 @@ class Pool:
         try:
             for item in items:
                 cost = nbytes(item) if callable(nbytes) else nbytes
-                futures.append(self.submit(partial(guarded, item), nbytes=cost))
+                futures.append(submit(partial(guarded, item), nbytes=cost))
                 if failures:
                     break
             _wait_for(futures)
@@ -214,6 +220,18 @@ class Pool:
 
     def _is_worker(self) -> bool:
         return getattr(self._thread, "is_worker", False)
+
+    def _do_here(self, work: Callable[[], R], *, nbytes: int) -> Future[R]:
+        """Do one piece of work on this thread, once it fits into the budget."""
+        if self._closed or self._is_worker():
+            return self.submit(work)
+        self._reserve(nbytes)
+        self._thread.is_worker = True
+        try:
+            return _done(work)
+        finally:
+            self._thread.is_worker = False
+            self._release(nbytes)
 
     def _fits(self, nbytes: int) -> bool:
         if self._held_items >= self.max_workers * (1 + _QUEUED):

@@ -131,7 +131,12 @@ class Reader:
         fetch = Fetch(self.store, job, progress)
         names = [items.names[i] for i in wanted.dest.tolist()]
         try:
-            self.pool.map(fetch.run, job.tasks, nbytes=lambda t: job.cost(t) + self.store.staging)
+            self.pool.map(
+                fetch.run,
+                job.tasks,
+                nbytes=lambda task: job.cost(task) + self.store.staging,
+                here=fetch.turns == 1,
+            )
         except Exception as error:
             filled, touched = _progress(job.blocks, fetch, names)
             bad = _named(_misfits(_digests(fetch, job), job, chunks), job, names)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import attrs
@@ -173,21 +174,57 @@ def placement_of(name: str, placement: Any) -> Placement:
     raise RefusedError(f"`{name}` has a placement that is not known: {placement!r}")
 
 
-def _dtensor_chunks(name: str, tensor: Any) -> list[tuple[Chunk, Chunk]]:
-    """Pair each box that a DTensor holds with its place inside the local tensor.
+_Pairs = tuple[tuple[Chunk, Chunk], ...]
+
+
+def _dtensor_chunks(name: str, tensor: Any) -> _Pairs:
+    """Pair each box that a DTensor holds with its place inside the local tensor."""
+    placements = tuple([placement_of(name, p) for p in tensor.placements])
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return ()  # this rank is not on the tensor's mesh
+    if _is_reordered(tensor):
+        raise RefusedError(
+            f"`{name}` is sharded in another order than that of its mesh "
+            f"({tensor._spec.shard_order}); redistribute it before saving"
+        )
+    local = getattr(tensor, "_local_tensor", None)
+    found = None if local is None else as_ints(local.shape)
+    try:
+        return _placed(
+            as_ints(tensor.shape), as_ints(mesh.shape), as_ints(coordinate), placements, found
+        )
+    except RefusedError as error:
+        raise RefusedError(f"`{name}`: {error}") from None
+
+
+def _is_reordered(tensor: Any) -> bool:
+    """Tell a DTensor whose placements do not say in which order its axes were cut."""
+    order = getattr(getattr(tensor, "_spec", None), "shard_order", None) or ()
+    if all(len(entry.mesh_dims) < 2 for entry in order):
+        return False
+    if any(hasattr(placement, "split_factor") for placement in tensor.placements):
+        return False  # these say it themselves
+    return any(list(entry.mesh_dims) != sorted(entry.mesh_dims) for entry in order)
+
+
+@lru_cache(maxsize=1 << 12)
+def _placed(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    local: tuple[int, ...] | None,
+) -> _Pairs:
+    """Pair each box that a rank holds with its place inside a local tensor of some shape, if known.
 
     A strided placement of an axis that does not divide is taken for FSDP2's, if the local tensor's
     shape allows it: see `nested_runs`. Where ranks so taken do not fit the others, planning a save
     finds overlaps and gaps.
     """
-    placements = [placement_of(name, p) for p in tensor.placements]
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
-        return []  # this rank is not on the tensor's mesh
-    shape = as_ints(tensor.shape)
-    where = (shape, as_ints(tensor.device_mesh.shape), as_ints(coordinate), placements)
+    where = (shape, mesh_shape, coordinate, placements)
     runs = local_runs(*where)
-    local = getattr(tensor, "_local_tensor", None)
     if any(isinstance(placement, StridedShard) for placement in placements):
         nested = nested_runs(*where)  # what FSDP2 has there, whatever the placements say
         if nested is not None and local is not None and _fits(local, nested):
@@ -195,24 +232,24 @@ def _dtensor_chunks(name: str, tensor: Any) -> list[tuple[Chunk, Chunk]]:
     if local is not None and not _fits(local, runs):
         expected = tuple(sum(n for _, n in axis) for axis in runs)
         raise RefusedError(
-            f"`{name}`: its local tensor has shape {tuple(local.shape)}, but {placements} of "
-            f"{shape} on a mesh of shape {tuple(tensor.device_mesh.shape)} gives {expected} here; "
+            f"its local tensor has shape {local}, but {list(placements)} of {shape} on a mesh of "
+            f"shape {mesh_shape} gives {expected} here; "
             "pad the axis to a multiple of the ranks that share it"
         )
     places = [list(zip(_starts(axis), axis, strict=True)) for axis in runs]
-    return [
+    return tuple(
         (
             Chunk([r[0] for _, r in box], [r[1] for _, r in box]),
             Chunk([at for at, _ in box], [r[1] for _, r in box]),
         )
         for box in itertools.product(*places)
-    ]
+    )
 
 
-def _fits(local: Any, runs: Sequence[Sequence[tuple[int, int]]]) -> bool:
+def _fits(local: tuple[int, ...], runs: Sequence[Sequence[tuple[int, int]]]) -> bool:
     """Tell whether a local tensor is as long along each axis as the runs; empty is empty."""
     expected = tuple(sum(n for _, n in axis) for axis in runs)
-    return as_ints(local.shape) == expected or (0 in expected and 0 in local.shape)
+    return local == expected or (0 in expected and 0 in local)
 
 
 def _starts(runs: Sequence[tuple[int, int]]) -> list[int]:

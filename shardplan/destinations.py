@@ -43,7 +43,8 @@ def destinations(
     Raises:
         ValueRefusedError: Some tensors cannot be filled; all of them are named.
     """
-    keys, shards, refused = _shards(flat, items)
+    with torch.no_grad():  # so that DTensors give their local tensors as they are
+        keys, shards, refused = _shards(flat, items)
     refused |= {
         items.names[dest]: "has elements that share memory, as expand() makes them, and cannot "
         "hold what was saved; make it contiguous first"
@@ -64,7 +65,8 @@ def refuse_shared(flat: Mapping[str, Any], items: ReadItems, reader: Reader) -> 
     Raises:
         ValueRefusedError: There are such tensors; each is named with the other one.
     """
-    keys, shards, _ = _shards(flat, items)
+    with torch.no_grad():
+        keys, shards, _ = _shards(flat, items)
     _refuse_shared(reader, items, keys, shards)
 
 

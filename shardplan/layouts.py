@@ -62,18 +62,18 @@ def _entries(sd: Mapping[Any, Any]) -> tuple[Hashable, ...]:
 
 def _value_key(value: Any) -> Hashable:
     """Return the key of one value; None for all that are saved as a whole."""
+    spec = getattr(value, "_spec", None)
+    if spec is not None:  # a DTensor; its spec keeps its own hash, and renews it when it changes
+        local = value._local_tensor
+        if hasattr(local, "__create_chunk_list__"):
+            raise _UntoldError
+        return (spec, local.shape, value.requires_grad)
     if isinstance(value, Mapping):
         return _entries(value) or None
     if isinstance(value, (list, tuple)):
         if _is_leaf(value):
             return None
         return (type(value).__name__, *(_value_key(entry) for entry in value))
-    spec = getattr(value, "_spec", None)
-    if spec is not None:  # a DTensor
-        local = value._local_tensor
-        if hasattr(local, "__create_chunk_list__"):
-            raise _UntoldError
-        return (spec.mesh, spec.placements, spec.tensor_meta, local.shape, value.requires_grad)
     if not is_tensor(value):
         return None
     if hasattr(value, "local_shards") or hasattr(value, "__create_chunk_list__"):

@@ -28,6 +28,7 @@ from torch.distributed._shard.sharded_tensor.metadata import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -254,6 +255,19 @@ def test_a_rank_outside_the_mesh_holds_nothing_not_even_of_an_empty_tensor():
                     find_shard(sd, MetadataIndex("w", (0, 0)))
             else:
                 assert [i.index.fqn for i in plan.items] == ["none", "w"]
+
+
+def test_a_tensor_that_is_sharded_in_another_order_than_its_mesh_is_refused_by_name():
+    """Its placements are those of a plain one, and so is its local shape; what it holds is not."""
+    with as_rank(1, 4):
+        mesh = init_device_mesh("cpu", (2, 2))
+        plain = distribute_tensor(count_up(8), mesh, [Shard(0), Shard(0)], src_data_rank=None)
+        order = (ShardOrderEntry(tensor_dim=0, mesh_dims=(1, 0)),)
+        spec = DTensorSpec(mesh, plain.placements, plain._spec.tensor_meta, shard_order=order)
+        odd = DTensor(torch.tensor([4.0, 5.0]), spec, requires_grad=False)
+        assert local_plan({"w": plain}).items[0].tensor_data.chunk == Chunk((2,), (2,))
+        with pytest.raises(RefusedError, match=r"`w` is sharded in another order.*redistribute"):
+            local_plan({"w": odd})
 
 
 @pytest.mark.parametrize("placement", [Partial(), Partial("max")])

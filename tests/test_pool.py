@@ -319,3 +319,32 @@ def test_an_interrupted_save_does_not_write_its_file_to_the_end():
         signal.signal(signal.SIGINT, before)
     assert taken == [0, 1, 2]
     assert inner.list() == ()
+
+
+@pytest.mark.parametrize("items", [[7], range(3)])
+def test_work_that_is_done_here_keeps_to_the_budget_and_may_hand_in_more(items):
+    seen = []
+
+    def work(item):
+        seen.append((threading.current_thread(), pool._held_bytes))
+        return pool.map(lambda inner: inner + item, [1, 2], nbytes=100)  # more than there is
+
+    with Pool(max_workers=2, max_bytes=100) as pool:
+        found = pool.map(work, items, nbytes=100, here=len(items) > 1)
+        assert found == [[item + 1, item + 2] for item in items]
+        assert seen == [(threading.current_thread(), 100)] * len(items)
+        assert pool._held_bytes == 0
+        assert pool.map(lambda _: threading.current_thread(), range(2)) != [seen[0][0]] * 2
+
+
+def test_what_work_that_is_done_here_raises_stops_the_rest_and_gives_its_memory_back():
+    done = []
+
+    def work(item):
+        done.append(item)
+        raise KeyboardInterrupt
+
+    with Pool(max_workers=2, max_bytes=100) as pool:
+        with pytest.raises(KeyboardInterrupt):
+            pool.map(work, range(3), nbytes=60, here=True)
+        assert (done, pool._held_bytes) == ([0], 0)
