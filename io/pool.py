@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Final, TypeVar
 from weakref import WeakSet
 
@@ -59,6 +60,31 @@ def _wait_for(futures: Sequence[Future[Any]]) -> None:
     """Wait, and wake up now and then: another thread may have been given the signal of a Ctrl-C."""
     while wait(futures, timeout=_TICK).not_done:
         pass
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Put signals off for a moment: a thread whose start is interrupted is one nobody knows of.
+
+    Python's executors would wait for it for ever when the program ends.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield  # no other thread is interrupted
+        return
+    handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    came: list[int] = []
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            handler = signal.getsignal(number)
+            if callable(handler):
+                handlers[number] = handler
+                signal.signal(number, lambda number, _: came.append(number))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for number in came:
+        handlers[number](number, None)
 
 
 class Pool:
@@ -120,11 +146,23 @@ class Pool:
         Raises:
             RuntimeError: The pool is closed.
         """
+        futures: list[Future[R]] = []
+        self._submit(work, nbytes, futures)
+        return futures[0]
+
+    def _submit(self, work: Callable[[], R], nbytes: int, futures: list[Future[R]]) -> None:
+        """Hand in one piece of work; once it is, its result to come is among ``futures``."""
         if self._closed:
             raise RuntimeError("this pool is closed: make another, or use default_pool()")
         if self._is_worker():
-            return _done(work)
+            futures.append(_done(work))
+            return
         self._reserve(nbytes)
+        with _undisturbed():
+            futures.append(self._start(work, nbytes))
+
+    def _start(self, work: Callable[[], R], nbytes: int) -> Future[R]:
+        """Have a thread do a piece of work for which there is room."""
         try:
             future = self._executor.submit(work)
         except RuntimeError:  # the interpreter is exiting and starts no work in threads any more
@@ -161,7 +199,7 @@ class Pool:
         """
         if isinstance(items, Sequence) and len(items) == 1:
             here = True
-        submit = self._do_here if here else self.submit
+        submit = self._do_here if here else self._submit
         failures: list[BaseException] = []
 
         def guarded(item: T) -> R | None:
@@ -178,7 +216,7 @@ class Pool:
         try:
             for item in items:
                 cost = nbytes(item) if callable(nbytes) else nbytes
-                futures.append(submit(partial(guarded, item), nbytes=cost))
+                submit(partial(guarded, item), cost, futures)
                 if failures:
                     break
             _wait_for(futures)
@@ -221,14 +259,15 @@ class Pool:
     def _is_worker(self) -> bool:
         return getattr(self._thread, "is_worker", False)
 
-    def _do_here(self, work: Callable[[], R], *, nbytes: int) -> Future[R]:
-        """Do one piece of work on this thread, once it fits into the budget."""
+    def _do_here(self, work: Callable[[], R], nbytes: int, futures: list[Future[R]]) -> None:
+        """Do one piece of work on this thread, once it fits into the budget; see `_submit`."""
         if self._closed or self._is_worker():
-            return self.submit(work)
+            self._submit(work, nbytes, futures)
+            return
         self._reserve(nbytes)
         self._thread.is_worker = True
         try:
-            return _done(work)
+            futures.append(_done(work))
         finally:
             self._thread.is_worker = False
             self._release(nbytes)

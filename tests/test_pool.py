@@ -348,3 +348,26 @@ def test_what_work_that_is_done_here_raises_stops_the_rest_and_gives_its_memory_
         with pytest.raises(KeyboardInterrupt):
             pool.map(work, range(3), nbytes=60, here=True)
         assert (done, pool._held_bytes) == ([0], 0)
+
+
+def test_a_program_ends_that_was_interrupted_while_threads_were_started():
+    program = """
+import signal, threading
+from shardplan.io import Pool
+
+start, ran = threading.Thread.start, []
+
+def interrupted(thread):
+    start(thread)
+    signal.raise_signal(signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
+threading.Thread.start = interrupted
+try:
+    Pool(max_workers=2).map(ran.append, range(100))
+except KeyboardInterrupt:
+    print("interrupted", len(ran) < 2)
+"""
+    command = [sys.executable, "-P", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("interrupted True\n", "")
