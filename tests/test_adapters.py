@@ -744,7 +744,7 @@ def as_they_are(plans):
     return plans
 
 
-@pytest.mark.parametrize("pipeline", [None, as_they_are])
+@pytest.mark.parametrize("pipeline", [None, as_they_are, chain(select("w"), cast("float32"))])
 def test_our_save_planner_can_be_sent_to_another_process(tmp_path, pipeline):
     planner = pickle.loads(pickle.dumps(as_torch_save_planner(pipeline)))
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a", planner=planner, no_dist=True)
@@ -850,6 +850,16 @@ def told(tmp_path_factory):
     assert codes == [0] * 4, "\n".join((folder / f"log-{r}").read_text() for r in range(4))
     ranks = [json.loads((folder / f"told-{r}").read_text()) for r in range(4)]
     return {case: [rank[case] for rank in ranks] for case in ranks[0]}
+
+
+@pytest.mark.slow
+def test_torch_saves_in_another_process_through_our_planner(tmp_path):
+    script = RANKS / "in_process.py"
+    done = subprocess.run(
+        [sys.executable, "-P", script, tmp_path / "a"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    same(shardplan.restore(tmp_path / "a"), {"model.w": torch.arange(4.0).bfloat16(), "step": 3})
 
 
 @pytest.mark.slow
