@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save as torch
 import shardplan
 from shardplan import convert, open_checkpoint, restore
 from shardplan.dist import CheckpointError, run_ranks
-from shardplan.io import ExistsError, FormatError, ValueRefusedError, open_store
+from shardplan.io import ExistsError, FormatError, ValueRefusedError, leftovers, open_store
 from shardplan.io.ahead import Ahead, Box, Lender
 from shardplan.io.headers import TORCH_NAMES, file_entry
 from shardplan.io.read import Reader
@@ -559,7 +561,7 @@ SLOW = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_killed_conversion_shows_nothing_and_can_be_run_again(tmp_path, format):
+def test_a_killed_conversion_shows_nothing_and_can_be_run_again(tmp_path, format, monkeypatch):
     sd = {f"w{i}": torch.randn(500, 500) for i in range(20)}
     shardplan.save(sd, tmp_path / "a")
     target = place(tmp_path, "b", format)
@@ -572,8 +574,24 @@ def test_a_killed_conversion_shows_nothing_and_can_be_run_again(tmp_path, format
     process.stdout.close()
     with pytest.raises((FormatError, FileNotFoundError)):
         open_checkpoint(target)
+    others = {"__0_0.distcp", "x.0123456789abcdef.tmp", "__0_0-0123.distcp"}  # none of ours
+    folder = tmp_path if format == "torch" else Path(target)
+    left = {file.name for file in folder.iterdir() if file.is_file()}
+    for name in others:
+        (folder / name).write_bytes(b"x")
     convert(tmp_path / "a", target, format=format)
     check(target, sd)
+    young = left & set(os.listdir(folder))
+    assert bool(young) == (format != "hf")  # a save may be under way there: who can tell?
+    told = shardplan.verify(target)
+    assert told.ok
+    assert set(told.leftovers) == (young if format in ("safetensors", "dcp") else set())
+    now = time.time()
+    monkeypatch.setattr(leftovers.time, "time", lambda: now + 3700)
+    convert(tmp_path / "a", target, format=format, overwrite=True)
+    check(target, sd)
+    assert others <= set(os.listdir(folder))
+    assert not left & set(os.listdir(folder))
 
 
 # ---- ranks
