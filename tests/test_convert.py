@@ -22,7 +22,7 @@ import shardplan
 from shardplan import convert, open_checkpoint, restore
 from shardplan.dist import CheckpointError, run_ranks
 from shardplan.io import ExistsError, FormatError, ValueRefusedError, leftovers, open_store
-from shardplan.io.ahead import Ahead, Box, Lender
+from shardplan.io.ahead import BATCH_BYTES, Ahead, Box, Lender
 from shardplan.io.headers import TORCH_NAMES, file_entry
 from shardplan.io.read import Reader
 from shardplan.io.sources import detect
@@ -41,6 +41,7 @@ from shardplan.planning import (
     split_chunks,
 )
 from shardplan.planning.dtypes import ITEMSIZE
+from shardplan.streaming import Budget, file_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 
@@ -481,7 +482,8 @@ def test_damage_is_found_on_the_way(tmp_path, format):
     with open(tmp_path / "a" / file, "r+b") as opened:
         opened.seek(-100, os.SEEK_END)
         opened.write(b"\xff\xfe")
-    with pytest.raises(FormatError, match="`w`"):
+    told = r"`w`.*; to see all that is damaged, verify .*/a\b"
+    with pytest.raises(FormatError, match=told):
         convert(tmp_path / "a", place(tmp_path, "b", format), format=format)
     left = set(os.listdir(tmp_path)) - {"a"}
     assert not left or not any(files for _, _, files in os.walk(tmp_path / "b"))
@@ -503,6 +505,16 @@ def test_damage_of_a_large_chunk_is_found_on_the_way(tmp_path, format, mesh):
     with pytest.raises(FormatError, match="no checkpoint"):
         open_checkpoint(target)
     assert convert(tmp_path / "a", target, format=format, mesh=mesh, verify=False).verified == 0
+
+
+def test_damage_found_by_ranks_says_how_to_see_all_of_it(tmp_path):
+    shardplan.save({"w": torch.randn(1000, 10)}, tmp_path / "a")
+    (file,) = (tmp_path / "a").glob("*.safetensors")
+    with open(file, "r+b") as opened:
+        opened.seek(-100, os.SEEK_END)
+        opened.write(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match=r"`w`.*; to see all that is damaged, verify"):
+        run_ranks(2, lambda comm: convert(tmp_path / "a", tmp_path / "b", comm=comm))
 
 
 def test_every_chunk_is_verified_however_it_is_read(tmp_path):
@@ -661,6 +673,33 @@ def test_what_one_rank_cannot_begin_reaches_all_at_once(tmp_path, wrong):
 
 
 # ---- memory
+
+
+class Staging:
+    def __init__(self, staging):
+        self.staging = staging << 20
+
+
+@pytest.mark.parametrize("source", [0, 64])
+@pytest.mark.parametrize("target", [0, 64])
+@pytest.mark.parametrize("more", [0, 64, 1000])
+def test_what_stores_hold_on_the_way_counts(source, target, more):
+    least = (128 + source + target + more) << 20
+    budget = Budget.of(least, Staging(source), Staging(target))
+    files = budget.files * file_bytes(budget.depth, Staging(target))
+    assert budget.files >= 1
+    assert budget.reading >= BATCH_BYTES + (source << 20)  # else one read would exceed it
+    assert budget.reading + files <= least
+
+
+def test_memory_that_the_stores_alone_use_up_is_refused(tmp_path):
+    shardplan.save({"w": torch.ones(2)}, tmp_path / "a")
+    target = f"memory://{tmp_path.name}-staged"
+    with pytest.raises(ValueError, match=r"max_memory is 128.* needs 192.* 64.* for parts"):
+        convert(tmp_path / "a", target, max_memory=128 << 20)
+    convert(tmp_path / "a", target, max_memory=192 << 20)
+    check(target, {"w": torch.ones(2)})
+
 
 PEAK = """
     import pathlib, re, sys, threading
