@@ -175,7 +175,8 @@ def _walk(data: bytes, begin: int) -> tuple[int, int]:
             elif number > end:
                 raise Unsound("it numbers more objects than it can hold")
             else:
-                made.extend(bytes(max(0, number + 1 - len(made))))
+                if number >= len(made):
+                    made.extend(bytes(number + 1 - len(made)))
                 made[number], put = maybe[before], 1
             at = wide
         elif width == _SHORT:
