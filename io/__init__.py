@@ -9,7 +9,7 @@
   sound? `verify_foreign`
 - How is a plan carried out? `pieces`, `write`, `commit`, `read`, `jobs`, `fetch`, `arrays`
 - How does one checkpoint become another? `ahead`, `proof`, `places`, `copying`, `moving`, `crc`
-- How does one take another's place? `replacing`
+- How does one take another's place? `replacing`; what do killed saves leave? `leftovers`
 - Is it sound, are two alike? `verify`, `scan`, `compare`, `blocksums`, `progress`
 - What can go wrong? `errors`
 - How do I test against a failing store? `testing`

@@ -12,13 +12,12 @@ import numpy as np
 from shardplan.planning import Metadata, SavePlan, StorageMeta
 from shardplan.planning.blocks import BLOCK_BYTES
 from shardplan.planning.catalog import Catalog, column
-from shardplan.planning.files import file_numbers, save_id_of
+from shardplan.planning.files import file_numbers
 from shardplan.planning.metadata import Entries
 from shardplan.planning.packing import Ints, readonly
 
 from .checksums import Sums
 from .errors import ExistsError, FormatError, UnsureCommitError, listed
-from .local import is_temporary
 from .manifest import (
     HEAD_BYTES,
     MANIFEST,
@@ -29,7 +28,7 @@ from .manifest import (
     encode_manifest,
 )
 from .pool import Pool, default_pool
-from .stores import Entry, MissingFileError, Store, StoreError
+from .stores import MissingFileError, Store, StoreError
 
 if TYPE_CHECKING:
     from .write import Written  # needs torch, which reading a manifest does not
@@ -38,12 +37,10 @@ __all__ = [
     "SURE",
     "assemble",
     "find_manifest",
-    "leftovers",
     "no_checkpoint",
     "publish",
     "read_manifest",
     "refuse_existing",
-    "strays",
     "unsure_commit",
 ]
 
@@ -338,33 +335,3 @@ def unsure_commit(store: Store, error: Exception, doing: str, later: str = "") -
         f"open_checkpoint, or save again{later}",
         kind="unsure",
     )
-
-
-def leftovers(store: Store) -> tuple[str, ...]:
-    """Name the files that a killed save left behind: no manifest speaks of them.
-
-    While a save is under way its files look just like that.
-    """
-    found = store.entries(recursive=False)
-    try:
-        data = find_manifest(store)
-        manifest = None if data is None else decode_manifest(data)
-    except FormatError:
-        return ()  # nobody can tell what a damaged manifest speaks of
-    return tuple(entry.name for entry in strays(found, manifest))
-
-
-def strays(found: Iterable[Entry], manifest: Manifest | None) -> tuple[Entry, ...]:
-    """Pick from a listing the files that a killed save left behind; see `leftovers`.
-
-    Args:
-        found: What the folder holds; listed before the manifest was read, so that a save which
-            commits in between is one that the manifest speaks of.
-        manifest: What the folder's manifest says; None if there is none.
-    """
-    known = set() if manifest is None else set(manifest.files.names)
-    return tuple(e for e in found if e.name not in known and _is_ours(e.name))
-
-
-def _is_ours(name: str) -> bool:
-    return save_id_of(name) is not None or is_temporary(name, MANIFEST)

@@ -25,7 +25,8 @@ from .pool import Pool, default_pool
 from .sources import Spot
 from .stores import MissingFileError, Store
 from .strided import Overlay
-from .torchpickles import StorageRef, StoredTensor, load_plain, load_tensor
+from .torchnested import load_tensor
+from .torchpickles import StorageRef, StoredTensor, load_plain
 from .torchvalues import load_torch
 from .torchzip import Window, read_archive, read_ranges
 

@@ -121,6 +121,11 @@ class _Member(metaclass=Sealed):
         return None
 
 
+class _Size(metaclass=Sealed):
+    def __new__(cls, sizes: Any = ()) -> Any:
+        return _ints(sizes)
+
+
 class _Layout(metaclass=Sealed):
     def __new__(cls, name: Any) -> Any:
         return _text(name)
@@ -145,7 +150,7 @@ _CLASSES: Final[Mapping[str, Any]] = {
     f"{_HOME}.metadata._MEM_FORMAT_ENCODING": _Ignored,
     f"{_SHARDED}.MEM_FORMAT_ENCODING": _Ignored,
     f"{_HOME}.filesystem._StorageInfo": _Info,
-    "torch.Size": Copies(tuple),
+    "torch.Size": Copies(_Size),
     "torch.serialization._get_layout": _Layout,
     "collections.OrderedDict": Copies(OrderedDict),
     "builtins.getattr": _Member,

@@ -25,6 +25,7 @@ from .copying import Content, Seal, literal, threads_for, write_file
 from .crc import sum_crc
 from .dcp_metadata import METADATA, OWN_PATHS, parse_metadata
 from .errors import ValueRefusedError
+from .leftovers import tidy
 from .moving import PIECE
 from .pieces import Piece, collect
 from .pool import Pool, default_pool
@@ -135,7 +136,9 @@ class DcpWriter:
         with committing(self._unsure, save_id):
             put_in_place(store, METADATA, data, overwrite=overwrite)
             left = retire(store, "dcp", new)
-        return (*left, *remove(store, [name for name in old if name not in new]))
+        left = (*left, *remove(store, [name for name in old if name not in new]))
+        tidy(store, {*new, *left})
+        return left
 
     def discard(self, store: Store, report: bytes, save_id: str) -> None:
         """Remove one rank's files; see `Writer.discard`."""

@@ -1,15 +1,17 @@
 """Pickles that others wrote, read without running code: what they may name is listed, and no more.
 
-A pickle is walked over once before it is read, so that it cannot ask for memory that its own
-length does not justify. Whatever a pickle names is then one of our own stand-ins, which are sealed:
-a pickle cannot change them. Those that copy what they are given are counted, since they may be
-given one large object again and again. Nothing here needs torch.
+A pickle is walked over once before it is read, so that it cannot ask for memory or time that its
+own length does not justify. Whatever a pickle names is then one of our own stand-ins, which are
+sealed: a pickle cannot change them. Those that copy what they are given are counted, since they may
+be given one large object again and again. Nothing here needs torch.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import pickle
+import pickletools
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -19,6 +21,9 @@ __all__ = [
     "PickleError",
     "RefusedName",
     "Sealed",
+    "Unsound",
+    "check_parts",
+    "check_pickle",
     "load_pickle",
     "pickle_end",
 ]
@@ -28,7 +33,11 @@ class PickleError(ValueError):
     """A pickle that is damaged, or asks for what it may not have."""
 
 
-class CutShort(PickleError):
+class Unsound(PickleError):
+    """A pickle that nobody should read: not whole, or made to use up memory or time."""
+
+
+class CutShort(Unsound):
     """A pickle that goes on where what was read of it ends."""
 
     def __init__(self) -> None:
@@ -91,18 +100,20 @@ class _Counted:
 
 
 # How many bytes an operation takes, its own included; or, if only its data tells, one of these.
-_END, _SHORT, _LONG, _LONGER, _LINES, _SLOT, _REFUSED = 0, -1, -4, -8, -2, -3, -9
+_END, _SHORT, _LONG, _LONGER, _LINES, _REFUSED = 0, -1, -4, -8, -2, -9
+_MEMOIZE, _PUT, _GET = -11, -12, -13  # what numbers objects, and takes them up again
 
 
 def _widths() -> tuple[int, ...]:
     plain = [
         *(b"(", b"0", b"1", b"N", b"\x88", b"\x89", b"]", b"}", b")", b"\x8f", b"\x91", b"a"),
         *(b"e", b"s", b"u", b"\x90", b"t", b"\x85", b"\x86", b"\x87", b"R", b"b", b"\x81"),
-        *(b"\x92", b"\x93", b"\x94", b"Q"),
+        *(b"\x92", b"\x93", b"Q"),
     ]
     known = dict.fromkeys(plain, 1)
-    known |= {b"\x80": 2, b"K": 2, b"h": 2, b"q": 2, b"M": 3, b"J": 5, b"j": 5, b"G": 9}
-    known |= {b"\x95": 9, b"r": _SLOT, b"c": _LINES, b".": _END}
+    known |= {b"\x80": 2, b"K": 2, b"M": 3, b"J": 5, b"G": 9, b"\x95": 9}
+    known |= {b"\x94": _MEMOIZE, b"q": _PUT, b"r": _PUT, b"h": _GET, b"j": _GET}
+    known |= {b"c": _LINES, b".": _END}
     known |= dict.fromkeys([b"\x8a", b"\x8c", b"C", b"U"], _SHORT)
     known |= dict.fromkeys([b"\x8b", b"X", b"B", b"T"], _LONG)
     known |= dict.fromkeys([b"\x8d", b"\x8e", b"\x96"], _LONGER)
@@ -110,6 +121,11 @@ def _widths() -> tuple[int, ...]:
 
 
 _WIDTHS: Final = _widths()
+# Operations that leave an object on top which is certainly no tuple or frozenset with parts.
+_NO_TUPLE: Final = b"NK\x88\x89]})\x8fMJGRQ\x81\x92\x93cX\x8c\x8dCB\x8eUT\x96\x8a\x8b"
+_MAYBE: Final = bytes(code not in _NO_TUPLE for code in range(256))
+_FEW: Final = 8  # tuples that are taken up again can at worst multiply work by as much
+_PARTS: Final = 1 << 24  # what may be visited in any case, being the work of a second
 
 
 def pickle_end(data: bytes, begin: int = 0) -> int:
@@ -121,32 +137,135 @@ def pickle_end(data: bytes, begin: int = 0) -> int:
 
     Raises:
         CutShort: The end is not there.
-        PickleError: It is damaged.
+        Unsound: It is damaged.
     """
-    at, end, widths = begin, len(data), _WIDTHS
+    return _walk(data, begin)[0]
+
+
+def check_pickle(data: bytes, begin: int = 0) -> int:
+    """Say where a pickle ends, and refuse one that would take all memory or time to read.
+
+    Raises:
+        Unsound: It would, or is damaged.
+    """
+    end, again = _walk(data, begin)
+    if again > _FEW:
+        _weigh(data[begin:end])
+    return end
+
+
+def _walk(data: bytes, begin: int) -> tuple[int, int]:
+    """Return where a pickle ends, and how often at most it takes up a tuple once more."""
+    at, end, widths, maybe, before = begin, len(data), _WIDTHS, _MAYBE, 0
+    made = bytearray()  # which of the objects that are numbered may be tuples
+    memoized = put = again = 0
     while at < end:
-        width = widths[data[at]]
+        code = data[at]
+        width = widths[code]
         if width > 0:
             at += width
-        elif width == _END:
-            return at + 1
+        elif width == _MEMOIZE:
+            made.append(maybe[before])
+            memoized = at = at + 1
+        elif width <= _PUT:
+            wide = at + (2 if code in b"hq" else 5)
+            number = int.from_bytes(data[at + 1 : wide], "little")
+            if width == _GET:
+                again += made[number] if number < len(made) else 0
+            elif number > end:
+                raise Unsound("it numbers more objects than it can hold")
+            else:
+                if number >= len(made):
+                    made.extend(bytes(number + 1 - len(made)))
+                made[number], put = maybe[before], 1
+            at = wide
         elif width == _SHORT:
             at += 2 + int.from_bytes(data[at + 1 : at + 2], "little")
-        elif width == _SLOT:
-            if int.from_bytes(data[at + 1 : at + 5], "little") > end:
-                raise PickleError("it numbers more objects than it can hold")
-            at += 5
-        elif width == _LINES:
-            for _ in range(2):
-                at = data.find(b"\n", at + 1)
-                if at < 0:
-                    raise CutShort
-            at += 1
-        elif width == _REFUSED:
-            raise PickleError(f"it uses operation {data[at]:#04x} at byte {at:,}")
+        elif width == _END:  # nobody numbers objects in both ways; then no number is certain
+            return at + 1, end if memoized and put else again
         else:
-            at += 1 - width + int.from_bytes(data[at + 1 : at + 1 - width], "little")
+            at = _skip(data, at, width)
+        before = code
     raise CutShort
+
+
+def _skip(data: bytes, at: int, width: int) -> int:
+    """Return where the next operation begins."""
+    if width == _REFUSED:
+        raise Unsound(f"it uses operation {data[at]:#04x} at byte {at:,}")
+    if width != _LINES:
+        return at + 1 - width + int.from_bytes(data[at + 1 : at + 1 - width], "little")
+    for _ in range(2):
+        at = data.find(b"\n", at + 1)
+        if at < 0:
+            raise CutShort
+    return at + 1
+
+
+def _weigh(data: bytes) -> None:
+    """Refuse a pickle that takes up tuples again and again which hold tuples again and again.
+
+    Python hashes a tuple, and compares it, part by part, however often a part is there.
+    """
+    left = max(_PARTS, len(data))
+    stack, marks, memo = list[int](), list[int](), dict[Any, int]()  # how many parts objects have
+    try:
+        for code, number, _ in pickletools.genops(data):
+            name, takes = code.name, code.stack_before
+            if name == "MARK":
+                marks.append(len(stack))
+            elif name.endswith("GET"):
+                left -= memo[number]
+                stack.append(memo[number])
+            elif name == "MEMOIZE" or name.endswith("PUT"):
+                memo[len(memo) if number is None else number] = stack[-1]
+            elif name == "POP" and marks[-1:] == [len(stack)]:
+                marks.pop()
+            else:
+                sliced = pickletools.stackslice in takes
+                first = marks.pop() - len(takes) + 2 if sliced else len(stack) - len(takes)
+                parts = stack[max(first, 0) :]
+                del stack[max(first, 0) :]
+                if code.stack_after:
+                    whole = name.startswith("TUPLE") or name == "FROZENSET"
+                    stack.append(1 + sum(parts) if whole else max(parts, default=1))
+            if left < 0:
+                raise Unsound("it holds more tuples in tuples than its own length justifies")
+    except (IndexError, KeyError, ValueError) as error:
+        if isinstance(error, Unsound):
+            raise
+        raise Unsound("it is damaged") from None
+
+
+def check_parts(value: Any, nbytes: int) -> None:
+    """Refuse a value of dicts, lists and tuples whose parts cannot be visited one by one.
+
+    Args:
+        value: What a pickle held.
+        nbytes: How long the pickle was.
+
+    Raises:
+        Unsound: It holds itself, or parts of it so often that there is no end of them, or too deep.
+    """
+    try:
+        parts = _parts(value, {})
+    except RecursionError:
+        raise Unsound("it is nested too deeply") from None
+    if parts > max(_PARTS, nbytes):
+        raise Unsound("it holds itself, or its parts more often than its own length justifies")
+
+
+def _parts(value: Any, known: dict[int, float]) -> float:
+    if isinstance(value, dict):
+        parts = [*value.keys(), *value.values()]
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        parts = [*value]
+    else:
+        return 1
+    if id(value) not in known:
+        known[id(value)] = math.inf  # for as long as its parts are counted
+        known[id(value)] = 1 + sum(_parts(part, known) for part in parts)
+    return known[id(value)]
 
 
 class _Unpickler(pickle.Unpickler):
@@ -169,7 +288,7 @@ class _Unpickler(pickle.Unpickler):
     def _count(self, elements: int) -> None:
         self._left -= elements
         if self._left < 0:
-            raise PickleError("it makes more copies than its own length justifies")
+            raise Unsound("it makes more copies than its own length justifies")
 
     def persistent_load(self, pid: Any) -> Any:
         if self._persistent is None:
@@ -185,7 +304,8 @@ def load_pickle(
     Args:
         data: The pickle.
         classes: What it may name, by full name, and what it gets instead: an immutable built-in,
-            an immutable value, a class whose type is `Sealed`, or a `Copies`.
+            an immutable value, a class whose type is `Sealed`, or a `Copies`. None may return a
+            tuple that holds tuples.
         persistent: What turns a persistent id into an object.
 
     >>> load_pickle(pickle.dumps([1, {"a": (2.5, b"x")}]), {})
@@ -196,11 +316,14 @@ def load_pickle(
 
     Raises:
         RefusedName: It names something else; nothing of it was called.
+        Unsound: It would take all memory or time to read, or is damaged.
         PickleError: It is damaged.
     """
-    pickle_end(data)
+    check_pickle(data)
     try:
-        return _Unpickler(data, classes, persistent).load()
+        found = _Unpickler(data, classes, persistent).load()
+        check_parts(found, len(data))
+        return found
     except PickleError:
         raise
     except Exception as error:  # a damaged pickle can fail in any way

@@ -96,7 +96,7 @@ class Proof:
         Raises:
             FormatError: Some are not what was saved; all are named.
         """
-        limit = self._source.block_bytes
+        limit = self._source.block_bytes + self._source.store.staging
         damaged = pool.map(self._check, sorted(self._open), nbytes=limit)
         wrong = [text for text in damaged if text]
         if wrong:

@@ -19,7 +19,7 @@ from shardplan.planning.dtypes import ITEMSIZE
 from .pickles import PickleError, Sealed, load_pickle
 from .torchpickles import PLAIN, STORAGES, StorageRef, StoredTensor, stored_tensor
 
-__all__ = ["NeedsTorch", "Storages", "TensorLeaf", "copy_plain", "load_nested"]
+__all__ = ["NeedsTorch", "Storages", "TensorLeaf", "copy_plain", "load_nested", "load_tensor"]
 
 _ATOMS: Final = (bool, int, float, complex, str, bytes, bytearray, type(None))
 
@@ -183,13 +183,27 @@ def load_nested(data: bytes, storages: Storages) -> Any:
         if type(pid) is not tuple or len(pid) not in (5, 6) or pid[0] != "storage":
             raise PickleError("it refers to something else than a storage")
         _, kind, key, _, numel, *view = pid
-        if not isinstance(kind, NeedsTorch) or type(numel) is not int:
+        known = isinstance(kind, NeedsTorch) and type(key) is str and type(numel) is int
+        if not known or kind.dtype not in ITEMSIZE:
             raise PickleError("it refers to a storage in an unknown way")
         width = ITEMSIZE[kind.dtype]
-        first, nbytes = storages.refer(str(key), numel, width, *view)
-        return StorageRef(str(key), kind.dtype, nbytes // width, first)
+        first, nbytes = storages.refer(key, numel, width, *view)
+        return StorageRef(key, kind.dtype, nbytes // width, first)
 
     return load_pickle(data, _NAMES, refer)
+
+
+def load_tensor(data: bytes) -> StoredTensor:
+    """Read the pickle of an archive that holds one tensor, of a whole storage.
+
+    Raises:
+        RefusedName: It names something that plain tensors do not need.
+        PickleError: It is damaged, or holds something else.
+    """
+    found = load_nested(data, Storages())
+    if not isinstance(found, TensorLeaf) or found.stored.storage.first:
+        raise PickleError(f"it holds a {type(found).__name__}, not a tensor of its own")
+    return found.stored
 
 
 def copy_plain(value: Any) -> tuple[Any] | None:

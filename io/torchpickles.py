@@ -1,7 +1,7 @@
 """What do the pickles in `torch.save` archives say? Read without torch, and without running code.
 
-One kind of pickle describes a tensor: which storage, from where on, in which shape. The other holds
-plain values. All else is `torch.load`'s affair.
+Here are the records that describe a tensor (which storage, from where on, in which shape), and
+pickles of plain values. Tensors among values are the affair of `torchnested`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ __all__ = [
     "StorageRef",
     "StoredTensor",
     "load_plain",
-    "load_tensor",
     "stored_tensor",
 ]
 
@@ -114,40 +113,6 @@ def stored_tensor(
     return made
 
 
-class _RebuildV2(metaclass=Sealed):
-    def __new__(
-        cls,
-        storage: Any,
-        offset: Any,
-        size: Any,
-        stride: Any,
-        grad: Any = None,
-        hooks: Any = None,
-        extra: Any = None,
-    ) -> Any:
-        return stored_tensor(storage, getattr(storage, "dtype", None), offset, size, stride, extra)
-
-
-class _RebuildV3(metaclass=Sealed):
-    def __new__(
-        cls,
-        storage: Any,
-        offset: Any,
-        size: Any,
-        stride: Any,
-        grad: Any,
-        hooks: Any,
-        dtype: Any,
-        extra: Any = None,
-    ) -> Any:
-        return stored_tensor(storage, dtype, offset, size, stride, extra)
-
-
-class _Parameter(metaclass=Sealed):
-    def __new__(cls, data: Any, grad: Any = None, hooks: Any = None) -> Any:
-        return data
-
-
 class _Encode(metaclass=Sealed):
     """How protocol 2 writes bytes: as text of which each character is one."""
 
@@ -184,19 +149,6 @@ STORAGES: Final = {
 }
 """The dtypes of torch's kinds of storages."""
 
-_TENSOR: Final[Mapping[str, Any]] = {
-    "torch._utils._rebuild_tensor_v2": _RebuildV2,
-    "torch._utils._rebuild_tensor": _RebuildV2,
-    "torch._utils._rebuild_tensor_v3": _RebuildV3,
-    "torch._utils._rebuild_parameter": _Parameter,
-    "collections.OrderedDict": Copies(OrderedDict),
-    "torch.Size": Copies(tuple),
-    "torch.storage.UntypedStorage": "uint8",
-    "torch.UntypedStorage": "uint8",
-    **{f"torch.{name}Storage": dtype for name, dtype in STORAGES.items()},
-    **{f"torch.{dtype}": dtype for dtype in ITEMSIZE},
-}
-
 PLAIN: Final[Mapping[str, Any]] = {
     "collections.OrderedDict": Copies(OrderedDict),
     "_codecs.encode": Copies(_Encode),
@@ -208,33 +160,6 @@ PLAIN: Final[Mapping[str, Any]] = {
     "__builtin__.complex": complex,
 }
 """What pickles of plain values name, and what they get instead."""
-
-
-def _storage(pid: Any) -> StorageRef:
-    if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
-        raise PickleError("it refers to something else than a storage")
-    _, dtype, key, _, numel = pid
-    if (
-        type(dtype) is not str
-        or dtype not in ITEMSIZE
-        or type(key) is not str
-        or type(numel) is not int
-    ):
-        raise PickleError("it refers to a storage in an unknown way")
-    return StorageRef(key, dtype, numel)
-
-
-def load_tensor(data: bytes) -> StoredTensor:
-    """Read the pickle of an archive that holds one tensor.
-
-    Raises:
-        RefusedName: It names something that plain tensors do not need.
-        PickleError: It is damaged, or holds something else.
-    """
-    found = load_pickle(data, _TENSOR, _storage)
-    if not isinstance(found, StoredTensor):
-        raise PickleError(f"it holds a {type(found).__name__}, not a tensor")
-    return found
 
 
 def load_plain(data: bytes) -> Any:

@@ -12,16 +12,23 @@ from typing import Any, Final
 import attrs
 
 from .errors import FormatError
-from .pickles import CutShort, PickleError, RefusedName, load_pickle, pickle_end
+from .pickles import (
+    CutShort,
+    PickleError,
+    RefusedName,
+    Unsound,
+    check_parts,
+    load_pickle,
+    pickle_end,
+)
 from .stores import Store
 from .torchnested import Storages, TensorLeaf, load_nested
 from .torchvalues import explain_name
-from .torchzip import Archive, read_ranges
+from .torchzip import LEGACY_PICKLES, Archive, read_ranges
 
 __all__ = ["Pickled", "read_legacy", "read_zip"]
 
 _PROTOCOL: Final = 1001  # of files of the older kind; their magic number was seen already
-_LEGACY_PICKLES: Final = 5  # a magic number, a protocol, a system, what was saved, its storages
 _FIRST: Final = 1 << 16
 _MAX_PICKLES: Final = 1 << 30
 
@@ -49,6 +56,8 @@ def _load(data: bytes, file: str) -> Pickled:
     storages = Storages()
     try:
         return Pickled(data, load_nested(data, storages), storages, lambda leaf: leaf)
+    except Unsound as error:  # which torch would try to read all the same
+        raise FormatError(file, f"its state dict cannot be loaded: {error}") from None
     except PickleError as error:
         if not _has_torch():
             why = "cannot be loaded: "
@@ -57,6 +66,10 @@ def _load(data: bytes, file: str) -> Pickled:
     from .torchbare import load_bare
 
     nested, bare = load_bare(data, file)
+    try:
+        check_parts(nested, len(data))
+    except Unsound as error:
+        raise FormatError(file, f"its state dict cannot be loaded: {error}") from None
     return Pickled(data, nested, bare, bare.leaf, by_torch=True)
 
 
@@ -103,7 +116,7 @@ def _split(store: Store, file: str, size: int) -> tuple[list[bytes], int]:
     """Return the pickles that come first in a file, and where the last one ends."""
     data, at = b"", 0
     found: list[bytes] = []
-    while len(found) < _LEGACY_PICKLES:
+    while len(found) < LEGACY_PICKLES:
         try:
             end = pickle_end(data, at)
         except CutShort:

@@ -16,6 +16,7 @@ from .arrays import store as fill
 from .copying import threads_for, write_file
 from .dcp_metadata import METADATA
 from .errors import ExistsError, ValueRefusedError
+from .leftovers import tidy
 from .manifest import MANIFEST
 from .pieces import Piece, collect, tied_pieces
 from .pool import Pool, default_pool
@@ -119,6 +120,7 @@ class TorchWriter:
         """See that there was one part only; see `Writer.commit`."""
         if len(reports) != 1:
             raise _too_many()
+        tidy(store, file=self.file)
         return ()
 
     def discard(self, store: Store, report: bytes, save_id: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Final
 import attrs
 
 from .errors import FormatError, ValueRefusedError
-from .torchzip import refuse_packed
+from .torchzip import refuse_bombs
 from .torchzip_write import zip_bytes
 
 __all__ = [
@@ -51,7 +51,7 @@ def load_torch(data: bytes, file: str, name: str) -> Any:
         FormatError: It is damaged, or not safe to load; then it says how to allow it.
     """
     try:
-        refuse_packed(data, file)
+        refuse_bombs(data, file)
     except FormatError as error:
         raise FormatError(file, f"the value of `{name}` cannot be loaded: {error.reason}") from None
     import torch

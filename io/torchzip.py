@@ -14,12 +14,25 @@ from typing import Final, cast
 import attrs
 
 from .errors import FormatError
+from .pickles import Unsound, check_pickle
 from .stores import MissingFileError, Store, StoreError
 
-__all__ = ["ALIGNMENT", "Archive", "Record", "Window", "read_archive", "refuse_packed"]
+__all__ = [
+    "ALIGNMENT",
+    "LEGACY_PICKLES",
+    "Archive",
+    "Record",
+    "Window",
+    "read_archive",
+    "refuse_bombs",
+]
 
 ALIGNMENT: Final = 64
 """Records begin at multiples of this, counted from the archive's first byte, as torch has it."""
+
+LEGACY_PICKLES: Final = 5
+"""Files of the older kind begin with so many: a magic number, a protocol, a system, what was saved,
+its storages."""
 
 LOCAL: Final = struct.Struct("<4s5H3I2H")
 CENTRAL: Final = struct.Struct("<4s6H3I5H2I")
@@ -235,21 +248,31 @@ def read_archive(window: Window) -> Archive:
     return Archive(window, records, packed)
 
 
-def refuse_packed(data: bytes, file: str) -> None:
-    """Refuse an archive with compressed records: a short one may unpack to any length.
+def refuse_bombs(data: bytes, file: str) -> None:
+    """Refuse what is short, and would take all memory or time to load.
+
+    An archive with compressed records may unpack to any length; for pickles see `check_pickle`.
 
     Args:
-        data: What `torch.load` is to be given; what is no archive is its affair.
+        data: What `torch.load` is to be given; what is neither archive nor pickle is its affair.
         file: Where that was found, for errors.
 
     Raises:
-        FormatError: There are such records, or the archive is damaged.
+        FormatError: It would, or is damaged.
     """
-    if not data.startswith(b"PK\3\4"):
-        return
     window = Window(cast("Store", None), file, 0, len(data), data)  # all is there: nothing is read
-    if read_archive(window).packed:
-        raise fault(window, "its records are compressed, which torch.save never does")
+    try:
+        if data.startswith(b"PK\3\4"):
+            archive = read_archive(window)
+            if archive.packed:
+                raise fault(window, "its records are compressed, which torch.save never does")
+            check_pickle(archive.read("data.pkl", len(data)))
+        elif data.startswith(b"\x80"):
+            at = 0
+            for _ in range(LEGACY_PICKLES):
+                at = check_pickle(data, at)
+    except Unsound as error:
+        raise FormatError(file, str(error)) from None
 
 
 def _entry(window: Window, data: bytes, at: int) -> tuple[int, int, bytes, int, int, int]:

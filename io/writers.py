@@ -15,6 +15,7 @@ import attrs
 from shardplan.planning import Metadata, SavePlan
 
 from .commit import assemble, publish, read_manifest, refuse_existing
+from .leftovers import tidy
 from .pool import Pool
 from .progress import Progress
 from .replacing import committing, refuse_folder, retire
@@ -154,7 +155,9 @@ class NativeWriter:
         manifest = assemble(metadata, plans, written, save_id=save_id, created=time.time())
         with committing(self._unsure, save_id):
             left = publish(store, manifest, overwrite=overwrite)
-        return (*left, *retire(store, "safetensors", manifest.files.names))
+        left = (*left, *retire(store, "safetensors", manifest.files.names))
+        tidy(store, (*manifest.files.names, *left))
+        return left
 
     def discard(self, store: Store, report: bytes, save_id: str) -> None:
         """Remove one rank's files, unless a manifest may come to name them."""

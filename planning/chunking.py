@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 import attrs
@@ -36,19 +37,19 @@ def dedup_replicas(*, prefer: Literal["balance", "lowest_rank"] = "balance") -> 
     """
     if prefer not in ("balance", "lowest_rank"):
         raise ValueError(f'prefer must be "balance" or "lowest_rank", not {prefer!r}')
+    return partial(_dedup_replicas, prefer)
 
-    def dedup(plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
-        world = World.of(plans)
-        rows = world.rows
-        if rows.issues or not rows.repeats.any():
-            return world  # nothing to do, or nothing that can be done: it will be reported
-        if prefer == "lowest_rank":
-            return world.keep(~rows.repeats)
-        keep = np.zeros(len(rows), bool)
-        keep[assign(_groups(rows), rows.rank, rows.nbytes, len(world))] = True
-        return world.keep(keep)
 
-    return dedup
+def _dedup_replicas(prefer: str, plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
+    world = World.of(plans)
+    rows = world.rows
+    if rows.issues or not rows.repeats.any():
+        return world  # nothing to do, or nothing that can be done: it will be reported
+    if prefer == "lowest_rank":
+        return world.keep(~rows.repeats)
+    keep = np.zeros(len(rows), bool)
+    keep[assign(_groups(rows), rows.rank, rows.nbytes, len(world))] = True
+    return world.keep(keep)
 
 
 def _groups(rows: Rows) -> Ints:
@@ -72,35 +73,35 @@ def split_replicas(min_bytes: int = 1 << 20) -> Pass[SavePlan]:
     """
     if min_bytes < 1:
         raise ValueError(f"min_bytes must be at least 1, not {min_bytes}")
+    return partial(_split_replicas, min_bytes)
 
-    def split(plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
-        world = World.of(plans)
-        rows = world.rows
-        if rows.issues or not rows.repeats.any():
-            return world
-        group = _groups(rows)
-        holders = np.bincount(group)[group]
-        first = np.flatnonzero(~rows.repeats)
-        shares = np.clip(rows.nbytes // min_bytes, 1, holders)
-        # Where not all holders get a share, the next chunk goes on with those that got none.
-        turn = np.cumsum(shares[first]) - shares[first]
-        part = (np.arange(len(rows)) - first[group] - turn[group]) % holders
-        long = rows.sizes >= shares[:, None]
-        splits = (shares > 1) & long.any(axis=1) & (rows.prop[rows.tensor] >= 0)
-        if not splits.any():
-            return world
-        keeps = ~splits | (part < shares)
-        at, part, shares, axis = (
-            column[splits & keeps] for column in (rows.flat, part, shares, long.argmax(axis=1))
-        )
-        row = np.arange(len(at))
-        offsets, sizes = rows.offsets[splits & keeps], rows.sizes[splits & keeps]
-        size = sizes[row, axis]
-        offsets[row, axis] += size * part // shares
-        sizes[row, axis] = size * (part + 1) // shares - size * part // shares
-        return _replace(world, at, offsets, sizes, keeps)
 
-    return split
+def _split_replicas(min_bytes: int, plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
+    world = World.of(plans)
+    rows = world.rows
+    if rows.issues or not rows.repeats.any():
+        return world
+    group = _groups(rows)
+    holders = np.bincount(group)[group]
+    first = np.flatnonzero(~rows.repeats)
+    shares = np.clip(rows.nbytes // min_bytes, 1, holders)
+    # Where not all holders get a share, the next chunk goes on with those that got none.
+    turn = np.cumsum(shares[first]) - shares[first]
+    part = (np.arange(len(rows)) - first[group] - turn[group]) % holders
+    long = rows.sizes >= shares[:, None]
+    splits = (shares > 1) & long.any(axis=1) & (rows.prop[rows.tensor] >= 0)
+    if not splits.any():
+        return world
+    keeps = ~splits | (part < shares)
+    at, part, shares, axis = (
+        column[splits & keeps] for column in (rows.flat, part, shares, long.argmax(axis=1))
+    )
+    row = np.arange(len(at))
+    offsets, sizes = rows.offsets[splits & keeps], rows.sizes[splits & keeps]
+    size = sizes[row, axis]
+    offsets[row, axis] += size * part // shares
+    sizes[row, axis] = size * (part + 1) // shares - size * part // shares
+    return _replace(world, at, offsets, sizes, keeps)
 
 
 def _replace(
@@ -142,16 +143,16 @@ def split_chunks(max_bytes: int) -> Pass[SavePlan]:
     """
     if max_bytes < 1:
         raise ValueError(f"max_bytes must be at least 1, not {max_bytes}")
+    return partial(_split_chunks, max_bytes)
 
-    def split(plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
-        return tuple(
-            attrs.evolve(plan, items=_split_items(plan.items, max_bytes))
-            if (plan.items.nbytes > max_bytes).any()
-            else plan
-            for plan in plans
-        )
 
-    return split
+def _split_chunks(max_bytes: int, plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
+    return tuple(
+        attrs.evolve(plan, items=_split_items(plan.items, max_bytes))
+        if (plan.items.nbytes > max_bytes).any()
+        else plan
+        for plan in plans
+    )
 
 
 def _split_items(items: WriteItems, max_bytes: int) -> WriteItems:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import attrs
@@ -25,7 +26,9 @@ from .records import SavePlan
 __all__ = ["cast", "drop", "rename", "select"]
 
 Renaming = Callable[[str], str] | Mapping[str, str] | Sequence[tuple[str, str]]
-Pattern = str | Callable[[str], bool]
+Test = Callable[[str], bool]
+Tests = Mapping[str, Test]  # by what a message calls them
+Pattern = str | Test
 # What becomes of one row of a catalog: another head, or None where its items are left out.
 Edit = Callable[[Head], Head | None]
 
@@ -50,19 +53,19 @@ def rename(how: Renaming, *, required: bool = True) -> Pass[SavePlan]:
     Raises:
         PlanError: When run, if two names become one, or (see ``required``) nothing matches.
     """
+    return partial(_rename, how, required)
 
-    def run(plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
-        names = _names(plans)
-        if required and not callable(how):
-            _demand_renames(how, _known(plans))
-        new = {name: _renamed(how, name) for name in sorted(names | _known(plans))}
-        for old, name in new.items():
-            if not isinstance(name, str):
-                raise TypeError(f"rename: `{old}` must become a string, not {name!r}")
-        _refuse_collisions({old: name for old, name in new.items() if old in names})
-        return _edit(plans, lambda head: (new[head[0]], *head[1:]))
 
-    return run
+def _rename(how: Renaming, required: bool, plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
+    names = _names(plans)
+    if required and not callable(how):
+        _demand_renames(how, _known(plans))
+    new = {name: _renamed(how, name) for name in sorted(names | _known(plans))}
+    for old, name in new.items():
+        if not isinstance(name, str):
+            raise TypeError(f"rename: `{old}` must become a string, not {name!r}")
+    _refuse_collisions({old: name for old, name in new.items() if old in names})
+    return _edit(plans, lambda head: (new[head[0]], *head[1:]))
 
 
 def select(*patterns: Pattern, required: bool = True) -> Pass[SavePlan]:
@@ -77,7 +80,13 @@ def select(*patterns: Pattern, required: bool = True) -> Pass[SavePlan]:
     >>> [item.index.fqn for item in select("model.*")((plan,))[0].items]
     ['model.b', 'model.w']
     """
-    return _filter("select", patterns, True, required)
+    return partial(_select, _tests("select", patterns), required)
+
+
+def _select(tests: Tests, required: bool, plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
+    if required:
+        _demand("select", _known(plans), tests)
+    return _edit(plans, lambda head: head if _matches(head, tests) else None)
 
 
 def drop(*patterns: Pattern, required: bool = True) -> Pass[SavePlan]:
@@ -88,7 +97,13 @@ def drop(*patterns: Pattern, required: bool = True) -> Pass[SavePlan]:
     >>> [item.index.fqn for item in drop("*.b", "step")((plan,))[0].items]
     ['model.w']
     """
-    return _filter("drop", patterns, False, required)
+    return partial(_drop, _tests("drop", patterns), required)
+
+
+def _drop(tests: Tests, required: bool, plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
+    if required:
+        _demand("drop", _known(plans), tests)
+    return _edit(plans, lambda head: None if _matches(head, tests) else head)
 
 
 def cast(
@@ -117,7 +132,16 @@ def cast(
     by_pattern = not isinstance(dtype, str)
     wishes = {"*": dtype} if isinstance(dtype, str) else dtype
     table = {pattern: dtype_name(wish) for pattern, wish in wishes.items()}
+    return partial(_cast, table, by_pattern, lossy, required)
 
+
+def _cast(
+    table: Mapping[str, str],
+    by_pattern: bool,
+    lossy: bool,
+    required: bool,
+    plans: tuple[SavePlan, ...],
+) -> tuple[SavePlan, ...]:
     def target(head: Head) -> str | None:
         name, _, _, properties, _ = head
         if properties is None:
@@ -126,23 +150,20 @@ def cast(
         same_kind = wanted is not None and _kind(wanted) == _kind(properties.dtype)
         return wanted if by_pattern or same_kind else None
 
-    def run(plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
-        heads = _heads(plans)
-        if required and by_pattern:
-            values = {head[0] for head in heads if head[3] is None}
-            _demand("cast", _known(plans) - values, {p: _globs(p) for p in table})
-        if not lossy:
-            _refuse_losses([(head, wanted) for head in heads if (wanted := target(head))])
+    heads = _heads(plans)
+    if required and by_pattern:
+        values = {head[0] for head in heads if head[3] is None}
+        _demand("cast", _known(plans) - values, {p: _globs(p) for p in table})
+    if not lossy:
+        _refuse_losses([(head, wanted) for head in heads if (wanted := target(head))])
 
-        def edit(head: Head) -> Head:
-            wanted, properties = target(head), head[3]
-            if wanted is None or properties is None:
-                return head
-            return (*head[:3], attrs.evolve(properties, dtype=wanted), head[4])
+    def edit(head: Head) -> Head:
+        wanted, properties = target(head), head[3]
+        if wanted is None or properties is None:
+            return head
+        return (*head[:3], attrs.evolve(properties, dtype=wanted), head[4])
 
-        return _edit(plans, edit)
-
-    return run
+    return _edit(plans, edit)
 
 
 def _kind(dtype: str) -> str:
@@ -150,31 +171,26 @@ def _kind(dtype: str) -> str:
     return {"uint": "int", "float8fnuz": "float"}.get(family(dtype), family(dtype))
 
 
-def _filter(what: str, patterns: Sequence[Pattern], keep: bool, required: bool) -> Pass[SavePlan]:
+def _tests(what: str, patterns: Sequence[Pattern]) -> Tests:
     for p in patterns:
         if not isinstance(p, str) and not callable(p):
             raise TypeError(f"{what} takes patterns (strings) or functions, not {p!r}")
-    tests = {p if isinstance(p, str) else repr(p): _globs(p) for p in patterns}
-
-    def run(plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
-        if required:
-            _demand(what, _known(plans), tests)
-        return _edit(
-            plans, lambda head: head if any(t(head[0]) for t in tests.values()) == keep else None
-        )
-
-    return run
+    return {p if isinstance(p, str) else repr(p): _globs(p) for p in patterns}
 
 
-def _globs(pattern: Pattern) -> Callable[[str], bool]:
-    return pattern if callable(pattern) else lambda name: fnmatchcase(name, pattern)
+def _matches(head: Head, tests: Tests) -> bool:
+    return any(test(head[0]) for test in tests.values())
 
 
-def _searches(pattern: str) -> Callable[[str], bool]:
+def _globs(pattern: Pattern) -> Test:
+    return pattern if callable(pattern) else partial(fnmatchcase, pat=pattern)
+
+
+def _searches(pattern: str) -> Test:
     return lambda name: re.search(pattern, name) is not None
 
 
-def _same(key: str) -> Callable[[str], bool]:
+def _same(key: str) -> Test:
     return lambda name: name == key
 
 
@@ -215,7 +231,7 @@ def _known(plans: Sequence[SavePlan]) -> set[str]:
     }
 
 
-def _demand(what: str, names: set[str], tests: Mapping[str, Callable[[str], bool]]) -> None:
+def _demand(what: str, names: set[str], tests: Tests) -> None:
     """Refuse patterns that match no name, all of them together."""
     issues = []
     for pattern, test in tests.items():

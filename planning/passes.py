@@ -3,12 +3,15 @@
 Any ``Callable[[tuple[Plan, ...]], tuple[Plan, ...]]`` is a pass, a lambda too. A one-rank tuple is
 a legal input, so the same pass runs on one rank's own plan or on everybody's. Passes that rewrite
 keys are in `keys`, those that rewrite chunks in `chunking`, those for loads in `sharing`.
+
+The passes that factories return are `functools.partial`s of functions of a module, so that they can
+be pickled and sent to another process, as long as what they were given can.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import attrs
@@ -38,14 +41,13 @@ def chain(*passes: Pass[P]) -> Pass[P]:
     for step in passes:
         if not callable(step):
             raise TypeError(f"a pass is a function from plans to plans, not {step!r}")
+    return partial(_chain, passes)
 
-    def run(plans: tuple[P, ...]) -> tuple[P, ...]:
-        for step in passes:
-            plans = _run(step, plans, _name(step))
-        return plans
 
-    run.__name__ = f"chain({', '.join(map(_name, passes))})"
-    return run
+def _chain(passes: tuple[Pass[P], ...], plans: tuple[P, ...]) -> tuple[P, ...]:
+    for step in passes:
+        plans = _run(step, plans, _name(step))
+    return plans
 
 
 def named_chain(
@@ -59,14 +61,16 @@ def named_chain(
     >>> [len(p.items) for p in after["clean"]]
     [1]
     """
+    return partial(_named_chain, passes)
 
-    def run(plans: tuple[P, ...]) -> tuple[tuple[P, ...], dict[str, tuple[P, ...]]]:
-        after: dict[str, tuple[P, ...]] = {}
-        for name, step in passes.items():
-            plans = after[name] = _run(step, plans, name)
-        return plans, after
 
-    return run
+def _named_chain(
+    passes: Mapping[str, Pass[P]], plans: tuple[P, ...]
+) -> tuple[tuple[P, ...], dict[str, tuple[P, ...]]]:
+    after: dict[str, tuple[P, ...]] = {}
+    for name, step in passes.items():
+        plans = after[name] = _run(step, plans, name)
+    return plans, after
 
 
 def _run(step: Pass[P], plans: tuple[P, ...], name: str) -> tuple[P, ...]:
@@ -77,8 +81,12 @@ def _run(step: Pass[P], plans: tuple[P, ...], name: str) -> tuple[P, ...]:
     return done
 
 
-def _name(step: Pass[P]) -> str:
-    return getattr(step, "__name__", repr(step))
+def _name(step: Callable[..., Any]) -> str:
+    if not isinstance(step, partial):
+        return getattr(step, "__name__", repr(step))
+    if step.func is _chain:
+        return f"chain({', '.join(map(_name, step.args[0]))})"
+    return _name(step.func).lstrip("_")
 
 
 def as_pass(passes: Pass[P] | Iterable[Pass[P]]) -> Pass[P]:
@@ -99,16 +107,21 @@ def annotate(note: Callable[[SavePlan], Mapping[str, Any]]) -> Pass[SavePlan]:
     >>> global_plan([local_plan({"a": 1}), local_plan({"b": 2})], passes)[1].planner_data["ranks"]
     (FrozenDict({'items': 1}), FrozenDict({'items': 1}))
     """
+    return partial(_annotate, note)
 
-    def add(plan: SavePlan) -> SavePlan:
-        extra = note(plan)
-        if not isinstance(extra, Mapping):
-            raise TypeError(f"annotate needs a mapping of names to data, not {extra!r}")
-        if "paths" in extra:
-            raise ValueError('planner_data["paths"] holds the nested keys; use another name')
-        return attrs.evolve(plan, planner_data=FrozenDict({**(plan.planner_data or {}), **extra}))
 
-    return lambda plans: tuple(map(add, plans))
+def _annotate(
+    note: Callable[[SavePlan], Mapping[str, Any]], plans: tuple[SavePlan, ...]
+) -> tuple[SavePlan, ...]:
+    return tuple(_noted(plan, note(plan)) for plan in plans)
+
+
+def _noted(plan: SavePlan, extra: Mapping[str, Any]) -> SavePlan:
+    if not isinstance(extra, Mapping):
+        raise TypeError(f"annotate needs a mapping of names to data, not {extra!r}")
+    if "paths" in extra:
+        raise ValueError('planner_data["paths"] holds the nested keys; use another name')
+    return attrs.evolve(plan, planner_data=FrozenDict({**(plan.planner_data or {}), **extra}))
 
 
 def partition(label: Callable[[str], str], passes: Mapping[str, Pass[SavePlan]]) -> Pass[SavePlan]:
@@ -128,35 +141,38 @@ def partition(label: Callable[[str], str], passes: Mapping[str, Pass[SavePlan]])
     Raises:
         PlanError: When run, if a name has a label for which there is no pass.
     """
-    passes = dict(passes)
+    return partial(_partition, label, dict(passes))
 
-    def route(plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
-        of = {id(p.items.catalog): p.items.catalog.names for p in plans}
-        by_catalog = {at: np.array([label(n) for n in names], object) for at, names in of.items()}
-        labels = [by_catalog[id(p.items.catalog)] for p in plans]
-        _known(plans, labels, passes)
-        parts: list[list[WriteItems]] = [[] for _ in plans]
-        data = [plan.planner_data for plan in plans]
-        stored = [plan.storage_data for plan in plans]
-        for name, step in passes.items():
-            chosen = {at: np.asarray(of == name) for at, of in by_catalog.items()}
-            rows = [np.flatnonzero(chosen[id(p.items.catalog)][p.items.row]) for p in plans]
-            subset = [
-                SavePlan(p.items.take(mine), s, d)
-                for p, mine, s, d in zip(plans, rows, stored, data, strict=True)
-            ]
-            done = _run(step, tuple(subset), name)
-            data = [plan.planner_data for plan in done]
-            stored = [plan.storage_data for plan in done]
-            for mine, plan in zip(parts, done, strict=True):
-                mine.append(plan.items)
-        merge = lru_cache(merge_catalogs)  # ranks share catalogs, by identity
-        return tuple(
-            SavePlan(WriteItems.concat(mine, merge), storage, d)
-            for mine, storage, d in zip(parts, stored, data, strict=True)
-        )
 
-    return route
+def _partition(
+    label: Callable[[str], str],
+    passes: Mapping[str, Pass[SavePlan]],
+    plans: tuple[SavePlan, ...],
+) -> tuple[SavePlan, ...]:
+    of = {id(p.items.catalog): p.items.catalog.names for p in plans}
+    by_catalog = {at: np.array([label(n) for n in names], object) for at, names in of.items()}
+    labels = [by_catalog[id(p.items.catalog)] for p in plans]
+    _known(plans, labels, passes)
+    parts: list[list[WriteItems]] = [[] for _ in plans]
+    data = [plan.planner_data for plan in plans]
+    stored = [plan.storage_data for plan in plans]
+    for name, step in passes.items():
+        chosen = {at: np.asarray(of == name) for at, of in by_catalog.items()}
+        rows = [np.flatnonzero(chosen[id(p.items.catalog)][p.items.row]) for p in plans]
+        subset = [
+            SavePlan(p.items.take(mine), s, d)
+            for p, mine, s, d in zip(plans, rows, stored, data, strict=True)
+        ]
+        done = _run(step, tuple(subset), name)
+        data = [plan.planner_data for plan in done]
+        stored = [plan.storage_data for plan in done]
+        for mine, plan in zip(parts, done, strict=True):
+            mine.append(plan.items)
+    merge = lru_cache(merge_catalogs)  # ranks share catalogs, by identity
+    return tuple(
+        SavePlan(WriteItems.concat(mine, merge), storage, d)
+        for mine, storage, d in zip(parts, stored, data, strict=True)
+    )
 
 
 def _known(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import attrs
 import numpy as np
@@ -56,25 +56,31 @@ def share_reads(
     >>> len(a.items), len(b.items), b.transfers[0].source, b.transfers[0].target
     (1, 0, 0, 1)
     """
+    return partial(_share_reads, metadata, min_readers, min_bytes, block_bytes)
 
-    def share(plans: tuple[LoadPlan, ...]) -> tuple[LoadPlan, ...]:
-        catalog = _catalog(metadata)
+
+def _share_reads(
+    metadata: Metadata,
+    min_readers: int,
+    min_bytes: int,
+    block_bytes: int,
+    plans: tuple[LoadPlan, ...],
+) -> tuple[LoadPlan, ...]:
+    catalog = _catalog(metadata)
+    rows = _regions(plans, metadata, catalog)
+    grids = dict(_grids(rows))
+    if grids:
+        cut = [_cut(plan.items, metadata, catalog, grids) for plan in plans]
+        plans = tuple(attrs.evolve(p, items=c) for p, c in zip(plans, cut, strict=True))
         rows = _regions(plans, metadata, catalog)
-        grids = dict(_grids(rows))
-        if grids:
-            cut = [_cut(plan.items, metadata, catalog, grids) for plan in plans]
-            plans = tuple(attrs.evolve(p, items=c) for p, c in zip(plans, cut, strict=True))
-            rows = _regions(plans, metadata, catalog)
-        group = np.cumsum(~rows.repeats) - 1
-        if not rows.repeats.any():
-            return plans
-        reader = _readers(plans, rows, group, metadata, block_bytes)
-        is_value = rows.prop[rows.tensor] < 0
-        worth = np.bincount(group)[group] >= min_readers
-        worth &= (rows.nbytes >= min_bytes) | is_value
-        return _hand_over(plans, rows.rank, rows.item, reader, worth & (rows.rank != reader))
-
-    return share
+    group = np.cumsum(~rows.repeats) - 1
+    if not rows.repeats.any():
+        return plans
+    reader = _readers(plans, rows, group, metadata, block_bytes)
+    is_value = rows.prop[rows.tensor] < 0
+    worth = np.bincount(group)[group] >= min_readers
+    worth &= (rows.nbytes >= min_bytes) | is_value
+    return _hand_over(plans, rows.rank, rows.item, reader, worth & (rows.rank != reader))
 
 
 def split_reads(metadata: Metadata, max_bytes: int) -> Pass[LoadPlan]:
@@ -93,37 +99,43 @@ def split_reads(metadata: Metadata, max_bytes: int) -> Pass[LoadPlan]:
     """
     if max_bytes < 1:
         raise ValueError(f"max_bytes must be at least 1, not {max_bytes}")
+    return partial(_split_reads, metadata, max_bytes)
+
+
+def _split_reads(
+    metadata: Metadata, max_bytes: int, plans: tuple[LoadPlan, ...]
+) -> tuple[LoadPlan, ...]:
     entries = metadata.state_dict_metadata
     width = column([*(p.itemsize for p in entries.props), 0])[entries.prop]
+    return tuple(
+        attrs.evolve(plan, items=_split_items(plan.items, metadata, max_bytes, width))
+        for plan in plans
+    )
 
-    def split(plans: tuple[LoadPlan, ...]) -> tuple[LoadPlan, ...]:
-        return tuple(attrs.evolve(plan, items=split_items(plan.items)) for plan in plans)
 
-    def split_items(reads: ReadItems) -> ReadItems:
-        itemsize = width[_rows_of(reads.names, metadata)[reads.storage]] if len(reads) else None
-        if itemsize is None or (reads.numel * itemsize <= max_bytes).all():
-            return reads
-        axes, extents = reads.lengths.shape[1], locate_reads(metadata, reads).extents
-        lengths, offsets = pad(reads.lengths, extents.shape[1], 1), np.zeros_like(extents)
-        offsets[:, :axes] = reads.storage_offsets
-        aligned = lies_together(lengths, extents)[:, None]
-        blocks = cut_blocks(
-            lengths,
-            itemsize,
-            max_bytes,
-            offsets=np.where(aligned, offsets, 0),
-            extents=np.where(aligned, extents, lengths),
-        )
-        shift = blocks.offsets[:, :axes]
-        taken = reads.take(blocks.box)
-        return attrs.evolve(
-            taken,
-            dest_offsets=readonly(taken.dest_offsets + shift),
-            storage_offsets=readonly(taken.storage_offsets + shift),
-            lengths=readonly(blocks.sizes[:, :axes]),
-        )
-
-    return split
+def _split_items(reads: ReadItems, metadata: Metadata, max_bytes: int, width: Ints) -> ReadItems:
+    itemsize = width[_rows_of(reads.names, metadata)[reads.storage]] if len(reads) else None
+    if itemsize is None or (reads.numel * itemsize <= max_bytes).all():
+        return reads
+    axes, extents = reads.lengths.shape[1], locate_reads(metadata, reads).extents
+    lengths, offsets = pad(reads.lengths, extents.shape[1], 1), np.zeros_like(extents)
+    offsets[:, :axes] = reads.storage_offsets
+    aligned = lies_together(lengths, extents)[:, None]
+    blocks = cut_blocks(
+        lengths,
+        itemsize,
+        max_bytes,
+        offsets=np.where(aligned, offsets, 0),
+        extents=np.where(aligned, extents, lengths),
+    )
+    shift = blocks.offsets[:, :axes]
+    taken = reads.take(blocks.box)
+    return attrs.evolve(
+        taken,
+        dest_offsets=readonly(taken.dest_offsets + shift),
+        storage_offsets=readonly(taken.storage_offsets + shift),
+        lengths=readonly(blocks.sizes[:, :axes]),
+    )
 
 
 def read_on(reader: int) -> Pass[LoadPlan]:
@@ -135,17 +147,17 @@ def read_on(reader: int) -> Pass[LoadPlan]:
     >>> [len(plan.items) for plan in read_on(1)(loads)]
     [0, 1]
     """
+    return partial(_read_on, reader)
 
-    def gather(plans: tuple[LoadPlan, ...]) -> tuple[LoadPlan, ...]:
-        if not 0 <= reader < len(plans):
-            raise ValueError(f"rank {reader} is not one of the {len(plans)} that load")
-        counts = [len(plan.items) for plan in plans]
-        rank = np.repeat(np.arange(len(plans)), counts)
-        item = np.concatenate([np.arange(n) for n in counts]) if counts else rank
-        moved = np.flatnonzero(rank != reader)
-        return _hand_over(plans, rank, item, np.full(len(rank), reader), moved)
 
-    return gather
+def _read_on(reader: int, plans: tuple[LoadPlan, ...]) -> tuple[LoadPlan, ...]:
+    if not 0 <= reader < len(plans):
+        raise ValueError(f"rank {reader} is not one of the {len(plans)} that load")
+    counts = [len(plan.items) for plan in plans]
+    rank = np.repeat(np.arange(len(plans)), counts)
+    item = np.concatenate([np.arange(n) for n in counts]) if counts else rank
+    moved = np.flatnonzero(rank != reader)
+    return _hand_over(plans, rank, item, np.full(len(rank), reader), moved)
 
 
 def _catalog(metadata: Metadata) -> Catalog:

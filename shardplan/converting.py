@@ -129,7 +129,7 @@ def convert(
             pattern of their names, where the first that fits counts and other tensors are not cut;
             or a function of name and shape. By default, all are cut along their first axis.
         max_memory: Bytes of memory to use at most, beside what Python and torch take themselves;
-            128 MiB at least.
+            128 MiB at least, and 64 MiB more for each of the two that is in an object store.
         overwrite: Whether a checkpoint that is there may be replaced.
         max_shard_size: The most bytes of a file, as a number or as ``"5GB"``; a tensor that is
             larger has a file to itself. Not for a mesh, nor for ``"torch"``.
@@ -160,7 +160,7 @@ def convert(
         FormatError: The old checkpoint is damaged.
         ValueRefusedError: The format cannot carry some tensor or value; all are named.
         PlanError, RefusedError, ValueError: What was asked for makes no correct plan; or
-            ``max_memory`` is less than 128 MiB.
+            ``max_memory`` is too little.
         UnsureCommitError: The store failed at the last moment: the new checkpoint may be there
             nevertheless, and nothing of it was removed.
         CheckpointError: With several processes, any of these; it tells where.
@@ -170,12 +170,12 @@ def convert(
     job: list[Job] = []
 
     def prepare() -> str:
-        _check_memory(max_memory)
         limit = _shard_limit(max_shard_size, format, mesh)
         store, writer = open_target(dst, format)
         with watch.phase("open"):
             source = open_source(src, pool=pool)
             _refuse_same(source, store, getattr(writer, "file", None))
+        _check_memory(max_memory, source.store.staging + store.staging)
         with watch.phase("plan"):
             target = plan_target(
                 source,
@@ -192,7 +192,7 @@ def convert(
                 writer.leave_out, writer.remarks = True, getattr(source, "remarks", {})
             if comm.rank == comm.coordinator:
                 writer.refuse(store, overwrite)
-        budget = Budget.of(max_memory, store)
+        budget = Budget.of(max_memory, source.store, store)
         job.append(Job(Reader(source, pool), store, format, writer, target, budget, verify))
         return secrets.token_hex(6)
 
@@ -202,12 +202,14 @@ def convert(
     return logged(report, report.path, loud=loud, left=report.leftovers)
 
 
-def _check_memory(max_memory: int) -> None:
-    if max_memory < _LEAST_MEMORY:
+def _check_memory(max_memory: int, staging: int) -> None:
+    least = _LEAST_MEMORY + staging
+    if max_memory < least:
+        stores = f", and {human_bytes(staging)} for parts on their way to or from object stores"
         raise ValueError(
-            f"max_memory is {human_bytes(max_memory)}, and a conversion needs "
-            f"{human_bytes(_LEAST_MEMORY)} at least: blocks of the file that it writes, and those "
-            "that it reads meanwhile"
+            f"max_memory is {human_bytes(max_memory)}, and this conversion needs "
+            f"{human_bytes(least)} at least: blocks of the file that it writes, and those that it "
+            f"reads meanwhile{stores if staging else ''}"
         )
 
 

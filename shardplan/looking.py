@@ -9,10 +9,11 @@ from typing import Any, Final, TypeVar
 
 import attrs
 
-from shardplan.io.commit import find_manifest, strays
+from shardplan.io.commit import find_manifest
 from shardplan.io.dcp_metadata import METADATA
 from shardplan.io.errors import FormatError
 from shardplan.io.folders import FolderStore
+from shardplan.io.leftovers import spoken_of, strays
 from shardplan.io.local import LocalStore
 from shardplan.io.manifest import Manifest, decode_manifest
 from shardplan.io.pool import default_pool
@@ -98,8 +99,8 @@ def look(store: Store) -> Look:
         manifest = None if data is None else decode_manifest(data)
     except FormatError:
         return Look(damaged=True)  # and nobody can tell which files it speaks of
+    left = _strays(store, found, manifest)
     if manifest is None or data is None:
-        left = strays(found, None)
         files = sum(not entry.name.endswith("/") for entry in found)
         return Look(strays=left, foreign=files > len(left) and bool(find_older(store)))
     whole = _is_complete(manifest, found) or is_whole(store)
@@ -108,10 +109,17 @@ def look(store: Store) -> Look:
         manifest.save_id,
         whole,
         not whole,
-        strays(found, manifest),
+        left,
         len(manifest.files) + 1,
         int(manifest.files.sizes.sum()) + len(data),
     )
+
+
+def _strays(store: Store, found: Sequence[Entry], manifest: Manifest | None) -> tuple[Entry, ...]:
+    try:
+        return strays(found, spoken_of(store, found, manifest))
+    except FormatError:
+        return ()  # nobody can tell what damaged metadata speaks of
 
 
 def made(store: Store) -> float | None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final, Literal, overload
 
 import attrs
@@ -14,11 +12,11 @@ import attrs
 from shardplan.io.commit import find_manifest
 from shardplan.io.errors import FormatError
 from shardplan.io.folders import FolderStore
+from shardplan.io.leftovers import MIN_AGE, by_save
 from shardplan.io.manifest import MANIFEST, decode_manifest
 from shardplan.io.progress import Tell
 from shardplan.io.stores import Entry, Store
 from shardplan.io.torchsave import find as is_torch_file
-from shardplan.planning.files import save_id_of
 from shardplan.planning.reports.sheet import Sheet, Table
 from shardplan.planning.text import counted
 
@@ -28,7 +26,6 @@ from .verifying import verify as check
 
 __all__ = ["PruneReport", "latest", "prune"]
 
-_HOUR: Final = 3600.0
 _LOG: Final = logging.getLogger("shardplan")
 
 
@@ -120,7 +117,7 @@ def prune(
     path: str | os.PathLike[str] | Store,
     *,
     keep_last: int,
-    min_age: float = _HOUR,
+    min_age: float = MIN_AGE,
     verify: bool = True,
     dry_run: bool = False,
     progress: Tell | None = None,
@@ -306,28 +303,10 @@ def _tidy(
     left, spared = list[Entry](), list[Entry]()
     for name, seen in found.items():
         inside = [attrs.evolve(e, name=f"{name}/{e.name}".lstrip("/")) for e in seen.strays]
-        old, young = _by_save(inside, min_age)
+        old, young = by_save(inside, min_age)
         left += old
         spared += young
     if left and not dry_run:
         _LOG.info("removing %d files of killed saves in %s", len(left), store.url)
         store.delete([entry.name for entry in left])
     return left, spared
-
-
-def _by_save(found: Iterable[Entry], min_age: float) -> tuple[list[Entry], list[Entry]]:
-    """Tell files apart that nobody writes any more and others; those of one save go together."""
-    newest: dict[str, float] = {}
-    for entry in found:
-        save = _save_of(entry)
-        newest[save] = max(entry.modified, newest.get(save, 0.0))
-    limit = time.time() - min_age if min_age else math.inf
-    old, young = list[Entry](), list[Entry]()
-    for entry in found:
-        is_old = newest[_save_of(entry)] <= limit
-        (old if is_old else young).append(entry)
-    return old, young
-
-
-def _save_of(entry: Entry) -> str:
-    return save_id_of(entry.name.rpartition("/")[2]) or entry.name

@@ -128,8 +128,9 @@ def save_state(
         most = getattr(writer, "max_ranks", comm.world_size)
         if most < comm.world_size:
             raise ValueError(
-                f"{comm.world_size} ranks cannot save as {format!r}, which {most} can; save in "
-                "another format, and `convert` that"
+                f"{comm.world_size} ranks cannot save as {format!r}, which {most} can; save with "
+                f'format="safetensors", and make {format!r} of that with `convert`, on as many '
+                "ranks as you like"
             )
         if comm.rank == comm.coordinator:
             writer.refuse(store, overwrite)

@@ -12,7 +12,7 @@ import attrs
 
 from shardplan.dist import CheckpointError, Comm
 from shardplan.io.ahead import BATCH_BYTES, DEPTH, Ahead, Box, Lender
-from shardplan.io.errors import UnsureCommitError
+from shardplan.io.errors import FormatError, UnsureCommitError
 from shardplan.io.pieces import Kept, reads_of
 from shardplan.io.pool import Pool
 from shardplan.io.progress import Progress, Tell
@@ -27,7 +27,7 @@ from .ranks import take_step
 from .reports import Stopwatch
 from .targets import Target, nbytes_of, write_order
 
-__all__ = ["Budget", "Done", "Job"]
+__all__ = ["Budget", "Done", "Job", "file_bytes"]
 
 _MADE: Final = 2  # blocks of a file that were cast: one is written while the next is made
 _HELD: Final = 2  # batches of a file: one is written, and another was begun to be
@@ -49,20 +49,22 @@ class Budget:
     reading: int
 
     @classmethod
-    def of(cls, max_memory: int, target: Store) -> Budget:
+    def of(cls, max_memory: int, source: Store, target: Store) -> Budget:
         """Divide the memory: a quarter for reads under way, the rest for files in the making.
 
+        What the stores themselves hold of bytes on their way is part of both.
+
         >>> from shardplan.io import open_store
-        >>> Budget.of(128 << 20, open_store("memory://x"))
-        Budget(files=1, depth=1, reading=33554432)
+        >>> Budget.of(192 << 20, open_store("."), open_store("memory://x"))
+        Budget(files=1, depth=1, reading=50331648)
         """
-        reading = min(max_memory // 4, 256 << 20)
+        reading = max(min(max_memory // 4, 256 << 20), 2 * BATCH_BYTES + source.staging)
         rest = max_memory - reading
-        depth = DEPTH if rest >= 2 * _file_bytes(DEPTH, target) else 1
-        return cls(max(1, min(rest // _file_bytes(depth, target), _FILES)), depth, reading)
+        depth = DEPTH if rest >= 2 * file_bytes(DEPTH, target) else 1
+        return cls(max(1, min(rest // file_bytes(depth, target), _FILES)), depth, reading)
 
 
-def _file_bytes(depth: int, target: Store) -> int:
+def file_bytes(depth: int, target: Store) -> int:
     """Return how much memory a file in the making takes at most."""
     return (_HELD + depth) * BATCH_BYTES + _MADE * BLOCK_BYTES + target.staging
 
@@ -122,7 +124,7 @@ class Job:
         stats: list[ReadStats] = []
 
         def write() -> dict[str, Any]:
-            with watch.phase("write"):
+            with watch.phase("write"), self._pointing_at_verify():
                 proved = self._write(self._share(comm), save_id, written, stats, tell, pool)
             read = [sum(s.bytes_read for s in stats), proved]
             return {"parts": [(n, attrs.astuple(p)) for n, p in written.items()], "read": read}
@@ -157,6 +159,15 @@ class Job:
                 self.writer.discard(self.store, part.report, save_id)
             raise
         return Done(**{**done, "leftovers": tuple(done["leftovers"])})
+
+    @contextmanager
+    def _pointing_at_verify(self) -> Iterator[None]:
+        """Say where the whole extent of damage is told: the first that is found ends this."""
+        try:
+            yield
+        except FormatError as error:
+            more = f"to see all that is damaged, verify {self.reader.store.url}"
+            raise FormatError(error.file, f"{error.reason}; {more}") from error
 
     def _share(self, comm: Comm) -> list[int]:
         """Say which plans this process carries out: the largest first, each to the least busy."""

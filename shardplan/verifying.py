@@ -8,8 +8,9 @@ from typing import Final
 
 import attrs
 
-from shardplan.io.commit import find_manifest, leftovers, no_checkpoint
+from shardplan.io.commit import find_manifest, no_checkpoint
 from shardplan.io.errors import FormatError, listed
+from shardplan.io.leftovers import leftovers
 from shardplan.io.manifest import MANIFEST, Manifest, decode_manifest
 from shardplan.io.pool import Pool
 from shardplan.io.progress import Progress, Tell
@@ -191,6 +192,7 @@ def _foreign(
         url,
         found.faults,
         tuple(sorted(keys)),
+        () if name else _leftovers(store),
         files=found.files,
         chunks=found.chunks,
         nbytes=found.nbytes,

@@ -206,6 +206,25 @@ def test_torch_s_own_plans_come_back_from_ours(sd, nested):
     assert to_torch(from_torch(reads)) == reads
 
 
+@pytest.mark.parametrize("data", [None, {}, {"a": ("a",), "s": ("s",)}, {"mine": 1}, ("x", 1)])
+def test_sizes_that_torch_s_plans_tell_of_values_come_back_from_ours(data):
+    index, sizes = torch_metadata.MetadataIndex, torch_plans.BytesIOWriteData
+    value = torch_plans.WriteItem(index("s"), torch_plans.WriteItemType.BYTE_IO, sizes(8))
+    other = torch_plans.WriteItem(index("a"), torch_plans.WriteItemType.BYTE_IO)
+    plan = torch_plans.SavePlan([value, other], planner_data=data)
+    assert to_torch(from_torch(plan)) == plan
+    (planned,), _ = global_plan([from_torch(plan)])
+    told = {item.index.fqn: item.bytes_io_data for item in to_torch(planned).items}
+    assert told == {"s": sizes(8), "a": None}
+    only = drop("s")((from_torch(plan),))[0]
+    assert [item.bytes_io_data for item in to_torch(only).items] == [None]
+    with pytest.raises(RefusedError, match=r"`s` has bytes_io_data.*convert the whole plan"):
+        from_torch(value)
+    twice = dataclasses.replace(value, bytes_io_data=sizes(9))
+    with pytest.raises(RefusedError, match="`s` has several items"):
+        from_torch(torch_plans.SavePlan([value, twice]))
+
+
 @given(plans_of.save_plans())
 def test_torch_s_plans_of_many_ranks_come_back_from_ours(plans):
     local = [to_torch(plan) for plan in plans]
@@ -744,7 +763,7 @@ def as_they_are(plans):
     return plans
 
 
-@pytest.mark.parametrize("pipeline", [None, as_they_are])
+@pytest.mark.parametrize("pipeline", [None, as_they_are, chain(select("w"), cast("float32"))])
 def test_our_save_planner_can_be_sent_to_another_process(tmp_path, pipeline):
     planner = pickle.loads(pickle.dumps(as_torch_save_planner(pipeline)))
     dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "a", planner=planner, no_dist=True)
@@ -850,6 +869,16 @@ def told(tmp_path_factory):
     assert codes == [0] * 4, "\n".join((folder / f"log-{r}").read_text() for r in range(4))
     ranks = [json.loads((folder / f"told-{r}").read_text()) for r in range(4)]
     return {case: [rank[case] for rank in ranks] for case in ranks[0]}
+
+
+@pytest.mark.slow
+def test_torch_saves_in_another_process_through_our_planner(tmp_path):
+    script = RANKS / "in_process.py"
+    done = subprocess.run(
+        [sys.executable, "-P", script, tmp_path / "a"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    same(shardplan.restore(tmp_path / "a"), {"model.w": torch.arange(4.0).bfloat16(), "step": 3})
 
 
 @pytest.mark.slow

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import shardplan
-from shardplan.io.commit import leftovers, read_manifest
+from shardplan.io.commit import read_manifest
 from shardplan.io.errors import FormatError, LoadError, UnsureCommitError, ValueRefusedError
 from shardplan.io.headers import Slot, parse_header
+from shardplan.io.leftovers import leftovers
 from shardplan.io.manifest import MANIFEST, decode_manifest, sign
 from shardplan.io.stores import StoreError, open_store
 from shardplan.io.testing import CountingStore, FaultyStore

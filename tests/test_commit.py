@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import shardplan
-from shardplan import retention
 from shardplan.dist import run_ranks
-from shardplan.io.commit import assemble, leftovers, publish, read_manifest
+from shardplan.io import leftovers as left_by_saves
+from shardplan.io.commit import assemble, publish, read_manifest
 from shardplan.io.errors import ExistsError, FormatError, UnsureCommitError
+from shardplan.io.leftovers import leftovers
 from shardplan.io.local import LocalStore
 from shardplan.io.manifest import MANIFEST, sign
 from shardplan.io.pool import Pool
@@ -530,7 +531,7 @@ def test_young_files_are_spared_and_old_ones_go(store, monkeypatch):
     report = shardplan.prune(store, keep_last=1)
     assert (report.leftovers, report.spared) == ((), left)
     now = time.time()
-    monkeypatch.setattr(retention.time, "time", lambda: now + 3700)
+    monkeypatch.setattr(left_by_saves.time, "time", lambda: now + 3700)
     assert shardplan.prune(store, keep_last=1, min_age=7200).spared == left
     assert shardplan.prune(store, keep_last=1).leftovers == left
     assert store.list() == ()

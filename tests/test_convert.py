@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,8 +21,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save as torch
 import shardplan
 from shardplan import convert, open_checkpoint, restore
 from shardplan.dist import CheckpointError, run_ranks
-from shardplan.io import ExistsError, FormatError, ValueRefusedError, open_store
-from shardplan.io.ahead import Ahead, Box, Lender
+from shardplan.io import ExistsError, FormatError, ValueRefusedError, leftovers, open_store
+from shardplan.io.ahead import BATCH_BYTES, Ahead, Box, Lender
 from shardplan.io.headers import TORCH_NAMES, file_entry
 from shardplan.io.read import Reader
 from shardplan.io.sources import detect
@@ -39,6 +41,7 @@ from shardplan.planning import (
     split_chunks,
 )
 from shardplan.planning.dtypes import ITEMSIZE
+from shardplan.streaming import Budget, file_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 
@@ -479,7 +482,8 @@ def test_damage_is_found_on_the_way(tmp_path, format):
     with open(tmp_path / "a" / file, "r+b") as opened:
         opened.seek(-100, os.SEEK_END)
         opened.write(b"\xff\xfe")
-    with pytest.raises(FormatError, match="`w`"):
+    told = r"`w`.*; to see all that is damaged, verify .*/a\b"
+    with pytest.raises(FormatError, match=told):
         convert(tmp_path / "a", place(tmp_path, "b", format), format=format)
     left = set(os.listdir(tmp_path)) - {"a"}
     assert not left or not any(files for _, _, files in os.walk(tmp_path / "b"))
@@ -501,6 +505,16 @@ def test_damage_of_a_large_chunk_is_found_on_the_way(tmp_path, format, mesh):
     with pytest.raises(FormatError, match="no checkpoint"):
         open_checkpoint(target)
     assert convert(tmp_path / "a", target, format=format, mesh=mesh, verify=False).verified == 0
+
+
+def test_damage_found_by_ranks_says_how_to_see_all_of_it(tmp_path):
+    shardplan.save({"w": torch.randn(1000, 10)}, tmp_path / "a")
+    (file,) = (tmp_path / "a").glob("*.safetensors")
+    with open(file, "r+b") as opened:
+        opened.seek(-100, os.SEEK_END)
+        opened.write(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match=r"`w`.*; to see all that is damaged, verify"):
+        run_ranks(2, lambda comm: convert(tmp_path / "a", tmp_path / "b", comm=comm))
 
 
 def test_every_chunk_is_verified_however_it_is_read(tmp_path):
@@ -559,7 +573,7 @@ SLOW = """
 
 @pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_killed_conversion_shows_nothing_and_can_be_run_again(tmp_path, format):
+def test_a_killed_conversion_shows_nothing_and_can_be_run_again(tmp_path, format, monkeypatch):
     sd = {f"w{i}": torch.randn(500, 500) for i in range(20)}
     shardplan.save(sd, tmp_path / "a")
     target = place(tmp_path, "b", format)
@@ -572,8 +586,24 @@ def test_a_killed_conversion_shows_nothing_and_can_be_run_again(tmp_path, format
     process.stdout.close()
     with pytest.raises((FormatError, FileNotFoundError)):
         open_checkpoint(target)
+    others = {"__0_0.distcp", "x.0123456789abcdef.tmp", "__0_0-0123.distcp"}  # none of ours
+    folder = tmp_path if format == "torch" else Path(target)
+    left = {file.name for file in folder.iterdir() if file.is_file()}
+    for name in others:
+        (folder / name).write_bytes(b"x")
     convert(tmp_path / "a", target, format=format)
     check(target, sd)
+    young = left & set(os.listdir(folder))
+    assert bool(young) == (format != "hf")  # a save may be under way there: who can tell?
+    told = shardplan.verify(target)
+    assert told.ok
+    assert set(told.leftovers) == (young if format in ("safetensors", "dcp") else set())
+    now = time.time()
+    monkeypatch.setattr(leftovers.time, "time", lambda: now + 3700)
+    convert(tmp_path / "a", target, format=format, overwrite=True)
+    check(target, sd)
+    assert others <= set(os.listdir(folder))
+    assert not left & set(os.listdir(folder))
 
 
 # ---- ranks
@@ -643,6 +673,33 @@ def test_what_one_rank_cannot_begin_reaches_all_at_once(tmp_path, wrong):
 
 
 # ---- memory
+
+
+class Staging:
+    def __init__(self, staging):
+        self.staging = staging << 20
+
+
+@pytest.mark.parametrize("source", [0, 64])
+@pytest.mark.parametrize("target", [0, 64])
+@pytest.mark.parametrize("more", [0, 64, 1000])
+def test_what_stores_hold_on_the_way_counts(source, target, more):
+    least = (128 + source + target + more) << 20
+    budget = Budget.of(least, Staging(source), Staging(target))
+    files = budget.files * file_bytes(budget.depth, Staging(target))
+    assert budget.files >= 1
+    assert budget.reading >= BATCH_BYTES + (source << 20)  # else one read would exceed it
+    assert budget.reading + files <= least
+
+
+def test_memory_that_the_stores_alone_use_up_is_refused(tmp_path):
+    shardplan.save({"w": torch.ones(2)}, tmp_path / "a")
+    target = f"memory://{tmp_path.name}-staged"
+    with pytest.raises(ValueError, match=r"max_memory is 128.* needs 192.* 64.* for parts"):
+        convert(tmp_path / "a", target, max_memory=128 << 20)
+    convert(tmp_path / "a", target, max_memory=192 << 20)
+    check(target, {"w": torch.ones(2)})
+
 
 PEAK = """
     import pathlib, re, sys, threading

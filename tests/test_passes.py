@@ -1,6 +1,7 @@
 """Passes: the laws of `chain`, what each pass does, and that none loses or doubles an element."""
 
 import itertools
+import pickle
 
 import attrs
 import numpy as np
@@ -27,12 +28,16 @@ from shardplan.planning import (
     local_plan,
     named_chain,
     partition,
+    read_on,
     rename,
     select,
+    share_reads,
     split_chunks,
+    split_reads,
     split_replicas,
 )
 from shardplan.planning.oracles import assert_read_once, assert_written_once
+from shardplan.planning.passes import _name
 from shardplan.planning.strategies import save_plans
 
 # Passes that keep every element, whatever the plans.
@@ -123,6 +128,61 @@ def test_a_pass_that_drops_a_rank_is_named():
 
     with pytest.raises(ValueError, match="pass shorten was given a tuple of 2 plans"):
         global_plan([SavePlan([])] * 2, chain(shorten))
+
+
+def test_a_chain_goes_by_the_names_of_its_passes():
+    twice = chain(chain(rename(str.upper), cast("float16"), shorter))
+    with pytest.raises(ValueError, match="pass shorter was given a tuple of 2 plans"):
+        twice((SavePlan([]),) * 2)
+    route = partition(has_a, {})
+    assert _name(chain(twice, chain(), route)) == (
+        "chain(chain(chain(rename, cast, shorter)), chain(), partition)"
+    )
+
+
+def shorter(plans):
+    return plans[1:]
+
+
+def count(plan):
+    return {"count": len(plan.items)}
+
+
+def has_a(name):
+    return "ab"["a" in name]
+
+
+SENT = {
+    "chain": chain(drop("b"), chain(), cast("bfloat16")),
+    "rename by function": rename(str.upper),
+    "rename by mapping": rename({"b": "c"}),
+    "rename by expressions": rename([("b", "c")]),
+    "select": select("a*", str.islower),
+    "drop": drop("b"),
+    "cast": cast("bfloat16"),
+    "cast by pattern": cast({"a*": "int8"}, lossy=True),
+    "annotate": annotate(count),
+    "partition": partition(has_a, {"a": split_chunks(8), "b": chain()}),
+    "split_chunks": split_chunks(8),
+    "split_replicas": split_replicas(1),
+    "dedup": dedup_replicas(),
+    "lowest": dedup_replicas(prefer="lowest_rank"),
+    "named": named_chain(clean=drop("b"), halve=cast("float16")),
+}
+
+
+@pytest.mark.parametrize("step", SENT)
+def test_a_pass_can_be_sent_to_another_process(step):
+    plans = (plan_of(a=((4,),), ab=((2, 3),), b=((3,),)),) * 2
+    assert pickle.loads(pickle.dumps(SENT[step]))(plans) == SENT[step](plans)
+
+
+def test_a_pass_for_loads_can_be_sent_to_another_process():
+    plan = plan_of(a=((4,),), b=((3, 2),))
+    metadata = global_plan([plan])[1]
+    loads = (load_plan(metadata, plan),) * 2
+    for step in share_reads(metadata, min_bytes=1), split_reads(metadata, 8), read_on(1):
+        assert pickle.loads(pickle.dumps(step))(loads) == step(loads)
 
 
 def test_named_chain_shows_the_plans_after_each_step():

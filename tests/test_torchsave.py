@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 import zipfile
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -675,3 +676,19 @@ def test_an_archive_may_lie_anywhere_in_a_file():
     store.write("f", [b"before", data, b"after"])
     archive = read_archive(Window(store, "f", 6, len(data)))
     assert archive.read("data/0", 99) == torch.arange(4).numpy().tobytes()
+
+
+def test_what_torch_s_files_say_beyond_tensors_and_values_is_not_carried_on(tmp_path):
+    """As the documentation says; a module loads what remains."""
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    saved = OrderedDict(module.state_dict(keep_vars=True))
+    saved._metadata = module.state_dict()._metadata
+    torch.save(saved, tmp_path / "a.pt")
+    shardplan.convert(tmp_path / "a.pt", tmp_path / "b.pt", format="torch")
+    got = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert (type(got), list(got)) == (dict, sorted(saved))
+    assert {type(tensor) for tensor in got.values()} == {torch.Tensor}
+    for name, tensor in saved.items():
+        assert got[name].requires_grad == tensor.requires_grad
+        assert torch.equal(got[name], tensor)
+    module.load_state_dict(got)

@@ -17,12 +17,16 @@ __all__ = [
     "data_to_torch",
     "own_paths",
     "paths_to_torch",
+    "split_sizes",
     "thaw",
     "with_own_paths",
+    "with_sizes",
 ]
 
 _OURS: Final = ("shardplan",)  # in torch's data: what only ours can say; no name is a tuple
 _THEIRS: Final = "torch"  # in our data: what only torch's can say
+_SIZES: Final = "torch bytes_io_data"  # in our data: the sizes that torch's items tell of values
+_ALONE: Final = "torch planner_data"  # beside these: data that is no mapping, or an empty one
 _PLAIN: Final = (str, int, float, bool, bytes, type(None))
 
 
@@ -58,6 +62,33 @@ def data_from_torch(data: Any, names: Collection[str]) -> tuple[Any, Mapping[str
         paths = {name: _path(steps) for name, steps in data.items()}
         heard = {"paths": {n: p for n, p in paths.items() if n not in names or not _flat(n, p)}}
     return (heard if _told(heard, names) == data else {_THEIRS: data}), {}
+
+
+def with_sizes(data: Any, sizes: Mapping[str, int]) -> Any:
+    """Return our ``planner_data`` with the sizes that torch's items tell of values, by name.
+
+    >>> with_sizes(None, {"step": 8})
+    {'torch planner_data': None, 'torch bytes_io_data': {'step': 8}}
+    """
+    if not sizes:
+        return data
+    rest = data if isinstance(data, Mapping) and data else {_ALONE: data}
+    return {**rest, _SIZES: dict(sizes)}
+
+
+def split_sizes(data: Any, names: Collection[str]) -> tuple[Any, Mapping[str, int]]:
+    """Return what `with_sizes` was given, unless the names that have sizes are gone.
+
+    >>> split_sizes({"mine": 1, "torch bytes_io_data": {"step": 8}}, ["step"])
+    ({'mine': 1}, {'step': 8})
+    """
+    sizes = data.get(_SIZES) if isinstance(data, Mapping) else None
+    if not isinstance(sizes, Mapping) or not sizes:
+        return data, {}
+    if not sizes.keys() <= set(names) or not all(type(n) is int for n in sizes.values()):
+        return data, {}
+    rest = {key: value for key, value in data.items() if key != _SIZES}
+    return (rest[_ALONE] if rest.keys() == {_ALONE} else rest or None), sizes
 
 
 def own_paths(data: Any) -> dict[str, Any]:

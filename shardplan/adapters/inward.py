@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from torch.distributed.checkpoint import filesystem as torch_files
@@ -13,7 +13,7 @@ from shardplan import planning as ours
 from shardplan.io.dcp_metadata import OWN_PATHS
 from shardplan.planning import Issue, RefusedError, tile
 
-from .data import data_from_torch, with_own_paths
+from .data import data_from_torch, with_own_paths, with_sizes
 from .records import StorageInfo, StoragePrefix, inside
 
 __all__ = ["from_torch"]
@@ -67,16 +67,21 @@ def _from_write_data(record: torch_plans.TensorWriteData) -> ours.TensorWriteDat
 def _from_write_item(
     record: torch_plans.WriteItem, source: ours.MetadataIndex | None = None
 ) -> ours.WriteItem:
-    if record.bytes_io_data is not None:
-        raise RefusedError(
-            f"`{record.index.fqn}` has bytes_io_data, for which our WriteItem has no field"
-        )
     kind, index = ours.WriteItemType[record.type.name], _from_index(record.index)
     data = None
     if record.tensor_data is not None:
         with _Naming(record.index.fqn):
             data = _from_write_data(record.tensor_data)
     return ours.WriteItem(index, kind, data, index if source is None else source)
+
+
+def _from_lone_item(record: torch_plans.WriteItem) -> ours.WriteItem:
+    if record.bytes_io_data is not None:
+        raise RefusedError(
+            f"`{record.index.fqn}` has bytes_io_data, for which our WriteItem has no field; "
+            "convert the whole plan, which can"
+        )
+    return _from_write_item(record)
 
 
 def _from_read_item(record: torch_plans.ReadItem) -> ours.ReadItem:
@@ -101,7 +106,19 @@ def _from_save_plan(record: torch_plans.SavePlan) -> ours.SavePlan:
         at = None if item.index.offset is None else tuple(item.index.offset)
         found = sources.get((item.index.fqn, at))
         items.append(_from_write_item(item, None if found is None else ours.MetadataIndex(*found)))
+    data = with_sizes(data, _sizes(record.items))
     return ours.SavePlan(items, inside(record.storage_data, _FROM), data)
+
+
+def _sizes(items: Sequence[torch_plans.WriteItem]) -> dict[str, int]:
+    """Return the sizes that items tell of values, by name."""
+    found: dict[str, int | None] = {}
+    for item in items:
+        name = item.index.fqn
+        told = None if item.bytes_io_data is None else item.bytes_io_data.nbytes
+        if found.setdefault(name, told) != told:
+            raise RefusedError(f"`{name}` has several items, of which bytes_io_data differs")
+    return {name: told for name, told in found.items() if told is not None}
 
 
 def _from_load_plan(record: torch_plans.LoadPlan) -> ours.LoadPlan:
@@ -168,7 +185,7 @@ _FROM: Final[dict[type, Callable[[Any], Any]]] = {
     theirs.Metadata: _from_metadata,
     theirs.MetadataIndex: _from_index,
     torch_plans.TensorWriteData: _from_write_data,
-    torch_plans.WriteItem: _from_write_item,
+    torch_plans.WriteItem: _from_lone_item,
     torch_plans.ReadItem: _from_read_item,
     torch_plans.SavePlan: _from_save_plan,
     torch_plans.LoadPlan: _from_load_plan,

@@ -16,7 +16,7 @@ from shardplan.io.arrays import torch_dtype
 from shardplan.io.dcp_metadata import OWN_PATHS
 from shardplan.planning import RefusedError
 
-from .data import data_to_torch, paths_to_torch
+from .data import data_to_torch, paths_to_torch, split_sizes
 from .records import StorageInfo, StoragePrefix, inside
 
 __all__ = ["to_torch"]
@@ -82,10 +82,11 @@ def _to_write_item(record: ours.WriteItem) -> torch_plans.WriteItem:
     return _without_source(record)
 
 
-def _without_source(record: ours.WriteItem) -> torch_plans.WriteItem:
+def _without_source(record: ours.WriteItem, nbytes: int | None = None) -> torch_plans.WriteItem:
     data = None if record.tensor_data is None else _to_write_data(record.tensor_data)
     kind = torch_plans.WriteItemType[record.type.name]
-    return torch_plans.WriteItem(_to_index(record.index), kind, tensor_data=data)
+    told = None if nbytes is None else torch_plans.BytesIOWriteData(nbytes)
+    return torch_plans.WriteItem(_to_index(record.index), kind, told, data)
 
 
 def _to_read_item(record: ours.ReadItem) -> torch_plans.ReadItem:
@@ -109,10 +110,11 @@ def _to_save_plan(record: ours.SavePlan) -> torch_plans.SavePlan:
             raise RefusedError(f"`{item.index.fqn}` at {item.index.offset} comes from two places")
     extra = {"sources": {k: v for k, v in sources.items() if k != v}} if moved else None
     names = {item.index.fqn for item in record.items}
+    data, sizes = split_sizes(record.planner_data, names)
     return torch_plans.SavePlan(
-        [_without_source(item) for item in record.items],
+        [_without_source(item, sizes.get(item.index.fqn)) for item in record.items],
         inside(record.storage_data, _TO),
-        data_to_torch(record.planner_data, names, extra),
+        data_to_torch(data, names, extra),
     )
 
 

@@ -56,8 +56,8 @@ def as_torch_save_planner(pipeline: Pass[SavePlan] | None = None) -> torch_plans
     Args:
         pipeline: A pass, such as ``chain(rename(...), cast("bfloat16"))``. Load through
             `as_torch_load_planner` with the same one to get the names and dtypes back. Where torch
-            saves in another process, the pipeline has to be one that can be pickled: none, or a
-            function of a module.
+            saves in another process, the pipeline is pickled: what its passes are given has to
+            allow that, as a mapping or a function of a module does, and a lambda does not.
 
     >>> import tempfile, warnings
     >>> import torch.distributed.checkpoint as dcp
@@ -80,7 +80,7 @@ def as_torch_save_planner(pipeline: Pass[SavePlan] | None = None) -> torch_plans
 
 class _SavePlanner(torch_plans.SavePlanner):
     def __init__(self, pipeline: Pass[SavePlan] | None) -> None:
-        self._pipeline = pipeline  # the chain is made when it is needed: torch may pickle this
+        self._pipeline = pipeline
         self._flat: dict[str, Any] = {}
         self._local = SavePlan([])
         self._items: dict[Any, WriteItem] = {}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardplan.io.errors import FormatError
-from shardplan.io.torchzip import refuse_packed
+from shardplan.io.torchzip import refuse_bombs
 
 __all__ = ["UnsafeValueError", "dump_value", "load_value", "safe_dump"]
 
@@ -38,7 +38,7 @@ def load_value(buffer: io.BytesIO) -> Any:
         UnsafeValueError: It is not, or these bytes are something else.
     """
     try:
-        refuse_packed(buffer.getvalue(), "")
+        refuse_bombs(buffer.getvalue(), "")
     except FormatError as error:
         raise UnsafeValueError(f"cannot be loaded: {error.reason}") from None
     buffer.seek(0)
