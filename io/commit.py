@@ -27,6 +27,7 @@ from .manifest import (
     check_head,
     decode_manifest,
     encode_manifest,
+    version_of,
 )
 from .pool import Pool, default_pool
 from .stores import Entry, MissingFileError, Store, StoreError
@@ -98,7 +99,8 @@ def assemble(
         column([f.header for f in made]),
         tuple(f.digest for f in made),
     )
-    metadata = attrs.evolve(metadata, storage_meta=StorageMeta(save_id=save_id), version="1")
+    version = str(version_of(values))
+    metadata = attrs.evolve(metadata, storage_meta=StorageMeta(save_id=save_id), version=version)
     return Manifest(save_id, metadata, files, places, place, sums, values, created, block_bytes)
 
 

@@ -30,20 +30,23 @@ from shardplan.planning.tiling import Boxes, Tiling
 from .checksums import Sums, sums_from_hex, sums_to_hex
 from .errors import FormatError
 from .stores import StoreError, check_path
+from .values import RAW
 
 __all__ = [
     "HEAD_BYTES",
     "MANIFEST",
-    "VERSION",
+    "VERSIONS",
     "FileTable",
     "Manifest",
     "check_head",
     "decode_manifest",
     "encode_manifest",
+    "version_of",
 ]
 
 MANIFEST: Final = "shardplan.json"
-VERSION: Final = 1
+VERSIONS: Final = (1, 2)
+"""The versions that are read; see `version_of`."""
 HEAD_BYTES: Final = 128
 """How much of a manifest `check_head` has to see."""
 _FORMAT: Final = "shardplan"
@@ -162,10 +165,22 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "sums": sums_to_hex(manifest.sums),
     }
     text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")[1:]
-    return sign(text)
+    return sign(text, version_of(manifest.values))
 
 
-def sign(body: bytes, version: int = VERSION) -> bytes:
+def version_of(values: Mapping[str, tuple[str, Any]]) -> int:
+    """Return the lowest version whose readers know every kind of these values.
+
+    Bytes that are stored as they are came with the second. All else stays readable by programs that
+    know the first alone.
+
+    >>> version_of({"step": ("inline", 7)}), version_of({"blob": ("bytes", 100_000)})
+    (1, 2)
+    """
+    return 2 if any(kind in RAW for kind, _ in values.values()) else 1
+
+
+def sign(body: bytes, version: int = VERSIONS[0]) -> bytes:
     """Put format, version and checksum before the rest of a manifest's text."""
     digest = xxhash.xxh3_64_hexdigest(body)
     head = f'{{"format":"{_FORMAT}","version":{version},"xxh3_64":"{digest}",'
@@ -200,9 +215,10 @@ def decode_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
     if type(version) is not int or version < 1:
         told = json.dumps(version)[:20]
         raise FormatError(file, f"its version should be a whole number from 1 on, and is {told}")
-    if version != VERSION:
+    if version not in VERSIONS:
+        known = f"{VERSIONS[0]} to {VERSIONS[-1]}"
         raise FormatError(
-            file, f"it has version {version}, and this program reads {VERSION}; upgrade shardplan"
+            file, f"it has version {version}, and this program reads {known}; upgrade shardplan"
         )
     head = _HEAD.match(data)
     if head is None or xxhash.xxh3_64_hexdigest(memoryview(data)[head.end() :]) != head[2].decode():
@@ -241,7 +257,7 @@ def _decode(body: dict[str, Any]) -> Manifest:
             Entries(names, props, prop, layouts, layout),
             planner_data=planner_data,
             storage_meta=StorageMeta(save_id=_text(body["save_id"])),
-            version=str(VERSION),
+            version=str(body["version"]),
         ),
         files,
         places,
@@ -311,7 +327,7 @@ def _boxes(rows: Any, axes: int) -> Ints:
 
 def _decode_value(value: Any, places: int) -> tuple[str, Any, int]:
     kind, data, place = value
-    if kind not in ("inline", "json", "torch") or type(place) is not int:
+    if kind not in ("inline", "json", "torch", *RAW) or type(place) is not int:
         raise ValueError(f"unknown kind of value {str(kind)[:20]!r}")
     if not (-1 if kind == "inline" else 0) <= place < (0 if kind == "inline" else places):
         raise ValueError("a value lies in no file")

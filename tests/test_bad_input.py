@@ -151,8 +151,8 @@ def edited(saved, edit, version=1):
 
 
 def test_a_newer_version_asks_for_a_newer_program(saved):
-    (saved / MANIFEST).write_bytes(edited(saved, lambda body: None, version=2))
-    load_fails(saved, "version 2.*upgrade")
+    (saved / MANIFEST).write_bytes(edited(saved, lambda body: None, version=3))
+    load_fails(saved, "version 3.*upgrade")
 
 
 def put(*path_and_value):
