@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final
 
@@ -35,12 +35,14 @@ from .values import RAW
 __all__ = [
     "HEAD_BYTES",
     "MANIFEST",
+    "MISFIT",
     "VERSIONS",
     "FileTable",
     "Manifest",
     "check_head",
     "decode_manifest",
     "encode_manifest",
+    "fits_head",
     "version_of",
 ]
 
@@ -49,11 +51,14 @@ VERSIONS: Final = (1, 2)
 """The versions that are read; see `version_of`."""
 HEAD_BYTES: Final = 128
 """How much of a manifest `check_head` has to see."""
+MISFIT: Final = "its checksum does not fit its text: it was damaged or edited"
+"""What is said of a manifest whose text is not that of which it tells the checksum."""
 _FORMAT: Final = "shardplan"
 _MAX_BYTES: Final = 1 << 60
 _KINDS: Final = ("dict", "list", "tuple")
 _EMPTY_SEATS: Final = 1 << 20  # entries that lists may have in all, beyond those that are saved
 _HEAD: Final = re.compile(rb'\{"format":"shardplan","version":(\d+),"xxh3_64":"([0-9a-f]{16})",')
+_TEXT: Final = bytes(range(32, 127))  # what its text is made of
 _FILE: Final = re.compile(r"[^/]+\.safetensors")
 
 
@@ -193,10 +198,34 @@ def check_head(data: bytes, file: str = MANIFEST) -> None:
     >>> check_head(sign(b'"save_id":"x"}'))
 
     Raises:
-        FormatError: It is something else.
+        FormatError: It is something else, or of a newer version.
     """
-    if _HEAD.match(data) is None:
+    head = _HEAD.match(data)
+    if head is None:
         raise FormatError(file, "it is no manifest: it does not begin as one")
+    _check_version(int(head[1]), file)
+
+
+def fits_head(head: bytes, pieces: Iterable[bytes]) -> bool:
+    """Say whether a text has the checksum that its beginning tells; ends early if no text is that.
+
+    Args:
+        head: Its beginning; see `check_head`.
+        pieces: All of it, in pieces of some size.
+
+    >>> text = sign(b'"save_id":"x"}')
+    >>> fits_head(text, [text]), fits_head(text, [text, b" "]), fits_head(text, [text, bytes(9)])
+    (True, False, False)
+    """
+    found = _HEAD.match(head)
+    assert found is not None
+    state, skip = xxhash.xxh3_64(), found.end()
+    for piece in pieces:
+        if piece.translate(None, _TEXT):
+            return False
+        state.update(piece[skip:])
+        skip = max(skip - len(piece), 0)
+    return state.hexdigest() == found[2].decode()
 
 
 def decode_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
@@ -211,7 +240,17 @@ def decode_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
         raise FormatError(file, f"it is not JSON: {error}") from None
     if not isinstance(body, dict) or body.get("format") != _FORMAT:
         raise FormatError(file, f'it is no manifest: it does not say "format":"{_FORMAT}"')
-    version = body.get("version")
+    _check_version(body.get("version"), file)
+    head = _HEAD.match(data)
+    if head is None or xxhash.xxh3_64_hexdigest(memoryview(data)[head.end() :]) != head[2].decode():
+        raise FormatError(file, MISFIT)
+    try:
+        return _decode(body)
+    except (CodecError, MemoryError, RecursionError, StoreError, *DAMAGE) as error:
+        raise FormatError(file, f"it is damaged: {error}") from None
+
+
+def _check_version(version: Any, file: str) -> None:
     if type(version) is not int or version < 1:
         told = json.dumps(version)[:20]
         raise FormatError(file, f"its version should be a whole number from 1 on, and is {told}")
@@ -220,13 +259,6 @@ def decode_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
         raise FormatError(
             file, f"it has version {version}, and this program reads {known}; upgrade shardplan"
         )
-    head = _HEAD.match(data)
-    if head is None or xxhash.xxh3_64_hexdigest(memoryview(data)[head.end() :]) != head[2].decode():
-        raise FormatError(file, "its checksum does not fit its text: it was damaged or edited")
-    try:
-        return _decode(body)
-    except (CodecError, MemoryError, RecursionError, StoreError, *DAMAGE) as error:
-        raise FormatError(file, f"it is damaged: {error}") from None
 
 
 def _decode(body: dict[str, Any]) -> Manifest:

@@ -151,11 +151,11 @@ class NativeSource:
         """Return which chunks lie in a file as the manifest says, and where they begin."""
         files, expected = self.manifest.files, self._expected
         name, size = files.names[number], int(files.sizes[number])
-        data = bytearray(expected.header_bytes(number, size))
         try:
             found = self.store.size(name)
             if found != size:
                 raise FormatError(name, f"it has {found:,} bytes and was saved with {size:,}")
+            data = bytearray(expected.header_bytes(number, size))
             self.store.read(name, [(0, memoryview(data))])
         except MissingFileError:
             raise FormatError(name, _MISSING) from None
