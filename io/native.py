@@ -94,7 +94,7 @@ class NativeSource:
         return self.manifest.sums_of(name)
 
     def value_cost(self, name: str) -> int:
-        """Return how many bytes of memory it takes to read a value."""
+        """Return how many bytes of memory it takes to read a value; see `Source.value_cost`."""
         kind, size = self.manifest.values[name]
         if kind == "inline":
             return 0

@@ -199,10 +199,13 @@ def load_pickle(
         PickleError: It is damaged.
     """
     pickle_end(data)
+    unpickler = _Unpickler(data, classes, persistent)
     try:
-        return _Unpickler(data, classes, persistent).load()
+        return unpickler.load()
     except PickleError:
         raise
     except Exception as error:  # a damaged pickle can fail in any way
         reason = str(error) or type(error).__name__
         raise PickleError(f"it is damaged: {reason[:200]}") from error
+    finally:
+        unpickler.memo = {}  # it refers to itself there, and would keep all that it read
