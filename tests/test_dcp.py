@@ -681,6 +681,27 @@ def test_gaps_are_told_and_nothing_is_touched(damaged):
         load({"w": torch.empty(8, 8)}, folder)
 
 
+NOT_STRICT = {
+    "restore": lambda folder: shardplan.restore(folder, keys=["w"]),
+    "target": lambda folder: shardplan.restore(folder, {"w": torch.empty(8, 8, device="meta")}),
+    "missing": lambda folder: shardplan.restore(folder, {"nope": torch.empty(8, device="meta")}),
+    "open": lambda folder: shardplan.open_checkpoint(folder)["w"][:],
+    "convert": lambda folder: shardplan.convert(folder, folder / "out"),
+    "diff": lambda folder: shardplan.diff(folder, folder),
+}
+
+
+@pytest.mark.parametrize("reader", NOT_STRICT)
+def test_an_error_speaks_of_no_argument_that_the_function_lacks(damaged, reader):
+    half = [CHUNK(torch.Size([0, 0]), torch.Size([4, 8]))]
+    folder = damaged(lambda f: set_entry(f, "w", chunks=half))
+    with pytest.raises((PlanError, FormatError), match=r"`w`|`nope`") as caught:
+        NOT_STRICT[reader](folder)
+    assert "strict" not in str(caught.value)
+    with pytest.raises(PlanError, match="uncovered; strict=False accepts gaps"):
+        load({"w": torch.empty(8, 8)}, folder)
+
+
 def test_values_and_tensors_are_not_taken_for_each_other(damaged):
     folder = damaged(lambda f: None)
     with pytest.raises(PlanError, match="`step`"):
