@@ -24,11 +24,12 @@ from .buffers import (
     total_bytes,
     wanted,
 )
-from .kernel import IOV_MAX, reserve_space, start_writeback, sync_folder
+from .kernel import IOV_MAX, locked_folder, reserve_space, start_writeback, sync_folder
 from .mapped import Bytes, map_ranges
 from .pool import Pool, default_pool
 from .stores import (
     Entry,
+    MissingFileError,
     StoreError,
     a_folder,
     check_path,
@@ -212,10 +213,11 @@ class LocalStore:
                 _write_run(fd, 0, [byte_view(data)] if data else [])
                 os.fsync(fd)
             try:
-                if overwrite:
-                    os.replace(temporary, file)
-                else:
-                    _link(temporary, file)
+                with locked_folder(os.path.dirname(file)):
+                    if overwrite:
+                        os.replace(temporary, file)
+                    else:
+                        _link(temporary, file)
             except BaseException:
                 with suppress(OSError):
                     os.unlink(temporary)
@@ -269,6 +271,23 @@ class LocalStore:
                 os.unlink(file)
         for folder in folders:
             self._remove_empty(folder)
+
+    def delete_same(self, path: str, data: bytes) -> bool:
+        """Delete a small file if it holds just these bytes; say whether it did.
+
+        A `replace` of that file comes before, and it stays, or after, as far as the disk knows
+        locks.
+        """
+        file = self.locate(path)
+        try:
+            with _reported("delete", file), locked_folder(os.path.dirname(file)):
+                size = os.stat(file).st_size
+                if size != len(data) or self.read_all(path, limit=size) != data:
+                    return False
+                self.delete([path])
+        except MissingFileError:
+            return False
+        return True
 
     def sync(self) -> None:
         """Make durable the names written and deleted so far; see `Store.sync`."""
