@@ -1,7 +1,9 @@
 """Bytes: stores, the format, and carrying out the reads and writes that a plan says.
 
-- Where do bytes go? `stores`, `local`, `objects`, `folders`, `pool`, `buffers`, `kernel`, `mapped`
-- What is in a file? `headers`, `manifest`, `expected`, `values`, `checksums`
+- Where do bytes go? `stores`, `local`, `local_files`, `objects`, `folders`, `pool`, `buffers`,
+  `kernel`, `mapped`
+- What is in a file? `headers`, `manifest_record`, `manifest` (its text), `expected`, `values`,
+  `checksums`
 - Which formats are there? `sources` (reading), `writers` (saving); `native` (our own); `dcp`,
   `dcp_metadata`, `dcp_write`; `hf`, `hf_shards`, `hf_write`; `torchsave`, `torchsave_write`
 - How is another tool's file read without running it? `pickles`, `torchpickles`, `torchvalues`,
@@ -11,7 +13,7 @@
 - How does one checkpoint become another? `ahead`, `proof`, `places`, `copying`, `moving`, `crc`
 - How does one take another's place? `replacing`; what do killed saves leave? `leftovers`
 - Is it sound, are two alike? `verify`, `scan`, `compare`, `blocksums`, `progress`
-- What can go wrong? `errors`
+- What can go wrong? `errors`, `store_errors`
 - How do I test against a failing store? `testing`
 
 torch is imported only by the modules that touch tensors.

@@ -21,11 +21,14 @@ from .errors import ExistsError, FormatError, UnsureCommitError, listed
 from .manifest import (
     HEAD_BYTES,
     MANIFEST,
+    MISFIT,
     FileTable,
     Manifest,
     check_head,
     decode_manifest,
     encode_manifest,
+    fits_head,
+    version_of,
 )
 from .pool import Pool, default_pool
 from .stores import MissingFileError, Store, StoreError
@@ -46,6 +49,7 @@ __all__ = [
 
 _MAX_MANIFEST: Final = 1 << 30  # bytes; one of a million chunks has 20 MB
 _USUAL: Final = 64 << 20  # up to here a manifest is read before anything is known of it
+_PIECE: Final = 16 << 20  # bytes of a larger one that are looked at, at a time
 _PRUNED: Final = "; prune removes what is not needed"
 SURE: Final = frozenset({"missing", "exists", "denied", "full", "short", "long", "path"})
 """The kinds of error after which a replacement has surely not happened, and never will."""
@@ -95,7 +99,8 @@ def assemble(
         column([f.header for f in made]),
         tuple(f.digest for f in made),
     )
-    metadata = attrs.evolve(metadata, storage_meta=StorageMeta(save_id=save_id), version="1")
+    version = str(version_of(values))
+    metadata = attrs.evolve(metadata, storage_meta=StorageMeta(save_id=save_id), version=version)
     return Manifest(save_id, metadata, files, places, place, sums, values, created, block_bytes)
 
 
@@ -197,16 +202,37 @@ def find_manifest(store: Store) -> bytes | None:
 
 
 def _read_whole(store: Store) -> bytes:
-    """Read the manifest; of an unusually large one the beginning first, lest it is anything."""
+    """Read the manifest; an unusually large one is looked through first, lest it is anything."""
     try:
         return store.read_all(MANIFEST, limit=_USUAL)
     except StoreError as error:
         if error.kind != "long":
             raise
-    head = bytearray(HEAD_BYTES)
-    store.read(MANIFEST, [(0, memoryview(head))])
-    check_head(bytes(head))
+    size = store.size(MANIFEST)
+    if size <= _MAX_MANIFEST:
+        _look_through(store, size)
     return store.read_all(MANIFEST, limit=_MAX_MANIFEST)
+
+
+def _look_through(store: Store, size: int) -> None:
+    """Refuse a large file that is no manifest, or damaged, before all of it is in memory."""
+    head = _piece(store, 0, HEAD_BYTES)
+    check_head(head)
+    try:
+        starts = range(0, size, _PIECE)
+        if fits_head(head, (_piece(store, at, min(_PIECE, size - at)) for at in starts)):
+            return
+    except StoreError as error:
+        if error.kind != "short":
+            raise
+    if _piece(store, 0, HEAD_BYTES) == head:  # else another save has just replaced it
+        raise FormatError(MANIFEST, MISFIT)
+
+
+def _piece(store: Store, offset: int, nbytes: int) -> bytes:
+    data = bytearray(nbytes)
+    store.read(MANIFEST, [(offset, memoryview(data))])
+    return bytes(data)
 
 
 def refuse_existing(store: Store, overwrite: bool) -> None:

@@ -20,7 +20,7 @@ from .crc import combine_crc, sum_crc
 from .kernel import start_writeback
 from .local import LocalStore
 from .moving import PIECE, Hand, Out, Stretch, write_views
-from .pool import Pool
+from .pool import Pool, stop_check
 from .stores import Store, StoreError
 
 __all__ = [
@@ -121,6 +121,7 @@ def write_direct(
     Raises:
         FormatError: A file that bytes come from is missing or too short.
         StoreError: The disk is full, or fails. Nothing is left of the file.
+        StoppedError: What it is a part of has failed; see `check_stopped`.
     """
     with store.making(path, nbytes=nbytes, atomic=atomic) as fd:
         work = _Work(fd, contents)
@@ -192,6 +193,7 @@ class _Work:
         self._next = iter(self._tasks)
         self._lock = threading.Lock()
         self._stopped = False
+        self._check = stop_check()
         self._size: dict[int, int] = {}  # of each record
         for content in contents:
             if isinstance(content, Content) and content.record is not None:
@@ -251,6 +253,7 @@ class _Work:
             for part in entry.parts:
                 pieces = hand.read(part, out) if isinstance(part, Stretch) else _cut(part)
                 for piece in pieces:
+                    self._check()
                     if crc is not None:
                         crc = sum_crc(piece, crc)
                     out.put(piece)

@@ -34,6 +34,7 @@ __all__ = ["DcpSource", "find", "source"]
 
 _HEAD: Final = 1024  # bytes of an archive before its tensor's elements, and some to spare
 _MAX_PICKLE: Final = 1 << 20
+_DECODED: Final = 5  # how many times its own size a value takes while it is decoded
 
 
 def find(store: Store, name: str = "") -> bool:
@@ -151,6 +152,10 @@ class DcpSource:
     def value_bytes(self, name: str) -> int:
         """Return how many bytes `value` reads; see `Source.value_bytes`."""
         return 0 if name in self._inline else self._place(name, None).length
+
+    def value_cost(self, name: str) -> int:
+        """Return how many bytes of memory it takes to read a value; see `Source.value_cost`."""
+        return _DECODED * self.value_bytes(name)
 
     def open_old_values(self) -> None:
         """Open dicts that torch 2.3 kept whole, so that their values go by today's names."""

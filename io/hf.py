@@ -148,6 +148,10 @@ class HfSource:
         """Return 0: there are only tensors."""
         return 0
 
+    def value_cost(self, name: str) -> int:
+        """Return 0: there are only tensors."""
+        return 0
+
     def _add_tied(self, headers: Iterable[Header], weights: Mapping[str, str]) -> None:
         """Find names that are tied to tensors, among all that headers say by name.
 

@@ -14,8 +14,6 @@ from typing import Final
 
 from .buffers import (
     Buffer,
-    Run,
-    advance,
     bundles,
     byte_view,
     gather,
@@ -24,21 +22,24 @@ from .buffers import (
     total_bytes,
     wanted,
 )
-from .kernel import IOV_MAX, reserve_space, start_writeback, sync_folder
+from .kernel import IOV_MAX, locked_folder, reserve_space, start_writeback, sync_folder
+from .local_files import (
+    check_size,
+    closing,
+    entry_of,
+    give_name,
+    opened,
+    read_parts,
+    read_runs,
+    reported,
+    unsure,
+    walk,
+    write_run,
+)
 from .mapped import Bytes, map_ranges
 from .pool import Pool, default_pool
-from .stores import (
-    Entry,
-    StoreError,
-    a_folder,
-    check_path,
-    from_os_error,
-    no_file,
-    short,
-    taken,
-    too_long,
-    wrong_size,
-)
+from .store_errors import a_folder, short, too_long, wrong_size
+from .stores import Entry, MissingFileError, check_path
 
 __all__ = ["TEMPORARY", "LocalStore", "is_temporary"]
 
@@ -46,7 +47,6 @@ TEMPORARY: Final = ".tmp"
 """How the name of a file ends that a killed `LocalStore.replace` leaves behind."""
 
 _ABSENT: Final = (errno.ENOENT, errno.ENOTDIR)
-_NO_LINKS: Final = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _STEP: Final = 32 << 20  # bytes a system call moves: much below Linux's limit of 2 GiB
 _WAIT: Final = 8 << 20  # bytes that wait to be written at most: their memory is held as long
 _ATTEMPTS: Final = 5
@@ -108,12 +108,12 @@ class LocalStore:
             return 0
         runs = gather(asked, max_bytes=_STEP, max_views=IOV_MAX)
         bundled = list(bundles(runs, _STEP))
-        with _reported("read", file), _opened(file) as fd:
-            _check_size(fd, file, asked)
+        with reported("read", file), opened(file) as fd:
+            check_size(fd, file, asked)
             if len(bundled) == 1:
-                return _read_runs(fd, file, bundled[0])
+                return read_runs(fd, file, bundled[0])
             pool = self._pool or default_pool()
-            return sum(pool.map(lambda runs: _read_runs(fd, file, runs), bundled))
+            return sum(pool.map(lambda runs: read_runs(fd, file, runs), bundled))
 
     def read_pieces(
         self, path: str, ranges: Sequence[tuple[int, memoryview]], max_bytes: int
@@ -130,19 +130,19 @@ class LocalStore:
         """
         file = self.locate(path)
         asked = wanted(ranges)
-        with _reported("read", file), _opened(file) as fd:
-            _check_size(fd, file, asked)
+        with reported("read", file), opened(file) as fd:
+            check_size(fd, file, asked)
             for offset, view in asked:
                 for low in range(0, view.nbytes, max_bytes):
                     piece = view[low : low + max_bytes]
-                    _read_runs(fd, file, [(offset + low, [piece])])
+                    read_runs(fd, file, [(offset + low, [piece])])
                     yield piece
 
     @contextmanager
     def mapped(self, path: str, starts: Sequence[int], length: int) -> Iterator[Bytes]:
         """Give the bytes of some ranges of a file, and what lies between; see `map_ranges`."""
         file = self.locate(path)
-        with _reported("read", file), _opened(file) as fd:
+        with reported("read", file), opened(file) as fd:
             size = os.fstat(fd).st_size
             if starts[-1] + length > size:
                 raise short(file, starts[-1], length, size)
@@ -167,7 +167,7 @@ class LocalStore:
             written = 0
             runs = gather(placed(pieces(parts, _WAIT)), max_bytes=_WAIT, max_views=IOV_MAX)
             for offset, views in runs:
-                written += _write_run(fd, offset, views)
+                written += write_run(fd, offset, views)
                 start_writeback(fd, offset, written - offset)
         return written
 
@@ -178,7 +178,7 @@ class LocalStore:
         """Make a file that the block writes through a descriptor, in any order; see `write`."""
         target = self.locate(path)
         file = f"{target}.{secrets.token_hex(8)}{TEMPORARY}" if atomic else target
-        with _reported("write", target), self._created(file) as fd:
+        with reported("write", target), self._created(file) as fd:
             reserve_space(fd, nbytes or 0)
             yield fd
             written = os.fstat(fd).st_size
@@ -189,50 +189,51 @@ class LocalStore:
             if atomic:
                 os.replace(file, target)
         if atomic:
-            with _unsure(target, "write"):
+            with unsure(target, "write"):
                 self.sync()
 
     def read_all(self, path: str, *, limit: int) -> bytes:
         """Return a small file whole; see `Store.read_all`."""
         file = self.locate(path)
-        with _reported("read", file), _opened(file) as fd:
+        with reported("read", file), opened(file) as fd:
             size = os.fstat(fd).st_size
             if size > limit:
                 raise too_long(file, size, limit)
-            return b"".join(_read_parts(fd, file, size))
+            return b"".join(read_parts(fd, file, size))
 
     def replace(self, path: str, data: bytes, *, overwrite: bool = True) -> None:
         """Publish a small file at once and durably; see `Store.replace`."""
         file = self.locate(path)
         temporary = f"{file}.{secrets.token_hex(8)}{TEMPORARY}"
-        with _reported("replace", file):
+        with reported("replace", file):
             if os.path.isdir(file):
                 raise a_folder("replace", file)
             with self._created(temporary) as fd:
-                _write_run(fd, 0, [byte_view(data)] if data else [])
+                write_run(fd, 0, [byte_view(data)] if data else [])
                 os.fsync(fd)
             try:
-                if overwrite:
-                    os.replace(temporary, file)
-                else:
-                    _link(temporary, file)
+                with locked_folder(os.path.dirname(file)):
+                    if overwrite:
+                        os.replace(temporary, file)
+                    else:
+                        give_name(temporary, file)
             except BaseException:
                 with suppress(OSError):
                     os.unlink(temporary)
                 raise
-            with _unsure(file):
+            with unsure(file):
                 self.sync()
 
     def size(self, path: str) -> int:
         """Return the size of a file in bytes."""
         file = self.locate(path)
-        with _reported("measure", file):
+        with reported("measure", file):
             return os.stat(file).st_size
 
     def exists(self, path: str) -> bool:
         """Say whether there is such a file; an error if nobody can tell."""
         file = self.locate(path)
-        with _reported("find", file):
+        with reported("find", file):
             try:
                 return stat.S_ISREG(os.stat(file).st_mode)
             except OSError as error:
@@ -243,16 +244,16 @@ class LocalStore:
     def list(self, prefix: str = "", *, recursive: bool = True) -> tuple[str, ...]:
         """Return the files below a folder, sorted; see `Store.list`."""
         folder = self.locate(prefix) if prefix else self._root
-        with _reported("list", folder):
-            found = _walk(folder, f"{prefix}/" if prefix else "", recursive)
+        with reported("list", folder):
+            found = walk(folder, f"{prefix}/" if prefix else "", recursive)
             return tuple(sorted(name for name, _ in found))
 
     def entries(self, prefix: str = "", *, recursive: bool = True) -> tuple[Entry, ...]:
         """Return the files below a folder with sizes and times; see `Store.entries`."""
         folder = self.locate(prefix) if prefix else self._root
-        with _reported("list", folder):
-            walk = _walk(folder, f"{prefix}/" if prefix else "", recursive)
-            found = (_entry(name, entry) for name, entry in walk)
+        with reported("list", folder):
+            walked = walk(folder, f"{prefix}/" if prefix else "", recursive)
+            found = (entry_of(name, entry) for name, entry in walked)
             return tuple(sorted((e for e in found if e is not None), key=lambda e: e.name))
 
     def delete(self, paths: Iterable[str]) -> None:
@@ -265,10 +266,27 @@ class LocalStore:
         with self._lock:
             self._unsynced |= folders
         for file in files:
-            with _reported("delete", file), suppress(FileNotFoundError):
+            with reported("delete", file), suppress(FileNotFoundError):
                 os.unlink(file)
         for folder in folders:
             self._remove_empty(folder)
+
+    def delete_same(self, path: str, data: bytes) -> bool:
+        """Delete a small file if it holds just these bytes; say whether it did.
+
+        A `replace` of that file comes before, and it stays, or after, as far as the disk knows
+        locks.
+        """
+        file = self.locate(path)
+        try:
+            with reported("delete", file), locked_folder(os.path.dirname(file)):
+                size = os.stat(file).st_size
+                if size != len(data) or self.read_all(path, limit=size) != data:
+                    return False
+                self.delete([path])
+        except MissingFileError:
+            return False
+        return True
 
     def sync(self) -> None:
         """Make durable the names written and deleted so far; see `Store.sync`."""
@@ -279,7 +297,7 @@ class LocalStore:
             for folder in sorted(folders):
                 # Who may not list the folder above the root cannot sync it either.
                 forgiven = [PermissionError] if len(folder) < len(self._root) else []
-                with _reported("sync", folder), suppress(FileNotFoundError, *forgiven):
+                with reported("sync", folder), suppress(FileNotFoundError, *forgiven):
                     sync_folder(folder)
         except BaseException:
             with self._lock:
@@ -293,7 +311,7 @@ class LocalStore:
     @contextmanager
     def _created(self, file: str) -> Iterator[int]:
         """Open a new file for writing, and remove it again if the block fails."""
-        with _closing(self._create(file)) as fd:
+        with closing(self._create(file)) as fd:
             try:
                 yield fd
             except BaseException:
@@ -343,76 +361,6 @@ class LocalStore:
                 self._unsynced.add(folder)
 
 
-@contextmanager
-def _reported(operation: str, file: str) -> Iterator[None]:
-    try:
-        yield
-    except StoreError:
-        raise
-    except OSError as error:
-        raise from_os_error(operation, file, error) from error
-
-
-@contextmanager
-def _closing(fd: int) -> Iterator[int]:
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-@contextmanager
-def _opened(file: str) -> Iterator[int]:
-    """Open a file for reading; what is no file would be waited for, or never end."""
-    with _closing(os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as fd:
-        mode = os.fstat(fd).st_mode
-        if stat.S_ISDIR(mode):
-            raise a_folder("read", file)
-        if not stat.S_ISREG(mode):
-            raise no_file("read", file)
-        yield fd
-
-
-def _check_size(fd: int, file: str, asked: Sequence[tuple[int, memoryview]]) -> None:
-    size = os.fstat(fd).st_size
-    for offset, view in asked:
-        if offset + view.nbytes > size:
-            raise short(file, offset, view.nbytes, size)
-
-
-def _read_runs(fd: int, file: str, runs: Sequence[Run]) -> int:
-    total = 0
-    for offset, views in runs:
-        end = offset + sum([view.nbytes for view in views])
-        total += end - offset
-        while offset < end:
-            done = os.preadv(fd, views, offset)
-            if not done:  # the file was longer a moment ago
-                raise short(file, offset, end - offset, os.fstat(fd).st_size)
-            offset += done
-            views = advance(views, done) if offset < end else []
-    return total
-
-
-def _read_parts(fd: int, file: str, size: int) -> Iterator[bytes]:
-    """Yield a file's bytes, all of them at once if the system is willing."""
-    done = 0
-    while done < size:
-        part = os.pread(fd, size - done, done)
-        if not part:  # the file was longer a moment ago
-            raise short(file, done, size - done, os.fstat(fd).st_size)
-        yield part
-        done += len(part)
-
-
-def _write_run(fd: int, offset: int, views: Sequence[memoryview]) -> int:
-    start = offset
-    while views:
-        done = os.pwritev(fd, views, offset)
-        offset, views = offset + done, advance(views, done)
-    return offset - start
-
-
 def is_temporary(name: str, file: str) -> bool:
     """Say whether a name is one that a killed `LocalStore.replace` of a file leaves behind.
 
@@ -421,59 +369,3 @@ def is_temporary(name: str, file: str) -> bool:
     """
     pattern = rf"{re.escape(file)}\.[0-9a-f]{{16}}{re.escape(TEMPORARY)}"
     return re.fullmatch(pattern, name) is not None
-
-
-def _link(temporary: str, file: str) -> None:
-    """Give a file its final name, unless that is taken."""
-    try:
-        os.link(temporary, file)
-    except FileExistsError:
-        # A network file system may have done it, lost its answer, and tried again.
-        if os.stat(temporary).st_nlink < 2:
-            raise taken("replace", file) from None
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        if os.path.lexists(file):
-            raise taken("replace", file) from None
-        os.replace(temporary, file)
-        return
-    with suppress(OSError):  # the file is there: a second name of it does no harm
-        os.unlink(temporary)
-
-
-@contextmanager
-def _unsure(file: str, operation: str = "replace") -> Iterator[None]:
-    """Say of an error that the file was replaced, though maybe not for good."""
-    try:
-        yield
-    except OSError as error:
-        why = error.reason if isinstance(error, StoreError) else str(error)
-        reason = f"it was replaced, but a loss of power may undo that ({why})"
-        raise StoreError(operation, file, reason, kind="unsure", errno=error.errno) from error
-
-
-def _entry(name: str, entry: os.DirEntry[str]) -> Entry | None:
-    if name.endswith("/"):
-        return Entry(name)
-    try:
-        found = entry.stat()
-    except FileNotFoundError:  # deleted a moment ago, or a link to nothing
-        return None
-    return Entry(name, found.st_size, max(found.st_mtime, found.st_ctime), found.st_mtime)
-
-
-def _walk(folder: str, prefix: str, recursive: bool) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    try:
-        entries = list(os.scandir(folder))
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    for entry in entries:
-        if not entry.is_dir():
-            yield prefix + entry.name, entry
-        elif entry.is_symlink():
-            continue  # a second name of a folder, such as `latest`
-        elif recursive:
-            yield from _walk(entry.path, f"{prefix}{entry.name}/", recursive)
-        else:
-            yield f"{prefix}{entry.name}/", entry

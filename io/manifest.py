@@ -10,8 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -19,7 +18,6 @@ import numpy as np
 import xxhash
 
 from shardplan.planning import CodecError, Grid, Metadata, StorageMeta, TensorProperties
-from shardplan.planning.blocks import BLOCK_BYTES
 from shardplan.planning.catalog import column, within
 from shardplan.planning.flatten import unflatten
 from shardplan.planning.frozen import from_json, to_json
@@ -29,103 +27,38 @@ from shardplan.planning.tiling import Boxes, Tiling
 
 from .checksums import Sums, sums_from_hex, sums_to_hex
 from .errors import FormatError
+from .manifest_record import FileTable, Manifest
 from .stores import StoreError, check_path
+from .values import RAW
 
 __all__ = [
     "HEAD_BYTES",
     "MANIFEST",
-    "VERSION",
+    "MISFIT",
+    "VERSIONS",
     "FileTable",
     "Manifest",
     "check_head",
     "decode_manifest",
     "encode_manifest",
+    "fits_head",
+    "version_of",
 ]
 
 MANIFEST: Final = "shardplan.json"
-VERSION: Final = 1
+VERSIONS: Final = (1, 2)
+"""The versions that are read; see `version_of`."""
 HEAD_BYTES: Final = 128
 """How much of a manifest `check_head` has to see."""
+MISFIT: Final = "its checksum does not fit its text: it was damaged or edited"
+"""What is said of a manifest whose text is not that of which it tells the checksum."""
 _FORMAT: Final = "shardplan"
 _MAX_BYTES: Final = 1 << 60
 _KINDS: Final = ("dict", "list", "tuple")
 _EMPTY_SEATS: Final = 1 << 20  # entries that lists may have in all, beyond those that are saved
 _HEAD: Final = re.compile(rb'\{"format":"shardplan","version":(\d+),"xxh3_64":"([0-9a-f]{16})",')
+_TEXT: Final = bytes(range(32, 127))  # what its text is made of
 _FILE: Final = re.compile(r"[^/]+\.safetensors")
-
-
-@attrs.frozen(eq=False)
-class FileTable:
-    """A checkpoint's data files; one row each.
-
-    Attributes:
-        names: Their names inside the checkpoint.
-        sizes: Their sizes, in bytes.
-        headers: The lengths of their headers, in bytes: where data begins.
-        digests: The xxh3-64 of each header.
-    """
-
-    names: tuple[str, ...]
-    sizes: Ints
-    headers: Ints
-    digests: tuple[int, ...]
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-
-@attrs.frozen(eq=False, slots=False)
-class Manifest:
-    """A checkpoint, all but its bytes.
-
-    Attributes:
-        save_id: The save that made it.
-        metadata: Its tensors and values.
-        files: Its data files.
-        places: The distinct columns of file numbers, one number a chunk.
-        place: Per entry of the metadata, which of these columns it has; -1 for an inline value.
-        sums: The checksum of every chunk, by entry, then by chunk; see `sums_of`.
-        values: Values that are no tensors, by name: kind (see `StoredValue`), and the JSON data of
-            an inline one, or how many bytes another takes.
-        created: When it was made, in seconds since 1970.
-        block_bytes: The most bytes of a block; see `shardplan.planning.blocks`.
-    """
-
-    save_id: str
-    metadata: Metadata
-    files: FileTable
-    places: tuple[Ints, ...]
-    place: Ints
-    sums: Sums
-    values: Mapping[str, tuple[str, Any]]
-    created: float = 0.0
-    block_bytes: int = BLOCK_BYTES
-
-    @property
-    def entries(self) -> Entries:
-        """The metadata's entries, in columns."""
-        return self.metadata.state_dict_metadata
-
-    @cached_property
-    def start(self) -> Ints:
-        """Per entry, where its chunks start among all chunks; and how many chunks there are."""
-        counts = column([*map(len, self.places), 0])[self.place]
-        return readonly(np.concatenate([[0], np.cumsum(counts)]))
-
-    def sums_of(self, name: str) -> Sums:
-        """Return the checksum of each chunk of one entry; none for an inline value."""
-        row = self.entries.row_of[name]
-        return self.sums[self.start[row] : self.start[row + 1]]
-
-    @cached_property
-    def file_bytes(self) -> Ints:
-        """How many bytes the chunks of each file take, added up."""
-        return _file_bytes(self)
-
-    def files_of(self, name: str) -> Ints:
-        """Return the number of the file of each chunk of one entry; none for an inline value."""
-        place = self.place[self.entries.row_of[name]]
-        return column([]) if place < 0 else self.places[place]
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -162,10 +95,22 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "sums": sums_to_hex(manifest.sums),
     }
     text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")[1:]
-    return sign(text)
+    return sign(text, version_of(manifest.values))
 
 
-def sign(body: bytes, version: int = VERSION) -> bytes:
+def version_of(values: Mapping[str, tuple[str, Any]]) -> int:
+    """Return the lowest version whose readers know every kind of these values.
+
+    Bytes that are stored as they are came with the second. All else stays readable by programs that
+    know the first alone.
+
+    >>> version_of({"step": ("inline", 7)}), version_of({"blob": ("bytes", 100_000)})
+    (1, 2)
+    """
+    return 2 if any(kind in RAW for kind, _ in values.values()) else 1
+
+
+def sign(body: bytes, version: int = VERSIONS[0]) -> bytes:
     """Put format, version and checksum before the rest of a manifest's text."""
     digest = xxhash.xxh3_64_hexdigest(body)
     head = f'{{"format":"{_FORMAT}","version":{version},"xxh3_64":"{digest}",'
@@ -178,10 +123,34 @@ def check_head(data: bytes, file: str = MANIFEST) -> None:
     >>> check_head(sign(b'"save_id":"x"}'))
 
     Raises:
-        FormatError: It is something else.
+        FormatError: It is something else, or of a newer version.
     """
-    if _HEAD.match(data) is None:
+    head = _HEAD.match(data)
+    if head is None:
         raise FormatError(file, "it is no manifest: it does not begin as one")
+    _check_version(int(head[1]), file)
+
+
+def fits_head(head: bytes, pieces: Iterable[bytes]) -> bool:
+    """Say whether a text has the checksum that its beginning tells; ends early if no text is that.
+
+    Args:
+        head: Its beginning; see `check_head`.
+        pieces: All of it, in pieces of some size.
+
+    >>> text = sign(b'"save_id":"x"}')
+    >>> fits_head(text, [text]), fits_head(text, [text, b" "]), fits_head(text, [text, bytes(9)])
+    (True, False, False)
+    """
+    found = _HEAD.match(head)
+    assert found is not None
+    state, skip = xxhash.xxh3_64(), found.end()
+    for piece in pieces:
+        if piece.translate(None, _TEXT):
+            return False
+        state.update(piece[skip:])
+        skip = max(skip - len(piece), 0)
+    return state.hexdigest() == found[2].decode()
 
 
 def decode_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
@@ -196,21 +165,25 @@ def decode_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
         raise FormatError(file, f"it is not JSON: {error}") from None
     if not isinstance(body, dict) or body.get("format") != _FORMAT:
         raise FormatError(file, f'it is no manifest: it does not say "format":"{_FORMAT}"')
-    version = body.get("version")
-    if type(version) is not int or version < 1:
-        told = json.dumps(version)[:20]
-        raise FormatError(file, f"its version should be a whole number from 1 on, and is {told}")
-    if version != VERSION:
-        raise FormatError(
-            file, f"it has version {version}, and this program reads {VERSION}; upgrade shardplan"
-        )
+    _check_version(body.get("version"), file)
     head = _HEAD.match(data)
     if head is None or xxhash.xxh3_64_hexdigest(memoryview(data)[head.end() :]) != head[2].decode():
-        raise FormatError(file, "its checksum does not fit its text: it was damaged or edited")
+        raise FormatError(file, MISFIT)
     try:
         return _decode(body)
     except (CodecError, MemoryError, RecursionError, StoreError, *DAMAGE) as error:
         raise FormatError(file, f"it is damaged: {error}") from None
+
+
+def _check_version(version: Any, file: str) -> None:
+    if type(version) is not int or version < 1:
+        told = json.dumps(version)[:20]
+        raise FormatError(file, f"its version should be a whole number from 1 on, and is {told}")
+    if version not in VERSIONS:
+        known = f"{VERSIONS[0]} to {VERSIONS[-1]}"
+        raise FormatError(
+            file, f"it has version {version}, and this program reads {known}; upgrade shardplan"
+        )
 
 
 def _decode(body: dict[str, Any]) -> Manifest:
@@ -241,7 +214,7 @@ def _decode(body: dict[str, Any]) -> Manifest:
             Entries(names, props, prop, layouts, layout),
             planner_data=planner_data,
             storage_meta=StorageMeta(save_id=_text(body["save_id"])),
-            version=str(VERSION),
+            version=str(body["version"]),
         ),
         files,
         places,
@@ -311,7 +284,7 @@ def _boxes(rows: Any, axes: int) -> Ints:
 
 def _decode_value(value: Any, places: int) -> tuple[str, Any, int]:
     kind, data, place = value
-    if kind not in ("inline", "json", "torch") or type(place) is not int:
+    if kind not in ("inline", "json", "torch", *RAW) or type(place) is not int:
         raise ValueError(f"unknown kind of value {str(kind)[:20]!r}")
     if not (-1 if kind == "inline" else 0) <= place < (0 if kind == "inline" else places):
         raise ValueError("a value lies in no file")
@@ -329,52 +302,6 @@ def _check_bytes(manifest: Manifest) -> None:
             f"{files.names[number]} should have {files.sizes[number]} bytes, and its header and "
             f"chunks take {got[number]}"
         )
-
-
-def _file_bytes(manifest: Manifest) -> Ints:
-    """Add up, per file, the bytes of its chunks; tensors alike are counted, not visited."""
-    entries, limit = manifest.entries, float(manifest.files.sizes.sum())
-    keys = np.stack([manifest.place, entries.layout, entries.prop])[:, entries.layout >= 0]
-    kinds, counts = np.unique(keys, axis=1, return_counts=True)
-    width = column([p.itemsize for p in entries.props])
-    files, sizes = [column([])], [column([])]
-    for (place, layout, prop), count in zip(kinds.T.tolist(), counts.tolist(), strict=True):
-        where, tiling = manifest.places[place], entries.layouts[layout].tiling
-        if len(where) != len(tiling):  # before any chunk of a grid is made
-            raise ValueError(f"{len(tiling)} chunks lie in {len(where)} files")
-        volume = _volumes(tiling)
-        if float(volume.sum(dtype=float)) * float(width[prop]) * count > limit:
-            raise ValueError("its chunks are larger than its files")
-        files.append(where)
-        sizes.append(volume * (width[prop] * count))
-    for name, (kind, data) in manifest.values.items():
-        if kind != "inline":
-            where = manifest.files_of(name)
-            if len(where) != 1:
-                raise ValueError(f"the value of `{name}` lies in {len(where)} files")
-            files.append(where)
-            sizes.append(column([data]))
-    every = np.concatenate(sizes)
-    if every.sum(dtype=float) > limit:
-        raise ValueError("its chunks are larger than its files")
-    total = np.zeros(len(manifest.files), np.int64)
-    np.add.at(total, np.concatenate(files), every)
-    return total
-
-
-def _volumes(tiling: Tiling) -> Ints:
-    """Return how many elements each chunk has, in little more memory than that.
-
-    >>> _volumes(Grid((column([0, 3, 5]), column([0, 4, 6])))).tolist()
-    [12, 6, 8, 4]
-    """
-    if not isinstance(tiling, Grid):
-        volume: Ints = tiling.sizes.prod(axis=1)
-        return volume
-    volume = np.ones(1, np.int64)
-    for cuts in tiling.cuts:
-        volume = np.multiply.outer(volume, np.diff(cuts)).reshape(-1)
-    return volume
 
 
 def _check_paths(planner_data: Any, names: Sequence[str]) -> None:

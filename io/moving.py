@@ -13,7 +13,7 @@ from .buffers import advance
 from .errors import FormatError
 from .kernel import IOV_MAX
 from .local import LocalStore
-from .stores import from_os_error
+from .store_errors import from_os_error
 
 __all__ = ["PIECE", "Hand", "Out", "Stretch", "write_views"]
 

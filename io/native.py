@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, Final
@@ -21,7 +22,7 @@ from .manifest import MANIFEST, Manifest
 from .pool import Pool, default_pool
 from .sources import Spot
 from .stores import MissingFileError, Store
-from .values import StoredValue, load_value
+from .values import RAW, StoredValue, load_value
 
 __all__ = ["NativeSource", "find", "source"]
 
@@ -93,9 +94,11 @@ class NativeSource:
         return self.manifest.sums_of(name)
 
     def value_cost(self, name: str) -> int:
-        """Return how many bytes of memory it takes to read a value."""
+        """Return how many bytes of memory it takes to read a value; see `Source.value_cost`."""
         kind, size = self.manifest.values[name]
-        return 0 if kind == "inline" else _DECODED * int(size)
+        if kind == "inline":
+            return 0
+        return int(size) * (1 if kind == "bytes" else 2 if kind in RAW else _DECODED)
 
     def value(self, name: str, *, verify: bool = True) -> Any:
         """Return a value that is no tensor; see `Source.value`."""
@@ -104,14 +107,17 @@ class NativeSource:
             return load_value(StoredValue("inline", data), MANIFEST, name)
         (spot,) = self.spots([(name, 0)])
         file = self.files[spot.file]
-        buffer = bytearray(spot.extents[0])
-        self.store.read(file, [(spot.begin, memoryview(buffer))])
-        limit = self.block_bytes
-        blocks = [memoryview(buffer)[i : i + limit] for i in range(0, len(buffer) or 1, limit)]
-        found = combine([hash_views([block]) for block in blocks])
-        if verify and found != int(self.sums_of(name)[0]):
-            raise FormatError(file, f"the value of `{name}` does not fit its checksum")
-        return load_value(StoredValue("json" if kind == "json" else "torch", buffer), file, name)
+        buffer = io.BytesIO(bytes(spot.extents[0]))  # which gives away its bytes without a copy
+        with buffer.getbuffer() as view:
+            self.store.read(file, [(spot.begin, view)])
+            if verify and self._digest(view) != int(self.sums_of(name)[0]):
+                raise FormatError(file, f"the value of `{name}` does not fit its checksum")
+        return load_value(StoredValue(kind, buffer.getvalue()), file, name)
+
+    def _digest(self, view: memoryview) -> int:
+        """Return the checksum of a value that is stored in a file."""
+        step = self.block_bytes
+        return combine([hash_views([view[i : i + step]]) for i in range(0, len(view) or 1, step)])
 
     def value_bytes(self, name: str) -> int:
         """Return how many bytes `value` reads; see `Source.value_bytes`."""
@@ -145,11 +151,11 @@ class NativeSource:
         """Return which chunks lie in a file as the manifest says, and where they begin."""
         files, expected = self.manifest.files, self._expected
         name, size = files.names[number], int(files.sizes[number])
-        data = bytearray(expected.header_bytes(number, size))
         try:
             found = self.store.size(name)
             if found != size:
                 raise FormatError(name, f"it has {found:,} bytes and was saved with {size:,}")
+            data = bytearray(expected.header_bytes(number, size))
             self.store.read(name, [(0, memoryview(data))])
         except MissingFileError:
             raise FormatError(name, _MISSING) from None

@@ -14,19 +14,8 @@ import attrs
 from .buffers import Buffer, Run, bundles, copy_into, gather, pieces, total_bytes, wanted
 from .errors import listed
 from .pool import Pool, default_pool
-from .stores import (
-    Entry,
-    Kind,
-    MissingFileError,
-    StoreError,
-    check_path,
-    denied,
-    missing,
-    short,
-    taken,
-    too_long,
-    wrong_size,
-)
+from .store_errors import Kind, denied, missing, short, taken, too_long, wrong_size
+from .stores import Entry, MissingFileError, StoreError, check_path
 
 try:
     import obstore

@@ -320,8 +320,9 @@ def load_pickle(
         PickleError: It is damaged.
     """
     check_pickle(data)
+    unpickler = _Unpickler(data, classes, persistent)
     try:
-        found = _Unpickler(data, classes, persistent).load()
+        found = unpickler.load()
         check_parts(found, len(data))
         return found
     except PickleError:
@@ -329,3 +330,5 @@ def load_pickle(
     except Exception as error:  # a damaged pickle can fail in any way
         reason = str(error) or type(error).__name__
         raise PickleError(f"it is damaged: {reason[:200]}") from error
+    finally:
+        unpickler.memo = {}  # it refers to itself there, and would keep all that it read

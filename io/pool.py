@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 from typing import Any, Final, TypeVar
 from weakref import WeakSet
 
-__all__ = ["Pool", "StoppedError", "check_stopped", "default_pool"]
+__all__ = ["Pool", "StoppedError", "check_stopped", "default_pool", "stop_check"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -41,8 +41,18 @@ def check_stopped() -> None:
     Raises:
         StoppedError: It is in vain to go on; the map raises the error that came first.
     """
-    if any(getattr(_under_way, "failures", ())):
-        raise StoppedError("given up, for what it is a part of has failed")
+    stop_check()()
+
+
+def stop_check() -> Callable[[], None]:
+    """Return what is `check_stopped` here, for other threads that take part in this one's work."""
+    under_way = getattr(_under_way, "failures", ())
+
+    def check() -> None:
+        if any(under_way):
+            raise StoppedError("given up, for what it is a part of has failed")
+
+    return check
 
 
 @contextmanager

@@ -22,7 +22,8 @@ from .hf import INDEX, SINGLE, indices, plain_files, uncommitted
 from .local import LocalStore
 from .manifest import MANIFEST
 from .sources import FORMATS, open_source
-from .stores import Store, StoreError, from_os_error
+from .store_errors import from_os_error
+from .stores import Store, StoreError
 
 __all__ = [
     "Older",

@@ -99,6 +99,9 @@ class Source(Protocol):
     def value_bytes(self, name: str) -> int:
         """Return how many bytes `value` reads; 0 for one that is known once this is opened."""
 
+    def value_cost(self, name: str) -> int:
+        """Return about how many bytes of memory `value` takes, beside what is held already."""
+
 
 FORMATS: Final[dict[str, str]] = {
     "safetensors": "shardplan.io.native",

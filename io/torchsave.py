@@ -157,6 +157,10 @@ class TorchSource:
         """Return 0: values are known once the file is opened."""
         return 0
 
+    def value_cost(self, name: str) -> int:
+        """Return 0: values are held already; what a copy of one takes, nobody knows before."""
+        return 0
+
     def _read_storage(self, key: str, nbytes: int) -> memoryview:
         data = memoryview(bytearray(nbytes))
         begin = self._begin(key)

@@ -2,7 +2,8 @@
 
 What JSON has no word for is an object with a single key that starts with ``$``. Values that JSON
 cannot carry are stored as ``torch.save`` writes them, but only if ``torch.load`` reads them with
-``weights_only=True``: loading a checkpoint never runs code. All else is refused by key.
+``weights_only=True``: loading a checkpoint never runs code. All else is refused by key. Large bytes
+are stored as they are, without a copy.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import attrs
 import numpy as np
@@ -20,6 +21,7 @@ import numpy as np
 from .errors import FormatError, ValueRefusedError
 
 __all__ = [
+    "RAW",
     "StoredValue",
     "decode_value",
     "encode_value",
@@ -28,7 +30,9 @@ __all__ = [
     "store_values",
 ]
 
-_INLINE_LIMIT: Final = 1 << 16
+RAW: Final[dict[str, type[bytes] | type[bytearray]]] = {"bytes": bytes, "bytearray": bytearray}
+"""The kinds of values that are stored as they are, and what each comes back as."""
+_INLINE_LIMIT: Final = 1 << 16  # bytes in the manifest; what is larger goes into a shard file
 _PLAIN_INT: Final = 1 << 63
 _NUMPY_KINDS: Final = "biufc"
 _DEPTH: Final = 8  # how deep inside a value the part is looked for that cannot be stored
@@ -40,11 +44,12 @@ class StoredValue:
 
     Attributes:
         kind: ``"inline"``: JSON data in the manifest; ``"json"``: JSON text in a shard file;
-            ``"torch"``: what `torch.save` writes, in a shard file.
+            ``"torch"``: what `torch.save` writes, in a shard file; ``"bytes"`` and ``"bytearray"``:
+            the value itself, in a shard file.
         data: The JSON data, or the bytes.
     """
 
-    kind: Literal["inline", "json", "torch"]
+    kind: str
     data: Any
 
 
@@ -90,6 +95,8 @@ def load_value(stored: StoredValue, file: str, key: str) -> Any:
         FormatError: The data is damaged.
     """
     try:
+        if stored.kind in RAW:
+            return RAW[stored.kind](stored.data)
         if stored.kind == "torch":
             import torch
 
@@ -101,6 +108,9 @@ def load_value(stored: StoredValue, file: str, key: str) -> Any:
 
 def _store(value: Any) -> StoredValue | None:
     """Encode a value; None if there is no safe way."""
+    kind = type(value)
+    if kind in RAW.values() and len(value) > _INLINE_LIMIT:
+        return StoredValue(kind.__name__, value)
     try:
         data = encode_value(value)
     except (_Unfit, RecursionError):

@@ -29,6 +29,7 @@ class Issue:
         message: A whole sentence for a person: what was expected, what came, what to try.
         ranks: The ranks concerned, ascending; empty where no rank is to blame.
         region: The elements concerned, as ``(offsets, sizes)`` in the tensor's global frame.
+        remedy: An argument to try, told after the message; empty where nothing takes it.
     """
 
     kind: str
@@ -36,9 +37,10 @@ class Issue:
     message: str
     ranks: tuple[int, ...] = attrs.field(default=(), converter=_ints)
     region: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    remedy: str = ""
 
     def __str__(self) -> str:
-        return self.message
+        return f"{self.message}; {self.remedy}" if self.remedy else self.message
 
 
 class PlanError(ValueError):

@@ -35,6 +35,8 @@ Strict = bool | str | Sequence[str]
 _TENSOR: Final = LoadItemType.TENSOR.value
 _BYTES: Final = LoadItemType.BYTE_IO.value
 _SUGGESTED: Final = 8  # missing names that get a "nearest" hint
+_LEAVE: Final = "strict=False leaves it as it is"
+_ACCEPT: Final = "strict=False accepts gaps"
 
 
 def load_plan(
@@ -227,7 +229,7 @@ def _match(entries: Entries, catalog: Catalog, rows: Ints, dtype: str, shape: st
         if at < 0:
             near = nearest_names(name, entries.names) if len(match.issues) < _SUGGESTED else ()
             hint = nearest_hint(near)
-            text = f"`{name}` is not in the checkpoint{hint}; strict=False leaves it as it is"
+            text, remedy = f"`{name}` is not in the checkpoint{hint}", _LEAVE
             below = properties is None and [n for n in near if n.startswith(f"{name}.")]
             if below:
                 text = (
@@ -235,7 +237,8 @@ def _match(entries: Entries, catalog: Catalog, rows: Ints, dtype: str, shape: st
                     "an optimizer has no state before its first step; use torch's get_state_dict, "
                     "or take a step, then load"
                 )
-            match.issues.append(Issue("missing", name, text))
+                remedy = ""
+            match.issues.append(Issue("missing", name, text, remedy=remedy))
             continue
         pair = (layouts[at], props[at], id(properties), size)
         if pair in fitting:
@@ -348,8 +351,9 @@ def _uncovered(
         filled = tile(pieces.offsets[mine, :axes], pieces.sizes[mine, :axes])
         for gap in gaps(filled, Chunk(offsets, sizes)):
             where = region_text(gap.offsets, gap.sizes, size)
-            text = f"saved chunks of `{name}` leave {where} uncovered; strict=False accepts gaps"
-            issues.append(Issue("uncovered", name, text, (), (gap.offsets, gap.sizes)))
+            text = f"saved chunks of `{name}` leave {where} uncovered"
+            region = gap.offsets, gap.sizes
+            issues.append(Issue("uncovered", name, text, (), region, _ACCEPT))
     return issues
 
 

@@ -10,9 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
+import attrs
+
 from shardplan.io.errors import FormatError, LoadError
 from shardplan.io.sources import Source, open_source
 from shardplan.io.stores import Store, StoreError
+from shardplan.planning import PlanError
 
 from .reports import LOG
 
@@ -73,9 +76,14 @@ def save_of(source: Source) -> str | None:
 
 @contextmanager
 def plain_errors(reader: Reader) -> Iterator[None]:
-    """Say why reading into new memory failed: nobody asks what became of that memory."""
+    """Say why reading into new memory failed: nobody asks what became of that memory.
+
+    Nor can gaps be accepted: there would be nothing in them.
+    """
     try:
         yield
+    except PlanError as error:
+        raise PlanError(attrs.evolve(issue, remedy="") for issue in error.issues) from None
     except STOPPED as error:
         if was_replaced(reader):
             reason = "it was overwritten while it was open: open it again"

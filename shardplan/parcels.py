@@ -106,7 +106,11 @@ class Parcels:
         try:
             if failed:
                 return {}
-            values = self._reader.pool.map(lambda n: self._reader.value(n, verify=verify), names)
+            values = self._reader.pool.map(
+                lambda name: self._reader.value(name, verify=verify),
+                names,
+                nbytes=self._reader.source.value_cost,
+            )
             return store_values(dict(zip(names, values, strict=True)))
         except Exception as error:
             failed.append(error)

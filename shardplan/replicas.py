@@ -31,9 +31,11 @@ def replica_sums(flat: Mapping[str, Any], plan: SavePlan) -> Sums:
     def digest(number: int) -> int:
         if number in pieces:
             return combine([hash_views([block]) for block in pieces[number].blocks()])
-        if names[row[number]] not in stored:
+        value = stored.get(names[row[number]])
+        if value is None:
             return 0  # refused when it is written
-        return hash_views([memoryview(repr(stored[names[row[number]]]).encode())])
+        data = repr(value.data).encode() if value.kind == "inline" else value.data
+        return hash_views([memoryview(value.kind.encode()), memoryview(data)])
 
     found = default_pool().map(digest, range(len(row)))
     return np.array(found, np.uint64)

@@ -13,6 +13,7 @@ from shardplan.io.commit import find_manifest
 from shardplan.io.errors import FormatError
 from shardplan.io.folders import FolderStore
 from shardplan.io.leftovers import MIN_AGE, by_save
+from shardplan.io.local import LocalStore
 from shardplan.io.manifest import MANIFEST, decode_manifest
 from shardplan.io.progress import Tell
 from shardplan.io.stores import Entry, Store
@@ -131,12 +132,13 @@ def prune(
     Only checkpoints of our own format go. Others do not say when they were made, and times of
     files change when they are copied: they are left alone, and listed.
 
-    A checkpoint that another save has overwritten since it was looked at stays; the last look is
-    right before it is removed. Still, do not save into folders that are about to be pruned: no
-    store can look and delete in one step. The files of a save that is not committed yet, and of a
-    checkpoint that is being copied, look just like leftovers: so young ones are spared, together
-    with all other files of the same save. Parts of files that a killed process was sending to an
-    object store are seen by nobody but the service; see `ObjectStore`.
+    A checkpoint that another save has overwritten since it was looked at stays. On a disk that
+    knows locks, the last look and its removal are one step. Object stores cannot look and delete
+    at once: a save that overwrites a checkpoint there between the two, which are a request apart,
+    is lost, so do not overwrite what is about to be pruned. The files of a save that is not
+    committed yet, and of a checkpoint that is being copied, look just like leftovers: so young
+    ones are spared, together with all other files of the same save. Parts of files that a killed
+    process was sending to an object store are seen by nobody but the service; see `ObjectStore`.
 
     Args:
         path: A folder that holds checkpoints, one folder each; or a checkpoint, of which only the
@@ -282,18 +284,27 @@ def _remove(store: Store, name: str, save_id: str | None) -> Literal["removed", 
     """Remove a checkpoint, its manifest first: it must never look whole while it is not."""
     try:
         data = find_manifest(within(store, name))
-        manifest = None if data is None else decode_manifest(data)
+        if data is None:
+            return "gone"  # somebody else removes it
+        manifest = decode_manifest(data)
     except FormatError:
         return "replaced"  # by what nobody can read
-    if manifest is None:
-        return "gone"  # somebody else removes it
     if manifest.save_id != save_id:
         return "replaced"
-    _LOG.info("removing %s of %s", name, store.url)
-    store.delete([f"{name}/{MANIFEST}"])
+    if not _delete(store, f"{name}/{MANIFEST}", data):
+        return _remove(store, name, save_id)  # look again: something came between
+    _LOG.info("removed %s of %s", name, store.url)
     store.sync()
     store.delete([f"{name}/{file}" for file in manifest.files.names])
     return "removed"
+
+
+def _delete(store: Store, file: str, data: bytes) -> bool:
+    """Delete a file, if it still holds these bytes, as far as the store can do that in one step."""
+    if isinstance(store, LocalStore):
+        return store.delete_same(file, data)
+    store.delete([file])
+    return True
 
 
 def _tidy(

@@ -152,8 +152,17 @@ def edited(saved, edit, version=1):
 
 
 def test_a_newer_version_asks_for_a_newer_program(saved):
-    (saved / MANIFEST).write_bytes(edited(saved, lambda body: None, version=2))
-    load_fails(saved, "version 2.*upgrade")
+    (saved / MANIFEST).write_bytes(edited(saved, lambda body: None, version=3))
+    load_fails(saved, "version 3.*upgrade")
+
+
+def test_a_header_that_is_said_to_be_longer_than_its_file_is_not_read(saved):
+    def lengthen(body):
+        body["files"]["headers"][0] += 90_000_000
+        body["files"]["sizes"][0] += 90_000_000
+
+    (saved / MANIFEST).write_bytes(edited(saved, lengthen))
+    load_fails(saved, "bytes and was saved with 9")
 
 
 def put(*path_and_value):

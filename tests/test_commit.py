@@ -341,6 +341,57 @@ def test_a_large_file_that_is_no_manifest_is_not_read(tmp_path):
     tracemalloc.stop()
 
 
+def test_a_large_file_that_only_begins_as_a_manifest_is_refused_at_once(tmp_path):
+    shardplan.save(state(1), tmp_path)
+    os.truncate(tmp_path / MANIFEST, 1 << 29)
+    store = CountingStore(open_store(tmp_path))
+    tracemalloc.start()
+    with pytest.raises(FormatError, match=f"{MANIFEST}.*checksum does not fit"):
+        read_manifest(store)
+    assert tracemalloc.get_traced_memory()[1] < 40_000_000
+    tracemalloc.stop()
+    assert store.bytes_read() < 20_000_000
+
+
+def test_a_large_text_that_only_begins_as_a_manifest_is_never_held_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr("shardplan.io.commit._USUAL", 1 << 20)
+    monkeypatch.setattr("shardplan.io.commit._PIECE", 1 << 16)
+    shardplan.save(state(1), tmp_path)
+    with open(tmp_path / MANIFEST, "ab") as file:
+        file.write(b" " * (1 << 24))
+    tracemalloc.start()
+    with pytest.raises(FormatError, match=f"{MANIFEST}.*checksum does not fit"):
+        shardplan.restore(tmp_path)
+    assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    tracemalloc.stop()
+
+
+def test_a_large_manifest_of_a_newer_version_is_refused_by_its_beginning(tmp_path):
+    (tmp_path / MANIFEST).write_bytes(sign(b'"save_id":"x"}', 3))
+    os.truncate(tmp_path / MANIFEST, 1 << 29)
+    tracemalloc.start()
+    with pytest.raises(FormatError, match=r"version 3.*upgrade"):
+        shardplan.restore(tmp_path)
+    assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    tracemalloc.stop()
+
+
+def test_a_large_manifest_that_is_replaced_while_it_is_looked_at_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("shardplan.io.commit._USUAL", 100)
+    monkeypatch.setattr("shardplan.io.commit._PIECE", 200)
+    shardplan.save(state(1), tmp_path / "a")
+    shardplan.save(state(2), tmp_path / "b")
+    new = (tmp_path / "b" / MANIFEST).read_bytes()
+
+    class Meanwhile(CountingStore):
+        def read(self, path, ranges):
+            if path == MANIFEST and ranges[0][0]:  # after its first piece
+                self.inner.replace(MANIFEST, new)
+            return super().read(path, ranges)
+
+    assert read_manifest(Meanwhile(open_store(tmp_path / "a"))).save_id in new.decode()
+
+
 def test_a_manifest_of_unusual_size_is_read(store, monkeypatch):
     shardplan.save(state(1), store)
     monkeypatch.setattr("shardplan.io.commit._USUAL", 100)

@@ -1,6 +1,8 @@
 """Bytes that only have to be copied are, by several threads, and every bit arrives."""
 
 import os
+import threading
+import time
 import zipfile
 import zlib
 
@@ -189,6 +191,31 @@ def test_what_one_thread_raises_stops_all_and_leaves_nothing(tmp_path, monkeypat
         write_direct(store, "out", contents, nbytes=8000, atomic=True, threads=2)
     assert len(done) < 1000
     assert store.list() == ()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_copy_ends_early_when_what_it_is_a_part_of_fails(tmp_path, monkeypatch, threads):
+    monkeypatch.setattr(copying, "_TASK", 1 << 20)
+    store, done, begun = open_store(tmp_path), [], threading.Event()
+    (tmp_path / "a").write_bytes(bytes(1 << 20))
+
+    def tell():
+        done.append(1)
+        begun.set()
+        time.sleep(0.005)
+
+    blocks = [Block([Stretch(store, "a", 0, 1 << 20)], tell) for _ in range(400)]
+
+    def work(name):
+        if name == "fails":
+            assert begun.wait(10)
+            raise KeyError("sibling")
+        write_direct(store, "out", [Content(blocks)], nbytes=400 << 20, threads=threads)
+
+    with Pool(max_workers=2) as pool, pytest.raises(KeyError, match="sibling"):
+        pool.map(work, ["copies", "fails"])
+    assert len(done) < 200
+    assert store.list() == ("a",)
 
 
 def test_a_file_of_another_size_than_announced_is_refused(tmp_path):

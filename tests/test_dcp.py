@@ -9,6 +9,7 @@ import pickle
 import random
 import subprocess
 import sys
+import tracemalloc
 import warnings
 import zipfile
 from pathlib import Path
@@ -32,6 +33,7 @@ import shardplan
 from shardplan.adapters.values import UnsafeValueError, load_value
 from shardplan.io.dcp_metadata import METADATA, parse_metadata
 from shardplan.io.errors import ExistsError, FormatError, UnsureCommitError, ValueRefusedError
+from shardplan.io.pool import Pool
 from shardplan.io.read import Reader
 from shardplan.io.sources import open_source
 from shardplan.io.stores import open_store
@@ -679,6 +681,27 @@ def test_gaps_are_told_and_nothing_is_touched(damaged):
         load({"w": torch.empty(8, 8)}, folder)
 
 
+NOT_STRICT = {
+    "restore": lambda folder: shardplan.restore(folder, keys=["w"]),
+    "target": lambda folder: shardplan.restore(folder, {"w": torch.empty(8, 8, device="meta")}),
+    "missing": lambda folder: shardplan.restore(folder, {"nope": torch.empty(8, device="meta")}),
+    "open": lambda folder: shardplan.open_checkpoint(folder)["w"][:],
+    "convert": lambda folder: shardplan.convert(folder, folder / "out"),
+    "diff": lambda folder: shardplan.diff(folder, folder),
+}
+
+
+@pytest.mark.parametrize("reader", NOT_STRICT)
+def test_an_error_speaks_of_no_argument_that_the_function_lacks(damaged, reader):
+    half = [CHUNK(torch.Size([0, 0]), torch.Size([4, 8]))]
+    folder = damaged(lambda f: set_entry(f, "w", chunks=half))
+    with pytest.raises((PlanError, FormatError), match=r"`w`|`nope`") as caught:
+        NOT_STRICT[reader](folder)
+    assert "strict" not in str(caught.value)
+    with pytest.raises(PlanError, match="uncovered; strict=False accepts gaps"):
+        load({"w": torch.empty(8, 8)}, folder)
+
+
 def test_values_and_tensors_are_not_taken_for_each_other(damaged):
     folder = damaged(lambda f: None)
     with pytest.raises(PlanError, match="`step`"):
@@ -805,3 +828,16 @@ def test_one_process_loads_what_four_ranks_saved(exchanged):
     assert len(shards) > 1
     files = {p.name.partition("-")[0] for p in (exchanged / "ours").glob("*.distcp")}
     assert files == {f"__{rank}_0" for rank in range(WORLD)}
+
+
+def test_values_are_read_within_the_memory_budget(tmp_path):
+    sd = {f"v{i}": os.urandom(1 << 20) * 2 for i in range(6)}
+    shardplan.save(sd, tmp_path, format="dcp")
+    with Pool(max_workers=4, max_bytes=24 << 20) as pool:
+        tracemalloc.start()
+        found = shardplan.restore(tmp_path, pool=pool)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert found == sd
+    assert 10 << 20 < pool.peak_bytes <= 24 << 20
+    assert peak < sum(map(len, sd.values())) + pool.max_bytes

@@ -170,6 +170,15 @@ def test_values_that_are_no_tensors_are_compared_with_their_types(tmp_path):
 # Checksums
 
 
+def test_the_same_bytes_in_a_file_are_a_difference_if_they_mean_something_else(tmp_path):
+    text = b'"' + b"x" * 100_000 + b'"'
+    for name, value in [("bytes", text), ("array", bytearray(text)), ("str", "x" * 100_000)]:
+        shardplan.save({"v": value}, tmp_path / name)
+    for a, b in itertools.permutations(["bytes", "array", "str"], 2):
+        assert [change.key for change in diff(tmp_path / a, tmp_path / b).changes] == ["v"]
+    assert not diff(tmp_path / "array", tmp_path / "array")
+
+
 def test_checkpoints_that_were_cut_alike_are_compared_without_reading_a_tensor():
     tensors = {"w": torch.randn(8, 6), "v": torch.randn(12)}
     one = on_mesh(tensors, Mesh(dp=4), Shard(0))

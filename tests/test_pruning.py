@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import threading
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from typer.testing import CliRunner
 
 import shardplan
 from shardplan.cli.app import app
+from shardplan.io.local import LocalStore
+from shardplan.io.manifest import MANIFEST
 from shardplan.io.stores import MissingFileError, StoreError, open_store
 from shardplan.io.testing import CountingStore
 
@@ -165,6 +168,38 @@ def test_a_checkpoint_that_was_saved_anew_meanwhile_stays(tmp_path):
     report = shardplan.prune(store, keep_last=1)
     assert (report.removed, report.replaced) == (("step-1",), ("step-2",))
     assert shardplan.restore(tmp_path / "step-2")["w"].tolist() == [99.0] * 4
+
+
+def test_a_save_that_commits_while_the_old_one_is_being_deleted_is_not_deleted(
+    tmp_path, monkeypatch
+):
+    make_steps(tmp_path, 1, 2, 3)
+    again = {"w": torch.full((4,), 99.0)}
+    target, unlink = tmp_path / "step-1", os.unlink
+    saving = threading.Thread(target=lambda: shardplan.save(again, target, overwrite=True))
+
+    def late(path, **options):
+        if path == str(target / MANIFEST) and not saving.ident:
+            saving.start()
+            saving.join(2)  # which it would be done in, if nothing held it up
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", late)
+    shardplan.prune(tmp_path, keep_last=1)
+    saving.join()
+    assert shardplan.restore(target)["w"].tolist() == [99.0] * 4
+    assert shardplan.verify(target).ok
+
+
+def test_a_manifest_that_is_not_the_one_that_was_looked_at_is_not_deleted(tmp_path):
+    store = LocalStore(tmp_path)
+    store.replace("a", b"new")
+    assert not store.delete_same("a", b"old")
+    assert not store.delete_same("a", b"newer")
+    assert not store.delete_same("b", b"")
+    assert store.list() == ("a",)
+    assert store.delete_same("a", b"new")
+    assert store.list() == ()
 
 
 def test_two_prunes_at_once_do_each_other_no_harm(tmp_path):

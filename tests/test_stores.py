@@ -985,7 +985,7 @@ def test_a_failed_save_takes_away_just_the_folders_it_made(tmp_path, monkeypatch
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(local, "_write_run", full)
+    monkeypatch.setattr(local, "write_run", full)
     (tmp_path / "mine").mkdir()
     for place in ("a/b/c", "mine", "mine/d"):
         with pytest.raises(StoreError, match="disk full"):
