@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno as codes
 import os
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, Literal, Protocol, runtime_checkable
 from urllib.parse import unquote, urlsplit
@@ -23,6 +24,7 @@ Kind = Literal[
     "missing", "exists", "denied", "full", "short", "long", "path", "unsure", "stopped", "other"
 ]
 
+_UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f\\]")  # or a backslash
 _OBJECTS: Final = ("s3", "gs", "az", "memory")
 _MISSING: Final = "check the name and its folder"
 _DENIED: Final = "check who owns the folder, or the credentials in use"
@@ -321,7 +323,7 @@ def check_path(path: str, *, root: str = "") -> str:
         reason = "it leaves the folder"
     elif {"", "."} & set(path.split("/")):
         reason = "it has an empty step"
-    elif "\\" in path or any(ord(c) < 32 or ord(c) == 127 for c in path):
+    elif _UNPRINTABLE.search(path):
         reason = "it holds a backslash or a control character"
     else:
         return path
