@@ -688,6 +688,20 @@ def test_looking_at_other_formats_does_not_import_torch(ckpt, tmp_path, format):
         assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_inspect_shows_the_plain_values_of_a_torch_file_without_torch(tmp_path):
+    plain = {"step": 7, "betas": (0.9, 0.95)}
+    other = {"size": torch.Size([1, 2]), "long": list(range(5000))}
+    torch.save({"w": torch.ones(4, 3), **plain, **other}, tmp_path / "a.pt")
+    done = run_without_torch("inspect", tmp_path / "a.pt", "--json")
+    assert json.loads(done.stdout)["values"] == [
+        {"name": "betas", "value": [0.9, 0.95]},
+        {"name": "long"},
+        {"name": "size"},
+        {"name": "step", "value": 7},
+    ]
+    assert "(0.9, 0.95)" in run("inspect", tmp_path / "a.pt").stdout
+
+
 # The installed program
 
 
@@ -837,6 +851,38 @@ def test_shell_completion_is_offered():
     environment = {"_SHARDPLAN_COMPLETE": "complete_bash", "COMP_WORDS": "shardplan in"}
     done = run_program(environment=environment | {"COMP_CWORD": "1"})
     assert done.stdout.split() == ["inspect"]
+
+
+def test_completion_is_installed_for_the_shell_that_is_named(tmp_path):
+    home = {"HOME": str(tmp_path), "SHELL": "/bin/bash"}
+    done = run_program("--install-completion", "fish", environment=home)
+    assert (done.returncode, done.stderr) == (0, "")
+    files = [p.relative_to(tmp_path) for p in tmp_path.rglob("*") if p.is_file()]
+    assert files == [Path(".config/fish/completions/shardplan.fish")]
+    shown = run_program("--show-completion", "fish", environment=home)
+    assert shown.stdout == (tmp_path / files[0]).read_text()
+
+
+@pytest.mark.parametrize("option", ["--install-completion", "--show-completion"])
+def test_completion_for_what_is_no_shell_is_refused(tmp_path, option):
+    done = run_program(option, "tcsh", environment={"HOME": str(tmp_path)})
+    told = f"{option} takes bash, zsh, fish, powershell or pwsh, or nothing: your shell is found"
+    assert (done.returncode, done.stderr) == (2, f"shardplan: error: {told}\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("url", "settings", "told"),
+    [
+        ("az://b/x", {}, "Account must be specified; set AZURE_STORAGE_ACCOUNT_NAME and "),
+        ("gs://b/x", {"GOOGLE_SERVICE_ACCOUNT": "/no/file"}, "; set GOOGLE_SERVICE_ACCOUNT"),
+    ],
+)
+def test_missing_settings_of_a_service_are_named(url, settings, told):
+    done = run_program("inspect", url, environment=settings)
+    assert (done.returncode, done.stderr.count("\n"), done.stdout) == (2, 1, "")
+    assert done.stderr.startswith(f"shardplan: error: cannot open {url}: ")
+    assert told in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from .failing import BAD, EXIT_CODES, Group
+from .failing import BAD, EXIT_CODES, Group, told
 from .options import Debug, Verbose
 
 __all__ = ["app"]
@@ -25,6 +25,7 @@ _COMMANDS: Final = {
     "prune": ("pruning", "HELP", "Remove all but the newest checkpoints."),
     "demo": ("demos", "HELP", "See what this is about."),
 }
+_COMPLETIONS: Final = ("--install-completion", "--show-completion")
 
 
 @cache
@@ -36,6 +37,17 @@ def _command(name: str) -> Any:
     text = f"{getattr(module, text)}\n\n{EXIT_CODES}"
     alone.command(name, short_help=short, help=text)(getattr(module, name))
     return typer.main.get_command(alone)
+
+
+def _complete(ctx: Any, option: str, shell: str, *rest: str) -> None:
+    """Install or show completion for a shell by name: typer takes none, and guesses the shell."""
+    completion: Any = import_module("typer.completion")
+    *most, last = (known.value for known in completion.Shells)
+    if shell not in (*most, last) or rest:
+        shells = f"{', '.join(most)} or {last}"
+        raise ValueError(f"{option} takes {shells}, or nothing: your shell is found")
+    does = completion.install_callback if "install" in option else completion.show_callback
+    does(ctx, None, shell)
 
 
 class _Commands(Mapping[str, Any]):
@@ -59,6 +71,13 @@ class _Program(Group):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.commands = _Commands()
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments before the command; a shell may follow what installs completion."""
+        if len(args) > 1 and args[0] in _COMPLETIONS and not args[1].startswith("-"):
+            with told(ctx):
+                _complete(ctx, *args)
+        return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Name the commands, in the order in which help shows them."""
