@@ -4,7 +4,7 @@
   diff), `reading` (cat), `converting`, `pruning`, `demos`
 - What do they share? `options`, `screen` (tables and JSON), `waiting` (progress), `failing` (errors
   and exit codes), `placing` (meshes and placements as text), `contents` (any checkpoint, without
-  torch), `tree` (names, like layers together)
+  torch), `choosing` (names by pattern), `tree` (names, like layers together)
 - How are answers drawn? `pages` (inspect), `costs` (plan), `findings` (verify, diff), `elements`
   (cat)
 
