@@ -51,8 +51,7 @@ _SETTINGS: Final = {
 }
 # Where a machine in a cloud would be told its credentials: asked last, and only for want of others.
 _NO_CREDENTIALS: Final = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
-
-_PREFIX: Final = re.compile(r"^Generic \w+ error: ")
+_NOISE: Final = re.compile(r"^Generic \w+ error: |, max_retries: \d+, retry_timeout: \w+")
 
 _memories: dict[str, MemoryStore] = {}
 _lock = threading.Lock()
@@ -362,5 +361,11 @@ def _in_words(error: BaseException, url: str, operation: str = "") -> tuple[str,
 
 
 def _first_line(error: BaseException) -> str:
-    """Leave out what obstore adds for its own developers."""
-    return _PREFIX.sub("", str(error).strip().partition("\n")[0]).rstrip(".")
+    """Leave out what obstore adds for its own developers.
+
+    >>> _first_line(
+    ...     OSError("Generic S3 error: after 10 retries, max_retries: 10, retry_timeout: 180s")
+    ... )
+    'after 10 retries'
+    """
+    return _NOISE.sub("", str(error).strip().partition("\n")[0]).rstrip(".")
