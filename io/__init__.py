@@ -5,7 +5,8 @@
 - What is in a file? `headers`, `manifest_record`, `manifest` (its text), `expected`, `values`,
   `checksums`
 - Which formats are there? `sources` (reading), `writers` (saving); `native` (our own); `dcp`,
-  `dcp_metadata`, `dcp_write`; `hf`, `hf_shards`, `hf_write`; `torchsave`, `torchsave_write`
+  `dcp_metadata`, `dcp_write`; `hf`, `hf_shards`, `hf_file`, `hf_write`; `torchsave`,
+  `torchsave_write`
 - How is another tool's file read without running it? `pickles`, `torchpickles`, `torchvalues`,
   `torchsave_pickles`, `torchnested`, `torchbare`, `torchzip`, `torchzip_write`, `strided`; is it
   sound? `verify_foreign`

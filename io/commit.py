@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import attrs
 import numpy as np
 
-from shardplan.planning import Metadata, SavePlan, StorageMeta
+from shardplan.planning import Metadata, StorageMeta
 from shardplan.planning.blocks import BLOCK_BYTES
 from shardplan.planning.catalog import Catalog, column
 from shardplan.planning.files import file_numbers
@@ -33,8 +33,10 @@ from .manifest import (
 from .pool import Pool, default_pool
 from .stores import MissingFileError, Store, StoreError
 
-if TYPE_CHECKING:
-    from .write import Written  # needs torch, which reading a manifest does not
+if TYPE_CHECKING:  # reading a manifest needs no plans, and no torch
+    from shardplan.planning import SavePlan
+
+    from .write import Written
 
 __all__ = [
     "SURE",

@@ -19,19 +19,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
 import attrs
 
-from shardplan.planning import CodecError, Metadata, SavePlan, flatten, itemsize
+from shardplan.planning import CodecError, Metadata, SavePlan, flatten
 
 from .commit import unsure_commit
-from .copying import Content, Seal, literal, threads_for, write_file
+from .copying import threads_for
 from .errors import ExistsError, FormatError, ValueRefusedError
 from .headers import file_entry, refused_name
-from .hf import INDEX, PART_OF, RESERVED, SINGLE, TIED, read_index, uncommitted
+from .hf import INDEX, RESERVED, SINGLE, read_index, uncommitted
+from .hf_file import HfFile
 from .hf_shards import MAX_SHARD_SIZE, assign_shards, parse_size, refuse_split, tensor_sizes
 from .local import TEMPORARY, LocalStore
 from .pieces import Piece, collect, tied_pieces
@@ -151,7 +152,7 @@ class HfWriter:
             (shards,) = assign_shards([sizes], self.max_shard_size)
             first, count, names = shards.first, shards.count, shards.names
         jobs = [
-            _File(*_name(first + i, count), [pieces[n] for n in held if n in pieces])
+            HfFile(*_name(first + i, count), [pieces[n] for n in held if n in pieces])
             for i, held in enumerate(names)
         ]
         if count > 1 or isinstance(store, LocalStore):
@@ -267,82 +268,6 @@ class HfWriter:
         with suppress(Exception):
             committed = _files_of(store)
             store.delete([name for name in _decode(report)["files"] if name not in committed])
-
-
-@attrs.frozen(eq=False)
-class _File:
-    """One file to write.
-
-    Attributes:
-        name: Its name while it is written.
-        part: Whether it counts only together with an index.
-        pieces: Its tensors.
-    """
-
-    name: str
-    part: bool
-    pieces: Sequence[Piece]
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes its tensors take."""
-        return sum(piece.nbytes for piece in self.pieces)
-
-    def ordered(self) -> list[Piece]:
-        """The tensors as they lie in the file: the widest elements first, so all are aligned."""
-        return sorted(self.pieces, key=lambda p: (-itemsize(p.dtype), p.name))
-
-    def header(self, remarks: Mapping[str, str], ties: Mapping[str, str], save_id: str) -> bytes:
-        """Return the bytes that come before the tensors."""
-        mine = {piece.name for piece in self.pieces}
-        tied = {name: kept for name, kept in ties.items() if kept in mine}
-        own: dict[str, Any] = {"version": 1}
-        own |= {"file": self.name, "save_id": save_id, PART_OF: INDEX} if self.part else {}
-        own |= {TIED: sorted(tied)} if tied else {}
-        metadata = {"format": "pt", **remarks, **tied}
-        if len(own) > 1:
-            metadata["shardplan"] = json.dumps(own, separators=(",", ":"))
-        table: dict[str, Any] = {"__metadata__": metadata}
-        at = 0
-        for piece in self.ordered():
-            entry = file_entry(piece.dtype, piece.shape)
-            assert entry is not None
-            table[piece.name] = {
-                "dtype": entry[0],
-                "shape": entry[1],
-                "data_offsets": [at, at := at + piece.nbytes],
-            }
-        text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
-
-    def write(self, store: Store, header: bytes, threads: int) -> None:
-        """Write it."""
-        size, atomic = len(header) + self.nbytes, self.name == SINGLE
-        write_file(
-            store,
-            self.name,
-            lambda: self._contents(header),
-            lambda: self._parts(header),
-            nbytes=size,
-            atomic=atomic,
-            threads=threads,
-        )
-
-    def _contents(self, header: bytes) -> list[Content | Seal] | None:
-        """Return what it is made of, if all of it only has to be copied."""
-        found: list[Content | Seal] = [literal(header)]
-        for piece in self.ordered():
-            blocks = piece.direct()
-            if blocks is None:
-                return None
-            found.append(Content(blocks))
-        return found
-
-    def _parts(self, header: bytes) -> Iterator[memoryview]:
-        yield memoryview(header)
-        for piece in self.ordered():
-            yield from piece.blocks()
 
 
 def _name(number: int, count: int) -> tuple[str, bool]:

@@ -40,6 +40,7 @@ _SETTINGS: Final = {
 }
 # Where a machine in a cloud would be told its credentials: asked last, and only for want of others.
 _NO_CREDENTIALS: Final = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
+_NOISE: Final = re.compile(r"^Generic \w+ error: |, max_retries: \d+, retry_timeout: \w+")
 
 _memories: dict[str, MemoryStore] = {}
 _lock = threading.Lock()
@@ -320,17 +321,21 @@ def _reported(operation: str, url: str, *, lost: Kind = "other") -> Iterator[Non
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
         raise denied(operation, url, _first_line(error)) from error
     except exceptions.BaseError as error:
-        reason, remedy = _in_words(error, url)
+        reason, remedy = _in_words(error, url, operation)
         raise StoreError(operation, url, reason, remedy=remedy, kind=lost) from error
 
 
-def _in_words(error: BaseException, url: str) -> tuple[str, str]:
+def _in_words(error: BaseException, url: str, operation: str = "") -> tuple[str, str]:
     """Say what went wrong, and which settings to look at.
 
     >>> _in_words(OSError("Error performing PUT http://169.254.169.254/latest"), "s3://b/a")[0]
     'no credentials were found'
     >>> _in_words(OSError("error sending request"), "s3://b/a")[1]
     'check the network, and AWS_ENDPOINT'
+    >>> _in_words(
+    ...     OSError("Generic MicrosoftAzure error: Account must be specified"), "az://b", "open"
+    ... )
+    ('Account must be specified', 'set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY')
     """
     reason = _first_line(error)
     settings = _SETTINGS.get(url.partition("://")[0].lower())
@@ -341,9 +346,15 @@ def _in_words(error: BaseException, url: str) -> tuple[str, str]:
         return "no credentials were found", f"set {who}; {where} for a service of your own"
     if "error sending request" in reason or "connect" in reason.lower():
         return f"it cannot be reached ({reason})", f"check the network, and {where}"
-    return reason, ""
+    return reason, f"set {who}" if operation == "open" else ""  # which looks at settings alone
 
 
 def _first_line(error: BaseException) -> str:
-    """Leave out what obstore adds for its own developers."""
-    return str(error).strip().partition("\n")[0]
+    """Leave out what obstore adds for its own developers.
+
+    >>> _first_line(
+    ...     OSError("Generic S3 error: after 10 retries, max_retries: 10, retry_timeout: 180s")
+    ... )
+    'after 10 retries'
+    """
+    return _NOISE.sub("", str(error).strip().partition("\n")[0]).rstrip(".")

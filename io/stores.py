@@ -8,6 +8,7 @@ nothing but `Store.replace`, and a `Store.write` that is asked to, promises to b
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Final, Protocol, runtime_checkable
 from urllib.parse import unquote, urlsplit
@@ -19,6 +20,7 @@ from .store_errors import MissingFileError, StoreError
 
 __all__ = ["Entry", "MissingFileError", "Store", "StoreError", "check_path", "open_store"]
 
+_UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f\\]")  # or a backslash
 _OBJECTS: Final = ("s3", "gs", "az", "memory")
 
 
@@ -186,7 +188,7 @@ def check_path(path: str, *, root: str = "") -> str:
         reason = "it leaves the folder"
     elif {"", "."} & set(path.split("/")):
         reason = "it has an empty step"
-    elif "\\" in path or any(ord(c) < 32 or ord(c) == 127 for c in path):
+    elif _UNPRINTABLE.search(path):
         reason = "it holds a backslash or a control character"
     else:
         return path

@@ -7,6 +7,7 @@ So tensors come out as places in the file, of the newer kind of file (an archive
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 from shardplan.planning import Metadata, PlanError, RefusedError, flatten, global_plan, local_plan
@@ -15,6 +16,7 @@ from shardplan.planning.flatten import is_tensor
 
 from .checksums import Sums
 from .errors import FormatError
+from .pickles import PickleError
 from .pool import Pool
 from .sources import Spot
 from .stores import MissingFileError, Store, StoreError
@@ -143,15 +145,25 @@ class TorchSource:
 
     def value(self, name: str, *, verify: bool = True) -> Any:
         """Return a value that is no tensor; see `Source.value`."""
-        plain = copy_plain(self._flat[name])
-        if plain is not None:
-            return plain[0]
+        with suppress(PickleError):
+            return self.plain_value(name)
         from .torchbare import load_bare, load_value
 
         if self._bare is None:
             self._bare = load_bare(self._pickled.data, self.file)
         path = self._paths[name]
         return load_value(self._bare, self._pickled.data, self.file, path, self._read_storage)
+
+    def plain_value(self, name: str) -> Any:
+        """Return a value that is no tensor, if making it takes no torch.
+
+        Raises:
+            PickleError: It does.
+        """
+        plain = copy_plain(self._flat[name])
+        if plain is None:
+            raise PickleError(f"the value of `{name}` takes torch")
+        return plain[0]
 
     def value_bytes(self, name: str) -> int:
         """Return 0: values are known once the file is opened."""

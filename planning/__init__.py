@@ -5,67 +5,52 @@ plans come out. Start with `local_plan` (what does this rank hold?), `global_pla
 and what will the checkpoint be?) and `load_plan` (which saved bytes fill this state dict?).
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+# What everything is built on. A name that is also its module's (check, flatten, overlap) has to be
+# loaded here: loading the module later would give the name to the module.
 from .check import check, find_issues
-from .chunking import dedup_replicas, split_chunks, split_replicas
-from .codec import (
-    decode_metadata,
-    decode_plan,
-    decode_plans,
-    encode_metadata,
-    encode_plan,
-    fingerprint,
-)
-from .derive import DerivedPlans, derive_plans
-from .describe import metadata_of
 from .dtypes import dtype_name, is_exact_cast, itemsize
 from .errors import CodecError, Issue, NotFoundError, PlanError, RefusedError
 from .flatten import flatten, unflatten
 from .frozen import FrozenDict, freeze
-from .keys import cast, drop, rename, select
-from .layout import Mesh, Only, Replicate, Shard, StridedShard, TensorSpec, local_chunks
-from .load import global_load_plan, load_plan, resolve_overlaps
-from .models import LLAMA_TP, llama, llama3_8b, llama3_405b
-from .overlap import Overlap, fills, gaps, overlap
-from .passes import Pass, annotate, chain, named_chain, partition
-from .placed import SpecLayout
-from .presets import Rule, adam, expert_parallel, fsdp, fsdp_tp, hsdp, pipeline, tensor_parallel
-from .ranges import ByteRanges, Requests, byte_ranges, coalesce
-from .records import (
-    BytesMetadata,
-    Chunk,
-    KeyReport,
+from .items import (
     LoadItemType,
-    LoadPlan,
-    Metadata,
     MetadataIndex,
-    Plan,
     ReadItem,
-    SavePlan,
-    StorageMeta,
-    TensorMetadata,
     TensorProperties,
     TensorWriteData,
-    Transfer,
     WriteItem,
     WriteItemType,
 )
-from .save import global_plan, local_plan
-from .sharing import read_on, share_reads, split_reads
-from .tiling import Boxes, Grid, Tiling, tile
-from .topology import WorldPlans, world_metadata, world_plans
-from .values import find_object, find_shard
+from .metadata import BytesMetadata, Metadata, StorageMeta, TensorMetadata
+from .overlap import Overlap, fills, gaps, overlap
+from .tiling import Boxes, Chunk, Grid, Tiling, tile
 
 if TYPE_CHECKING:
-    from .draw import (
-        Picture,
-        draw_bytes,
-        draw_reshard,
-        draw_tiling,
-        draw_traffic,
-        traffic_matrix,
+    from .chunking import dedup_replicas, split_chunks, split_replicas
+    from .codec import (
+        decode_metadata,
+        decode_plan,
+        decode_plans,
+        encode_metadata,
+        encode_plan,
+        fingerprint,
     )
+    from .derive import DerivedPlans, derive_plans
+    from .describe import metadata_of
+    from .draw import Picture, draw_bytes, draw_reshard, draw_tiling, draw_traffic, traffic_matrix
+    from .keys import cast, drop, rename, select
+    from .layout import Mesh, Only, Replicate, Shard, StridedShard, TensorSpec, local_chunks
+    from .load import global_load_plan, load_plan, resolve_overlaps
+    from .models import LLAMA_TP, llama, llama3_8b, llama3_405b
+    from .passes import Pass, annotate, chain, named_chain, partition
+    from .placed import SpecLayout
+    from .presets import Rule, adam, expert_parallel, fsdp, fsdp_tp, hsdp, pipeline, tensor_parallel
+    from .ranges import ByteRanges, Requests, byte_ranges, coalesce
+    from .reads import Transfer
+    from .records import KeyReport, LoadPlan, Plan, SavePlan
     from .reports import (
         CostModel,
         PlanDiff,
@@ -77,42 +62,82 @@ if TYPE_CHECKING:
         why,
         writers_of,
     )
+    from .save import global_plan, local_plan
+    from .sharing import read_on, share_reads, split_reads
+    from .topology import WorldPlans, world_metadata, world_plans
+    from .values import find_object, find_shard
 
-# Pictures and reports are loaded when they are first asked for: planning a save needs neither.
-_PICTURES = {
-    "Picture",
-    "draw_bytes",
-    "draw_reshard",
-    "draw_tiling",
-    "draw_traffic",
-    "traffic_matrix",
+# Whatever else is asked for is loaded then: looking into a checkpoint needs little of it.
+_HOMES = {
+    "chunking": ("dedup_replicas", "split_chunks", "split_replicas"),
+    "codec": (
+        "decode_metadata",
+        "decode_plan",
+        "decode_plans",
+        "encode_metadata",
+        "encode_plan",
+        "fingerprint",
+    ),
+    "derive": ("DerivedPlans", "derive_plans"),
+    "describe": ("metadata_of",),
+    "draw": (
+        "Picture",
+        "draw_bytes",
+        "draw_reshard",
+        "draw_tiling",
+        "draw_traffic",
+        "traffic_matrix",
+    ),
+    "keys": ("cast", "drop", "rename", "select"),
+    "layout": ("Mesh", "Only", "Replicate", "Shard", "StridedShard", "TensorSpec", "local_chunks"),
+    "load": ("global_load_plan", "load_plan", "resolve_overlaps"),
+    "models": ("LLAMA_TP", "llama", "llama3_405b", "llama3_8b"),
+    "passes": ("Pass", "annotate", "chain", "named_chain", "partition"),
+    "placed": ("SpecLayout",),
+    "presets": (
+        "Rule",
+        "adam",
+        "expert_parallel",
+        "fsdp",
+        "fsdp_tp",
+        "hsdp",
+        "pipeline",
+        "tensor_parallel",
+    ),
+    "ranges": ("ByteRanges", "Requests", "byte_ranges", "coalesce"),
+    "reads": ("Transfer",),
+    "records": ("KeyReport", "LoadPlan", "Plan", "SavePlan"),
+    "reports": (
+        "CostModel",
+        "PlanDiff",
+        "Report",
+        "Why",
+        "Writers",
+        "explain",
+        "plan_diff",
+        "why",
+        "writers_of",
+    ),
+    "save": ("global_plan", "local_plan"),
+    "sharing": ("read_on", "share_reads", "split_reads"),
+    "topology": ("WorldPlans", "world_metadata", "world_plans"),
+    "values": ("find_object", "find_shard"),
 }
-_REPORTS = {
-    "CostModel",
-    "PlanDiff",
-    "Report",
-    "Why",
-    "Writers",
-    "explain",
-    "plan_diff",
-    "why",
-    "writers_of",
-}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PICTURES:
-        from . import draw
-
-        value = getattr(draw, name)
-    elif name in _REPORTS:
-        from . import reports
-
-        value = getattr(reports, name)
-    else:
+    if name in _HOMES:
+        return import_module(f"{__name__}.{name}")
+    if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 __all__ = [

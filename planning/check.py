@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import attrs
 import numpy as np
@@ -11,9 +11,11 @@ import numpy as np
 from .errors import Issue, PlanError, region_text, span
 from .metadata import Layout, Metadata
 from .overlap import fills, gaps, self_overlaps
-from .records import SavePlan
 from .tiling import Chunk
-from .world import Rows, World
+
+if TYPE_CHECKING:
+    from .records import SavePlan
+    from .world import Rows, World
 
 __all__ = ["check", "find_issues"]
 
@@ -39,6 +41,9 @@ def find_issues(subject: Metadata | SavePlan | Iterable[SavePlan]) -> tuple[Issu
     """
     if isinstance(subject, Metadata):
         return tuple(sorted(_metadata_issues(subject), key=lambda i: (i.fqn, i.kind)))
+    from .records import SavePlan  # which nobody needs who only looks into a checkpoint
+    from .world import World
+
     return tuple(world_issues(World.of((subject,) if isinstance(subject, SavePlan) else subject)))
 
 

@@ -6,13 +6,15 @@ k-th file, and most ranks write one file.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import attrs
 import numpy as np
 
 from .packing import Ints, readonly
-from .records import SavePlan
+
+if TYPE_CHECKING:
+    from .records import SavePlan
 
 __all__ = ["FileAssignment", "assign_files", "file_name", "file_numbers", "save_id_of"]
 

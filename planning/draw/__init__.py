@@ -4,10 +4,11 @@ Every picture is SVG text, made by a pure function and shown by notebooks as it 
 """
 
 from .bars import draw_bytes
+from .matrix import traffic_matrix
 from .reshards import draw_reshard
 from .svg import Picture
 from .tilings import draw_tiling
-from .traffic import draw_traffic, traffic_matrix
+from .traffic import draw_traffic
 
 __all__ = [
     "Picture",

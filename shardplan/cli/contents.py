@@ -145,7 +145,7 @@ class Contents:
 
     def _described(self, row: int) -> list[int] | None:
         """The file of each chunk as `.metadata` tells it; None if it lacks one."""
-        places = self._dcp.described.places
+        places = self._foreign.described.places
         name = self.entries.names[row]
         offsets = self.entries.layouts[int(self.entries.layout[row])].tiling.offsets.tolist()
         found = [places.get((name, tuple(offset))) for offset in offsets]
@@ -160,19 +160,23 @@ class Contents:
                     case "safetensors" if self._is_inline(row):
                         found[row] = self.source.value(self.entries.names[row])
                     case "dcp" if len(found) < _FEW and self._is_small(row):
-                        found[row] = self._dcp.plain_value(self.entries.names[row])
+                        found[row] = self._foreign.plain_value(self.entries.names[row])
+                    case "torch":
+                        value = self._foreign.plain_value(self.entries.names[row])
+                        if len(repr(value)) <= _SMALL:
+                            found[row] = value
         return found
 
     @property
-    def _dcp(self) -> Any:
-        """The source, as one of dcp: it has `.metadata`, and reads plain values."""
+    def _foreign(self) -> Any:
+        """The source, as one of another format, which reads plain values."""
         return self.source
 
     def _is_inline(self, row: int) -> bool:
         return bool(self.manifest.values[self.entries.names[row]][0] == "inline")
 
     def _is_small(self, row: int) -> bool:
-        place = self._dcp.described.places.get((self.entries.names[row], None))
+        place = self._foreign.described.places.get((self.entries.names[row], None))
         return place is None or place.length <= _SMALL
 
     @property

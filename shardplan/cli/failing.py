@@ -13,7 +13,7 @@ from typing import Any, Final
 import typer
 from typer.core import TyperGroup
 
-__all__ = ["BAD", "EXIT_CODES", "FOUND", "Group", "message"]
+__all__ = ["BAD", "EXIT_CODES", "FOUND", "Group", "message", "told"]
 
 FOUND: Final = 1
 BAD: Final = 2
@@ -52,19 +52,19 @@ class Group(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the arguments before the command."""
-        with _told(ctx):
+        with told(ctx):
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
-        with _told(ctx):
+        with told(ctx):
             done = super().invoke(ctx)
             sys.stdout.flush()
             return done
 
 
 @contextmanager
-def _told(ctx: Any) -> Iterator[None]:
+def told(ctx: Any) -> Iterator[None]:
     """Turn what goes wrong into a line and an exit code."""
     try:
         yield

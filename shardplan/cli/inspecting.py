@@ -16,8 +16,8 @@ __all__ = ["HELP", "inspect"]
 HELP = r"""Show what a checkpoint holds: names as a tree, shapes, dtypes, bytes, cuts.
 
 Layers that are alike are shown once, as layers.0–79; "count" says how many tensors a line stands
-for, "bytes" is what they take together. Only what describes the checkpoint is read; torch is
-needed for files of torch.save only.
+for, "bytes" is what they take together. Only what describes the checkpoint is read, without
+torch.
 
 JSON keys: path, format, save_id, created (seconds since 1970, or null), bytes, chunks, files
 (name; bytes or null), tensors (name, shape, dtype, bytes, chunks, grid: chunks per axis or

@@ -11,7 +11,7 @@ import math
 import os
 import sys
 from binascii import b2a_base64
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from rich.cells import cell_len
@@ -116,7 +116,7 @@ def table(
 ) -> Table | Lines:
     """Make a table without lines; columns in which nothing stands are left out.
 
-    A table of very many rows is plain text, which takes no time to make.
+    One of very many rows, or in a pipe, is plain text, which takes no time to make.
 
     Args:
         head: The names of the columns.
@@ -139,8 +139,8 @@ def table(
     used = [
         i for i, name in enumerate(head) if name not in dropped and any(str(row[i]) for row in body)
     ]
-    if len(body) > _MANY:
-        return _lines(head, body, used, to_right)
+    if len(body) > _MANY or _is_free(console()):
+        return Lines([*([title] if title else []), *_lines(head, body, used, to_right)])
     for name in (head[i] for i in used):
         made.add_column(
             name,
@@ -156,14 +156,23 @@ def table(
 
 def _lines(
     head: Sequence[str], body: Sequence[Sequence[object]], used: Sequence[int], right: set[str]
-) -> Lines:
+) -> Iterator[str]:
     cells = [[head[i] for i in used], *([safe(row[i]) for i in used] for row in body)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    form = "  ".join(
-        f"{{:{'>' if head[i] in right else '<'}{width}}}"
-        for i, width in zip(used, widths, strict=True)
-    )
-    return Lines(form.format(*row).rstrip() for row in cells)
+    widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
+    aligned = [head[i] in right for i in used]
+    for row in cells:
+        padded = map(_pad, row, widths, aligned)
+        yield (" " * _GAP).join(padded).rstrip()
+
+
+def _pad(cell: str, width: int, right: bool) -> str:
+    spaces = " " * (width - cell_len(cell))  # which some characters take two of
+    return spaces + cell if right else cell + spaces
+
+
+def _is_free(screen: Console) -> bool:
+    """Tell whether lines may be as long as they like, and have no colors."""
+    return screen.width == _UNLIMITED and not screen.is_terminal
 
 
 def fits(made: Table | Lines, *, first: int | None = None) -> bool:
@@ -186,9 +195,8 @@ def room(made: Table | Lines) -> int:
 
 def _left(made: Table) -> int:
     """Return how much narrower than the terminal a table is; negative if it is wider."""
-    screen = console()
-    free = screen.options.update(max_width=_UNLIMITED)
-    return screen.width - screen.measure(made, options=free).maximum
+    widths = [_column_width(made, number) for number in range(len(made.columns))]
+    return console().width - sum(widths) - _GAP * (len(widths) - 1)
 
 
 def _column_width(made: Table, number: int) -> int:
