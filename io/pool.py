@@ -91,10 +91,10 @@ def _undisturbed() -> Iterator[None]:
                 signal.signal(number, lambda number, _: came.append(number))
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    for number in came:
-        handlers[number](number, None)
+        for one, handler in handlers.items():
+            signal.signal(one, handler)
+    for one in came:
+        handlers[one](one, None)
 
 
 class Pool:

@@ -86,11 +86,10 @@ class Reader:
         items = plan.items
         rows = np.flatnonzero(items.type == LoadItemType.BYTE_IO.value)
         names = [(items.names[items.dest[r]], items.names[items.storage[r]]) for r in rows.tolist()]
-        cost = getattr(self.source, "value_cost", lambda name: 0)
         found = self.pool.map(
             lambda pair: self.value(pair[1], verify=verify),
             names,
-            nbytes=lambda pair: cost(pair[1]),
+            nbytes=lambda pair: self.source.value_cost(pair[1]),
         )
         return {dest: value for (dest, _), value in zip(names, found, strict=True)}
 
