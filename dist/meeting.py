@@ -283,7 +283,7 @@ class Meetings:
             passed = time.monotonic() - start
             if passed >= seconds or self.leaving is not None:
                 return False
-            time.sleep(min(max(passed / 8, 0.0001), longest, seconds - passed))
+            time.sleep(min(max(passed / 8, 0.0005), longest, seconds - passed))
         return True
 
     def _ask(self, question: Callable[[], T], limit: float) -> T:

@@ -29,6 +29,7 @@ __all__ = [
     "Slot",
     "build_header",
     "file_entry",
+    "framed",
     "header_length",
     "parse_header",
 ]
@@ -61,7 +62,7 @@ TORCH_NAMES: Final[dict[str, str]] = {
 }
 _FILE_NAMES: Final = {ours: theirs for theirs, ours in TORCH_NAMES.items()}
 _PACKED: Final = {"F4": 2}  # elements of the file that one of ours holds, along the last axis
-_ALIGN: Final = 8
+_ALIGN: Final = 64  # where data begins; memory does so, too, and copies between them are fast
 _MAX_NUMBER: Final = 1 << 62
 _RESERVED: Final = "__metadata__"
 
@@ -140,7 +141,7 @@ def build_header(file: str, slots: Sequence[Slot], save_id: str) -> bytes:
 
     Slots lie one after the other, in the order given; ``begin`` is computed, never read.
 
-    >>> len(build_header("f", [Slot("w", "float32", (2, 3), (4, 0))], "s1")) % 8
+    >>> len(build_header("f", [Slot("w", "float32", (2, 3), (4, 0))], "s1")) % 64
     0
 
     Raises:
@@ -167,12 +168,21 @@ def build_header(file: str, slots: Sequence[Slot], save_id: str) -> bytes:
         "DCP_SHARDING_INFO": _dump(sharding),
         "shardplan": _dump(own),
     }
-    text = _dump({_RESERVED: metadata, **tensors}).encode()
-    text += b" " * (-len(text) % _ALIGN)
-    if len(text) > MAX_HEADER:
+    header = framed(_dump({_RESERVED: metadata, **tensors}).encode())
+    if len(header) > MAX_HEADER + 8:
         raise FormatError(
-            file, f"its header would take {len(text):,} bytes; save fewer keys a rank"
+            file, f"its header would take {len(header):,} bytes; save fewer keys a rank"
         )
+    return header
+
+
+def framed(text: bytes) -> bytes:
+    r"""Return a header with its length before it, and spaces after it so that data is aligned.
+
+    >>> framed(b'{"a":1}')[:16], len(framed(b"{}"))
+    (b'8\x00\x00\x00\x00\x00\x00\x00{"a":1} ', 64)
+    """
+    text += b" " * (-(8 + len(text)) % _ALIGN)
     return len(text).to_bytes(8, "little") + text
 
 

@@ -11,7 +11,7 @@ import attrs
 from shardplan.planning import itemsize
 
 from .copying import Content, Seal, literal, write_file
-from .headers import file_entry
+from .headers import file_entry, framed
 from .hf import INDEX, PART_OF, SINGLE, TIED
 from .pieces import Piece
 from .stores import Store
@@ -62,9 +62,7 @@ class HfFile:
                 "shape": entry[1],
                 "data_offsets": [at, at := at + piece.nbytes],
             }
-        text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
+        return framed(json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode())
 
     def write(self, store: Store, header: bytes, threads: int) -> None:
         """Write it."""

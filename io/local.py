@@ -133,9 +133,11 @@ class LocalStore:
         with reported("read", file), opened(file) as fd:
             check_size(fd, file, asked)
             for offset, view in asked:
-                for low in range(0, view.nbytes, max_bytes):
+                for low in range(0, len(view), max_bytes):
                     piece = view[low : low + max_bytes]
-                    read_runs(fd, file, [(offset + low, [piece])])
+                    done = os.preadv(fd, (piece,), offset + low)
+                    if done < len(piece):
+                        read_runs(fd, file, [(offset + low + done, [piece[done:]])])
                     yield piece
 
     @contextmanager
