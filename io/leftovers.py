@@ -17,6 +17,7 @@ from shardplan.planning.files import save_id_of
 from .commit import find_manifest
 from .dcp_metadata import METADATA, parse_metadata
 from .errors import FormatError
+from .hf import indices, read_index
 from .local import is_temporary
 from .manifest import MANIFEST, Manifest, decode_manifest
 from .stores import Entry, Store
@@ -27,6 +28,7 @@ MIN_AGE: Final = 3600.0
 """For how many seconds no file of a killed save must have been written before they are removed."""
 
 _DCP: Final = re.compile(r"__\d+_\d+-([0-9a-f]{12})\.distcp")  # torch's own name no save
+_SAVE: Final = re.compile(r"[0-9a-f]{12}")  # how saves are called; other words are of a user's own
 _MAX_METADATA: Final = 1 << 30
 
 
@@ -57,12 +59,15 @@ def spoken_of(store: Store, found: Iterable[Entry], manifest: Manifest | None) -
         manifest: What its manifest says; None if there is none.
 
     Raises:
-        FormatError: The metadata of another checkpoint is damaged.
+        FormatError: The metadata or the index of another checkpoint is damaged.
     """
     known = set() if manifest is None else set(manifest.files.names)
     names = {entry.name for entry in found}
     if METADATA in names and any(map(_DCP.fullmatch, names)):
         known |= set(parse_metadata(store.read_all(METADATA, limit=_MAX_METADATA)).files)
+    if not known.issuperset(filter(_save_of, names)):  # an index may name files as it likes
+        for index in indices(names):
+            known |= set(read_index(store, index).values())
     return known
 
 
@@ -87,7 +92,8 @@ def strays(found: Iterable[Entry], known: Collection[str], file: str = "") -> tu
 def _save_of(name: str) -> str | None:
     """Read the save id off a file's name; None for files that are none of ours."""
     dcp = _DCP.fullmatch(name)
-    return dcp[1] if dcp else save_id_of(name)
+    save = dcp[1] if dcp else save_id_of(name)
+    return save if save and _SAVE.fullmatch(save) else None
 
 
 def by_save(found: Collection[Entry], min_age: float) -> tuple[list[Entry], list[Entry]]:

@@ -493,7 +493,7 @@ def test_prune_keeps_the_newest_whole_ones_and_leaves_damaged_ones_alone(tmp_pat
         shardplan.save(sample(float(step)), tmp_path / f"step-{step}")
         time.sleep(0.002)
     shards(tmp_path / "step-11")[0].unlink()
-    stray = tmp_path / "step-12" / "shard-00000-model-00001-of-00001-dead.safetensors"
+    stray = tmp_path / "step-12" / "shard-00000-model-00001-of-00001-dead0123beef.safetensors"
     stray.parent.mkdir()
     stray.write_bytes(b"x")
     (stray.parent / "notes.txt").write_text("mine")

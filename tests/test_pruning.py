@@ -285,3 +285,16 @@ def test_the_latest_may_be_one_of_torch_s_own(tmp_path):
     os.utime(tmp_path / "step-2" / ".metadata", (2e9, 2e9))
     next((tmp_path / "step-2").glob("*.distcp")).write_bytes(b"cut")
     assert shardplan.latest(tmp_path) == str(tmp_path / "step-1")
+
+
+def test_files_that_an_index_names_and_those_with_other_words_are_never_leftovers(tmp_path):
+    ours, users = (f"shard-00000-model-00001-of-00001-{x}.safetensors" for x in ("0" * 12, "final"))
+    for name in (ours, users):
+        save_file({"w": torch.ones(2)}, tmp_path / name)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"w": ours}}))
+    assert shardplan.prune(tmp_path, keep_last=1, min_age=0).leftovers == ()
+    assert shardplan.restore(tmp_path)["w"].tolist() == [1, 1]
+    index.unlink()
+    assert shardplan.prune(tmp_path, keep_last=1, min_age=0).leftovers == (ours,)
+    assert (tmp_path / users).exists()
