@@ -118,8 +118,8 @@ def look(store: Store) -> Look:
 def _strays(store: Store, found: Sequence[Entry], manifest: Manifest | None) -> tuple[Entry, ...]:
     try:
         return strays(found, spoken_of(store, found, manifest))
-    except FormatError:
-        return ()  # nobody can tell what damaged metadata speaks of
+    except (FormatError, StoreError):
+        return ()  # nobody can tell what metadata speaks of that is damaged, or gone by now
 
 
 def made(store: Store) -> float | None:

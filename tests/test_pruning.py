@@ -298,3 +298,17 @@ def test_files_that_an_index_names_and_those_with_other_words_are_never_leftover
     index.unlink()
     assert shardplan.prune(tmp_path, keep_last=1, min_age=0).leftovers == (ours,)
     assert (tmp_path / users).exists()
+
+
+def test_metadata_that_vanishes_while_it_is_looked_at_does_not_stop_a_prune(tmp_path, monkeypatch):
+    shardplan.save({"w": torch.ones(2)}, tmp_path / "a", format="dcp")
+    read_all = LocalStore.read_all
+
+    def replaced(self, path, **options):
+        if path.endswith(".metadata"):
+            os.unlink(self.locate(path))
+        return read_all(self, path, **options)
+
+    monkeypatch.setattr(LocalStore, "read_all", replaced)
+    report = shardplan.prune(tmp_path, keep_last=1, min_age=0)
+    assert (report.leftovers, report.spared) == ((), ())
