@@ -126,6 +126,8 @@ _NO_TUPLE: Final = b"NK\x88\x89]})\x8fMJGRQ\x81\x92\x93cX\x8c\x8dCB\x8eUT\x96\x8
 _MAYBE: Final = bytes(code not in _NO_TUPLE for code in range(256))
 _FEW: Final = 8  # tuples that are taken up again can at worst multiply work by as much
 _PARTS: Final = 1 << 24  # what may be visited in any case, being the work of a second
+_OFTEN: Final = 16  # times that an honest pickle's parts are there on average, and more
+_MAKER, _NAME, _NUMBER = 1, 2, 4  # what an object is: the type bytearray, its name, holds a number
 
 
 def pickle_end(data: bytes, begin: int = 0) -> int:
@@ -151,6 +153,8 @@ def check_pickle(data: bytes, begin: int = 0) -> int:
     end, again = _walk(data, begin)
     if again > _FEW:
         _weigh(data[begin:end])
+    if data.find(b"bytearray", begin, end) >= 0:
+        _refuse_lengths(data[begin:end])
     return end
 
 
@@ -207,15 +211,58 @@ def _weigh(data: bytes) -> None:
 
     Python hashes a tuple, and compares it, part by part, however often a part is there.
     """
-    left = max(_PARTS, len(data))
-    stack, marks, memo = list[int](), list[int](), dict[Any, int]()  # how many parts objects have
+    left = [_allowed(len(data))]
+
+    def make(code: pickletools.OpcodeInfo, _: Any, parts: list[int]) -> int:
+        whole = code.name.startswith("TUPLE") or code.name == "FROZENSET"
+        return 1 + sum(parts) if whole else max(parts, default=1)
+
+    def again(parts: int) -> None:
+        left[0] -= parts
+        if left[0] < 0:
+            raise Unsound("it holds more tuples in tuples than its own length justifies")
+
+    _simulate(data, make, again)
+
+
+def _refuse_lengths(data: bytes) -> None:
+    """Refuse a pickle that makes a bytearray of a number: torch would make one of any length."""
+
+    def make(code: pickletools.OpcodeInfo, argument: Any, parts: list[int]) -> int:
+        if code.name == "GLOBAL" and argument.endswith(" bytearray"):
+            return _MAKER
+        if code.name == "STACK_GLOBAL" and parts[-1] & _NAME:
+            return _MAKER
+        if code.name in ("REDUCE", "NEWOBJ") and parts[0] & _MAKER and parts[1] & _NUMBER:
+            raise Unsound("it makes a bytearray of a mere number")
+        if argument == "bytearray":
+            return _NAME
+        number = _NUMBER if isinstance(argument, int) else 0
+        return number | (_NUMBER if any(part & _NUMBER for part in parts) else 0)
+
+    _simulate(data, make, lambda _: None)
+
+
+def _simulate(
+    data: bytes,
+    make: Callable[[pickletools.OpcodeInfo, Any, list[int]], int],
+    again: Callable[[int], None],
+) -> None:
+    """Follow a pickle without making anything of it, but for a number that describes each object.
+
+    Args:
+        data: The pickle.
+        make: Describes what an operation makes, given its argument and what it takes.
+        again: Is told the description of what is taken up again.
+    """
+    stack, marks, memo = list[int](), list[int](), dict[Any, int]()
     try:
         for code, number, _ in pickletools.genops(data):
             name, takes = code.name, code.stack_before
             if name == "MARK":
                 marks.append(len(stack))
             elif name.endswith("GET"):
-                left -= memo[number]
+                again(memo[number])
                 stack.append(memo[number])
             elif name == "MEMOIZE" or name.endswith("PUT"):
                 memo[len(memo) if number is None else number] = stack[-1]
@@ -227,14 +274,16 @@ def _weigh(data: bytes) -> None:
                 parts = stack[max(first, 0) :]
                 del stack[max(first, 0) :]
                 if code.stack_after:
-                    whole = name.startswith("TUPLE") or name == "FROZENSET"
-                    stack.append(1 + sum(parts) if whole else max(parts, default=1))
-            if left < 0:
-                raise Unsound("it holds more tuples in tuples than its own length justifies")
+                    stack.append(make(code, number, parts))
     except (IndexError, KeyError, ValueError) as error:
         if isinstance(error, Unsound):
             raise
         raise Unsound("it is damaged") from None
+
+
+def _allowed(nbytes: int) -> int:
+    """Return how many parts of a pickle of this length may be visited: some are there often."""
+    return max(_PARTS, _OFTEN * nbytes)
 
 
 def check_parts(value: Any, nbytes: int) -> None:
@@ -251,7 +300,7 @@ def check_parts(value: Any, nbytes: int) -> None:
         parts = _parts(value, {})
     except RecursionError:
         raise Unsound("it is nested too deeply") from None
-    if parts > max(_PARTS, nbytes):
+    if parts > _allowed(nbytes):
         raise Unsound("it holds itself, or its parts more often than its own length justifies")
 
 

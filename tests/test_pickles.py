@@ -129,3 +129,29 @@ def test_tuples_that_many_keys_share_are_read():
     value = {"groups": groups, (betas, 1): {deep}, "empty": ()}
     for protocol in (2, 3, 4, 5):
         assert load_plain(pickle.dumps(value, protocol)) == value
+
+
+class Long:
+    """Becomes a bytearray of three billion zeros."""
+
+    def __reduce__(self):
+        return bytearray, (3 << 30,)
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("first", [None, torch.device("cpu")])  # which we leave to torch
+def test_torch_is_not_asked_for_a_bytearray_of_a_mere_number(tmp_path, protocol, first):
+    data = pickle.dumps({"device": first, "long": Long()}, protocol)
+    archive = zip_bytes(data)
+    (tmp_path / "bomb.pt").write_bytes(archive)
+    with pytest.raises(FormatError, match="bytearray of a mere number"):
+        shardplan.restore(tmp_path / "bomb.pt")
+    with pytest.raises(FormatError, match="bytearray of a mere number"):
+        load_torch(archive, "a file", "a value")
+
+
+def test_bytearrays_and_lists_that_are_there_often_are_read(tmp_path):
+    numbers = list(range(1_000_000))
+    sd = {"bytes": bytearray(b"ab"), "count": 7, **{f"k{i}": numbers for i in range(20)}}
+    torch.save(sd, tmp_path / "honest.pt")
+    assert shardplan.restore(tmp_path / "honest.pt") == sd
