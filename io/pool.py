@@ -167,24 +167,28 @@ class Pool:
         if self._is_worker():
             futures.append(_done(work))
             return
+        task = _Task(work)
+        task.future.add_done_callback(lambda _: self._release(nbytes))
         self._reserve(nbytes)
-        with _undisturbed():
-            futures.append(self._start(work, nbytes))
-
-    def _start(self, work: Callable[[], R], nbytes: int) -> Future[R]:
-        """Have a thread do a piece of work for which there is room."""
         try:
-            future = self._executor.submit(work)
-        except RuntimeError:  # the interpreter is exiting and starts no work in threads any more
-            try:
-                return _done(work)
-            finally:
-                self._release(nbytes)
+            with _undisturbed():
+                futures.append(task.future)
+                handed = self._hand_over(task)
         except BaseException:
-            self._release(nbytes)
+            task.drop()
             raise
-        future.add_done_callback(lambda _: self._release(nbytes))
-        return future
+        if not handed:
+            self._do_as_worker(task)
+
+    def _hand_over(self, task: Callable[[], None]) -> bool:
+        """Have a thread do a task; tell whether there is one that does."""
+        try:
+            self._executor.submit(task)
+        except Exception:
+            # The interpreter is exiting, or the system has no more threads. In the latter case the
+            # task is in line all the same, for whichever thread there is.
+            return False
+        return True
 
     def map(
         self,
@@ -275,12 +279,18 @@ class Pool:
             self._submit(work, nbytes, futures)
             return
         self._reserve(nbytes)
-        self._thread.is_worker = True
         try:
-            futures.append(_done(work))
+            self._do_as_worker(lambda: futures.append(_done(work)))
+        finally:
+            self._release(nbytes)
+
+    def _do_as_worker(self, task: Callable[[], None]) -> None:
+        """Do something for which there is room on this thread: it takes no more."""
+        try:
+            self._thread.is_worker = True
+            task()
         finally:
             self._thread.is_worker = False
-            self._release(nbytes)
 
     def _fits(self, nbytes: int) -> bool:
         if self._held_items >= self.max_workers * (1 + _QUEUED):
@@ -311,6 +321,37 @@ class Pool:
 
 def _default_workers() -> int:
     return max(8, min(32, os.cpu_count() or 1))
+
+
+class _Task:
+    """Work that is done once, by whoever comes to it first."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.future: Future[Any] = Future()
+        self._work = work
+        self._taken = threading.Lock()
+
+    def __call__(self) -> None:
+        """Do it, unless it is done elsewhere or nobody wants it any more."""
+        if not self._take() or not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            result = self._work()
+        except BaseException as error:
+            self.future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            self.future.set_result(result)
+
+    def drop(self) -> None:
+        """See to it that it is not begun."""
+        if self._take():
+            self.future.cancel()
+            self.future.set_running_or_notify_cancel()
+
+    def _take(self) -> bool:
+        return self._taken.acquire(blocking=False)
 
 
 def _done(work: Callable[[], R]) -> Future[R]:

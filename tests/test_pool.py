@@ -371,3 +371,35 @@ except KeyboardInterrupt:
     command = [sys.executable, "-P", "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("interrupted True\n", "")
+
+
+def test_work_that_no_thread_can_be_started_for_is_done_here_and_only_once(monkeypatch):
+    """An executor keeps such work in line: done later, it would fill tensors that are in use."""
+    start, seen = threading.Thread.start, []
+
+    def limited(thread):
+        if len(pool._executor._threads) > 0:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def work(item):
+        seen.append(item)
+        time.sleep(0.05 if threading.current_thread() is not threading.main_thread() else 0)
+        return item
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with Pool(max_workers=4, max_bytes=100) as pool:
+        assert pool.map(work, range(8), nbytes=10) == [*range(8)]
+        assert sorted(seen) == [*range(8)]
+        assert pool._held_bytes == 0
+    assert sorted(seen) == [*range(8)]
+
+
+def test_work_that_no_thread_can_be_started_for_may_hand_in_more(monkeypatch):
+    def refused(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with Pool(max_workers=2, max_bytes=100) as pool:
+        found = pool.map(lambda i: pool.map(lambda j: (i, j), [0, 1], nbytes=80), [0, 1], nbytes=80)
+    assert found == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
