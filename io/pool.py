@@ -22,6 +22,8 @@ R = TypeVar("R")
 _MAX_BYTES: Final = 256 << 20
 _QUEUED: Final = 4  # pieces of work per thread that may be waiting for one
 _TICK: Final = 0.5  # seconds
+_RAISING: Final = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2")
+_SIGNALS: Final = [getattr(signal, name) for name in _RAISING if hasattr(signal, name)]
 
 
 _under_way = threading.local()  # each thread's own: what went wrong beside the work that it does
@@ -76,25 +78,40 @@ def _wait_for(futures: Sequence[Future[Any]]) -> None:
 def _undisturbed() -> Iterator[None]:
     """Put signals off for a moment: a thread whose start is interrupted is one nobody knows of.
 
-    Python's executors would wait for it for ever when the program ends.
+    Python's executors would wait for it for ever when the program ends. Signals are those for which
+    programs have handlers that raise.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # no other thread is interrupted
         return
     handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
     came: list[int] = []
+    over = False
+
+    def later(number: int, frame: FrameType | None) -> None:
+        if over:  # this one is still in place, as a signal came while handlers were put back
+            handlers[number](number, frame)
+        else:
+            came.append(number)
+
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _SIGNALS:
             handler = signal.getsignal(number)
             if callable(handler):
                 handlers[number] = handler
-                signal.signal(number, lambda number, _: came.append(number))
+                try:
+                    signal.signal(number, later)
+                except ValueError:  # Python began on another thread: no signal is handled here
+                    del handlers[number]
         yield
     finally:
-        for one, handler in handlers.items():
-            signal.signal(one, handler)
-    for one in came:
-        handlers[one](one, None)
+        try:
+            for one, handler in handlers.items():
+                signal.signal(one, handler)
+        finally:
+            over = True
+            for one in came:
+                handlers[one](one, None)
 
 
 class Pool:
