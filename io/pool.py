@@ -318,15 +318,21 @@ class Pool:
         if nbytes < 0:
             raise ValueError(f"work cannot cost {nbytes} bytes")
         ticket = object()
+        # A signal's handler may hand in work while this very thread is in line: it goes first.
+        first = getattr(self._thread, "is_in_line", False)
         with self._changed:
+            self._thread.is_in_line = True
             self._line.append(ticket)
             try:
-                self._changed.wait_for(lambda: self._line[0] is ticket and self._fits(nbytes))
+                self._changed.wait_for(
+                    lambda: (first or self._line[0] is ticket) and self._fits(nbytes)
+                )
                 self._held_bytes += nbytes
                 self._held_items += 1
                 self.peak_bytes = max(self.peak_bytes, self._held_bytes)
             finally:
                 self._line.remove(ticket)
+                self._thread.is_in_line = first
                 self._changed.notify_all()
 
     def _release(self, nbytes: int) -> None:

@@ -461,3 +461,26 @@ done.acquire(timeout=30)
     command = [sys.executable, "-P", "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout == "[0, 1, 2]\n"
+
+
+def test_a_handler_may_hand_in_work_while_its_thread_waits_for_room():
+    program = """
+import signal, threading, time
+from shardplan.io import Pool
+
+def handler(number, frame):
+    print(pool.map(abs, range(2), nbytes=50))
+
+def work(item):
+    if item == 0:
+        signal.raise_signal(signal.SIGTERM)  # the main thread waits for room, and handles it
+    time.sleep(0.2)
+    return item
+
+signal.signal(signal.SIGTERM, handler)
+with Pool(max_workers=2, max_bytes=100) as pool:
+    print(pool.map(work, range(3), nbytes=80), pool._held_bytes)
+"""
+    command = [sys.executable, "-P", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("[0, 1]\n[0, 1, 2] 0\n", "")
