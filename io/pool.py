@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 from typing import Any, Final, TypeVar
 from weakref import WeakSet
 
-__all__ = ["Pool", "StoppedError", "check_stopped", "default_pool", "stop_check"]
+__all__ = ["Pool", "StoppedError", "check_stopped", "default_pool", "stop_check", "undisturbed"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -75,7 +75,7 @@ def _wait_for(futures: Sequence[Future[Any]]) -> None:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Put signals off for a moment: a thread whose start is interrupted is one nobody knows of.
 
     Python's executors would wait for it for ever when the program ends. Signals are those for which
@@ -188,7 +188,7 @@ class Pool:
         task.future.add_done_callback(lambda _: self._release(nbytes))
         self._reserve(nbytes)
         try:
-            with _undisturbed():
+            with undisturbed():
                 futures.append(task.future)
                 handed = self._hand_over(task)
         except BaseException:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardplan
-from shardplan.io.pool import Pool, StoppedError, _undisturbed, check_stopped
+from shardplan.io.pool import Pool, StoppedError, check_stopped, undisturbed
 from shardplan.io.stores import open_store
 from shardplan.io.testing import CountingStore
 
@@ -431,7 +431,7 @@ def test_a_signal_that_comes_while_handlers_are_put_back_costs_no_other_its_hand
 
 def test_a_signal_that_was_put_off_comes_even_if_what_it_waited_for_failed():
     def fail():
-        with _undisturbed():
+        with undisturbed():
             signal.raise_signal(signal.SIGINT)
             raise MemoryError
 
