@@ -115,7 +115,12 @@ def reduce_scatter(
         if gathered is not None:
             parts = here.frames(lambda: _reduced(here, gathered, decode, reduce, encode_result))
         mine = comm.scatter(parts, here.topic("scatter"))
-        return here.agreed([mine], decode_result, lambda: decode_result(mine[1:]))
+        # Each rank has bytes of its own, which decode everywhere only if we have encoded them.
+        ours = decode_result is bytes or (encode_result, decode_result) == (
+            encode_json,
+            decode_json,
+        )
+        return here.agreed([mine], decode_result if ours else None, lambda: decode_result(mine[1:]))
 
 
 def all_reduce(
@@ -291,18 +296,24 @@ class _Here:
                 raise
         return values
 
-    def agreed(self, frames: Sequence[bytes], decode: Decode, work: Callable[[], T]) -> T:
+    def agreed(self, frames: Sequence[bytes], decode: Decode | None, work: Callable[[], T]) -> T:
         """Return what ``work`` decodes, once it is known that it succeeds on all ranks.
 
         Args:
             frames: What has come. If it tells of failures, it tells all ranks of the same ones.
-            decode: What decodes it.
+            decode: What decodes it; None if it may fail on some ranks and not on others.
             work: Decodes it.
         """
         results: list[T] = []
+        scarce: list[Exception] = []
 
         def attempt() -> bytes:
-            results.append(work())
+            try:
+                results.append(work())
+            except Exception as error:
+                if isinstance(error.__cause__ or error, (MemoryError, RecursionError)):
+                    scarce.append(error)
+                raise
             return b""
 
         def end(told: list[bytes]) -> bytes:
@@ -313,6 +324,8 @@ class _Here:
             ended = self.frame(attempt)
             if decode not in _ALIKE:
                 ended = self.comm.reduce(ended, end, self.topic("the end"))
+            elif scarce:  # other ranks may have had enough, and have gone on
+                self.comm.leave(departure(self.step, scarce[0]))
             self.opened(ended)
         except _ToldError as error:
             raise CheckpointError(error.failures) from None

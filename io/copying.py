@@ -20,7 +20,7 @@ from .crc import combine_crc, sum_crc
 from .kernel import start_writeback
 from .local import LocalStore
 from .moving import PIECE, Hand, Out, Stretch, write_views
-from .pool import Pool, stop_check
+from .pool import Pool, stop_check, undisturbed
 from .stores import Store, StoreError
 
 __all__ = [
@@ -210,8 +210,9 @@ class _Work:
             self._drain()
             return
         with ThreadPoolExecutor(threads, "shardplan-copy") as executor:
-            futures = [executor.submit(self._drain) for _ in range(threads)]
             try:
+                with undisturbed():
+                    futures = [executor.submit(self._drain) for _ in range(threads)]
                 for future in futures:
                     future.result()
             finally:

@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 from typing import Any, Final, TypeVar
 from weakref import WeakSet
 
-__all__ = ["Pool", "StoppedError", "check_stopped", "default_pool", "stop_check"]
+__all__ = ["Pool", "StoppedError", "check_stopped", "default_pool", "stop_check", "undisturbed"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -22,6 +22,8 @@ R = TypeVar("R")
 _MAX_BYTES: Final = 256 << 20
 _QUEUED: Final = 4  # pieces of work per thread that may be waiting for one
 _TICK: Final = 0.5  # seconds
+_RAISING: Final = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2")
+_SIGNALS: Final = [getattr(signal, name) for name in _RAISING if hasattr(signal, name)]
 
 
 _under_way = threading.local()  # each thread's own: what went wrong beside the work that it does
@@ -73,28 +75,43 @@ def _wait_for(futures: Sequence[Future[Any]]) -> None:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Put signals off for a moment: a thread whose start is interrupted is one nobody knows of.
 
-    Python's executors would wait for it for ever when the program ends.
+    Python's executors would wait for it for ever when the program ends. Signals are those for which
+    programs have handlers that raise.
     """
     if threading.current_thread() is not threading.main_thread():
         yield  # no other thread is interrupted
         return
     handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
     came: list[int] = []
+    over = False
+
+    def later(number: int, frame: FrameType | None) -> None:
+        if over:  # this one is still in place, as a signal came while handlers were put back
+            handlers[number](number, frame)
+        else:
+            came.append(number)
+
     try:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _SIGNALS:
             handler = signal.getsignal(number)
             if callable(handler):
                 handlers[number] = handler
-                signal.signal(number, lambda number, _: came.append(number))
+                try:
+                    signal.signal(number, later)
+                except ValueError:  # Python began on another thread: no signal is handled here
+                    del handlers[number]
         yield
     finally:
-        for one, handler in handlers.items():
-            signal.signal(one, handler)
-    for one in came:
-        handlers[one](one, None)
+        try:
+            for one, handler in handlers.items():
+                signal.signal(one, handler)
+        finally:
+            over = True
+            for one in came:
+                handlers[one](one, None)
 
 
 class Pool:
@@ -167,24 +184,28 @@ class Pool:
         if self._is_worker():
             futures.append(_done(work))
             return
+        task = _Task(work)
+        task.future.add_done_callback(lambda _: self._release(nbytes))
         self._reserve(nbytes)
-        with _undisturbed():
-            futures.append(self._start(work, nbytes))
-
-    def _start(self, work: Callable[[], R], nbytes: int) -> Future[R]:
-        """Have a thread do a piece of work for which there is room."""
         try:
-            future = self._executor.submit(work)
-        except RuntimeError:  # the interpreter is exiting and starts no work in threads any more
-            try:
-                return _done(work)
-            finally:
-                self._release(nbytes)
+            with undisturbed():
+                futures.append(task.future)
+                handed = self._hand_over(task)
         except BaseException:
-            self._release(nbytes)
+            task.drop()
             raise
-        future.add_done_callback(lambda _: self._release(nbytes))
-        return future
+        if not handed:
+            self._do_as_worker(task)
+
+    def _hand_over(self, task: Callable[[], None]) -> bool:
+        """Have a thread do a task; tell whether there is one that does."""
+        try:
+            self._executor.submit(task)
+        except Exception:
+            # The interpreter is exiting, or the system has no more threads. In the latter case the
+            # task is in line all the same, for whichever thread there is.
+            return False
+        return True
 
     def map(
         self,
@@ -275,12 +296,18 @@ class Pool:
             self._submit(work, nbytes, futures)
             return
         self._reserve(nbytes)
-        self._thread.is_worker = True
         try:
-            futures.append(_done(work))
+            self._do_as_worker(lambda: futures.append(_done(work)))
+        finally:
+            self._release(nbytes)
+
+    def _do_as_worker(self, task: Callable[[], None]) -> None:
+        """Do something for which there is room on this thread: it takes no more."""
+        try:
+            self._thread.is_worker = True
+            task()
         finally:
             self._thread.is_worker = False
-            self._release(nbytes)
 
     def _fits(self, nbytes: int) -> bool:
         if self._held_items >= self.max_workers * (1 + _QUEUED):
@@ -291,15 +318,21 @@ class Pool:
         if nbytes < 0:
             raise ValueError(f"work cannot cost {nbytes} bytes")
         ticket = object()
+        # A signal's handler may hand in work while this very thread is in line: it goes first.
+        first = getattr(self._thread, "is_in_line", False)
         with self._changed:
+            self._thread.is_in_line = True
             self._line.append(ticket)
             try:
-                self._changed.wait_for(lambda: self._line[0] is ticket and self._fits(nbytes))
+                self._changed.wait_for(
+                    lambda: (first or self._line[0] is ticket) and self._fits(nbytes)
+                )
                 self._held_bytes += nbytes
                 self._held_items += 1
                 self.peak_bytes = max(self.peak_bytes, self._held_bytes)
             finally:
                 self._line.remove(ticket)
+                self._thread.is_in_line = first
                 self._changed.notify_all()
 
     def _release(self, nbytes: int) -> None:
@@ -311,6 +344,37 @@ class Pool:
 
 def _default_workers() -> int:
     return max(8, min(32, os.cpu_count() or 1))
+
+
+class _Task:
+    """Work that is done once, by whoever comes to it first."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.future: Future[Any] = Future()
+        self._work = work
+        self._taken = threading.Lock()
+
+    def __call__(self) -> None:
+        """Do it, unless it is done elsewhere or nobody wants it any more."""
+        if not self._take() or not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            result = self._work()
+        except BaseException as error:
+            self.future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            self.future.set_result(result)
+
+    def drop(self) -> None:
+        """See to it that it is not begun."""
+        if self._take():
+            self.future.cancel()
+            self.future.set_running_or_notify_cancel()
+
+    def _take(self) -> bool:
+        return self._taken.acquire(blocking=False)
 
 
 def _done(work: Callable[[], R]) -> Future[R]:

@@ -20,6 +20,7 @@ from shardplan.dist import (
     all_gather,
     all_keys,
     all_reduce,
+    encode_json,
     reduce_scatter,
     run_ranks,
     solo,
@@ -585,3 +586,43 @@ def test_a_worker_raises_what_its_call_raised():
         worker.call(lambda: 1 / 0, limit=5)
     assert worker.call(lambda: 2, limit=5) == 2
     worker.close()
+
+
+def failures_of(function):
+    """Return what went wrong."""
+    with pytest.raises(CheckpointError) as caught:
+        function()
+    return caught.value.failures
+
+
+def test_a_result_that_one_rank_alone_cannot_decode_fails_on_all():
+    def fn(comm):
+        def encode(value):
+            return b"{" if value == 1 else encode_json(value)
+
+        return failures_of(
+            lambda: reduce_scatter(comm, "a step", lambda: comm.rank, list, encode_result=encode)
+        )
+
+    assert [[f.rank for f in told] for told in run_ranks(3, fn)] == [[1]] * 3
+
+
+def test_a_rank_that_has_no_room_to_decode_what_others_decode_is_lost_to_them_at_once():
+    def deep(calls, function):
+        return function() if not calls else deep(calls - 1, function)
+
+    def nested(_):
+        value = 0
+        for _ in range(240):
+            value = [value]
+        return value
+
+    def fn(comm):
+        def take():
+            deep(700 * comm.rank, lambda: all_reduce(comm, "a step", int, nested))
+            all_reduce(comm, "another", int, sum)
+
+        return [(f.rank, f.step, f.text[:26]) for f in failures_of(take)]
+
+    told = [(1, "another", "left a step: CodecError: t")]
+    assert run_ranks(2, fn) == [told, [(1, "a step", "these bytes are no typed J")]]

@@ -1,6 +1,7 @@
 """Bytes that only have to be copied are, by several threads, and every bit arrives."""
 
 import os
+import signal
 import threading
 import time
 import zipfile
@@ -230,3 +231,34 @@ def test_threads_are_shared_among_the_files_that_are_written_at_once(monkeypatch
     with Pool(max_workers=4) as pool:
         assert [threads_for(pool, files) for files in (1, 2, 3, 100)] == [8, 4, 2, 2]
         assert pool.submit(lambda: threads_for(pool, 1)).result() == 2
+
+
+def test_a_copy_that_is_interrupted_while_its_threads_are_started_leaves_none_behind(monkeypatch):
+    """One that nobody knows of would write on, to a file that is closed by then."""
+    start, begun, ended = threading.Thread.start, [], []
+
+    def interrupted(thread):
+        start(thread)
+        signal.raise_signal(signal.SIGINT)
+
+    class Slow(copying._Work):
+        def __init__(self):
+            self._tasks, self._stopped = [copying._Task(0, [])] * 2, False
+
+        def _drain(self):
+            begun.append(1)
+            deadline = time.monotonic() + 5
+            while not self._stopped and time.monotonic() < deadline:
+                time.sleep(0.01)
+            ended.append(1)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    try:
+        work = Slow()
+        with pytest.raises(KeyboardInterrupt):
+            work.run(2)
+        assert work._stopped
+        assert len(begun) == len(ended)
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardplan
-from shardplan.io.pool import Pool, StoppedError, check_stopped
+from shardplan.io.pool import Pool, StoppedError, check_stopped, undisturbed
 from shardplan.io.stores import open_store
 from shardplan.io.testing import CountingStore
 
@@ -350,24 +350,137 @@ def test_what_work_that_is_done_here_raises_stops_the_rest_and_gives_its_memory_
         assert (done, pool._held_bytes) == ([0], 0)
 
 
-def test_a_program_ends_that_was_interrupted_while_threads_were_started():
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1"])
+def test_a_program_ends_that_was_interrupted_while_threads_were_started(number):
     program = """
-import signal, threading
+import signal, sys, threading
 from shardplan.io import Pool
 
 start, ran = threading.Thread.start, []
 
 def interrupted(thread):
     start(thread)
-    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(number)
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
+number = getattr(signal, sys.argv[1])
+signal.signal(number, signal.default_int_handler)  # a shell may ignore it
 threading.Thread.start = interrupted
 try:
     Pool(max_workers=2).map(ran.append, range(100))
 except KeyboardInterrupt:
     print("interrupted", len(ran) < 2)
 """
-    command = [sys.executable, "-P", "-c", program]
+    command = [sys.executable, "-P", "-c", program, number]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("interrupted True\n", "")
+
+
+def test_work_that_no_thread_can_be_started_for_is_done_here_and_only_once(monkeypatch):
+    """An executor keeps such work in line: done later, it would fill tensors that are in use."""
+    start, seen = threading.Thread.start, []
+
+    def limited(thread):
+        if len(pool._executor._threads) > 0:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def work(item):
+        seen.append(item)
+        time.sleep(0.05 if threading.current_thread() is not threading.main_thread() else 0)
+        return item
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with Pool(max_workers=4, max_bytes=100) as pool:
+        assert pool.map(work, range(8), nbytes=10) == [*range(8)]
+        assert sorted(seen) == [*range(8)]
+        assert pool._held_bytes == 0
+    assert sorted(seen) == [*range(8)]
+
+
+def test_work_that_no_thread_can_be_started_for_may_hand_in_more(monkeypatch):
+    def refused(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with Pool(max_workers=2, max_bytes=100) as pool:
+        found = pool.map(lambda i: pool.map(lambda j: (i, j), [0, 1], nbytes=80), [0, 1], nbytes=80)
+    assert found == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
+
+
+def test_a_signal_that_comes_while_handlers_are_put_back_costs_no_other_its_handler(monkeypatch):
+    put, terms = signal.signal, []
+
+    def interrupted(number, handler):
+        put(number, handler)
+        if handler is signal.default_int_handler:
+            signal.raise_signal(signal.SIGINT)
+
+    before = put(signal.SIGINT, signal.default_int_handler)
+    other = put(signal.SIGTERM, lambda *_: terms.append("came"))
+    try:
+        with Pool(max_workers=2) as pool, monkeypatch.context() as patch:
+            patch.setattr(signal, "signal", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                pool.map(abs, range(3))
+        signal.raise_signal(signal.SIGTERM)
+        assert terms == ["came"]
+    finally:
+        put(signal.SIGINT, before)
+        put(signal.SIGTERM, other)
+
+
+def test_a_signal_that_was_put_off_comes_even_if_what_it_waited_for_failed():
+    def fail():
+        with undisturbed():
+            signal.raise_signal(signal.SIGINT)
+            raise MemoryError
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            fail()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_pool_works_where_python_takes_another_thread_for_the_main_one():
+    program = """
+import _thread
+done = _thread.allocate_lock()
+
+def run():
+    from shardplan.io import Pool  # and with it, first of all, threading
+    print(Pool(max_workers=2).map(abs, range(3)))
+    done.release()
+
+done.acquire()
+_thread.start_new_thread(run, ())
+done.acquire(timeout=30)
+"""
+    command = [sys.executable, "-P", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[0, 1, 2]\n"
+
+
+def test_a_handler_may_hand_in_work_while_its_thread_waits_for_room():
+    program = """
+import signal, threading, time
+from shardplan.io import Pool
+
+def handler(number, frame):
+    print(pool.map(abs, range(2), nbytes=50))
+
+def work(item):
+    if item == 0:
+        signal.raise_signal(signal.SIGTERM)  # the main thread waits for room, and handles it
+    time.sleep(0.2)
+    return item
+
+signal.signal(signal.SIGTERM, handler)
+with Pool(max_workers=2, max_bytes=100) as pool:
+    print(pool.map(work, range(3), nbytes=80), pool._held_bytes)
+"""
+    command = [sys.executable, "-P", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("[0, 1]\n[0, 1, 2] 0\n", "")
