@@ -368,6 +368,13 @@ def test_verify_answers_in_json(ckpt, damaged):
     assert "model.embed.weight" in told["keys"]
 
 
+def test_in_a_pipe_verify_tells_a_fault_in_one_line(damaged):
+    result = run("verify", damaged, COLUMNS="")
+    (line,) = (line for line in result.stdout.splitlines() if line.startswith("checksum"))
+    assert re.search(r"do not fit their checksum; shard-\S+\.safetensors, bytes [\d,]+ to ", line)
+    assert "\\n" not in result.stdout
+
+
 def test_diff_answers_in_json(runs):
     told = answer("diff", runs / "step-100", runs / "step-200", "--locate", code=1)
     assert told["equal"] is False
