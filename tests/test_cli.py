@@ -916,6 +916,24 @@ def test_the_shell_completes_names(ckpt, words, offers):
     } == (offers)
 
 
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_no_shell_is_offered_a_name_that_it_could_run(tmp_path, shell):
+    evil = ["$(id)", "x;id", "`id`", "a\\$(id)", "a b", "a\nb", "*", "-x", "'", '"', "~", "a|b"]
+    shardplan.save(dict.fromkeys([*evil, "größe", "a:b"], 1), tmp_path)
+    line = f"shardplan cat {tmp_path} "
+    environment = {
+        "_SHARDPLAN_COMPLETE": f"complete_{shell}",
+        "COMP_WORDS": line,
+        "COMP_CWORD": "3",
+        "_TYPER_COMPLETE_ARGS": line,
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    }
+    offers = run_program(environment=environment).stdout
+    assert "größe" in offers
+    assert not [name for name in evil if name in offers.removeprefix("_arguments '*: :").split()]
+    assert "id" not in offers
+
+
 @pytest.mark.slow
 def test_inspect_of_half_a_million_chunks_costs_little_more_than_starting(tmp_path):
     # Starting takes half of the half second that it may take. Both are measured in turn, as
