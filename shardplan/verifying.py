@@ -8,7 +8,7 @@ from typing import Final
 
 import attrs
 
-from shardplan.io.commit import find_manifest, no_checkpoint
+from shardplan.io.commit import find_manifest
 from shardplan.io.errors import FormatError, listed
 from shardplan.io.leftovers import leftovers
 from shardplan.io.manifest import MANIFEST, Manifest, decode_manifest
@@ -173,10 +173,7 @@ def _foreign(
 ) -> tuple[VerifyReport, str | None]:
     """Check a checkpoint that another tool wrote; return which save it is of, too."""
     url = f"{store.url}/{name}" if name else store.url
-    try:
-        format = detect(store, name)
-    except FormatError:
-        raise no_checkpoint(store) from None
+    format = detect(store, name)
     try:
         source = open_source(path, format=format, pool=pool)
         found = check_foreign(source, tell, pool)

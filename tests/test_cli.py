@@ -368,6 +368,13 @@ def test_verify_answers_in_json(ckpt, damaged):
     assert "model.embed.weight" in told["keys"]
 
 
+def test_in_a_pipe_verify_tells_a_fault_in_one_line(damaged):
+    result = run("verify", damaged, COLUMNS="")
+    (line,) = (line for line in result.stdout.splitlines() if line.startswith("checksum"))
+    assert re.search(r"do not fit their checksum; shard-\S+\.safetensors, bytes [\d,]+ to ", line)
+    assert "\\n" not in result.stdout
+
+
 def test_diff_answers_in_json(runs):
     told = answer("diff", runs / "step-100", runs / "step-200", "--locate", code=1)
     assert told["equal"] is False
@@ -907,6 +914,24 @@ def test_the_shell_completes_names(ckpt, words, offers):
     assert {
         n.removeprefix(f"{stem}.") if n.count(".") > 2 else n for n in found.stdout.split()
     } == (offers)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_no_shell_is_offered_a_name_that_it_could_run(tmp_path, shell):
+    evil = ["$(id)", "x;id", "`id`", "a\\$(id)", "a b", "a\nb", "*", "-x", "'", '"', "~", "a|b"]
+    shardplan.save(dict.fromkeys([*evil, "größe", "a:b"], 1), tmp_path)
+    line = f"shardplan cat {tmp_path} "
+    environment = {
+        "_SHARDPLAN_COMPLETE": f"complete_{shell}",
+        "COMP_WORDS": line,
+        "COMP_CWORD": "3",
+        "_TYPER_COMPLETE_ARGS": line,
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    }
+    offers = run_program(environment=environment).stdout
+    assert "größe" in offers
+    assert not [name for name in evil if name in offers.removeprefix("_arguments '*: :").split()]
+    assert "id" not in offers
 
 
 @pytest.mark.slow

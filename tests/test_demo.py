@@ -3,9 +3,11 @@
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from shardplan import demo
 from shardplan.demo import main
 
 
@@ -14,6 +16,17 @@ def test_a_folder_of_somebody_s_files_is_left_alone(tmp_path):
     with pytest.raises(FileExistsError, match="no demo made"):
         main([str(tmp_path)])
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_an_interrupt_ends_the_ranks_too(monkeypatch):
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "time", SimpleNamespace(sleep=interrupted))
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as job:
+        with pytest.raises(KeyboardInterrupt):
+            demo._wait([job])
+        assert job.wait(timeout=30) < 0
 
 
 @pytest.mark.slow

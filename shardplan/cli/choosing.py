@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from itertools import accumulate
+from typing import Final
 
 from shardplan.planning.errors import nearest_hint, nearest_names
 
 __all__ = ["choose", "continuations", "hint", "starts"]
+
+_HARMLESS: Final = re.compile(r"[\w.][\w.,/@%+=:-]*")
 
 
 def choose(pattern: str, names: Sequence[str]) -> list[int]:
@@ -42,10 +46,17 @@ def continuations(start: str, names: Iterable[str]) -> list[str]:
     ['layers']
     >>> continuations("layers.", ["layers.0.w", "layers.1.w", "step"])
     ['layers.0', 'layers.1']
+
+    A shell takes what it is offered as if it had been typed, and a stranger may have chosen the
+    names: those in which any character means something to a shell are not offered.
+
+    >>> continuations("", ["step", "$(reboot)", "a b", "-x"])
+    ['step']
     """
     steps = start.count(".") + 1
     found = (name for name in names if name.startswith(start))
-    return list(dict.fromkeys(".".join(name.split(".")[:steps]) for name in found))
+    offers = dict.fromkeys(".".join(name.split(".")[:steps]) for name in found)
+    return [offer for offer in offers if _HARMLESS.fullmatch(offer)]
 
 
 def hint(pattern: str, names: Sequence[str]) -> str:

@@ -157,12 +157,17 @@ def table(
 def _lines(
     head: Sequence[str], body: Sequence[Sequence[object]], used: Sequence[int], right: set[str]
 ) -> Iterator[str]:
-    cells = [[head[i] for i in used], *([safe(row[i]) for i in used] for row in body)]
+    cells = [[head[i] for i in used], *([_line(row[i]) for i in used] for row in body)]
     widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
     aligned = [head[i] in right for i in used]
     for row in cells:
         padded = map(_pad, row, widths, aligned)
         yield (" " * _GAP).join(padded).rstrip()
+
+
+def _line(cell: object) -> str:
+    """Return a cell as one line, so that ``grep`` finds all of it; lines of ours are joined."""
+    return "; ".join(map(safe, cell.plain.split("\n"))) if isinstance(cell, Text) else safe(cell)
 
 
 def _pad(cell: str, width: int, right: bool) -> str:

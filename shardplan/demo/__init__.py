@@ -258,13 +258,19 @@ def _make_room(folder: Path) -> None:
 
 
 def _wait(jobs: Sequence[subprocess.Popen[bytes]]) -> list[int]:
-    """Wait for processes; when one fails, end the others, which would wait for it."""
-    while any(job.poll() is None for job in jobs):
-        if any(job.returncode for job in jobs):
-            for job in jobs:
-                job.kill()
-        time.sleep(0.1)
-    return [job.returncode for job in jobs]
+    """Wait for processes; when one fails, end the others, which would wait for it.
+
+    An interrupt may have come to this process alone: the others must not go on without it.
+    """
+    try:
+        while all(job.poll() is None or not job.returncode for job in jobs):
+            if all(job.returncode == 0 for job in jobs):
+                break
+            time.sleep(0.1)
+    finally:
+        for job in jobs:
+            job.kill()
+    return [job.wait() for job in jobs]
 
 
 def _listed(losses: Sequence[float]) -> str:
