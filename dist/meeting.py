@@ -5,7 +5,8 @@ the coordinator has seen all of them it writes the verdict ``<number>/verdict``,
 bytes flow. The verdict is written once, by compare-and-set, and everyone obeys it: so whoever
 notices first that a rank is missing, or leaves, can call the meeting off for all, and a rank that
 comes late learns that it was given up. A few bytes can ride along, to the coordinator as a note and
-back as its answer, which spares small collectives any further message.
+back as its answer, which spares small collectives any further message. If the answer is work, the
+key ``<number>/begun`` tells that all have come, and only the answer is waited for.
 
 Who waits in vain for another rank's bytes knows only that: the other may itself wait for a third.
 So it accuses nobody, but comes to the next meeting with its suspicion, and who is lost is who does
@@ -90,7 +91,7 @@ class Meetings:
     broken: bool = False
 
     def meet(
-        self, topic: str, note: bytes | None, answer: Answer
+        self, topic: str, note: bytes | None, answer: Answer, *, takes_time: bool = False
     ) -> tuple[list[bytes | None], bytes | None]:
         """Return once every rank has come for this topic.
 
@@ -98,6 +99,7 @@ class Meetings:
             topic: What the meeting is for; the same on all ranks.
             note: A few bytes for the coordinator.
             answer: Called on the coordinator, with all notes, by rank.
+            takes_time: Whether that is work; the others wait for it for as long as for a rank.
 
         Returns:
             All notes (on the coordinator; elsewhere an empty list), and the answer (everywhere).
@@ -109,13 +111,13 @@ class Meetings:
         if self.lost is not None:
             raise LostRanksError(self.lost.reasons)
         self.number += 1
-        limit, notes = 2 * (self.timeout + GRACE), list[bytes | None]()
+        limit, notes = 3 * (self.timeout + GRACE), list[bytes | None]()
         if self.rank == self.coordinator:
-            lost, notes = self._ask(lambda: self._preside(topic, note), limit)
+            lost, notes = self._ask(lambda: self._preside(topic, note, takes_time), limit)
             said = None if lost else answer(notes)  # in the caller's thread: it may take its time
             lost, said = self._ask(lambda: self._close(lost, said), limit)
         else:
-            lost, said = self._ask(lambda: self._attend(topic, note), limit)
+            lost, said = self._ask(lambda: self._attend(topic, note, takes_time), limit)
         if lost:
             raise self.lose(lost)
         return notes, said
@@ -175,7 +177,9 @@ class Meetings:
         text = json.dumps([topic, _text(note), list(self.suspects.items())])
         self.store.set(self._key(self.rank), text)
 
-    def _preside(self, topic: str, note: bytes | None) -> tuple[dict[int, str], list[bytes | None]]:
+    def _preside(
+        self, topic: str, note: bytes | None, takes_time: bool
+    ) -> tuple[dict[int, str], list[bytes | None]]:
         """As the coordinator: come, wait for everyone; return who is lost, and all notes."""
         self._come(topic, note)
         keys = [self._key(place) for place in range(len(self.ranks))]
@@ -197,6 +201,10 @@ class Meetings:
         }
         suspects = {rank: dict(found) for rank, (*_, found) in zip(self.ranks, came, strict=True)}
         lost = self._left() or _blamed(suspects) or astray
+        if takes_time and not lost:
+            if self._decided():  # somebody has left meanwhile: the work would be in vain
+                return self._decide(self.number, {})[0], []
+            self.store.set(self._begun, "")
         return lost, [_bytes(note) for _, note, _ in came]
 
     def _close(
@@ -204,28 +212,38 @@ class Meetings:
     ) -> tuple[dict[int, str], bytes | None]:
         """As the coordinator: give the verdict, and return the one that holds."""
         found = self._decide(self.number, lost, said)
-        mine, old = self._key(self.rank), f"{self.number - 1}/verdict"  # Who is here has read it.
-        self.worker.post(lambda: (self.store.delete_key(mine), self.store.delete_key(old)))
+        # Who is here has read the last verdict.
+        keys = [self._key(self.rank), self._begun, f"{self.number - 1}/verdict"]
+        self.worker.post(lambda: [self.store.delete_key(key) for key in keys])
         return found
 
-    def _attend(self, topic: str, note: bytes | None) -> tuple[dict[int, str], bytes | None]:
+    def _attend(
+        self, topic: str, note: bytes | None, takes_time: bool
+    ) -> tuple[dict[int, str], bytes | None]:
         """As any other rank: come, wait for the verdict, and return it; give one if none comes."""
         self._come(topic, note)
-        lost = self._unanswered(topic)
+        lost = self._unanswered(topic, takes_time)
         found = self._decide(self.number, self._left() or lost)
         mine = self._key(self.rank)
         self.worker.post(lambda: self.store.delete_key(mine))
         return found
 
-    def _unanswered(self, topic: str) -> dict[int, str]:
+    def _unanswered(self, topic: str, takes_time: bool) -> dict[int, str]:
         """Wait for the verdict, and return who is lost if none comes."""
+
+        def moved() -> bool:
+            return self._decided() or (takes_time and self.store.check([self._begun]))
+
         dead = self._dead(self._decided)
-        if dead or self._wait(self._decided, self.timeout):
+        if dead:
             return dead
-        if not self._here([self.coordinator]):
-            return self._absent(topic)
-        # It came later than this rank, and may wait as long for the others.
-        if self._wait(self._decided, self.timeout + GRACE / 2):
+        if not self._wait(moved, self.timeout):
+            if not self._here([self.coordinator]):
+                return self._absent(topic)
+            # It came later than this rank, and may wait as long for the others.
+            self._wait(moved, self.timeout + GRACE / 2)
+        # All have come, and it may take as long to find the answer.
+        if self._decided() or (moved() and self._wait(self._decided, self.timeout)):
             return {}
         return {self.ranks[self.coordinator]: f"came to {topic} and then fell silent"}
 
@@ -301,6 +319,11 @@ class Meetings:
 
     def _key(self, place: int) -> str:
         return f"{self.number}/{place}"
+
+    @property
+    def _begun(self) -> str:
+        """Is there once the coordinator looks for its answer."""
+        return f"{self.number}/begun"
 
 
 def _blamed(suspects: Mapping[int, Mapping[int, str]]) -> dict[int, str]:

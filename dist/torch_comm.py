@@ -233,7 +233,7 @@ class TorchComm:
             return _small(made[0])
 
         with self._staying(topic):
-            notes, said = self._meetings.meet(topic, _small(data), answer)
+            notes, said = self._meetings.meet(topic, _small(data), answer, takes_time=True)
             if said is not None:
                 return split(said)[0]
             gathered = self._collect(data, notes)

@@ -65,7 +65,7 @@ def spoken_of(store: Store, found: Iterable[Entry], manifest: Manifest | None) -
     names = {entry.name for entry in found}
     if METADATA in names and any(map(_DCP.fullmatch, names)):
         known |= set(parse_metadata(store.read_all(METADATA, limit=_MAX_METADATA)).files)
-    if not known.issuperset(filter(_save_of, names)):  # an index may name files as it likes
+    if not known.issuperset(n for n in names if _save_of(n)):  # an index may name files as it likes
         for index in indices(names):
             known |= set(read_index(store, index).values())
     return known

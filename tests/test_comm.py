@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed
 
 from shardplan.dist import (
     CheckpointError,
@@ -289,6 +290,11 @@ def test_a_process_that_gives_nonsense_raises_and_the_others_learn_at_once(proce
 
 
 @pytest.mark.slow
+def test_a_coordinator_that_is_at_work_is_waited_for(processes):
+    assert [rank["patience"] for rank in processes] == [{"value": "xxxx"}] * 4
+
+
+@pytest.mark.slow
 def test_overlapping_groups_and_two_comms_of_one_group_work_at_the_same_time(processes):
     members = {"low": [0, 1], "high": [2, 3], "odd": [1, 3], "world": [0, 1, 2, 3]}
     for number, rank in enumerate(processes):
@@ -334,6 +340,17 @@ def test_sixty_four_threads_take_a_step():
         return reduce_scatter(comm, "double", lambda: comm.rank, lambda v: [2 * x for x in v])
 
     assert run_ranks(64, fn) == [2 * rank for rank in range(64)]
+
+
+def test_no_work_is_begun_in_a_meeting_that_was_called_off():
+    store, called = torch.distributed.HashStore(), []
+    late, coordinator = (Meetings(store, rank, 0, (0, 1), 5.0) for rank in (1, 0))
+    late.number += 1
+    late._come("a topic", b"")
+    late.leave("left a topic: KeyboardInterrupt")  # while it waited
+    with pytest.raises(LostRanksError, match="rank 1.*left a topic"):
+        coordinator.meet("a topic", b"", called.append, takes_time=True)
+    assert called == []
 
 
 def test_whether_all_is_well_costs_as_many_bytes_as_there_are_ranks():

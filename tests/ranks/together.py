@@ -277,6 +277,19 @@ def invalid():
         return {"propagated": str(error)}
 
 
+def patience():
+    """The coordinator waits for a late rank and then works for a while; nobody is lost."""
+    limit = 3.0
+    comm = torch_comm(timeout=limit)
+
+    def work(parts):
+        time.sleep(0.8 * limit)
+        return b"".join(parts)
+
+    time.sleep({0: 0.9, 1: 1.7}.get(comm.rank, 0.0) * limit)
+    return outcome(lambda: comm.reduce(b"x", work).decode())
+
+
 def groups(rank):
     """Use overlapping groups at once, each from a thread of its own, and the world's twice."""
     import torch.distributed as dist
@@ -373,6 +386,7 @@ def main(rank, world, port, out):
     told["interrupted:transfer"] = interrupted_transfer()
     told |= chains()
     told["invalid"] = invalid()
+    told["patience"] = patience()
     told["pieces"] = pieces()
     told["leftovers"] = leftovers()
     with open(out, "w", encoding="utf-8") as file:
