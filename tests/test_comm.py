@@ -348,7 +348,7 @@ def test_no_work_is_begun_in_a_meeting_that_was_called_off():
     late.number += 1
     late._come("a topic", b"")
     late.leave("left a topic: KeyboardInterrupt")  # while it waited
-    with pytest.raises(LostRanksError, match="rank 1.*left a topic"):
+    with pytest.raises(LostRanksError, match=r"rank 1.*left a topic"):
         coordinator.meet("a topic", b"", called.append, takes_time=True)
     assert called == []
 
