@@ -577,7 +577,7 @@ def test_one_damaged_manifest_does_not_end_the_search(tmp_path):
 
 
 def test_young_files_are_spared_and_old_ones_go(store, monkeypatch):
-    save_two_ranks(store, "dead")
+    save_two_ranks(store, "dead" * 3)
     left = store.list()
     report = shardplan.prune(store, keep_last=1)
     assert (report.leftovers, report.spared) == ((), left)
