@@ -226,10 +226,8 @@ class Pool:
             items: The items; light ones, for their own memory is not counted.
             nbytes: The cost of each, or a function that tells the cost of an item.
             here: Whether to do it on this thread, one item after the other, where threads would
-                only get in each other's way; as is done with a single item.
+                only get in each other's way.
         """
-        if isinstance(items, Sequence) and len(items) == 1:
-            here = True
         submit = self._do_here if here else self._submit
         failures: list[BaseException] = []
 

@@ -330,7 +330,7 @@ def test_work_that_is_done_here_keeps_to_the_budget_and_may_hand_in_more(items):
         return pool.map(lambda inner: inner + item, [1, 2], nbytes=100)  # more than there is
 
     with Pool(max_workers=2, max_bytes=100) as pool:
-        found = pool.map(work, items, nbytes=100, here=len(items) > 1)
+        found = pool.map(work, items, nbytes=100, here=True)
         assert found == [[item + 1, item + 2] for item in items]
         assert seen == [(threading.current_thread(), 100)] * len(items)
         assert pool._held_bytes == 0
