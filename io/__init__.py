@@ -1,12 +1,12 @@
 """Bytes: stores, the format, and carrying out the reads and writes that a plan says.
 
-- Where do bytes go? `stores`, `local`, `local_files`, `objects`, `folders`, `pool`, `buffers`,
-  `kernel`, `mapped`
+- Where do bytes go? `stores`, `local`, `local_files`, `objects`, `folders`, `pool`, `signals`,
+  `buffers`, `kernel`, `mapped`
 - What is in a file? `headers`, `manifest_record`, `manifest` (its text), `expected`, `values`,
   `checksums`
 - Which formats are there? `sources` (reading), `writers` (saving); `native` (our own); `dcp`,
-  `dcp_metadata`, `dcp_write`; `hf`, `hf_shards`, `hf_file`, `hf_write`; `torchsave`,
-  `torchsave_write`
+  `dcp_metadata`, `dcp_write`; `hf`, `hf_index`, `hf_shards`, `hf_file`,
+  `hf_write`; `torchsave`, `torchsave_write`
 - How is another tool's file read without running it? `pickles`, `torchpickles`, `torchvalues`,
   `torchsave_pickles`, `torchnested`, `torchbare`, `torchzip`, `torchzip_write`, `strided`; is it
   sound? `verify_foreign`

@@ -20,7 +20,8 @@ from .crc import combine_crc, sum_crc
 from .kernel import start_writeback
 from .local import LocalStore
 from .moving import PIECE, Hand, Out, Stretch, write_views
-from .pool import Pool, stop_check, undisturbed
+from .pool import Pool, stop_check
+from .signals import undisturbed
 from .stores import Store, StoreError
 
 __all__ = [

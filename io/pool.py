@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Final, TypeVar
 from weakref import WeakSet
 
-__all__ = ["Pool", "StoppedError", "check_stopped", "default_pool", "stop_check", "undisturbed"]
+from .signals import undisturbed
+
+__all__ = ["Pool", "StoppedError", "check_stopped", "default_pool", "stop_check"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -22,8 +23,6 @@ R = TypeVar("R")
 _MAX_BYTES: Final = 256 << 20
 _QUEUED: Final = 4  # pieces of work per thread that may be waiting for one
 _TICK: Final = 0.5  # seconds
-_RAISING: Final = ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2")
-_SIGNALS: Final = [getattr(signal, name) for name in _RAISING if hasattr(signal, name)]
 
 
 _under_way = threading.local()  # each thread's own: what went wrong beside the work that it does
@@ -72,46 +71,6 @@ def _wait_for(futures: Sequence[Future[Any]]) -> None:
     """Wait, and wake up now and then: another thread may have been given the signal of a Ctrl-C."""
     while wait(futures, timeout=_TICK).not_done:
         pass
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Put signals off for a moment: a thread whose start is interrupted is one nobody knows of.
-
-    Python's executors would wait for it for ever when the program ends. Signals are those for which
-    programs have handlers that raise.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # no other thread is interrupted
-        return
-    handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
-    came: list[int] = []
-    over = False
-
-    def later(number: int, frame: FrameType | None) -> None:
-        if over:  # this one is still in place, as a signal came while handlers were put back
-            handlers[number](number, frame)
-        else:
-            came.append(number)
-
-    try:
-        for number in _SIGNALS:
-            handler = signal.getsignal(number)
-            if callable(handler):
-                handlers[number] = handler
-                try:
-                    signal.signal(number, later)
-                except ValueError:  # Python began on another thread: no signal is handled here
-                    del handlers[number]
-        yield
-    finally:
-        try:
-            for one, handler in handlers.items():
-                signal.signal(one, handler)
-        finally:
-            over = True
-            for one in came:
-                handlers[one](one, None)
 
 
 class Pool:
