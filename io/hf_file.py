@@ -12,7 +12,7 @@ from shardplan.planning import itemsize
 
 from .copying import Content, Seal, literal, write_file
 from .headers import file_entry, framed
-from .hf import INDEX, PART_OF, SINGLE, TIED
+from .hf_index import INDEX, PART_OF, SINGLE, TIED
 from .pieces import Piece
 from .stores import Store
 

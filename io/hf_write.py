@@ -31,8 +31,9 @@ from .commit import unsure_commit
 from .copying import threads_for
 from .errors import ExistsError, FormatError, ValueRefusedError
 from .headers import file_entry, refused_name
-from .hf import INDEX, RESERVED, SINGLE, read_index, uncommitted
+from .hf import RESERVED
 from .hf_file import HfFile
+from .hf_index import INDEX, SINGLE, read_index, uncommitted
 from .hf_shards import MAX_SHARD_SIZE, assign_shards, parse_size, refuse_split, tensor_sizes
 from .local import TEMPORARY, LocalStore
 from .pieces import Piece, collect, tied_pieces

@@ -17,7 +17,7 @@ from shardplan.planning.files import save_id_of
 from .commit import find_manifest
 from .dcp_metadata import METADATA, parse_metadata
 from .errors import FormatError
-from .hf import indices, read_index
+from .hf_index import indices, read_index
 from .local import is_temporary
 from .manifest import MANIFEST, Manifest, decode_manifest
 from .stores import Entry, Store

@@ -18,7 +18,7 @@ import attrs
 from .commit import SURE, unsure_commit
 from .dcp_metadata import METADATA
 from .errors import ExistsError, FormatError, UnsureCommitError
-from .hf import INDEX, SINGLE, indices, plain_files, uncommitted
+from .hf_index import INDEX, SINGLE, indices, plain_files, uncommitted
 from .local import LocalStore
 from .manifest import MANIFEST
 from .sources import FORMATS, open_source

@@ -15,7 +15,8 @@ from .crc import combine_crc, sum_crc
 from .dcp import DcpSource
 from .errors import FormatError
 from .headers import Header
-from .hf import HfSource, choose_files, missing_parts, read_header
+from .hf import HfSource
+from .hf_index import choose_files, missing_parts, read_header
 from .pool import Pool, default_pool
 from .progress import Progress, Tell
 from .scan import Fault

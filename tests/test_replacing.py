@@ -13,7 +13,7 @@ import shardplan
 from shardplan.dist import CheckpointError, run_ranks
 from shardplan.io import ExistsError, open_store
 from shardplan.io.errors import UnsureCommitError
-from shardplan.io.hf import INDEX, SINGLE
+from shardplan.io.hf_index import INDEX, SINGLE
 from shardplan.io.replacing import find_older
 from shardplan.io.sources import detect
 from shardplan.io.stores import StoreError

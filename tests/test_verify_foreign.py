@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 import shardplan
 from shardplan import verify
 from shardplan.io import FormatError, verify_foreign
-from shardplan.io.hf import INDEX
+from shardplan.io.hf_index import INDEX
 
 SD = {
     "w": torch.arange(3000.0).reshape(30, 100),
