@@ -295,13 +295,13 @@ class Meetings:
     def _wait(self, ready: Callable[[], bool], seconds: float) -> bool:
         """Ask again and again, less often as time passes, until ready or out of time."""
         start = time.monotonic()
-        # Many ranks ask one server: the longest pause grows with their number.
-        longest = max(0.05, len(self.ranks) / 10_000)
+        # Many ranks ask one server: the first and the longest pause grow with their number.
+        first, longest = len(self.ranks) * 1e-5, max(0.05, len(self.ranks) / 10_000)
         while not ready():
             passed = time.monotonic() - start
             if passed >= seconds or self.leaving is not None:
                 return False
-            time.sleep(min(max(passed / 8, 0.0005), longest, seconds - passed))
+            time.sleep(min(max(passed / 8, first), longest, seconds - passed))
         return True
 
     def _ask(self, question: Callable[[], T], limit: float) -> T:

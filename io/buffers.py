@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
-from typing import Any, TypeAlias, cast
+from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,8 @@ __all__ = [
     "total_bytes",
     "wanted",
 ]
+
+_NOTHING: Final = memoryview(b"")
 
 Buffer: TypeAlias = bytes | bytearray | memoryview | NDArray[Any]
 """Contiguous memory of any type."""
@@ -43,7 +45,7 @@ def byte_view(buffer: Buffer) -> memoryview:
     if not view.c_contiguous:
         raise ValueError(f"memory of shape {view.shape} is not contiguous: make it so first")
     if not view.nbytes:
-        return memoryview(b"")  # a view of no elements cannot be cast
+        return _NOTHING  # a view of no elements cannot be cast
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
 
@@ -131,7 +133,7 @@ def gather(
                 run = []
             if not run:
                 start, end, room = offset, offset, max_bytes
-            view, rest = rest[:room], rest[room:]
+            view, rest = (rest, _NOTHING) if rest.nbytes <= room else (rest[:room], rest[room:])
             run.append(view)
             offset = end = end + view.nbytes
             if end - start == max_bytes:  # not later: what it views need not be kept until then

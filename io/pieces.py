@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardplan.planning import MetadataIndex, SavePlan, dtype_name, find_shard, itemsize
+from shardplan.planning import SavePlan, dtype_name, itemsize
 from shardplan.planning.blocks import BLOCK_BYTES, cut_blocks
 from shardplan.planning.catalog import column
+from shardplan.planning.values import shard_finder
 
 from .arrays import (
     as_tensor,
@@ -198,6 +199,7 @@ def reads_of(
             yield at, part[:axes]
 
 
+@torch.no_grad()  # so that DTensors give their local tensors as they are
 def collect(
     flat: Mapping[str, Any],
     plan: SavePlan,
@@ -224,7 +226,8 @@ def collect(
     pieces: dict[int, Piece] = {}
     values: dict[str, Any] = {}
     refused: dict[str, str] = {}
-    holders: dict[MetadataIndex, torch.Tensor | Lazy] = {}
+    holders: dict[tuple[str, tuple[int, ...]], torch.Tensor | Lazy] = {}
+    find = shard_finder(flat)
     for row, number in enumerate(at):
         name, source, _, properties, size = catalog.heads[number]
         if properties is None:
@@ -236,11 +239,10 @@ def collect(
             continue
         axes = len(size)
         offset, start = tuple(offsets[row][:axes]), tuple(starts[row][:axes])
-        index = MetadataIndex(source, start)
         try:
-            held = holders.get(index)
+            held = holders.get((source, start))
             if held is None:
-                held = holders[index] = _holder(find_shard(flat, index))
+                held = holders[source, start] = _holder(find(source, start))
         except TypeError as error:
             refused[name] = str(error)
             continue

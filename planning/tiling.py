@@ -26,7 +26,7 @@ __all__ = ["Boxes", "Chunk", "Grid", "Tiling", "tile", "tile_chunks"]
 
 def as_ints(values: Iterable[int]) -> tuple[int, ...]:
     """Return ``values`` as a tuple of plain ints (a torch.Size or a numpy row may come in)."""
-    return tuple([index(v) for v in values])
+    return tuple(map(index, values))
 
 
 @attrs.frozen

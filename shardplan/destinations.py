@@ -12,21 +12,21 @@ from shardplan.io.arrays import as_tensor, memory, window
 from shardplan.io.errors import ValueRefusedError
 from shardplan.io.pieces import boxes_of
 from shardplan.io.read import Reader, find_chunks
-from shardplan.planning import LoadItemType, MetadataIndex, find_shard
+from shardplan.planning import LoadItemType
 from shardplan.planning.catalog import column
 from shardplan.planning.metadata import TensorMetadata
 from shardplan.planning.packing import Ints
 from shardplan.planning.reads import ReadItems
+from shardplan.planning.values import shard_finder
 
 from .opening import SavedTensor
 
 __all__ = ["destinations", "refuse_fixed", "refuse_shared"]
 
-_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)  # types whose values are their own only shard
 _WORK: Final = 100_000  # how long to look for an element that two views have in common
 _PAIRS: Final = 100_000  # views that lie in each other's way and are looked at
 
-_Key = tuple[int, bytes]
+_Key = tuple[int, tuple[int, ...]]
 _Shards = dict[_Key, torch.Tensor]
 
 
@@ -112,21 +112,14 @@ def _shards(
     """Return the shard of each read as a key, the shards by key, and what cannot be filled."""
     shards: _Shards = {}
     refused: dict[str, str] = {}
-    width, anchors = items.dest_anchor.shape[1] * 8, items.dest_anchor.tobytes()
-    keys = [
-        (dest, anchors[row * width : (row + 1) * width])
-        for row, dest in enumerate(items.dest.tolist())
-    ]
-    origin = bytes(width)
-    for row, (key, kind) in enumerate(zip(keys, items.type.tolist(), strict=True)):
-        if kind == LoadItemType.TENSOR.value and key not in shards:
-            name = items.names[key[0]]
+    find = shard_finder(flat)
+    keys = list(zip(items.dest.tolist(), map(tuple, items.dest_anchor.tolist()), strict=True))
+    for row in np.flatnonzero(items.type == LoadItemType.TENSOR.value).tolist():
+        key = keys[row]
+        if key not in shards:
+            name, anchor = items.names[key[0]], key[1][: items.ndim[row]]
             try:
-                value = flat.get(name)
-                if type(value) not in _PLAIN or key[1] != origin:
-                    anchor = items.dest_anchor[row, : items.ndim[row]].tolist()
-                    value = find_shard(flat, MetadataIndex(name, anchor))
-                shards[key] = as_tensor(value, writable=True)
+                shards[key] = as_tensor(find(name, anchor), writable=True)
             except TypeError as error:
                 refused[name] = str(error)
     return keys, shards, refused

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from typing import Any
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any, Final
 
 import attrs
 import numpy as np
@@ -22,9 +22,11 @@ from shardplan.planning import (
 )
 from shardplan.planning.errors import PlanError, RefusedError
 from shardplan.planning.flatten import _is_leaf, is_tensor
-from shardplan.planning.values import placement_of
+from shardplan.planning.values import kind_of, placement_of
 
 __all__ = ["layout_key", "whole_layout"]
+
+_TEXT: Final = frozenset((str,))
 
 
 def layout_key(sd: Mapping[Any, Any]) -> Hashable | None:
@@ -38,12 +40,8 @@ def layout_key(sd: Mapping[Any, Any]) -> Hashable | None:
     """
     try:
         return _entries(sd)
-    except (
-        _UntoldError,
-        RuntimeError,
-        AttributeError,
-    ):  # planning says what is wrong with what has no shape
-        return None
+    except (_UntoldError, AttributeError, RuntimeError, TypeError):
+        return None  # planning says what is wrong with what has no shape
 
 
 class _UntoldError(Exception):
@@ -51,29 +49,37 @@ class _UntoldError(Exception):
 
 
 def _entries(sd: Mapping[Any, Any]) -> tuple[Hashable, ...]:
-    # With the type of each name, for 1 == True, and they make different names; so do 0.0 and -0.0.
-    return tuple(
-        [
-            (name.__class__, repr(name) if type(name) is float else name, _value_key(value))
-            for name, value in sd.items()
-        ]
+    """Return the keys of all values of a dict, with their names."""
+    names: tuple[Hashable, ...] = tuple(sd)
+    if not _TEXT.issuperset(map(type, sd)):
+        # With the type of each, for 1 == True, and they make different names; so do 0.0 and -0.0.
+        names = tuple([(type(n), repr(n) if type(n) is float else n) for n in sd])
+    return names, _values(sd.values())
+
+
+def _values(values: Iterable[Any]) -> tuple[Hashable, ...]:
+    """Return the keys of some values: those of DTensors as columns, as there are mostly these."""
+    values = list(values)
+    # A spec keeps its own hash, and renews it when it changes.
+    specs = [getattr(value, "_spec", None) for value in values]
+    placed = [value for value, spec in zip(values, specs, strict=True) if spec is not None]
+    local = [value._local_tensor for value in placed]
+    if any(hasattr(one, "__create_chunk_list__") for one in local):
+        raise _UntoldError
+    return (
+        tuple(specs),
+        tuple([one.shape for one in local]),
+        tuple([value.requires_grad for value in placed]),
+        tuple([_key(value) for value, s in zip(values, specs, strict=True) if s is None]),
     )
 
 
-def _value_key(value: Any) -> Hashable:
-    """Return the key of one value; None for all that are saved as a whole."""
-    spec = getattr(value, "_spec", None)
-    if spec is not None:  # a DTensor; its spec keeps its own hash, and renews it when it changes
-        local = value._local_tensor
-        if hasattr(local, "__create_chunk_list__"):
-            raise _UntoldError
-        return (spec, local.shape, value.requires_grad)
+def _key(value: Any) -> Hashable:
+    """Return the key of a value that is no DTensor; None for all that are saved as a whole."""
     if isinstance(value, Mapping):
-        return _entries(value) or None
+        return _entries(value) if value else None
     if isinstance(value, (list, tuple)):
-        if _is_leaf(value):
-            return None
-        return (type(value).__name__, *(_value_key(entry) for entry in value))
+        return None if _is_leaf(value) else (type(value).__name__, _values(value))
     if not is_tensor(value):
         return None
     if hasattr(value, "local_shards") or hasattr(value, "__create_chunk_list__"):
@@ -107,19 +113,22 @@ def whole_layout(flat: Mapping[str, Any], local: SavePlan, comm: Comm) -> WorldP
     """
     ranks = comm.world_size
     specs: dict[str, TensorSpec] = {}
-    meshes: set[Mesh] = set()
+    known: dict[Hashable, _Placed] = {}
     for name, value in flat.items():
         if not is_tensor(value):
             continue
-        try:
-            placed = _placed(name, value, ranks)
-        except (RefusedError, ValueError, TypeError):
-            return None  # `local_plan` says what is wrong
+        kind = kind_of(value)
+        placed = None if kind is None else known.get(kind)
         if placed is None:
-            return None
+            try:
+                placed = _placed(name, value, ranks)
+            except (RefusedError, ValueError, TypeError):
+                return None  # `local_plan` says what is wrong
+            if placed is None:
+                return None
+            known[name if kind is None else kind] = placed
         specs[name] = placed.spec
-        if placed.mesh is not None:
-            meshes.add(placed.mesh)
+    meshes = {placed.mesh for placed in known.values() if placed.mesh is not None}
     if len(meshes) > 1:
         return None
     mesh = next(iter(meshes), Mesh(rank=ranks))

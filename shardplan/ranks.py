@@ -20,8 +20,8 @@ from shardplan.dist import (
     torch_comm,
 )
 from shardplan.dist.comm import Reduce
-from shardplan.planning import flatten
 from shardplan.planning.errors import span
+from shardplan.planning.flatten import leaves
 
 __all__ = [
     "Counted",
@@ -221,7 +221,7 @@ def device_of(sd: Mapping[Any, Any]) -> str:
     >>> device_of({"step": 7, "w": torch.zeros(2)}), device_of({})
     ('cpu', 'cpu')
     """
-    for value in flatten(sd)[0].values():
+    for _, value in leaves(sd):
         device = getattr(value, "device", None)
         if getattr(device, "type", "cpu") != "cpu":
             return normal_device(device)

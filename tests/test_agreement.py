@@ -266,6 +266,31 @@ def test_the_key_of_a_layout_is_the_same_for_other_values_and_no_other_layout():
     assert len(set(keys)) == len(keys)
 
 
+def test_names_and_nesting_are_part_of_the_key_of_a_layout():
+    w, v = torch.zeros(2), torch.zeros(3)
+    layouts = [
+        {"a": w, "b": v},
+        {"b": v, "a": w},
+        {"a": v, "b": w},
+        {"a": {"b": w}},
+        {"a": {"b": v}},
+        {"a": [w, v]},
+        {"a": (w, v)},
+        {"a": [v, w]},
+        {"a": [[w], v]},
+        {"a": 7},
+        *({name: w} for name in (1, True, 1.0, "1", 0.0, -0.0)),
+    ]
+    keys = [layout_key(layout) for layout in layouts]
+    assert None not in keys
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize("wrong", [None, 7, [("w", 1)]])
+def test_what_is_no_state_dict_has_no_key(wrong):
+    assert layout_key(wrong) is None
+
+
 def test_a_tensor_that_knows_its_own_chunks_has_no_key():
     assert layout_key(chunked(0)) is None
 

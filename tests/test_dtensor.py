@@ -49,6 +49,7 @@ from shardplan.planning import (
     load_plan,
     local_plan,
 )
+from shardplan.planning.values import kind_of, shard_finder
 
 pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
 
@@ -92,10 +93,11 @@ def held_by_each_rank(make, mesh_shape, names=None):
     for rank in range(world):
         with as_rank(rank, world):
             sd = make(init_device_mesh("cpu", mesh_shape, mesh_dim_names=names))
-            plan = local_plan(sd)
+            plan, find = local_plan(sd), shard_finder(sd)
             for item in plan.items:
                 chunk, size = item.tensor_data.chunk, item.tensor_data.size
                 found = find_shard(sd, item.source)
+                assert same_view(find(item.source.fqn, item.source.offset), found)
                 expected = count_up(*size)[region(chunk.offsets, chunk.sizes)]
                 # Of an empty tensor every rank holds all, in whatever shape its memory has.
                 assert (
@@ -106,6 +108,11 @@ def held_by_each_rank(make, mesh_shape, names=None):
                 assert same, "a copy was found, not the memory"
             plans.append(plan)
     return tuple(plans)
+
+
+def same_view(a, b):
+    """Tell whether two tensors are the same elements of the same memory."""
+    return (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride())
 
 
 @st.composite
@@ -133,12 +140,16 @@ def test_every_rank_finds_the_values_it_plans_and_together_they_are_the_tensor(l
     mesh_shape, shape, placements = layout
 
     def make(mesh):
-        return {"w": distribute_tensor(count_up(*shape), mesh, placements, src_data_rank=None)}
+        return {
+            name: distribute_tensor(count_up(*shape), mesh, placements, src_data_rank=None)
+            for name in ("like it", "w")
+        }
 
     plans = held_by_each_rank(make, mesh_shape)
     _, metadata = global_plan(plans)
-    assert metadata.state_dict_metadata["w"].size == shape
-    assert metadata.state_dict_metadata["w"].chunks.volume() == math.prod(shape)
+    for name in ("like it", "w"):
+        assert metadata.state_dict_metadata[name].size == shape
+        assert metadata.state_dict_metadata[name].chunks.volume() == math.prod(shape)
 
 
 def test_a_strided_uneven_dtensor_is_found_in_as_many_places_as_it_lies():
@@ -390,6 +401,44 @@ def test_an_empty_shard_never_hides_a_real_one_at_the_same_offset(kind):
         (item,) = local_plan(sd).items
         assert item.tensor_data.chunk == Chunk((0, 0), (4, 2))
         assert torch.equal(find_shard(sd, item.source), count_up(4, 2))
+        assert torch.equal(shard_finder(sd)("w", (0, 0)), count_up(4, 2))
+
+
+def test_tensors_of_which_other_things_are_held_are_of_other_kinds():
+    """Planning looks at one tensor of a kind, and takes all others for the same."""
+    with as_rank(1, 4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+        def placed(*placements, mesh=mesh, of=torch.zeros, **made):
+            return distribute_tensor(of(4, 4, **made), mesh, placements, src_data_rank=None)
+
+        alike = placed(Shard(0), Replicate()), placed(Shard(0), Replicate(), of=torch.ones)
+        assert kind_of(alike[0]) == kind_of(alike[1])
+        others = [
+            alike[0],
+            placed(Shard(1), Replicate()),
+            placed(Replicate(), Shard(0)),
+            placed(_StridedShard(0, split_factor=2), Shard(0)),
+            placed(Shard(0), mesh=mesh["dp"]),
+            placed(Shard(0), Replicate(), dtype=torch.float16),
+            placed(Shard(0), Replicate(), requires_grad=True),
+            torch.zeros(4, 4),
+            torch.zeros(4, 4, requires_grad=True),
+            torch.zeros(2, 4),
+            torch.nn.Parameter(torch.zeros(4, 4)),
+            np.zeros((4, 4), np.float32),
+        ]
+        assert len({kind_of(other) for other in others}) == len(others)
+        # Of the same placements, but another local shape than they say: refused, by name.
+        odd = DTensor(torch.zeros(3, 4), alike[0]._spec, requires_grad=False)
+        with pytest.raises(RefusedError, match="`odd`"):
+            local_plan({"even": alike[0], "odd": odd})
+
+
+@pytest.mark.parametrize("kind", ["pieces", "ShardedTensor"])
+def test_what_has_shards_of_its_own_is_of_no_kind(kind):
+    with as_rank(0, 1):
+        assert kind_of(empty_and_real(kind)) is None
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
@@ -407,8 +456,10 @@ def test_an_empty_tensor_is_planned_and_found_however_it_is_held(shape):
         }
         plan = local_plan(sd)
         assert {i.index.fqn for i in plan.items} == set(sd)
+        find = shard_finder(sd)
         for item in plan.items:
             assert math.prod(find_shard(sd, item.source).shape) == 0
+            assert math.prod(find(item.source.fqn, item.source.offset).shape) == 0
 
 
 # Looking up

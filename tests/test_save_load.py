@@ -672,10 +672,11 @@ def test_reading_while_another_process_overwrites_reads_one_save_or_the_other(tm
 
     shardplan.save(state(0), tmp_path)
     code = (
-        "import sys, torch, shardplan\n"
+        "import sys, time, torch, shardplan\n"
         "n = 0\n"
         "while True:\n"
         "    n += 1\n"
+        "    time.sleep(0.005)\n"  # or a reader that is kept waiting gives up, sixteen saves later
         "    sd = {'w': torch.full((50_000,), float(n)), 'n': n}\n"
         "    shardplan.save(sd, sys.argv[1], overwrite=True)\n"
     )
