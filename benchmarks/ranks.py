@@ -3,7 +3,8 @@
     python -P benchmarks/ranks.py --gib 1 --ranks 4 --folder /tmp
 
 Both sides move the same bytes over the same process group, with a warm page cache, several times in
-turn; the median counts. A time is that of the slowest rank. Files are synced on both sides.
+turn; the medians count, of seconds and of each turn's ratio, as machines are now faster and now
+slower. A time is that of the slowest rank. Files are synced on both sides.
 """
 
 import argparse
@@ -79,13 +80,13 @@ def timed(work, *args):
 
 
 def in_turn(ways, rounds, before=lambda name: None):
-    """Return the median seconds of each way, having taken turns."""
+    """Return the seconds of each way, turn by turn."""
     times = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
             before(name)
             times[name].append(timed(way))
-    return {name: statistics.median(values) for name, values in times.items()}
+    return times
 
 
 def say(text):
@@ -109,13 +110,15 @@ def read_raw(path, tensors):
 
 
 def tell(label, times, goal):
-    ratio = times["dcp"] / times["ours"]
+    usual = {name: statistics.median(values) for name, values in times.items()}
+    ratios = [theirs / ours for theirs, ours in zip(times["dcp"], times["ours"], strict=True)]
     say(
-        f"{label:24} torch DCP {times['dcp']:6.3f} s   shardplan {times['ours']:6.3f} s   "
-        f"{ratio:5.2f} × as fast   wanted {goal}"
+        f"{label:24} torch DCP {usual['dcp']:6.3f} s   shardplan {usual['ours']:6.3f} s   "
+        f"{statistics.median(ratios):5.2f} × as fast ({min(ratios):.1f} to {max(ratios):.1f})   "
+        f"wanted {goal}"
     )
     if "raw" in times:
-        say(f"  a plain readinto of as many bytes by the same ranks takes {times['raw']:.3f} s")
+        say(f"  a plain readinto of as many bytes by the same ranks takes {usual['raw']:.3f} s")
 
 
 def measure_moves(gib, folder, mesh, rounds):
@@ -220,7 +223,7 @@ def rank_main(args):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     folder = args.folder
     measure_moves(args.gib, folder, mesh, args.rounds)
-    measure_planning(folder, mesh, args.rounds + 2)
+    measure_planning(folder, mesh, args.rounds)
     measure_async(args.gib, folder, mesh, args.rounds)
     dist.barrier()
     dist.destroy_process_group()
@@ -230,7 +233,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gib", type=float, default=1.0)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     args = parser.parse_args()
     if "RANK" in os.environ:

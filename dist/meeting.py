@@ -34,6 +34,9 @@ T = TypeVar("T")
 GRACE = 2.0
 """Seconds beyond the timeout that a rank gives to the coordinator's verdict, or to the store."""
 
+SOON = 0.1
+"""Seconds within which most meetings are over: until then the store is asked for nothing else."""
+
 
 class Store(Protocol):
     """The part of torch's key-value store that meetings use."""
@@ -184,15 +187,20 @@ class Meetings:
         self._come(topic, note)
         keys = [self._key(place) for place in range(len(self.ranks))]
 
+        def complete() -> bool:
+            return self.store.check(keys)
+
         def ready() -> bool:
-            return self.store.check(keys) or self._decided()
+            return complete() or self._decided()
 
         dead = self._dead(ready)
         if dead:
             return dead, []
-        self._wait(ready, self.timeout)
-        if not self.store.check(keys):
-            return self._left() or self._absent(topic), []
+        soon = min(SOON, self.timeout)
+        if not self._wait(complete, soon):
+            self._wait(ready, self.timeout - soon)
+            if not complete():
+                return self._left() or self._absent(topic), []
         came = [json.loads(text) for text in self.store.multi_get(keys)]
         astray = {
             rank: f"came to {other} while rank {self.ranks[self.rank]} came to {topic}"
@@ -237,7 +245,10 @@ class Meetings:
         dead = self._dead(self._decided)
         if dead:
             return dead
-        if not self._wait(moved, self.timeout):
+        soon = min(SOON, self.timeout)
+        if self._wait(self._decided, soon):
+            return {}
+        if not self._wait(moved, self.timeout - soon):
             if not self._here([self.coordinator]):
                 return self._absent(topic)
             # It came later than this rank, and may wait as long for the others.

@@ -142,6 +142,7 @@ class NativeSource:
             self._header,
             new,
             nbytes=lambda number: header_cost(self.manifest, number, self.store),
+            here=len(new) == 1,
         )
         for at, begins in found:
             self._begins[at] = begins
