@@ -167,6 +167,7 @@ def measure_planning(folder, mesh, rounds):
     }
     plans = []
     for turn in range(rounds + 1):
+        dist.barrier()
         report = shardplan.save(sd, folder / "many", overwrite=True)
         plans.append(1000 * report.seconds["plan"])
         how = "derived" if turn == 0 else "cached"
