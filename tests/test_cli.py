@@ -511,6 +511,7 @@ def test_what_needs_torch_says_how_to_get_it(ckpt, tmp_path, arguments):
         (["cat", "CKPT", "step[0]"], "`step` is no tensor"),
         (["plan", "CKPT", "--mesh", "dp"], "'dp' is no axis; write dp=96,tp=2"),
         (["plan", "CKPT", "--mesh", "dp = 0"], "dp needs at least 1 rank"),
+        (["plan", "CKPT", "--mesh", "dp=99999999999"], "99,999,999,999 ranks; at most 1,048,576"),
         (["plan", "CKPT", "--mesh", "dp=2", "-p", "*=shard"], "'shard' needs an axis number"),
         (["plan", "CKPT", "--mesh", "dp=2,tp=2", "-p", "*=shard0"], "1 placement given"),
         (["plan", "CKPT", "--mesh", "dp=2", "--tensor", "model.norm"], "needs --svg or --html"),

@@ -7,6 +7,7 @@ of the axis (``dp:shard0,tp:shard1``), where an axis that is not named holds cop
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -23,6 +24,7 @@ from .choosing import choose, hint
 __all__ = ["DEFAULT", "Placing", "by_axis", "parse_mesh", "parse_placements", "place", "words"]
 
 DEFAULT: Final = "*"
+_MOST: Final = 1 << 20  # ranks; the columns of more would not fit into memory
 _MESH: Final = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*([0-9]+)\s*")
 _PLACED: Final = re.compile(
     r"(?P<kind>[a-z]+)\s*(?:\(\s*(?P<inside>[^()]*?)\s*\)|(?P<short>-?[0-9]+)?)", re.IGNORECASE
@@ -64,6 +66,11 @@ def parse_mesh(text: str) -> Mesh:
         if found[1] in axes:
             raise ValueError(f"--mesh {text!r}: there are two axes named {found[1]}")
         axes[found[1]] = int(found[2])
+    ranks = math.prod(axes.values())
+    if ranks > _MOST:
+        raise ValueError(
+            f"--mesh {text!r}: these are {ranks:,} ranks; at most {_MOST:,} are planned"
+        )
     return Mesh(axes)
 
 
