@@ -19,7 +19,7 @@ import torch
 from shardplan.planning import SavePlan, dtype_name, itemsize
 from shardplan.planning.blocks import BLOCK_BYTES, cut_blocks
 from shardplan.planning.catalog import column
-from shardplan.planning.values import shard_finder
+from shardplan.planning.finding import shard_finder
 
 from .arrays import (
     as_tensor,

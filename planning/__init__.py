@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .derive import DerivedPlans, derive_plans
     from .describe import metadata_of
     from .draw import Picture, draw_bytes, draw_reshard, draw_tiling, draw_traffic, traffic_matrix
+    from .finding import find_object, find_shard
     from .keys import cast, drop, rename, select
     from .layout import Mesh, Only, Replicate, Shard, StridedShard, TensorSpec, local_chunks
     from .load import global_load_plan, load_plan, resolve_overlaps
@@ -65,43 +66,74 @@ if TYPE_CHECKING:
     from .save import global_plan, local_plan
     from .sharing import read_on, share_reads, split_reads
     from .topology import WorldPlans, world_metadata, world_plans
-    from .values import find_object, find_shard
 
-# All else is looked up there once it is asked for, in this order. Looking into a checkpoint needs
-# none of it.
-_LATER = (
-    "records",
-    "layout",
-    "ranges",
-    "reads",
-    "passes",
-    "keys",
-    "chunking",
-    "sharing",
-    "values",
-    "save",
-    "load",
-    "codec",
-    "topology",
-    "derive",
-    "describe",
-    "placed",
-    "reports",
-    "presets",
-    "models",
-    "draw",
-)
+# Whatever else is asked for is loaded then: looking into a checkpoint needs little of it.
+_HOMES = {
+    "chunking": ("dedup_replicas", "split_chunks", "split_replicas"),
+    "codec": (
+        "decode_metadata",
+        "decode_plan",
+        "decode_plans",
+        "encode_metadata",
+        "encode_plan",
+        "fingerprint",
+    ),
+    "derive": ("DerivedPlans", "derive_plans"),
+    "describe": ("metadata_of",),
+    "draw": (
+        "Picture",
+        "draw_bytes",
+        "draw_reshard",
+        "draw_tiling",
+        "draw_traffic",
+        "traffic_matrix",
+    ),
+    "finding": ("find_object", "find_shard"),
+    "keys": ("cast", "drop", "rename", "select"),
+    "layout": ("Mesh", "Only", "Replicate", "Shard", "StridedShard", "TensorSpec", "local_chunks"),
+    "load": ("global_load_plan", "load_plan", "resolve_overlaps"),
+    "models": ("LLAMA_TP", "llama", "llama3_405b", "llama3_8b"),
+    "passes": ("Pass", "annotate", "chain", "named_chain", "partition"),
+    "placed": ("SpecLayout",),
+    "presets": (
+        "Rule",
+        "adam",
+        "expert_parallel",
+        "fsdp",
+        "fsdp_tp",
+        "hsdp",
+        "pipeline",
+        "tensor_parallel",
+    ),
+    "ranges": ("ByteRanges", "Requests", "byte_ranges", "coalesce"),
+    "reads": ("Transfer",),
+    "records": ("KeyReport", "LoadPlan", "Plan", "SavePlan"),
+    "reports": (
+        "CostModel",
+        "PlanDiff",
+        "Report",
+        "Why",
+        "Writers",
+        "explain",
+        "plan_diff",
+        "why",
+        "writers_of",
+    ),
+    "save": ("global_plan", "local_plan"),
+    "sharing": ("read_on", "share_reads", "split_reads"),
+    "topology": ("WorldPlans", "world_metadata", "world_plans"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATER:
+    if name in _HOMES:
         return import_module(f"{__name__}.{name}")
-    for home in _LATER if name in __all__ else ():
-        module = import_module(f"{__name__}.{home}")
-        if name in module.__all__:
-            value = globals()[name] = getattr(module, name)
-            return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -131,15 +131,15 @@ def is_tensor(value: object) -> bool:
         return value.dtype.kind in "biufc" and value.dtype.itemsize <= 16
     if isinstance(value, (np.generic, type)):
         return False
-    if hasattr(value, "__create_chunk_list__"):
-        return True  # without shape or dtype it is refused by name, never taken for a plain value
     try:
+        if hasattr(value, "__create_chunk_list__"):
+            return True  # without shape or dtype it is refused by name, never taken for a plain one
         return hasattr(value, "shape") and hasattr(value, "dtype")
     except Exception:
         return True  # a tensor that cannot tell its shape is refused by name, too
 
 
-def _kind_of(kind: type) -> str:
+def _container_of(kind: type) -> str:
     """Return what a type is a kind of: "dict", "list", "tuple", or "" for all else."""
     if issubclass(kind, Mapping):
         return "dict"
@@ -148,7 +148,7 @@ def _kind_of(kind: type) -> str:
     return "list" if issubclass(kind, list) else ""
 
 
-_container: Callable[[type], str] = cast(Any, lru_cache(maxsize=1024)(_kind_of))
+_container: Callable[[type], str] = cast(Any, lru_cache(maxsize=1024)(_container_of))
 
 
 def _is_leaf(value: Any) -> bool:
@@ -199,6 +199,9 @@ def _settle(value: Any) -> Any:
 
 def clash(name: str, first: Path, second: Path, ranks: Sequence[int] = ()) -> Issue:
     """Say that two values, reached in different ways, would get the same name."""
-    ways = " and ".join("".join(f"[{key!r}]" for _, key in path) for path in (first, second))
-    text = f"`{name}` names two values, {ways}; rename one of these keys"
+    ways = ["".join(f"[{key!r}]" for _, key in path) for path in (first, second)]
+    if ways[0] == ways[1]:  # a list and a dict with numbers for keys, say
+        kinds = [[kind for kind, _ in path] for path in (first, second)]
+        ways = [f"{way} ({' in '.join(reversed(k))})" for way, k in zip(ways, kinds, strict=True)]
+    text = f"`{name}` names two values, {' and '.join(ways)}; rename one of these keys"
     return Issue("conflict", name, text, ranks)

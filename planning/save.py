@@ -21,7 +21,7 @@ from .metadata import Entries, Metadata
 from .packing import readonly
 from .passes import Pass, as_pass
 from .records import SavePlan
-from .values import Memo, held, held_before
+from .values import Memo, held, held_alike
 from .world import World
 
 __all__ = ["DEFAULT_PASSES", "global_plan", "local_plan"]
@@ -71,7 +71,7 @@ def local_plan(sd: Mapping[Any, Any], *, mesh: Mesh | None = None, rank: int = 0
             sizes.append(())
             continue
         try:
-            here = held_before(name, value, memo) or held(name, value, mesh, rank)
+            here = held_alike(name, value, memo) or held(name, value, mesh, rank)
         except RefusedError as error:
             refused.append(str(error))
             continue

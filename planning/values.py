@@ -8,16 +8,15 @@ A tensor is anything with ``shape`` and ``dtype``. Where its elements lie is tol
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
 import attrs
 
 from .dtypes import dtype_name
-from .errors import NotFoundError, RefusedError, nearest_hint, nearest_names
-from .flatten import flatten, is_tensor
-from .items import MetadataIndex, TensorProperties
+from .errors import RefusedError
+from .items import TensorProperties
 from .layout import (
     Mesh,
     Placement,
@@ -32,7 +31,18 @@ from .layout import (
 )
 from .tiling import Chunk, as_ints
 
-__all__ = ["Held", "find_object", "find_shard", "held", "kind_of", "shard_finder"]
+__all__ = [
+    "Held",
+    "Memo",
+    "dtensor_chunks",
+    "held",
+    "held_alike",
+    "is_dtensor",
+    "is_elsewhere",
+    "kind_of",
+    "placement_of",
+    "spec_of",
+]
 
 
 @attrs.frozen
@@ -71,7 +81,7 @@ def held(name: str, value: Any, mesh: Mesh | None = None, rank: int = 0) -> Held
     properties = _properties(name, value)
     size = as_ints(value.shape)
     chunks = _chunks(name, value, mesh, rank)
-    if chunks is None or (0 in size and not _is_elsewhere(value, mesh, rank)):
+    if chunks is None or (0 in size and not is_elsewhere(value, mesh, rank)):
         whole = Chunk([0] * len(size), size)  # an empty tensor has one empty chunk, on every rank
         return Held(properties, size, (whole,), chunks is not None)
     return Held(properties, size, tuple(c for c in chunks if c.numel), True)
@@ -79,6 +89,8 @@ def held(name: str, value: Any, mesh: Mesh | None = None, rank: int = 0) -> Held
 
 Memo = dict[Hashable, Held]
 """Tensors that were looked at before, by their kind: there are mostly a few."""
+
+_SHARDED: Final = ("device_mesh", "local_shards", "__create_chunk_list__")
 
 
 def kind_of(value: Any) -> Hashable | None:
@@ -90,13 +102,12 @@ def kind_of(value: Any) -> Hashable | None:
     >>> kind_of(np.zeros(3)) == kind_of(np.ones(3)), kind_of({"no": "tensor"})
     (True, None)
     """
-    spec = getattr(value, "_spec", None)  # all of a DTensor but what is here of it
-    part: Any = value if spec is None else getattr(value, "_local_tensor", None)
-    if spec is None and (getattr(value, "placements", None) or hasattr(value, "device_mesh")):
-        return None
-    if hasattr(value, "local_shards") or hasattr(part, "__create_chunk_list__"):
-        return None
     try:
+        spec, part = spec_of(value), value
+        if spec is not None:
+            part = value._local_tensor
+        elif getattr(value, "placements", None) or any(hasattr(value, a) for a in _SHARDED):
+            return None
         made = (getattr(value, "layout", None), getattr(value, "requires_grad", False))
         kind = (type(value), tuple(value.shape), value.dtype, *made, spec, part.shape)
         hash(kind)
@@ -105,15 +116,28 @@ def kind_of(value: Any) -> Hashable | None:
     return kind
 
 
-def held_before(name: str, value: Any, memo: Memo) -> Held | None:
-    """Describe a tensor as `held` does, if there is a kind of it."""
+def spec_of(value: Any) -> Any:
+    """Return what tells all of a DTensor but what is here of it; None if nothing does."""
+    spec = getattr(value, "_spec", None)
+    if spec is None or not is_dtensor(value):
+        return None
+    own = spec.placements is value.placements and spec.mesh is value.device_mesh
+    return spec if own else None
+
+
+def held_alike(name: str, value: Any, memo: Memo) -> Held | None:
+    """Describe a tensor as `held` does, looking at one of each kind.
+
+    Returns:
+        What is held; None if it is of no kind, or is refused.
+    """
     kind = kind_of(value)
     if kind is None:
         return None
     if kind not in memo:
         try:
             memo[kind] = held(name, value)
-        except RefusedError:  # told by who asks `held`
+        except RefusedError:
             return None
     return memo[kind]
 
@@ -139,8 +163,8 @@ def _chunks(name: str, value: Any, mesh: Mesh | None, rank: int) -> Sequence[Chu
             return local_chunks(value.shape, mesh.shape, mesh.coordinate(rank), value.placements)
         except (ValueError, RefusedError) as error:
             raise RefusedError(f"`{name}`: {error}") from None
-    if _is_dtensor(value):
-        return [chunk for chunk, _ in _dtensor_chunks(name, value)]
+    if is_dtensor(value):
+        return [chunk for chunk, _ in dtensor_chunks(name, value)]
     if hasattr(value, "local_shards"):
         shards = [shard.metadata for shard in value.local_shards()]
         return [Chunk(s.shard_offsets, s.shard_sizes) for s in shards]
@@ -149,7 +173,7 @@ def _chunks(name: str, value: Any, mesh: Mesh | None, rank: int) -> Sequence[Chu
     return None
 
 
-def _is_elsewhere(value: Any, mesh: Mesh | None = None, rank: int = 0) -> bool:
+def is_elsewhere(value: Any, mesh: Mesh | None = None, rank: int = 0) -> bool:
     """Tell whether a tensor lives on ranks that this one is not among."""
     if isinstance(value, TensorSpec):
         return mesh is not None and not holds(mesh.coordinate(rank), value.placements)
@@ -157,7 +181,7 @@ def _is_elsewhere(value: Any, mesh: Mesh | None = None, rank: int = 0) -> bool:
     return device_mesh is not None and device_mesh.get_coordinate() is None
 
 
-def _is_dtensor(value: object) -> bool:
+def is_dtensor(value: object) -> bool:
     """Tell a DTensor that places itself from one whose local tensor knows its own chunks."""
     local = getattr(value, "_local_tensor", None)
     own = hasattr(local, "__create_chunk_list__")
@@ -198,7 +222,7 @@ def placement_of(name: str, placement: Any) -> Placement:
 _Pairs = tuple[tuple[Chunk, Chunk], ...]
 
 
-def _dtensor_chunks(name: str, tensor: Any) -> _Pairs:
+def dtensor_chunks(name: str, tensor: Any) -> _Pairs:
     """Pair each box that a DTensor holds with its place inside the local tensor."""
     placements = tuple([placement_of(name, p) for p in tensor.placements])
     mesh = tensor.device_mesh
@@ -276,136 +300,3 @@ def _fits(local: tuple[int, ...], runs: Sequence[Sequence[tuple[int, int]]]) -> 
 def _starts(runs: Sequence[tuple[int, int]]) -> list[int]:
     """Return where each run lies in the local tensor: runs are stored one after the other."""
     return [sum(n for _, n in runs[:i]) for i in range(len(runs))]
-
-
-def find_object(sd: Mapping[Any, Any], index: MetadataIndex) -> Any:
-    """Return what ``index`` names in a state dict, flat or nested: a value, or a shard.
-
-    >>> import numpy as np
-    >>> find_object({"w": np.arange(3), "step": 7}, MetadataIndex("step"))
-    7
-
-    Raises:
-        NotFoundError: No such name, or no shard at that offset; the nearest ones are told.
-    """
-    value = _named(sd, index.fqn)
-    if is_tensor(value):
-        return find_shard(sd, index)
-    if index.offset is not None:
-        raise NotFoundError(
-            f"`{index.fqn}` is no tensor but a {type(value).__name__}: no offset {index.offset}"
-        )
-    return value
-
-
-def _named(sd: Mapping[Any, Any], name: str) -> Any:
-    """Return the value of a flattened key; a flat state dict is not walked."""
-    if name in sd and not isinstance(sd[name], Mapping):
-        return sd[name]
-    flat = flatten(sd)[0]
-    if name not in flat:
-        near = nearest_names(name, flat) or tuple(sorted(flat)[:3])
-        hint = nearest_hint(near)
-        raise NotFoundError(f"`{name}` is not in the state dict{hint}", near)
-    return flat[name]
-
-
-def find_shard(sd: Mapping[Any, Any], index: MetadataIndex) -> Any:
-    """Return the tensor memory that starts at ``index.offset`` of the named tensor.
-
-    The position in ``index.index`` is probed first. A plain tensor is its own only shard, at the
-    origin, and needs no offset.
-
-    >>> import numpy as np
-    >>> find_shard({"w": np.arange(3)}, MetadataIndex("w", (0,)))
-    array([0, 1, 2])
-
-    Raises:
-        NotFoundError: No such name, or no shard at that offset; the ones that exist are told.
-    """
-    value = _named(sd, index.fqn)
-    if not is_tensor(value):
-        raise NotFoundError(f"`{index.fqn}` is no tensor but a {type(value).__name__}")
-    if _is_dtensor(value):
-        pairs = _dtensor_chunks(index.fqn, value)
-        local = value.to_local() if hasattr(value, "to_local") else value._local_tensor
-        if 0 in value.shape and not _is_elsewhere(value):  # planned as one empty chunk: see `held`
-            return _pick(index, [(0,) * len(value.shape)], lambda _: local)
-        views = [_view(local, place) for _, place in pairs]
-        return _pick(index, [c.offsets for c, _ in pairs], lambda i: views[i])
-    if hasattr(value, "local_shards"):
-        shards = value.local_shards()
-        at = _not_empty([s.metadata.shard_sizes for s in shards])
-        starts = [as_ints(shards[i].metadata.shard_offsets) for i in at]
-        return _pick(index, starts, lambda i: shards[at[i]].tensor)
-    if hasattr(value, "__get_tensor_shard__"):
-        chunks = list(value.__create_chunk_list__())
-        at = _not_empty([c.sizes for c in chunks])
-        starts = [as_ints(chunks[i].offsets) for i in at]
-        own = [
-            attrs.evolve(index, offset=start, index=i) for i, start in zip(at, starts, strict=True)
-        ]
-        return _pick(index, starts, lambda i: value.__get_tensor_shard__(own[i]))
-    origin = (0,) * len(value.shape)
-    if index.offset not in (None, origin):
-        raise NotFoundError(
-            f"`{index.fqn}` is a plain tensor of shape {tuple(value.shape)}: it has no shard at "
-            f"{index.offset}, only all of it at {origin}"
-        )
-    return value
-
-
-def shard_finder(sd: Mapping[str, Any]) -> Callable[[str, tuple[int, ...]], Any]:
-    """Return what finds shards by name and offset, as `find_shard` does.
-
-    It is quicker where many tensors are alike, and must not outlive a change to any of them.
-
-    Args:
-        sd: The state dict, flattened.
-
-    >>> import numpy as np
-    >>> shard_finder({"w": np.arange(3)})("w", (0,))
-    array([0, 1, 2])
-    """
-    memo: Memo = {}
-
-    def find(name: str, offset: tuple[int, ...]) -> Any:
-        value: Any = sd.get(name)
-        here = held_before(name, value, memo)
-        if here is not None and len(here.chunks) == 1 and here.chunks[0].offsets == offset:
-            part = value.to_local() if hasattr(value, "to_local") else value
-            if as_ints(part.shape) == here.chunks[0].sizes:
-                return part
-        return find_shard(sd, MetadataIndex(name, offset))
-
-    return find
-
-
-def _not_empty(sizes: Sequence[Sequence[int]]) -> Sequence[int]:
-    """Number the shards that hold something; an empty one may share its offset with a real one."""
-    return [i for i, size in enumerate(sizes) if 0 not in size] or range(len(sizes))
-
-
-def _view(local: Any, place: Chunk) -> Any:
-    """Return the part of a local tensor that one box of it occupies."""
-    if place.sizes == as_ints(local.shape):
-        return local
-    return local[tuple(slice(o, e) for o, e in zip(place.offsets, place.ends, strict=True))]
-
-
-def _pick(
-    index: MetadataIndex, starts: Sequence[tuple[int, ...]], get: Callable[[int], Any]
-) -> Any:
-    """Return the shard that starts at the index's offset, trying its hint first."""
-    if index.offset is None and len(starts) == 1:
-        return get(0)
-    hint = index.index
-    if hint is not None and 0 <= hint < len(starts) and starts[hint] == index.offset:
-        return get(hint)
-    if index.offset in starts:
-        return get(starts.index(index.offset))
-    known = ", ".join(map(str, starts[:8])) or "nothing"
-    asked = "which shard is not said" if index.offset is None else f"no shard at {index.offset}"
-    raise NotFoundError(
-        f"`{index.fqn}`: {asked}; this rank holds {known}", [str(s) for s in starts[:8]]
-    )

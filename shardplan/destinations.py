@@ -14,10 +14,10 @@ from shardplan.io.pieces import boxes_of
 from shardplan.io.read import Reader, find_chunks
 from shardplan.planning import LoadItemType
 from shardplan.planning.catalog import column
+from shardplan.planning.finding import shard_finder
 from shardplan.planning.metadata import TensorMetadata
 from shardplan.planning.packing import Ints
 from shardplan.planning.reads import ReadItems
-from shardplan.planning.values import shard_finder
 
 from .opening import SavedTensor
 

@@ -22,26 +22,35 @@ from shardplan.planning import (
 )
 from shardplan.planning.errors import PlanError, RefusedError
 from shardplan.planning.flatten import _is_leaf, is_tensor
-from shardplan.planning.values import kind_of, placement_of
+from shardplan.planning.values import kind_of, placement_of, spec_of
 
-__all__ = ["layout_key", "whole_layout"]
+__all__ = ["holds_objects", "layout_key", "whole_layout"]
 
 _TEXT: Final = frozenset((str,))
+
+
+@attrs.frozen(cache_hash=True)
+class _Layout:
+    """All that a local plan depends on, nested as the state dict is."""
+
+    entries: tuple[Hashable, ...]
 
 
 def layout_key(sd: Mapping[Any, Any]) -> Hashable | None:
     """Return all that a local plan depends on, without planning; None if only planning can tell.
 
-    It is nested as the state dict is. This is what a save with a known plan spends its time on.
+    This is what a save with a known plan spends its time on.
 
     >>> a, b = np.zeros(3), np.ones(3)
     >>> layout_key({"w": a, "step": 1}) == layout_key({"w": b, "step": 2})
     True
     """
     try:
-        return _entries(sd)
-    except (_UntoldError, AttributeError, RuntimeError, TypeError):
-        return None  # planning says what is wrong with what has no shape
+        layout = _Layout(_entries(sd))
+        hash(layout)
+    except Exception:  # planning says what is wrong with it
+        return None
+    return layout
 
 
 class _UntoldError(Exception):
@@ -51,18 +60,19 @@ class _UntoldError(Exception):
 def _entries(sd: Mapping[Any, Any]) -> tuple[Hashable, ...]:
     """Return the keys of all values of a dict, with their names."""
     names: tuple[Hashable, ...] = tuple(sd)
-    if not _TEXT.issuperset(map(type, sd)):
-        # With the type of each, for 1 == True, and they make different names; so do 0.0 and -0.0.
-        names = tuple([(type(n), repr(n) if type(n) is float else n) for n in sd])
+    if not _TEXT.issuperset(map(type, sd)):  # 1 == True and 0.0 == -0.0, and they make other names
+        names = tuple([(type(name), repr(name), name) for name in sd])
     return names, _values(sd.values())
 
 
 def _values(values: Iterable[Any]) -> tuple[Hashable, ...]:
     """Return the keys of some values: those of DTensors as columns, as there are mostly these."""
     values = list(values)
+    examples = {type(value): value for value in values}
+    dtensors = {kind for kind, value in examples.items() if spec_of(value) is not None}
     # A spec keeps its own hash, and renews it when it changes.
-    specs = [getattr(value, "_spec", None) for value in values]
-    placed = [value for value, spec in zip(values, specs, strict=True) if spec is not None]
+    specs = [value._spec if type(value) in dtensors else None for value in values]
+    placed = [value for value in values if type(value) in dtensors]
     local = [value._local_tensor for value in placed]
     if any(hasattr(one, "__create_chunk_list__") for one in local):
         raise _UntoldError
@@ -70,7 +80,7 @@ def _values(values: Iterable[Any]) -> tuple[Hashable, ...]:
         tuple(specs),
         tuple([one.shape for one in local]),
         tuple([value.requires_grad for value in placed]),
-        tuple([_key(value) for value, s in zip(values, specs, strict=True) if s is None]),
+        tuple([_key(value) for value in values if type(value) not in dtensors]),
     )
 
 
@@ -82,10 +92,32 @@ def _key(value: Any) -> Hashable:
         return None if _is_leaf(value) else (type(value).__name__, _values(value))
     if not is_tensor(value):
         return None
-    if hasattr(value, "local_shards") or hasattr(value, "__create_chunk_list__"):
+    kind = kind_of(value)
+    if kind is None:
         raise _UntoldError
-    layout, grad = (getattr(value, a, None) for a in ("layout", "requires_grad"))
-    return (tuple(value.shape), value.dtype, layout, grad)
+    return kind
+
+
+def holds_objects(sd: Mapping[Any, Any]) -> bool:
+    """Tell whether a state dict holds what may be refused: more than tensors, numbers and texts.
+
+    >>> holds_objects({"w": np.zeros(3), "groups": [{"lr": 0.1}]}), holds_objects({"f": [len]})
+    (False, True)
+    """
+    safe = {str, int, float, bool, type(None)}  # and types of tensors, once one was seen
+
+    def is_object(value: Any) -> bool:
+        if type(value) in safe:
+            return False
+        if isinstance(value, Mapping):
+            return any(map(is_object, value.values()))
+        if isinstance(value, (list, tuple)):
+            return any(map(is_object, value))
+        if is_tensor(value):
+            safe.add(type(value))
+        return type(value) not in safe
+
+    return is_object(sd)
 
 
 @attrs.frozen
@@ -114,6 +146,7 @@ def whole_layout(flat: Mapping[str, Any], local: SavePlan, comm: Comm) -> WorldP
     ranks = comm.world_size
     specs: dict[str, TensorSpec] = {}
     known: dict[Hashable, _Placed] = {}
+    meshes: set[Mesh] = set()
     for name, value in flat.items():
         if not is_tensor(value):
             continue
@@ -121,14 +154,16 @@ def whole_layout(flat: Mapping[str, Any], local: SavePlan, comm: Comm) -> WorldP
         placed = None if kind is None else known.get(kind)
         if placed is None:
             try:
-                placed = _placed(name, value, ranks)
+                placed = _look(name, value, ranks)
             except (RefusedError, ValueError, TypeError):
                 return None  # `local_plan` says what is wrong
             if placed is None:
                 return None
-            known[name if kind is None else kind] = placed
+            if placed.mesh is not None:
+                meshes.add(placed.mesh)
+            if kind is not None:
+                known[kind] = placed
         specs[name] = placed.spec
-    meshes = {placed.mesh for placed in known.values() if placed.mesh is not None}
     if len(meshes) > 1:
         return None
     mesh = next(iter(meshes), Mesh(rank=ranks))
@@ -140,7 +175,8 @@ def whole_layout(flat: Mapping[str, Any], local: SavePlan, comm: Comm) -> WorldP
     return plans if plans[comm.rank] == local else None
 
 
-def _placed(name: str, value: Any, ranks: int) -> _Placed | None:
+def _look(name: str, value: Any, ranks: int) -> _Placed | None:
+    """Say how a tensor lies on all ranks; None if this one cannot tell."""
     if getattr(value, "requires_grad", False):
         return None  # a property that specs do not have
     shape, dtype = tuple(value.shape), dtype_name(value.dtype)

@@ -10,6 +10,8 @@ import os
 import subprocess
 import sys
 from contextlib import contextmanager
+from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,6 +37,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from shardplan.layouts import layout_key
 from shardplan.planning import (
     Chunk,
     MetadataIndex,
@@ -49,7 +52,8 @@ from shardplan.planning import (
     load_plan,
     local_plan,
 )
-from shardplan.planning.values import kind_of, shard_finder
+from shardplan.planning.finding import shard_finder
+from shardplan.planning.values import kind_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
 
@@ -441,6 +445,107 @@ def test_what_has_shards_of_its_own_is_of_no_kind(kind):
         assert kind_of(empty_and_real(kind)) is None
 
 
+class Like:
+    """What planning takes for a DTensor; a ``_spec`` of such a class may mean anything."""
+
+    def __init__(self, local, placements, mesh, **more):
+        self.shape, self.dtype = torch.Size((4,)), local.dtype
+        self.placements, self.device_mesh, self._local_tensor = placements, mesh, local
+        self.__dict__.update(more)
+
+
+@pytest.mark.parametrize("more", [{}, {"_spec": "by rows"}])
+def test_what_only_looks_like_a_dtensor_is_planned_and_found_by_its_own_placements(more):
+    """Two such tensors that are told apart by nothing but their meshes."""
+
+    def mesh(place):
+        return SimpleNamespace(shape=(2,), get_coordinate=lambda: (place,))
+
+    sd = {
+        "a": Like(torch.zeros(2), (Shard(0),), mesh(0), **more),
+        "b": Like(torch.ones(2), (Shard(0),), mesh(1), **more),
+    }
+    assert boxes(local_plan(sd), "a") == [((0,), (2,))]
+    assert boxes(local_plan(sd), "b") == [((2,), (2,))]
+    assert layout_key({"w": sd["a"]}) is layout_key({"w": sd["b"]}) is None
+    find = shard_finder(sd)
+    assert find("a", (0,)) is sd["a"]._local_tensor
+    assert find("b", (2,)) is sd["b"]._local_tensor
+
+
+def test_chunks_of_its_own_count_more_than_a_spec():
+    def made(start):
+        pieces = Pieces((4,), ((start,), torch.zeros(2)))
+        pieces._spec, pieces._local_tensor = "by rows", torch.zeros(2)
+        return pieces
+
+    plan = local_plan({"a": made(0), "b": made(2)})
+    assert (boxes(plan, "a"), boxes(plan, "b")) == ([((0,), (2,))], [((2,), (2,))])
+    assert layout_key({"w": made(0)}) is layout_key({"w": made(2)}) is None
+
+
+def test_a_plain_tensor_is_its_own_shard_whatever_methods_it_has():
+    class Odd(torch.Tensor):
+        def to_local(self):
+            return torch.zeros(4)
+
+    odd = torch.arange(4.0).as_subclass(Odd)
+    assert shard_finder({"w": odd})("w", (0,)) is odd
+
+
+@torch.no_grad()
+def test_a_finder_finds_and_refuses_what_find_shard_does():
+    with as_rank(1, 2):
+        mesh = init_device_mesh("cpu", (2,))
+        sd = {
+            "plain": torch.zeros(4),
+            "placed": distribute_tensor(torch.zeros(4), mesh, [Shard(0)], src_data_rank=None),
+            "sparse": torch.zeros(4).to_sparse(),
+            "step": 7,
+        }
+        find = shard_finder(sd)
+
+        def outcome(find):
+            try:
+                return id(find())
+            except NotFoundError as error:
+                return str(error)
+
+        for name, offset in product((*sd, "nope"), ((0,), (1,), (2,), (3,))):
+            told = outcome(partial(find_shard, sd, MetadataIndex(name, offset)))
+            assert outcome(partial(find, name, offset)) == told
+
+
+def test_columns_of_a_layout_s_key_are_not_mixed_up():
+    with as_rank(0, 2):
+        mesh = init_device_mesh("cpu", (2,))
+
+        def placed(size, **made):
+            tensor = torch.zeros(size, **made)
+            return distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None)
+
+        a, b, c, plain = placed(4), placed(6), placed(4, requires_grad=True), torch.zeros(4)
+        odd = DTensor(torch.zeros(3), a._spec, requires_grad=False)
+        states = [
+            [a, b, plain],
+            [b, a, plain],
+            [a, plain, b],
+            [plain, a, b],
+            [a, a, plain],
+            [a, c, plain],
+            [c, a, plain],
+            [odd, a, plain],
+            [a, odd, plain],
+            [[a], b, plain],
+        ]
+        keys = [layout_key(dict(zip("xyz", state, strict=True))) for state in states]
+        keys += [layout_key({"x": state}) for state in states]
+        assert None not in keys
+        assert len(set(keys)) == len(keys)
+        again = layout_key({"x": placed(4), "y": placed(6), "z": torch.ones(4)})
+        assert again == keys[0]
+
+
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0)])
 def test_an_empty_tensor_is_planned_and_found_however_it_is_held(shape):
     with as_rank(1, 2):
@@ -458,8 +563,11 @@ def test_an_empty_tensor_is_planned_and_found_however_it_is_held(shape):
         assert {i.index.fqn for i in plan.items} == set(sd)
         find = shard_finder(sd)
         for item in plan.items:
-            assert math.prod(find_shard(sd, item.source).shape) == 0
-            assert math.prod(find(item.source.fqn, item.source.offset).shape) == 0
+            found = find_shard(sd, item.source)
+            assert math.prod(found.shape) == 0
+            again = find(item.source.fqn, item.source.offset)
+            assert type(again) is type(found)
+            assert again.shape == found.shape
 
 
 # Looking up

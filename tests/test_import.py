@@ -4,7 +4,6 @@ import ast
 import statistics
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -37,9 +36,9 @@ def test_importing_planning_takes_a_tenth_of_a_second_more_than_numpy_and_attrs(
 
 # Every module that looking into a checkpoint can do without.
 NOT_NEEDED = {
-    "chunking", "codec", "columns", "derive", "draw", "keys", "layout", "load", "models", "passes",
-    "placed", "presets", "ranges", "reads", "records", "reports", "save", "sharing", "topology",
-    "values", "world",
+    "chunking", "codec", "columns", "derive", "describe", "draw", "finding", "keys", "layout",
+    "load", "matching", "models", "passes", "placed", "presets", "ranges", "reads", "records",
+    "reports", "save", "sharing", "topology", "values", "world",
 }  # fmt: skip
 
 
@@ -68,9 +67,5 @@ print(sorted(set(names) - set(dir(planning))), planning.presets.fsdp is planning
 def test_type_checkers_find_the_names_of_planning_where_it_finds_them():
     tree = ast.parse(Path(planning.__file__).read_text(encoding="utf-8"))
     (later,) = (node for node in tree.body if isinstance(node, ast.If))
-    told = [(n.module, alias.name) for n in later.body for alias in n.names]
-    assert {home for home, _ in told} == set(planning._LATER)
-    for home, name in told:
-        module = import_module(f"shardplan.planning.{home}")
-        assert getattr(planning, name) is getattr(module, name)
-        assert name in module.__all__, f"{home} does not say that {name} is public"
+    told = {(n.module, alias.name) for n in later.body for alias in n.names}
+    assert told == {(home, name) for home, names in planning._HOMES.items() for name in names}
