@@ -35,7 +35,8 @@ GRACE = 2.0
 """Seconds beyond the timeout that a rank gives to the coordinator's verdict, or to the store."""
 
 SOON = 0.1
-"""Seconds within which most meetings are over: until then the store is asked for nothing else."""
+"""Seconds within which most meetings are over. Until then the store is asked for nothing else: so
+long it may take until a coordinator notices that a meeting was called off."""
 
 
 class Store(Protocol):
@@ -170,7 +171,9 @@ class Meetings:
         if self.number and self.lost is None:
             with contextlib.suppress(LostRanksError):
                 if self.rank == self.coordinator:
-                    self._ask(lambda: self._wait(lambda: not self._here(others), GRACE), 2 * GRACE)
+                    self._ask(
+                        lambda: self._wait(lambda _: not self._here(others), GRACE), 2 * GRACE
+                    )
                 else:
                     self._ask(lambda: None, GRACE)  # What was posted has been done by then.
         self.worker.close()
@@ -187,20 +190,15 @@ class Meetings:
         self._come(topic, note)
         keys = [self._key(place) for place in range(len(self.ranks))]
 
-        def complete() -> bool:
-            return self.store.check(keys)
-
-        def ready() -> bool:
-            return complete() or self._decided()
+        def ready(passed: float) -> bool:
+            return self.store.check(keys) or (passed >= SOON and self._decided())
 
         dead = self._dead(ready)
         if dead:
             return dead, []
-        soon = min(SOON, self.timeout)
-        if not self._wait(complete, soon):
-            self._wait(ready, self.timeout - soon)
-            if not complete():
-                return self._left() or self._absent(topic), []
+        self._wait(ready, self.timeout)
+        if not self.store.check(keys):
+            return self._left() or self._absent(topic), []
         came = [json.loads(text) for text in self.store.multi_get(keys)]
         astray = {
             rank: f"came to {other} while rank {self.ranks[self.rank]} came to {topic}"
@@ -239,16 +237,14 @@ class Meetings:
     def _unanswered(self, topic: str, takes_time: bool) -> dict[int, str]:
         """Wait for the verdict, and return who is lost if none comes."""
 
-        def moved() -> bool:
-            return self._decided() or (takes_time and self.store.check([self._begun]))
+        def moved(passed: float = SOON) -> bool:
+            begun = takes_time and passed >= SOON
+            return self._decided() or (begun and self.store.check([self._begun]))
 
         dead = self._dead(self._decided)
         if dead:
             return dead
-        soon = min(SOON, self.timeout)
-        if self._wait(self._decided, soon):
-            return {}
-        if not self._wait(moved, self.timeout - soon):
+        if not self._wait(moved, self.timeout):
             if not self._here([self.coordinator]):
                 return self._absent(topic)
             # It came later than this rank, and may wait as long for the others.
@@ -258,7 +254,7 @@ class Meetings:
             return {}
         return {self.ranks[self.coordinator]: f"came to {topic} and then fell silent"}
 
-    def _dead(self, ready: Callable[[], bool]) -> dict[int, str]:
+    def _dead(self, ready: Callable[[float], bool]) -> dict[int, str]:
         """Return whose connection is gone and who does not come either, after a grace."""
         if not self.broken or self._wait(ready, min(GRACE, self.timeout)):
             return {}
@@ -277,7 +273,7 @@ class Meetings:
     def _here(self, places: Iterable[int]) -> list[int]:
         return [place for place in places if self.store.check([self._key(place)])]
 
-    def _decided(self) -> bool:
+    def _decided(self, passed: float = 0.0) -> bool:
         return self.store.check([f"{self.number}/verdict"])
 
     def _decide(
@@ -303,12 +299,15 @@ class Meetings:
             reasons = self._decide(self.number, reasons)[0] or reasons
         return self._decide(self.number + 1, reasons)[0]
 
-    def _wait(self, ready: Callable[[], bool], seconds: float) -> bool:
-        """Ask again and again, less often as time passes, until ready or out of time."""
-        start = time.monotonic()
+    def _wait(self, ready: Callable[[float], bool], seconds: float) -> bool:
+        """Ask again and again, less often as time passes, until ready or out of time.
+
+        ``ready`` is given the seconds that have passed.
+        """
+        start, passed = time.monotonic(), 0.0
         # Many ranks ask one server: the first and the longest pause grow with their number.
         first, longest = len(self.ranks) * 1e-5, max(0.05, len(self.ranks) / 10_000)
-        while not ready():
+        while not ready(passed):
             passed = time.monotonic() - start
             if passed >= seconds or self.leaving is not None:
                 return False
