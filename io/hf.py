@@ -25,6 +25,7 @@ from .errors import FormatError
 from .headers import Header, Slot
 from .hf_index import (
     INDEX_SUFFIX,
+    RESERVED,
     SINGLE,
     SUFFIX,
     TIED,
@@ -41,10 +42,7 @@ from .pool import Pool, default_pool
 from .sources import Spot
 from .stores import Store, StoreError
 
-__all__ = ["RESERVED", "HfSource", "find", "source"]
-
-RESERVED: Final = ("format", "shardplan", "DCP_VERSION", "DCP_SHARDING_INFO")
-"""Words of a header's ``__metadata__`` that name no tensor."""
+__all__ = ["HfSource", "find", "source"]
 
 _LOG: Final = logging.getLogger("shardplan")
 

@@ -21,6 +21,7 @@ __all__ = [
     "INDEX",
     "INDEX_SUFFIX",
     "PART_OF",
+    "RESERVED",
     "SINGLE",
     "SUFFIX",
     "TIED",
@@ -43,7 +44,8 @@ PART_OF: Final = "index"
 """Under this key of its header a file says that it counts only together with an index."""
 TIED: Final = "tied"
 """Under this key of its header a file of ours lists the names that are tied to its tensors."""
-
+RESERVED: Final = ("format", "shardplan", "DCP_VERSION", "DCP_SHARDING_INFO")
+"""Words of a header's ``__metadata__`` that name no tensor."""
 
 SUFFIX: Final = ".safetensors"
 """How files with tensors are named."""

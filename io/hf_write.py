@@ -5,10 +5,10 @@ A model that fits into one file becomes ``model.safetensors``; a larger one beco
 
 Commit. Files are written under names that carry the save id, so that two saves into one folder do
 not meet. Several files count only together with the index, which is written last and replaced
-atomically; until then their headers tell `shardplan.io.hf` that they are not a checkpoint. They get
-the usual names just before, if these are free and the store can rename; else they keep their own,
-as an index may name any file: so an older checkpoint stays whole until the new index is there. A
-single file is renamed at the commit; in a store that cannot, it appears when it is complete.
+atomically; until then their headers tell `hf_index` that they are not a checkpoint. They get the
+usual names just before, if these are free and the store can rename; else they keep their own, as an
+index may name any file: so an older checkpoint stays whole until the new index is there. A single
+file is renamed at the commit; in a store that cannot, it appears when it is complete.
 
 Tools that find ``model.safetensors`` prefer it to an index, and so does our reader: where an older
 checkpoint was that file, it is its removal that shows the new one. So at any moment the old
@@ -31,9 +31,8 @@ from .commit import unsure_commit
 from .copying import threads_for
 from .errors import ExistsError, FormatError, ValueRefusedError
 from .headers import file_entry, refused_name
-from .hf import RESERVED
 from .hf_file import HfFile
-from .hf_index import INDEX, SINGLE, read_index, uncommitted
+from .hf_index import INDEX, RESERVED, SINGLE, read_index, uncommitted
 from .hf_shards import MAX_SHARD_SIZE, assign_shards, parse_size, refuse_split, tensor_sizes
 from .local import TEMPORARY, LocalStore
 from .pieces import Piece, collect, tied_pieces

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardplan
-from shardplan.io.pool import Pool, StoppedError, check_stopped, undisturbed
+from shardplan.io.pool import Pool, StoppedError, check_stopped
+from shardplan.io.signals import undisturbed
 from shardplan.io.stores import open_store
 from shardplan.io.testing import CountingStore
 
