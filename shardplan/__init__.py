@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .background import async_save
     from .comparing import diff
     from .converting import convert, dcp_to_torch_save, torch_save_to_dcp
+    from .dist import CheckpointError
     from .loading import load
     from .opening import open_checkpoint
     from .planning import metadata_of
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from .verifying import verify
 
 __all__ = [
+    "CheckpointError",
     "__version__",
     "as_torch_load_planner",
     "as_torch_save_planner",
@@ -51,6 +53,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CheckpointError": "dist",
     "as_torch_load_planner": "adapters",
     "as_torch_save_planner": "adapters",
     "as_torch_storage_reader": "adapters",

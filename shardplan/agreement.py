@@ -23,8 +23,10 @@ import numpy as np
 from shardplan.dist import Comm, all_reduce, reduce_scatter
 from shardplan.io.values import store_values
 from shardplan.planning import (
+    Issue,
     Metadata,
     Pass,
+    PlanError,
     SavePlan,
     WorldPlans,
     decode_plan,
@@ -39,7 +41,7 @@ from shardplan.planning import (
 from shardplan.planning.flatten import is_tensor
 from shardplan.planning.packing import pack, unpack
 
-from .layouts import layout_key, whole_layout
+from .layouts import holds_objects, layout_key, whole_layout
 from .ranks import fail_alike, told_apart
 from .replicas import compare_replicas, replica_sums
 from .reports import Stopwatch
@@ -48,6 +50,7 @@ __all__ = ["Agreement", "PlanCache", "agree", "default_cache"]
 
 _STEP: Final = "plan the save"
 _TAG: Final = 32  # letters of a fingerprint
+_TOLD: Final = 8  # ranks that an error tells by both their numbers
 _DERIVED_ITEMS: Final = 1 << 22  # items of all ranks together that each rank will plan by itself
 
 
@@ -224,7 +227,9 @@ class _Offer:
         ranks = (tuple(self.comm.ranks), self.comm.rank, self.comm.coordinator)
         self.key = None if key is None else _Key(key, ranks)
         self.cached = None if self.key is None else self.cache.get(self.key)
-        if self.cached is None and self.comm.world_size > 1:  # also what another rank will write
+        new = self.cached is None
+        if self.comm.world_size > 1 and (new or holds_objects(self.sd)):
+            # What cannot be stored is refused, also if another rank will write it.
             store_values({k: v for k, v in self.flat.items() if not is_tensor(v)})
         if self.cached is None and derive:
             self.derived = self._derive()
@@ -301,7 +306,10 @@ def _gather(comm: Comm, offer: _Offer, watch: Stopwatch, *, verify_replicas: boo
             if verify_replicas:
                 sums = [np.frombuffer(part["sums"], "<u8") for part in parts]
                 compare_replicas(plans, sums, comm.ranks)  # type: ignore[arg-type]
-            done, metadata = global_plan(plans)  # type: ignore[arg-type]
+            try:
+                done, metadata = global_plan(plans)  # type: ignore[arg-type]
+            except PlanError as error:
+                raise PlanError(_renumbered(error.issues, comm.ranks)) from None
             whole.append((done, metadata))
             tag = _tag([part["plan"] for part in parts]).encode()
             return [tag + encode_plan(plan) for plan in done]
@@ -312,6 +320,24 @@ def _gather(comm: Comm, offer: _Offer, watch: Stopwatch, *, verify_replicas: boo
     plan = plans[comm.rank] if plans is not None else decode_plan(mine[_TAG:])
     assert isinstance(plan, SavePlan)
     return Agreement(plan, "gathered", mine[:_TAG].decode(), plans, metadata)
+
+
+def _renumbered(issues: Sequence[Issue], ranks: Sequence[int]) -> list[Issue]:
+    """Say whom issues mean by ranks, where the job numbers them otherwise than the group does.
+
+    >>> str(*_renumbered([Issue("gap", "w", "rank 1 lacks `w`", [1])], [4, 6]))
+    'rank 1 lacks `w` (rank 1 of this group is rank 6 of the job)'
+    """
+    if list(ranks) == list(range(len(ranks))):
+        return list(issues)
+    told = []
+    for issue in issues:
+        places = issue.ranks or range(len(ranks))
+        pairs = [f"rank {place} of this group is rank {ranks[place]}" for place in places[:_TOLD]]
+        text = f"{issue.message} ({', '.join(pairs)} of the job)"
+        own = [ranks[place] for place in issue.ranks]
+        told.append(attrs.evolve(issue, message=text, ranks=own))
+    return told
 
 
 def _tag(parts: Sequence[bytes | str]) -> str:

@@ -36,6 +36,16 @@ def expand(state_dict: Mapping[Any, Any]) -> Mapping[Any, Any]:
         return _expand(state_dict) if _is_mapping(state_dict) else state_dict
     except RecursionError:
         return state_dict  # planning says what is wrong with it
+    except _RaisedError as raised:
+        raise raised.error from None
+
+
+class _RaisedError(Exception):
+    """What a value's own ``state_dict()`` has raised."""
+
+    def __init__(self, error: RecursionError) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 def _is_mapping(value: object) -> bool:
@@ -70,7 +80,10 @@ def _order(key: Any) -> tuple[str, str]:
 def _expand_value(value: Any) -> Any:
     """Return a value with the state of what is stateful in it; the very value if nothing is."""
     if is_stateful(value):
-        return value.state_dict()
+        try:
+            return value.state_dict()
+        except RecursionError as error:  # which is not that the state dict contains itself
+            raise _RaisedError(error) from error
     if isinstance(value, Mapping):
         return _expand(value)
     if isinstance(value, (list, tuple)):

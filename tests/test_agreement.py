@@ -13,7 +13,7 @@ from shardplan.agreement import PlanCache, agree
 from shardplan.dist import CheckpointError, run_ranks, solo
 from shardplan.io.stores import open_store
 from shardplan.layouts import layout_key
-from shardplan.planning import annotate, cast, chain, rename, select
+from shardplan.planning import RefusedError, annotate, cast, chain, rename, select
 from shardplan.reports import Stopwatch
 
 FOLDER = Path(__file__).parent / "ranks"
@@ -239,6 +239,43 @@ def chunked_plain(rank):
     return {f"w{rank}": torch.full((2,), float(rank)), "all": torch.ones(3)}
 
 
+def test_a_value_that_cannot_be_stored_is_refused_on_any_rank_with_a_known_plan_too():
+    saves = Saves("objects", world=2)
+    saves.save(lambda rank: {"w": torch.zeros(2), "s": [rank]})
+    assert saves.save(lambda rank: {"w": torch.ones(2), "s": [rank]})[0] == "cached"
+    for culprit in range(2):
+
+        def bad(rank, culprit=culprit):
+            return {"w": torch.zeros(2), "s": [print] if rank == culprit else [rank]}
+
+        with pytest.raises(CheckpointError, match="`s`") as raised:
+            saves.save(bad)
+        assert {failure.rank for failure in raised.value.failures} == {culprit}
+        assert {failure.type for failure in raised.value.failures} == {"ValueRefusedError"}
+    assert shardplan.restore(saves.store)["w"].tolist() == [1, 1]
+
+
+def test_errors_of_a_plan_tell_ranks_by_their_numbers_in_the_job():
+    class Group:
+        """A comm of ranks 4 and 6 of a job."""
+
+        def __init__(self, comm):
+            self._comm, self.ranks = comm, (4, 6)
+
+        def __getattr__(self, name):
+            return getattr(self._comm, name)
+
+    def fn(comm):
+        sd = {"w": torch.zeros(2 + comm.rank)}
+        with pytest.raises(CheckpointError) as raised:
+            shardplan.save(sd, "memory://agreement/numbers", comm=Group(comm))
+        return raised.value.failures
+
+    for failures in run_ranks(2, fn):
+        assert [failure.rank for failure in failures] == [4]
+        assert "rank 0 of this group is rank 4, rank 1 of this group is rank 6" in failures[0].text
+
+
 def test_a_cache_keeps_the_last_few_and_forgets_the_oldest():
     cache = PlanCache(entries=2)
     for key in "abc":
@@ -279,7 +316,7 @@ def test_names_and_nesting_are_part_of_the_key_of_a_layout():
         {"a": [v, w]},
         {"a": [[w], v]},
         {"a": 7},
-        *({name: w} for name in (1, True, 1.0, "1", 0.0, -0.0)),
+        *({name: w} for name in (1, True, 1.0, "1", 0.0, -0.0, (1,), (True,))),
     ]
     keys = [layout_key(layout) for layout in layouts]
     assert None not in keys
@@ -289,6 +326,20 @@ def test_names_and_nesting_are_part_of_the_key_of_a_layout():
 @pytest.mark.parametrize("wrong", [None, 7, [("w", 1)]])
 def test_what_is_no_state_dict_has_no_key(wrong):
     assert layout_key(wrong) is None
+
+
+def test_what_cannot_be_hashed_or_asked_has_no_key():
+    class Strange:
+        def __getattr__(self, name):
+            raise KeyError(name)
+
+    class Listed:
+        shape, dtype = (2,), ["float32"]
+
+    assert layout_key({"w": torch.zeros(2), "x": Strange()}) is None
+    assert layout_key({"w": Listed()}) is None
+    with pytest.raises(RefusedError, match="`x` is a Strange that has no shape"):
+        shardplan.save({"w": torch.zeros(2), "x": Strange()}, "memory://strange")
 
 
 def test_a_tensor_that_knows_its_own_chunks_has_no_key():

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from shardplan.planning import PlanError, TensorSpec, flatten, local_plan, unflatten
+from shardplan.planning import (
+    PlanError,
+    TensorSpec,
+    flatten,
+    global_plan,
+    local_plan,
+    unflatten,
+)
 from shardplan.planning.strategies import state_dicts
 
 
@@ -116,3 +123,9 @@ def test_positions_that_no_list_has_are_refused():
     for position in ("zz", -1, 5 * 10**7):
         with pytest.raises(ValueError, match="are those of no list"):
             unflatten({"a": 1}, {"a": (("dict", "a"), ("list", position))})
+
+
+def test_a_clash_of_a_list_and_a_dict_tells_which_is_which():
+    plans = [local_plan({"a": [np.zeros(2)]}), local_plan({"a": {0: np.zeros(2)}})]
+    with pytest.raises(PlanError, match=r"\['a'\]\[0\] \(list in dict\) and .* \(dict in dict\)"):
+        global_plan(plans)

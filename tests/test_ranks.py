@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import signal
 import socket
@@ -322,6 +323,20 @@ def test_mappings_of_any_kind_and_lists_may_hold_stateful_objects(store, kind):
     assert [c.given["count"] for c in counters[:2]] + counters[2:] == [3, 4, 3]
     assert type(target["pair"]) is pair
     assert (target["pair"].counter.given["count"], target["pair"].step) == (3, 3)
+
+
+def test_what_a_stateful_object_raises_is_told_whatever_it_is(store):
+    class Deep:
+        def state_dict(self):
+            raise RecursionError("the trainer refers to itself")
+
+        def load_state_dict(self, state):
+            raise AssertionError
+
+    sd = {"good": torch.zeros(2), "trainer": {"deep": [Deep()]}}
+    with pytest.raises(RecursionError, match="the trainer refers to itself"):
+        shardplan.save(sd, store)
+    assert store.list() == ()
 
 
 def test_values_beside_a_stateful_object_in_a_mapping_that_cannot_change_are_refused(store):
@@ -687,6 +702,22 @@ SLICES = {
     "a box": [(slice(None), slice(None)), (slice(3, 9), slice(2, 5)), (slice(4, 12), slice(0, 4))],
     "halves of blocks": [(slice(0, 8), slice(None)), (slice(8, 12), slice(None))],
 }
+
+
+@pytest.mark.parametrize("shape", [(1024, 4), (300, 6), (64, 256)])
+def test_columns_of_a_torch_save_file_are_read_once_for_all_ranks(tmp_path, shape):
+    """Columns this narrow are fetched with what lies between them: with those of other ranks."""
+    tensor, half = torch.arange(math.prod(shape)).reshape(shape), shape[1] // 2
+    torch.save({"w": tensor}, tmp_path / "w.pt")
+
+    def fn(comm):
+        chunk = Chunk((0, comm.rank * half), (shape[0], half))
+        mine = parts.Shards(tensor, [chunk], torch.zeros_like)
+        report = shardplan.load({"w": mine}, tmp_path / "w.pt", comm=comm)
+        assert torch.equal(mine.parts[chunk], parts.box(tensor, chunk))
+        return report
+
+    assert {report.total_read for report in run_ranks(2, fn, timeout=60)} == {tensor.nbytes}
 
 
 @pytest.mark.parametrize("place", [0.0, 0.4, 1.0])
