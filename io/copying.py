@@ -7,7 +7,6 @@ processor's cache. Only local files are written so.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ from .crc import combine_crc, sum_crc
 from .kernel import start_writeback
 from .local import LocalStore
 from .moving import PIECE, Hand, Out, Stretch, write_views
-from .pool import Pool, stop_check
+from .pool import Pool, processors, stop_check
 from .signals import undisturbed
 from .stores import Store, StoreError
 
@@ -97,7 +96,7 @@ def threads_for(pool: Pool, files: int) -> int:
     1
     """
     at_once = pool.max_workers if pool.inside else min(pool.max_workers, files)
-    return max(1, _processors() // max(at_once, 1))
+    return max(1, processors() // max(at_once, 1))
 
 
 def write_direct(
@@ -305,10 +304,3 @@ def _cut(view: memoryview) -> Iterator[memoryview]:
     if view.nbytes <= PIECE:
         return iter([view])
     return (view[i : i + PIECE] for i in range(0, view.nbytes, PIECE))
-
-
-def _processors() -> int:
-    """Return how many processors this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

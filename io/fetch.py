@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from typing import Final
@@ -18,8 +17,9 @@ from shardplan.planning.packing import Ints
 from .arrays import memory, run_bytes, runs, same_dtype, store
 from .arrays import window as box_of
 from .checksums import hash_views
-from .jobs import FAR_GAP, SMALL, Job
+from .jobs import FAR_GAP, PIECE, SMALL, Job
 from .local import LocalStore
+from .pool import own_processors
 from .progress import Progress
 from .stores import Store
 
@@ -27,10 +27,6 @@ __all__ = ["Fetch"]
 
 _MAX_GAP: Final = 1 << 16  # bytes that may be read over between tensors, if
 _WASTE: Final = 0.1  # they are no larger a share of what is wanted on both sides
-# Bytes that are still in a processor's own cache once they were read. Half of these, or twice, and
-# four ranks took 3 to 20 % longer.
-_PIECE: Final = 1 << 18
-
 _MANY: Final = 16  # ranges that are sooner copied out of a file's pages than read one by one
 _SHORT: Final = 1 << 16  # if they have fewer bytes than this
 
@@ -49,20 +45,17 @@ class Fetch:
         digests: The checksums of the job's units that are hashed, by unit.
         begun, done: Which blocks may have been written to, and which are complete.
         bytes_read, requests: What was asked of the store.
-        turns: How many threads are of any use.
     """
 
     def __init__(self, source: Store, job: Job, progress: Progress | None = None) -> None:
         self._store, self._job, self._progress = source, job, progress
         self._lock = threading.Lock()
         # Local reads keep a processor busy each, and more threads than these slow each other down.
-        self.turns = max(len(job.tasks) if source.staging else _processors(), 1)
-        self._turn = threading.Semaphore(self.turns)
+        turns = len(job.tasks) if source.staging else own_processors()
+        self._turn = threading.Semaphore(max(turns, 1))
         columns = (job.blocks.box, job.first, job.into, job.block_bytes)
         self._places = np.stack(columns, axis=1)  # one row a block
-        local = isinstance(source, LocalStore)
         self._maps = job.is_mapped
-        self._large = _large(job) if local else np.zeros(len(job.blocks), bool)
         self.digests = np.zeros(len(job.blocks), np.uint64)
         self.begun = np.zeros(len(job.blocks), bool)
         self.done = np.zeros(len(job.blocks), bool)
@@ -72,28 +65,36 @@ class Fetch:
     def run(self, task: Ints) -> None:
         """Fetch some blocks of one file, given in order of place."""
         job = self._job
-        file = job.files[job.file[job.blocks.box[task[0]]]]
-        large, rest = self._large[task], task
-        self.begun[task] = True
+        file, large = job.files[job.file[job.blocks.box[task[0]]]], job.large[task]
         with self._turn:
             if large.any():
-                for unit in _alike(task[large], job.unit):
-                    self._read_large(file, unit)
-                rest = task[~large]
+                self._read_large(file, task[large])
+            rest = task[~large]
             if len(rest):
+                self.begun[rest] = True
                 self._read_together(file, rest)
-        self.done[task] = True
-        if self._progress is not None:
-            self._progress.add(int(job.block_bytes[task].sum()))
+                self._finish(rest)
 
-    def _read_large(self, file: str, unit: Ints) -> None:
-        """Read blocks that are hashed together, and hash every piece while it is in the cache."""
+    def _finish(self, blocks: Ints) -> None:
+        """Note that some blocks are where they belong."""
+        self.done[blocks] = True
+        if self._progress is not None:
+            self._progress.add(int(self._job.block_bytes[blocks].sum()))
+
+    def _read_large(self, file: str, blocks: Ints) -> None:
+        """Read blocks of large units, and hash every piece while it is in the cache."""
         assert isinstance(self._store, LocalStore)
-        state, ranges = xxhash.xxh3_64(), self._plain_ranges(unit)
-        for piece in self._store.read_pieces(file, ranges, _PIECE):
-            state.update(piece)
-        self.digests[self._job.unit[unit[0]]] = state.intdigest()
-        self._count(ranges, sum(view.nbytes for _, view in ranges))
+        units = _alike(blocks, self._job.unit)
+        groups = [self._plain_ranges(unit) for unit in units]
+        each = self._store.read_pieces(file, groups, PIECE)
+        for unit, ranges, pieces in zip(units, groups, each, strict=True):
+            self.begun[unit] = True
+            state = xxhash.xxh3_64()
+            for piece in pieces:
+                state.update(piece)
+            self.digests[self._job.unit[unit[0]]] = state.intdigest()
+            self._count(ranges, sum(view.nbytes for _, view in ranges))
+            self._finish(unit)
 
     def _read_together(self, file: str, task: Ints) -> None:
         """Read many blocks at once; then deliver and hash each of them."""
@@ -270,20 +271,3 @@ def _alike(rows: Ints, label: Ints) -> list[Ints]:
     if not len(rows):
         return []
     return np.split(rows, np.flatnonzero(np.diff(label[rows])) + 1)
-
-
-def _large(job: Job) -> npt.NDArray[np.bool_]:
-    """Tell which blocks are worth hashing while they are read: those of large units, all plain."""
-    rough = np.bincount(job.unit, ~job.plain)[job.unit] > 0
-    nbytes = np.bincount(job.unit, job.block_bytes)[job.unit]
-    large: npt.NDArray[np.bool_] = job.hashed[job.blocks.box] & ~rough & (nbytes > _PIECE)
-    return large
-
-
-def _processors() -> int:
-    """Return how many processors this process may use; ranks of one machine share them."""
-    count = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        count = len(os.sched_getaffinity(0))
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # as torchrun tells
-    return max(count // int(ranks), 1) if ranks.isdecimal() and int(ranks) else count

@@ -27,6 +27,7 @@ from .local_files import (
     check_size,
     closing,
     entry_of,
+    fill_pieces,
     give_name,
     opened,
     read_parts,
@@ -116,29 +117,27 @@ class LocalStore:
             return sum(pool.map(lambda runs: read_runs(fd, file, runs), bundled))
 
     def read_pieces(
-        self, path: str, ranges: Sequence[tuple[int, memoryview]], max_bytes: int
-    ) -> Iterator[memoryview]:
+        self, path: str, groups: Iterable[Sequence[tuple[int, memoryview]]], max_bytes: int
+    ) -> Iterator[Iterator[memoryview]]:
         """Fill buffers as `read` does, a piece at a time, in the order of the file.
 
         Each piece is handed out as soon as it is filled. What looks at it there and then finds it
         in the processor's cache: hashing it costs less than it does later.
 
         Args:
-            path: The file.
-            ranges: Pairs of a byte offset in the file and the writable memory to fill from there.
+            path: The file; it is opened once.
+            groups: Ranges that are asked for together; see `read`.
             max_bytes: How long a piece may be.
+
+        Yields:
+            The pieces of each group, all of which must be taken before the next group's.
         """
         file = self.locate(path)
-        asked = wanted(ranges)
         with reported("read", file), opened(file) as fd:
-            check_size(fd, file, asked)
-            for offset, view in asked:
-                for low in range(0, len(view), max_bytes):
-                    piece = view[low : low + max_bytes]
-                    done = os.preadv(fd, (piece,), offset + low)
-                    if done < len(piece):
-                        read_runs(fd, file, [(offset + low + done, [piece[done:]])])
-                    yield piece
+            for ranges in groups:
+                asked = wanted(ranges)
+                check_size(fd, file, asked)
+                yield fill_pieces(fd, file, asked, max_bytes)
 
     @contextmanager
     def mapped(self, path: str, starts: Sequence[int], length: int) -> Iterator[Bytes]:

@@ -17,6 +17,7 @@ __all__ = [
     "check_size",
     "closing",
     "entry_of",
+    "fill_pieces",
     "give_name",
     "opened",
     "read_parts",
@@ -83,6 +84,20 @@ def read_runs(fd: int, file: str, runs: Sequence[Run]) -> int:
             offset += done
             views = advance(views, done) if offset < end else []
     return total
+
+
+def fill_pieces(
+    fd: int, file: str, asked: Sequence[tuple[int, memoryview]], max_bytes: int
+) -> Iterator[memoryview]:
+    """Fill buffers a piece at a time, and hand out each piece once it is filled."""
+    with reported("read", file):
+        for offset, view in asked:
+            for low in range(0, len(view), max_bytes):
+                piece = view[low : low + max_bytes]
+                done = os.preadv(fd, (piece,), offset + low)
+                if done < len(piece):
+                    read_runs(fd, file, [(offset + low + done, [piece[done:]])])
+                yield piece
 
 
 def read_parts(fd: int, file: str, size: int) -> Iterator[bytes]:

@@ -15,7 +15,15 @@ from weakref import WeakSet
 
 from .signals import undisturbed
 
-__all__ = ["Pool", "StoppedError", "check_stopped", "default_pool", "stop_check"]
+__all__ = [
+    "Pool",
+    "StoppedError",
+    "check_stopped",
+    "default_pool",
+    "own_processors",
+    "processors",
+    "stop_check",
+]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -297,6 +305,19 @@ class Pool:
             self._held_bytes -= nbytes
             self._held_items -= 1
             self._changed.notify_all()
+
+
+def processors() -> int:
+    """Return how many processors this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def own_processors() -> int:
+    """Return how many processors this process has for itself: ranks of one machine share them."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # as torchrun tells
+    return max(processors() // max(int(ranks), 1), 1) if ranks.isdecimal() else processors()
 
 
 def _default_workers() -> int:

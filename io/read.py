@@ -28,7 +28,7 @@ from .fetch import Fetch
 from .jobs import Job
 from .local import LocalStore
 from .mapped import can_map
-from .pool import Pool, default_pool
+from .pool import Pool, default_pool, own_processors
 from .progress import Progress
 from .sources import Source
 from .stores import StoreError
@@ -134,7 +134,7 @@ class Reader:
                 fetch.run,
                 job.tasks,
                 nbytes=lambda task: job.cost(task) + self.store.staging,
-                here=fetch.turns == 1,
+                here=job.alone,
             )
         except Exception as error:
             filled, touched = _progress(job.blocks, fetch, names)
@@ -190,6 +190,7 @@ class Reader:
             blocks = whole_blocks(at, offsets, lengths, extents, width, limit)
             whole |= blocks & ~np.isin(at, at[whole])
         hashed &= whole & (apart == 1).all(axis=1)
+        is_near, is_local = not self.store.staging, isinstance(self.store, LocalStore)
         job = Job(
             tensors=tensors,
             files=tuple(self.source.files),
@@ -204,8 +205,10 @@ class Reader:
             chunk=at,
             hashed=hashed,
             block_limit=self.source.block_bytes,
-            is_far=self.store.staging > 0,
-            is_mapped=isinstance(self.store, LocalStore) and can_map(),
+            is_far=not is_near,
+            is_local=is_local,
+            is_mapped=is_local and can_map(),
+            alone=is_near and own_processors() == 1,
         )
         return job, known
 

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import pickle
 import re
 import shutil
@@ -526,3 +527,26 @@ def test_errors_travel_between_processes_whole(error):
 def test_a_manifest_decodes_without_a_file_around_it(saved):
     manifest = decode_manifest((saved / MANIFEST).read_bytes())
     assert sorted(manifest.metadata.state_dict_metadata) == ["b", "dtype", "step", "w"]
+
+
+@pytest.mark.parametrize("ranks", ["", "1000"])  # of which each has one thread
+def test_a_file_that_is_cut_short_while_it_is_read_spares_what_was_not_begun(
+    tmp_path, monkeypatch, ranks
+):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    sd = {name: torch.ones(1 << 18) for name in "abc"}
+    shardplan.save(sd, tmp_path)
+    (file,) = shards(tmp_path)
+    size = file.stat().st_size
+    target, told = {name: torch.zeros_like(tensor) for name, tensor in sd.items()}, []
+
+    def cut(done, total):
+        told.append(done)
+        if done:
+            os.truncate(file, size - sd["c"].nbytes)
+
+    with pytest.raises(FormatError, match="bytes") as caught:
+        shardplan.load(target, tmp_path, progress=cut)
+    assert (caught.value.filled, caught.value.touched) == (("a", "b"), ())
+    assert [int(tensor.sum()) for tensor in target.values()] == [1 << 18, 1 << 18, 0]
+    assert told == [0, sd["a"].nbytes, 2 * sd["a"].nbytes]

@@ -37,7 +37,7 @@ SD = {
 def small_tasks(monkeypatch):
     """As if all were large: a task is some kilobytes."""
     monkeypatch.setattr(copying, "_TASK", 5000)
-    monkeypatch.setattr(copying, "_processors", lambda: 4)
+    monkeypatch.setattr(copying, "processors", lambda: 4)
 
 
 def target(folder, format):
@@ -227,7 +227,7 @@ def test_a_file_of_another_size_than_announced_is_refused(tmp_path):
 
 
 def test_threads_are_shared_among_the_files_that_are_written_at_once(monkeypatch):
-    monkeypatch.setattr(copying, "_processors", lambda: 8)
+    monkeypatch.setattr(copying, "processors", lambda: 8)
     with Pool(max_workers=4) as pool:
         assert [threads_for(pool, files) for files in (1, 2, 3, 100)] == [8, 4, 2, 2]
         assert pool.submit(lambda: threads_for(pool, 1)).result() == 2

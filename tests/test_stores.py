@@ -660,7 +660,7 @@ def test_files_and_then_their_folders_are_synced(tmp_path, monkeypatch):
     [
         lambda store, view: store.read("a", [(0, view)]),
         lambda store, view: store.read_all("a", limit=1),
-        lambda store, view: next(store.read_pieces("a", [(0, view)], 1)),
+        lambda store, view: next(store.read_pieces("a", [[(0, view)]], 1)),
         lambda store, view: store.mapped("a", [0], 1).__enter__(),
     ],
     ids=["read", "read_all", "read_pieces", "mapped"],
@@ -956,14 +956,10 @@ def test_pieces_come_in_the_order_of_the_file_each_filled_by_then(tmp_path):
     data = bytes(range(256)) * 4
     store = LocalStore(tmp_path)
     store.write("a", [data])
-    buffers = [memoryview(bytearray(n)) for n in (300, 0, 70)]
-    pieces = store.read_pieces("a", list(zip((500, 9, 3), buffers, strict=True)), 128)
-    assert [bytes(piece) for piece in pieces] == [
-        data[3:73],
-        data[500:628],
-        data[628:756],
-        data[756:800],
-    ]
+    buffers = [memoryview(bytearray(n)) for n in (300, 0, 70, 5)]
+    groups = [list(zip((500, 9, 3), buffers, strict=False)), [(2, buffers[3])]]
+    found = [[bytes(piece) for piece in pieces] for pieces in store.read_pieces("a", groups, 128)]
+    assert found == [[data[3:73], data[500:628], data[628:756], data[756:800]], [data[2:7]]]
     assert bytes(buffers[0]) == data[500:800]
 
 
@@ -971,10 +967,10 @@ def test_pieces_past_the_end_or_of_no_file_are_refused(tmp_path):
     store = LocalStore(tmp_path)
     store.write("a", [bytes(10)])
     with pytest.raises(StoreError, match="bytes 5 to 15 were asked for") as caught:
-        list(store.read_pieces("a", [(5, memoryview(bytearray(10)))], 4))
+        list(store.read_pieces("a", [[(5, memoryview(bytearray(10)))]], 4))
     assert caught.value.kind == "short"
     with pytest.raises(MissingFileError):
-        list(store.read_pieces("b", [(0, memoryview(bytearray(1)))], 4))
+        list(store.read_pieces("b", [[(0, memoryview(bytearray(1)))]], 4))
 
 
 def test_a_failed_save_takes_away_just_the_folders_it_made(tmp_path, monkeypatch):
