@@ -5,6 +5,10 @@
 Both sides move the same bytes over the same process group, with a warm page cache, several times in
 turn; the medians count, of seconds and of each turn's ratio, as machines are now faster and now
 slower. A time is that of the slowest rank. Files are synced on both sides.
+
+Each kind of work gets processes of its own, and what is loaded was saved by others, as when a job
+starts again: memory that a process has used before, and for what, makes torch's loads up to twice
+as fast or as slow.
 """
 
 import argparse
@@ -16,6 +20,7 @@ import sys
 import tempfile
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -138,46 +143,55 @@ def tell(label, times, goal):
         )
 
 
-def measure_moves(gib, folder, mesh, rounds):
-    """Save by rows and replicated; load both, and rows as columns."""
+LOADS = {  # how it was saved, and how it is wanted
+    "load, same layout": (Shard(0), Shard(0)),
+    "load, rows to columns": (Shard(0), Shard(1)),
+    "load, replicated": (Replicate(), Replicate()),
+}
+
+
+def measure_save(gib, folder, mesh, rounds):
+    """Save by rows."""
+    sd = tensors(gib, mesh, Shard(0), fill=True)
 
     def remove(name):
         if dist.get_rank() == 0:
-            shutil.rmtree(folder / f"{name}-rows", ignore_errors=True)
+            shutil.rmtree(folder / name, ignore_errors=True)
         dist.barrier()
 
-    sd = tensors(gib, mesh, Shard(0), fill=True)
     saves = {
-        "dcp": lambda: dcp_save(sd, folder / "dcp-rows"),
-        "ours": lambda: shardplan.save(sd, folder / "ours-rows"),
+        "dcp": lambda: dcp_save(sd, folder / "dcp"),
+        "ours": lambda: shardplan.save(sd, folder / "ours"),
     }
     tell("save", in_turn(saves, rounds, remove), GOALS["save"])
-    say(f"  {shardplan.save(sd, folder / 'ours-rows', overwrite=True)!r}")
-    whole = tensors(gib, mesh, Replicate(), fill=True)
-    dcp_save(whole, folder / "dcp-whole")
-    shardplan.save(whole, folder / "ours-whole")
-    loads = {
-        "load, same layout": ("rows", Shard(0)),
-        "load, rows to columns": ("rows", Shard(1)),
-        "load, replicated": ("whole", Replicate()),
+    say(f"  {shardplan.save(sd, folder / 'ours', overwrite=True)!r}")
+
+
+def save_for(label, gib, folder, mesh, rounds):
+    """Save what `measure_load` loads."""
+    sd = tensors(gib, mesh, LOADS[label][0], fill=True)
+    dcp_save(sd, folder / "dcp")
+    shardplan.save(sd, folder / "ours")
+
+
+def measure_load(label, gib, folder, mesh, rounds):
+    """Load what was saved in one layout into tensors of another."""
+    target, load = tensors(gib, mesh, LOADS[label][1], fill=False), shardplan.load
+    ways = {
+        "raw": lambda: read_raw(folder / "ours", target),
+        "checked": lambda: read_raw(folder / "ours", target, check=True),
+        "dcp": lambda: dcp_load(target, folder / "dcp"),
+        "ours": lambda: load(target, folder / "ours"),
     }
-    for label, (saved, placement) in loads.items():
-        target = tensors(gib, mesh, placement, fill=False)
-        ways = {
-            "raw": lambda t=target, s=saved: read_raw(folder / f"ours-{s}", t),
-            "checked": lambda t=target, s=saved: read_raw(folder / f"ours-{s}", t, check=True),
-            "dcp": lambda t=target, s=saved: dcp_load(t, folder / f"dcp-{s}"),
-            "ours": lambda t=target, s=saved: shardplan.load(t, folder / f"ours-{s}"),
-        }
-        tell(label, in_turn(ways, rounds), GOALS[label])
-        say(f"  {shardplan.load(target, folder / f'ours-{saved}')!r}")
-        if placement == Shard(0):
-            same = all(torch.equal(bits(target[k]), bits(sd[k])) for k in sd)
-            assert same, "what was loaded is not what was saved"
-        del target
+    tell(label, in_turn(ways, rounds), GOALS[label])
+    sums = [int(bits(tensor).sum()) for tensor in target.values()]
+    dcp_load(target, folder / "dcp")
+    same = sums == [int(bits(tensor).sum()) for tensor in target.values()]
+    assert same, "both should load the same"
+    say(f"  {load(target, folder / 'ours')!r}")
 
 
-def measure_planning(folder, mesh, rounds):
+def measure_planning(gib, folder, mesh, rounds):
     """Save a thousand small tensors again and again: planning is only looking up."""
     sd = {
         f"layers.{i}.weight": DTensor.from_local(torch.zeros(2, 8), mesh, [Shard(0)])
@@ -236,14 +250,19 @@ def measure_async(gib, folder, mesh, rounds):
         )
 
 
+PARTS = {  # what processes of their own do, one after the other
+    "save": [measure_save],
+    **{label: [partial(save_for, label), partial(measure_load, label)] for label in LOADS},
+    "planning": [measure_planning],
+    "async_save": [measure_async],
+}
+
+
 def rank_main(args):
     warnings.filterwarnings("ignore")
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    folder = args.folder
-    measure_moves(args.gib, folder, mesh, args.rounds)
-    measure_planning(folder, mesh, args.rounds)
-    measure_async(args.gib, folder, mesh, args.rounds)
+    PARTS[args.part][args.step](args.gib, args.folder, mesh, args.rounds)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -254,16 +273,21 @@ def main():
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--part", choices=PARTS, help="measure just this")
+    parser.add_argument("--step", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if "RANK" in os.environ:
         rank_main(args)
         return
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(args.ranks), __file__, "--folder", folder]
-        command += ["--gib", str(args.gib), "--rounds", str(args.rounds)]
-        environment = os.environ | {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, env=environment)
+    for part in [args.part] if args.part else PARTS:
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            for step in range(len(PARTS[part])):
+                command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone"]
+                command += ["--nproc-per-node", str(args.ranks), __file__, "--folder", folder]
+                command += ["--gib", str(args.gib), "--rounds", str(args.rounds)]
+                command += ["--part", part, "--step", str(step)]
+                environment = os.environ | {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}
+                subprocess.run(command, check=True, env=environment)
 
 
 if __name__ == "__main__":

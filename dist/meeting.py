@@ -118,6 +118,9 @@ class Meetings:
         limit, notes = 3 * (self.timeout + GRACE), list[bytes | None]()
         if self.rank == self.coordinator:
             lost, notes = self._ask(lambda: self._preside(topic, note, takes_time), limit)
+            if takes_time and not lost:  # which the others need not know before it does take time
+                begun = self._begun
+                self.worker.post(lambda: self.store.set(begun, ""))
             said = None if lost else answer(notes)  # in the caller's thread: it may take its time
             lost, said = self._ask(lambda: self._close(lost, said), limit)
         else:
@@ -188,16 +191,19 @@ class Meetings:
     ) -> tuple[dict[int, str], list[bytes | None]]:
         """As the coordinator: come, wait for everyone; return who is lost, and all notes."""
         self._come(topic, note)
-        keys = [self._key(place) for place in range(len(self.ranks))]
+        keys, complete = [self._key(place) for place in range(len(self.ranks))], False
 
         def ready(passed: float) -> bool:
-            return self.store.check(keys) or (passed >= SOON and self._decided())
+            nonlocal complete
+            complete = self.store.check(keys)
+            return complete or (passed >= SOON and self._decided())
 
         dead = self._dead(ready)
         if dead:
             return dead, []
-        self._wait(ready, self.timeout)
-        if not self.store.check(keys):
+        if not complete:
+            self._wait(ready, self.timeout)
+        if not complete:
             return self._left() or self._absent(topic), []
         came = [json.loads(text) for text in self.store.multi_get(keys)]
         astray = {
@@ -207,10 +213,8 @@ class Meetings:
         }
         suspects = {rank: dict(found) for rank, (*_, found) in zip(self.ranks, came, strict=True)}
         lost = self._left() or _blamed(suspects) or astray
-        if takes_time and not lost:
-            if self._decided():  # somebody has left meanwhile: the work would be in vain
-                return self._decide(self.number, {})[0], []
-            self.store.set(self._begun, "")
+        if takes_time and not lost and self._decided():  # somebody has left: it would be in vain
+            return self._decide(self.number, {})[0], []
         return lost, [_bytes(note) for _, note, _ in came]
 
     def _close(
@@ -305,8 +309,9 @@ class Meetings:
         ``ready`` is given the seconds that have passed.
         """
         start, passed = time.monotonic(), 0.0
-        # Many ranks ask one server: the first and the longest pause grow with their number.
-        first, longest = len(self.ranks) * 1e-5, max(0.05, len(self.ranks) / 10_000)
+        # Many ranks ask one server: the first and the longest pause grow with their number. To ask
+        # takes processor time that the rank which is waited for may need.
+        first, longest = max(5e-4, len(self.ranks) * 1e-5), max(0.05, len(self.ranks) / 10_000)
         while not ready(passed):
             passed = time.monotonic() - start
             if passed >= seconds or self.leaving is not None:

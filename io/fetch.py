@@ -73,28 +73,36 @@ class Fetch:
             if len(rest):
                 self.begun[rest] = True
                 self._read_together(file, rest)
-                self._finish(rest)
-
-    def _finish(self, blocks: Ints) -> None:
-        """Note that some blocks are where they belong."""
-        self.done[blocks] = True
-        if self._progress is not None:
-            self._progress.add(int(self._job.block_bytes[blocks].sum()))
+                self.done[rest] = True
+                self._tell(int(job.block_bytes[rest].sum()))
 
     def _read_large(self, file: str, blocks: Ints) -> None:
         """Read blocks of large units, and hash every piece while it is in the cache."""
         assert isinstance(self._store, LocalStore)
-        units = _alike(blocks, self._job.unit)
+        job, units = self._job, _alike(blocks, self._job.unit)
         groups = [self._plain_ranges(unit) for unit in units]
-        each = self._store.read_pieces(file, groups, PIECE)
-        for unit, ranges, pieces in zip(units, groups, each, strict=True):
-            self.begun[unit] = True
-            state = xxhash.xxh3_64()
-            for piece in pieces:
-                state.update(piece)
-            self.digests[self._job.unit[unit[0]]] = state.intdigest()
-            self._count(ranges, sum(view.nbytes for _, view in ranges))
-            self._finish(unit)
+        sizes = [sum([view.nbytes for _, view in ranges]) for ranges in groups]
+        edges = np.cumsum([0, *map(len, units)])  # where the blocks of each unit begin
+        begun, digests = 0, list[int]()
+        try:
+            each = self._store.read_pieces(file, groups, PIECE)
+            for pieces, size in zip(each, sizes, strict=True):
+                begun += 1
+                state = xxhash.xxh3_64()
+                for piece in pieces:
+                    state.update(piece)
+                digests.append(state.intdigest())
+                self._tell(size)
+        finally:
+            done = len(digests)
+            self.begun[blocks[: edges[begun]]] = True
+            self.done[blocks[: edges[done]]] = True
+            self.digests[job.unit[blocks[edges[:done]]]] = digests
+            self._count(sum(map(len, groups[:done])), sum(sizes[:done]))
+
+    def _tell(self, nbytes: int) -> None:
+        if self._progress is not None:
+            self._progress.add(nbytes)
 
     def _read_together(self, file: str, task: Ints) -> None:
         """Read many blocks at once; then deliver and hash each of them."""
@@ -107,11 +115,11 @@ class Fetch:
                 ranges.extend(work.ranges())
         if ranges:
             ranges = _joined(ranges, job.is_far)
-            self._count(ranges, self._store.read(file, ranges))
+            self._count(len(ranges), self._store.read(file, ranges))
         for work in works:
             if self._maps and work.is_scattered:
                 assert isinstance(self._store, LocalStore)
-                self._count_scattered(work.deliver_from(self._store, file))
+                self._count(1, work.deliver_from(self._store, file))
             else:
                 work.deliver()
             views.append(work.views)
@@ -151,15 +159,10 @@ class Fetch:
             for block, low, high in zip(blocks.tolist(), edges, edges[1:], strict=False)
         ]
 
-    def _count_scattered(self, nbytes: int) -> None:
+    def _count(self, requests: int, nbytes: int) -> None:
         with self._lock:
             self.bytes_read += nbytes
-            self.requests += 1
-
-    def _count(self, ranges: list[Range], nbytes: int) -> None:
-        with self._lock:
-            self.bytes_read += nbytes
-            self.requests += len(ranges)
+            self.requests += requests
 
 
 class _Work:

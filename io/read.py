@@ -185,7 +185,7 @@ class Reader:
         known = _Chunks(chunks, self._sums(chunks) if verify else [None] * len(chunks))
         hashed = np.array([s is not None for s in known.sums], bool)[at]
         whole = filled(at, offsets, lengths, extents)
-        if partly:
+        if partly and not whole.all():
             limit = self.source.block_bytes
             blocks = whole_blocks(at, offsets, lengths, extents, width, limit)
             whole |= blocks & ~np.isin(at, at[whole])

@@ -22,7 +22,7 @@ from .manifest import MANIFEST
 from .pool import Pool
 from .stores import Store, open_store
 
-__all__ = ["FORMATS", "Source", "Spot", "detect", "locate", "open_source"]
+__all__ = ["FORMATS", "Source", "Spot", "detect", "locate", "open_located", "open_source"]
 
 
 @attrs.frozen
@@ -132,7 +132,13 @@ def open_source(
     Raises:
         FormatError: There is no checkpoint, or what describes it is damaged.
     """
-    store, name = locate(path)
+    return open_located(*locate(path), format=format, pool=pool)
+
+
+def open_located(
+    store: Store, name: str, *, format: str | None = None, pool: Pool | None = None
+) -> Source:
+    """Open a checkpoint, given what `locate` has found; see `open_source`."""
     module = import_module(FORMATS[detect(store, name) if format is None else _known(format)])
     source: Source = module.source(store, name, pool)
     return source

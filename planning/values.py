@@ -134,12 +134,13 @@ def held_alike(name: str, value: Any, memo: Memo) -> Held | None:
     kind = kind_of(value)
     if kind is None:
         return None
-    if kind not in memo:
+    found = memo.get(kind)
+    if found is None:
         try:
-            memo[kind] = held(name, value)
+            found = memo[kind] = held(name, value)
         except RefusedError:
             return None
-    return memo[kind]
+    return found
 
 
 _NESTED: Final = "is a nested tensor; save the parts of it, `tensor.unbind()`"

@@ -133,7 +133,7 @@ def agree(
         comm: The ranks.
         state: Returns this rank's state dict; called once.
         planner: The pass to apply to each rank's plan, if any.
-        watch: Gets the seconds of the phases plan and exchange.
+        watch: Gets the seconds of the phases open, plan and exchange.
         cache: Where to look for a plan made before, and to keep this one.
         verify_replicas: Whether to compare what several ranks claim to hold alike; then plans are
             gathered in any case.
@@ -150,7 +150,7 @@ def agree(
     offer = _Offer(comm, state, planner, cache, first)
     if comm.world_size == 1:
         with watch.phase("plan"):
-            offer.prepare(derive=False)
+            offer.prepare(watch, derive=False)
             found = offer.cached
             if found is None:
                 plans, metadata = global_plan((offer.local,))
@@ -214,13 +214,14 @@ class _Offer:
     def make(self, watch: Stopwatch, derive: bool) -> tuple[str, str, str, str]:
         """Return what to tell the others: a name, tags of the plans it could use, and where to."""
         with watch.phase("plan"):
-            self.prepare(derive)
+            self.prepare(watch, derive)
         tags = (a.tag if a is not None else "" for a in (self.cached, self.derived))
         return (self.save_id, *tags, self.place)  # type: ignore[return-value]
 
-    def prepare(self, derive: bool) -> None:
+    def prepare(self, watch: Stopwatch, derive: bool) -> None:
         """Look for a known plan; if there is none, plan this rank's part."""
-        self.place = self.first()
+        with watch.phase("open"):
+            self.place = self.first()
         self.sd = self.state()
         # A planner may look at anything, so that it is asked every time.
         key = layout_key(self.sd) if self.planner is None else fingerprint(self.local)

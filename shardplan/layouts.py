@@ -70,17 +70,19 @@ def _values(values: Iterable[Any]) -> tuple[Hashable, ...]:
     values = list(values)
     examples = {type(value): value for value in values}
     dtensors = {kind for kind, value in examples.items() if spec_of(value) is not None}
-    # A spec keeps its own hash, and renews it when it changes.
-    specs = [value._spec if type(value) in dtensors else None for value in values]
-    placed = [value for value in values if type(value) in dtensors]
+    placed, others = values, list[Any]()
+    if not dtensors.issuperset(examples):
+        placed = [value for value in values if type(value) in dtensors]
+        others = [value for value in values if type(value) not in dtensors]
     local = [value._local_tensor for value in placed]
     if any(hasattr(one, "__create_chunk_list__") for one in local):
         raise _UntoldError
     return (
-        tuple(specs),
+        tuple([type(value) in dtensors for value in values]) if others else (),
+        tuple([value._spec for value in placed]),  # which keeps its hash, and renews it if it must
         tuple([one.shape for one in local]),
         tuple([value.requires_grad for value in placed]),
-        tuple([_key(value) for value in values if type(value) not in dtensors]),
+        tuple([_key(value) for value in others]),
     )
 
 
@@ -106,18 +108,19 @@ def holds_objects(sd: Mapping[Any, Any]) -> bool:
     """
     safe = {str, int, float, bool, type(None)}  # and types of tensors, once one was seen
 
-    def is_object(value: Any) -> bool:
-        if type(value) in safe:
+    def any_object(values: Iterable[Any]) -> bool:
+        examples = {type(value): value for value in values}
+        safe.update(kind for kind, value in examples.items() if is_tensor(value))
+        if safe.issuperset(examples):
             return False
-        if isinstance(value, Mapping):
-            return any(map(is_object, value.values()))
-        if isinstance(value, (list, tuple)):
-            return any(map(is_object, value))
-        if is_tensor(value):
-            safe.add(type(value))
-        return type(value) not in safe
+        return any(is_object(value) for value in values if type(value) not in safe)
 
-    return is_object(sd)
+    def is_object(value: Any) -> bool:
+        if isinstance(value, Mapping):
+            return any_object(value.values())
+        return not isinstance(value, (list, tuple)) or any_object(value)
+
+    return any_object(sd.values())
 
 
 @attrs.frozen

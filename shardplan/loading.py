@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, cast
 
 import attrs
@@ -16,7 +16,7 @@ from shardplan.io.errors import FormatError
 from shardplan.io.pool import Pool
 from shardplan.io.progress import Tell
 from shardplan.io.read import Reader
-from shardplan.io.sources import detect, locate, open_source
+from shardplan.io.sources import detect, locate, open_located
 from shardplan.io.stores import Store
 from shardplan.io.values import StoredValue, store_values
 from shardplan.planning import (
@@ -169,10 +169,15 @@ class _Load:
     def _mine(self) -> bool:
         return self.comm.rank == self.comm.coordinator
 
+    @cached_property
+    def _located(self) -> tuple[Store, str]:
+        """The store to look in, and the name of a single file there; empty for a folder."""
+        return locate(self._path)
+
     def open(self) -> str:
         """Open the checkpoint, and return its format."""
         with self.watch.phase("open"):
-            source = open_source(self._path, format=self._format, pool=self._pool)
+            source = open_located(*self._located, format=self._format, pool=self._pool)
             self.reader, self.metadata = Reader(source, self._pool), source.metadata
             return source.format
 
@@ -274,7 +279,7 @@ class _Load:
 
     def _is_file(self) -> bool:
         """Tell whether the checkpoint may be a file of `torch.save`, without reading it."""
-        return self._format in (None, "torch") and bool(locate(self._path)[1])
+        return self._format in (None, "torch") and bool(self._located[1])
 
     def _open_on_one(self) -> bool:
         """Open a file of `torch.save` on the coordinator, which tells the others what it holds.
@@ -284,7 +289,7 @@ class _Load:
         """
 
         def tell() -> dict[str, Any] | None:
-            store, name = locate(self._path)
+            store, name = self._located
             if not name or (self._format or detect(store, name)) != "torch":
                 return None
             self.open()

@@ -76,8 +76,8 @@ class SaveReport:
         save_id: The name of the save, part of its files' names.
         files: How many data files were written, by all ranks together.
         nbytes: Their size, in bytes.
-        seconds: This rank's seconds by phase: stage, plan, exchange, write, wait (for the other
-            ranks), commit.
+        seconds: This rank's seconds by phase: stage, open, plan, exchange, write, wait (for the
+            other ranks), commit.
         leftovers: Files of the checkpoint that was replaced which could not be removed.
         how: How the plan came to be: ``"alone"``, ``"cached"``, ``"derived"`` or ``"gathered"``.
         slowest: By phase, the rank that took longest for it, and its seconds.

@@ -54,15 +54,11 @@ def _is_mapping(value: object) -> bool:
 
 def _expand(state_dict: Mapping[Any, Any]) -> Mapping[Any, Any]:
     changed: dict[Any, Any] = {}
-    tensors: set[type] = set()  # seen here: most values are of one of a few such types
-    kept: list[Any] = []
-    for key, value in state_dict.items():
-        if type(value) in tensors:
-            continue
-        if is_tensor(value):
-            tensors.add(type(value))
-        else:
-            kept.append(key)
+    examples = {type(value): value for value in state_dict.values()}  # there are mostly a few
+    tensors = {kind for kind, value in examples.items() if is_tensor(value)}
+    if tensors.issuperset(examples):
+        return state_dict
+    kept = [key for key, value in state_dict.items() if type(value) not in tensors]
     for key in sorted(kept, key=_order):
         value = state_dict[key]
         inner = _expand_value(value)

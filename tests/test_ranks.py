@@ -887,7 +887,7 @@ def test_reports_tell_bytes_and_seconds_by_phase_and_rank_and_the_slowest(store)
 
     saved, loaded = zip(*run_ranks(3, fn), strict=True)
     assert [[one.rank for one in report.ranks] for report in saved] == [[0, 1, 2], [1], [2]]
-    assert {"plan", "exchange", "write", "wait"} <= set(saved[1].seconds)
+    assert {"open", "plan", "exchange", "write", "wait"} <= set(saved[1].seconds)
     assert "commit" in saved[0].seconds
     assert saved[0].ranks[0].seconds["commit"] == saved[2].slowest["commit"][1] > 0
     assert saved[2].slowest["commit"][0] == 0
