@@ -64,6 +64,7 @@ _FILE_NAMES: Final = {ours: theirs for theirs, ours in TORCH_NAMES.items()}
 _PACKED: Final = {"F4": 2}  # elements of the file that one of ours holds, along the last axis
 _ALIGN: Final = 64  # where data begins; memory does so, too, and copies between them are fast
 _MAX_NUMBER: Final = 1 << 62
+_WHOLE: Final = frozenset((int,))
 _RESERVED: Final = "__metadata__"
 
 
@@ -289,9 +290,8 @@ def _check_cover(slots: Sequence[Slot], file: str, length: int, size: int) -> No
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, list) or any(
-        type(v) is not int or not 0 <= v < _MAX_NUMBER for v in values
-    ):
+    whole = isinstance(values, list) and _WHOLE.issuperset(map(type, values))
+    if not whole or (values and not 0 <= min(values) <= max(values) < _MAX_NUMBER):
         raise ValueError(f"expected a list of whole numbers, not {str(values)[:80]}")
     return tuple(values)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -98,11 +99,11 @@ class Manifest:
 def _file_bytes(manifest: Manifest) -> Ints:
     """Add up, per file, the bytes of its chunks; tensors alike are counted, not visited."""
     entries, limit = manifest.entries, float(manifest.files.sizes.sum())
-    keys = np.stack([manifest.place, entries.layout, entries.prop])[:, entries.layout >= 0]
-    kinds, counts = np.unique(keys, axis=1, return_counts=True)
+    tensors = np.stack([manifest.place, entries.layout, entries.prop])[:, entries.layout >= 0]
+    kinds = Counter(map(tuple, tensors.T.tolist()))
     width = column([p.itemsize for p in entries.props])
     files, sizes = [column([])], [column([])]
-    for (place, layout, prop), count in zip(kinds.T.tolist(), counts.tolist(), strict=True):
+    for (place, layout, prop), count in kinds.items():
         where, tiling = manifest.places[place], entries.layouts[layout].tiling
         if len(where) != len(tiling):  # before any chunk of a grid is made
             raise ValueError(f"{len(tiling)} chunks lie in {len(where)} files")

@@ -196,7 +196,7 @@ def locate(path: str | os.PathLike[str] | Store) -> tuple[Store, str]:
     >>> locate("memory://runs/step-1")[1]
     ''
     """
-    if isinstance(path, Store) or not isinstance(path, (str, os.PathLike)):
+    if not isinstance(path, (str, os.PathLike)):
         return open_store(path), ""
     path = os.fspath(path)
     if "://" not in path:

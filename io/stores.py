@@ -225,12 +225,12 @@ def open_store(url: str | os.PathLike[str] | Store, **options: Any) -> Store:
     >>> middle, store.list()
     (bytearray(b'cd'), ('folder/a',))
     """
-    if isinstance(url, Store):
+    if not isinstance(url, (str, os.PathLike)):
+        if not isinstance(url, Store):
+            raise TypeError(_no_store(url))
         if options:
             raise TypeError(f"an open store takes no options, but got {', '.join(options)}")
         return url
-    if not isinstance(url, (str, os.PathLike)):
-        raise TypeError(_no_store(url))
     text = os.fspath(url)
     if "://" not in text:
         return _open_local(text, options)

@@ -109,7 +109,7 @@ def kind_of(value: Any) -> Hashable | None:
         elif getattr(value, "placements", None) or any(hasattr(value, a) for a in _SHARDED):
             return None
         made = (getattr(value, "layout", None), getattr(value, "requires_grad", False))
-        kind = (type(value), tuple(value.shape), value.dtype, *made, spec, part.shape)
+        kind = (type(value), value.shape, value.dtype, *made, spec, part.shape)
         hash(kind)
     except Exception:  # `held` says what is wrong
         return None
