@@ -118,7 +118,7 @@ class Meetings:
         limit, notes = 3 * (self.timeout + GRACE), list[bytes | None]()
         if self.rank == self.coordinator:
             lost, notes = self._ask(lambda: self._preside(topic, note, takes_time), limit)
-            if takes_time and not lost:  # which the others need not know before it does take time
+            if takes_time and not lost:  # told while it is done: nobody asks for that soon
                 begun = self._begun
                 self.worker.post(lambda: self.store.set(begun, ""))
             said = None if lost else answer(notes)  # in the caller's thread: it may take its time
@@ -203,8 +203,10 @@ class Meetings:
             return dead, []
         if not complete:
             self._wait(ready, self.timeout)
-        if not complete:
-            return self._left() or self._absent(topic), []
+        # If the last rank came just now, all are there.
+        absent = {} if complete else self._left() or self._absent(topic)
+        if absent:
+            return absent, []
         came = [json.loads(text) for text in self.store.multi_get(keys)]
         astray = {
             rank: f"came to {other} while rank {self.ranks[self.rank]} came to {topic}"
@@ -309,8 +311,8 @@ class Meetings:
         ``ready`` is given the seconds that have passed.
         """
         start, passed = time.monotonic(), 0.0
-        # Many ranks ask one server: the first and the longest pause grow with their number. To ask
-        # takes processor time that the rank which is waited for may need.
+        # To ask takes processor time that the rank which is waited for may need. And where many
+        # ranks ask one server, the first and the longest pause grow with their number.
         first, longest = max(5e-4, len(self.ranks) * 1e-5), max(0.05, len(self.ranks) / 10_000)
         while not ready(passed):
             passed = time.monotonic() - start

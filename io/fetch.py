@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Final
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy.typing as npt
 import xxhash
 
 from shardplan.planning import coalesce, itemsize
+from shardplan.planning.blocks import BLOCK_BYTES
 from shardplan.planning.catalog import column
 from shardplan.planning.packing import Ints
 
@@ -51,7 +53,7 @@ class Fetch:
         self._store, self._job, self._progress = source, job, progress
         self._lock = threading.Lock()
         # Local reads keep a processor busy each, and more threads than these slow each other down.
-        turns = len(job.tasks) if source.staging else own_processors()
+        turns = 1 if job.alone else len(job.tasks) if source.staging else own_processors()
         self._turn = threading.Semaphore(max(turns, 1))
         columns = (job.blocks.box, job.first, job.into, job.block_bytes)
         self._places = np.stack(columns, axis=1)  # one row a block
@@ -83,16 +85,19 @@ class Fetch:
         groups = [self._plain_ranges(unit) for unit in units]
         sizes = [sum([view.nbytes for _, view in ranges]) for ranges in groups]
         edges = np.cumsum([0, *map(len, units)])  # where the blocks of each unit begin
-        begun, digests = 0, list[int]()
+        begun, untold, digests = 0, 0, list[int]()
         try:
-            each = self._store.read_pieces(file, groups, PIECE)
-            for pieces, size in zip(each, sizes, strict=True):
-                begun += 1
-                state = xxhash.xxh3_64()
-                for piece in pieces:
-                    state.update(piece)
-                digests.append(state.intdigest())
-                self._tell(size)
+            with closing(self._store.read_pieces(file, groups, PIECE)) as each:
+                for pieces, size in zip(each, sizes, strict=True):
+                    begun += 1
+                    state = xxhash.xxh3_64()
+                    for piece in pieces:
+                        state.update(piece)
+                    digests.append(state.intdigest())
+                    untold += size
+                    if untold >= BLOCK_BYTES or begun == len(units):
+                        self._tell(untold)
+                        untold = 0
         finally:
             done = len(digests)
             self.begun[blocks[: edges[begun]]] = True

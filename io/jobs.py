@@ -194,10 +194,12 @@ class Job:
     @cached_property
     def large(self) -> Flags:
         """Which blocks are worth hashing while they are read: those of large units, all plain."""
+        if not self.is_local:
+            return np.zeros(len(self.blocks), bool)
         rough = np.bincount(self.unit, ~self.plain)[self.unit] > 0
         nbytes = np.bincount(self.unit, self.block_bytes)[self.unit]
         large: Flags = self.hashed[self.blocks.box] & ~rough & (nbytes > PIECE)
-        return large & self.is_local
+        return large
 
     @cached_property
     def tasks(self) -> list[Ints]:

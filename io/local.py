@@ -8,7 +8,7 @@ import re
 import secrets
 import stat
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final
 
@@ -118,7 +118,7 @@ class LocalStore:
 
     def read_pieces(
         self, path: str, groups: Iterable[Sequence[tuple[int, memoryview]]], max_bytes: int
-    ) -> Iterator[Iterator[memoryview]]:
+    ) -> Generator[Iterator[memoryview], None, None]:
         """Fill buffers as `read` does, a piece at a time, in the order of the file.
 
         Each piece is handed out as soon as it is filled. What looks at it there and then finds it
@@ -130,7 +130,8 @@ class LocalStore:
             max_bytes: How long a piece may be.
 
         Yields:
-            The pieces of each group, all of which must be taken before the next group's.
+            The pieces of each group, all of which must be taken before the next group is asked for:
+            the file is closed after the last one, and when the generator is.
         """
         file = self.locate(path)
         with reported("read", file), opened(file) as fd:

@@ -134,7 +134,7 @@ class Reader:
                 fetch.run,
                 job.tasks,
                 nbytes=lambda task: job.cost(task) + self.store.staging,
-                here=job.alone,
+                here=job.alone or (job.is_far and len(job.tasks) == 1),
             )
         except Exception as error:
             filled, touched = _progress(job.blocks, fetch, names)

@@ -27,6 +27,7 @@ from shardplan.planning.values import kind_of, placement_of, spec_of
 __all__ = ["holds_objects", "layout_key", "whole_layout"]
 
 _TEXT: Final = frozenset((str,))
+_MIXED: Final = (np.ndarray, Mapping, list, tuple)  # of which each must be looked at, or into
 
 
 @attrs.frozen(cache_hash=True)
@@ -105,12 +106,16 @@ def holds_objects(sd: Mapping[Any, Any]) -> bool:
 
     >>> holds_objects({"w": np.zeros(3), "groups": [{"lr": 0.1}]}), holds_objects({"f": [len]})
     (False, True)
+    >>> holds_objects({"f": np.array([len]), "w": np.zeros(3)})
+    True
     """
     safe = {str, int, float, bool, type(None)}  # and types of tensors, once one was seen
 
     def any_object(values: Iterable[Any]) -> bool:
+        values = list(values)
         examples = {type(value): value for value in values}
-        safe.update(kind for kind, value in examples.items() if is_tensor(value))
+        new = {kind: value for kind, value in examples.items() if not issubclass(kind, _MIXED)}
+        safe.update(kind for kind, value in new.items() if is_tensor(value))
         if safe.issuperset(examples):
             return False
         return any(is_object(value) for value in values if type(value) not in safe)
@@ -118,7 +123,9 @@ def holds_objects(sd: Mapping[Any, Any]) -> bool:
     def is_object(value: Any) -> bool:
         if isinstance(value, Mapping):
             return any_object(value.values())
-        return not isinstance(value, (list, tuple)) or any_object(value)
+        if isinstance(value, (list, tuple)):
+            return any_object(value)
+        return not is_tensor(value)
 
     return any_object(sd.values())
 

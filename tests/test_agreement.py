@@ -12,7 +12,7 @@ import shardplan
 from shardplan.agreement import PlanCache, agree
 from shardplan.dist import CheckpointError, run_ranks, solo
 from shardplan.io.stores import open_store
-from shardplan.layouts import layout_key
+from shardplan.layouts import holds_objects, layout_key
 from shardplan.planning import RefusedError, annotate, cast, chain, rename, select
 from shardplan.reports import Stopwatch
 
@@ -253,6 +253,27 @@ def test_a_value_that_cannot_be_stored_is_refused_on_any_rank_with_a_known_plan_
         assert {failure.rank for failure in raised.value.failures} == {culprit}
         assert {failure.type for failure in raised.value.failures} == {"ValueRefusedError"}
     assert shardplan.restore(saves.store)["w"].tolist() == [1, 1]
+
+
+class Once(dict):
+    """A mapping that gives its values once for each time that it is asked."""
+
+    def values(self):
+        return iter(list(super().values()))
+
+
+@pytest.mark.parametrize(
+    ("state", "objects"),
+    [
+        ({"a": np.array([print]), "b": np.zeros(2)}, True),
+        ({"a": np.zeros(2), "b": np.array([print])}, True),
+        ({"a": [torch.zeros(2), {"b": (1, print)}]}, True),
+        ({"a": Once(b=print)}, True),
+        ({"a": Once(b=1.5), "b": np.zeros(2), "c": [torch.zeros(2), None, "x"]}, False),
+    ],
+)
+def test_objects_are_found_wherever_they_are_and_whatever_lies_beside_them(state, objects):
+    assert holds_objects(state) == objects
 
 
 def test_errors_of_a_plan_tell_ranks_by_their_numbers_in_the_job():

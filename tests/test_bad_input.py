@@ -534,7 +534,7 @@ def test_a_file_that_is_cut_short_while_it_is_read_spares_what_was_not_begun(
     tmp_path, monkeypatch, ranks
 ):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    sd = {name: torch.ones(1 << 18) for name in "abc"}
+    sd = {name: torch.ones(1 << 22) for name in "abc"}  # as large as what is told of at once
     shardplan.save(sd, tmp_path)
     (file,) = shards(tmp_path)
     size = file.stat().st_size
@@ -548,5 +548,30 @@ def test_a_file_that_is_cut_short_while_it_is_read_spares_what_was_not_begun(
     with pytest.raises(FormatError, match="bytes") as caught:
         shardplan.load(target, tmp_path, progress=cut)
     assert (caught.value.filled, caught.value.touched) == (("a", "b"), ())
-    assert [int(tensor.sum()) for tensor in target.values()] == [1 << 18, 1 << 18, 0]
+    assert [int(tensor.sum()) for tensor in target.values()] == [1 << 22, 1 << 22, 0]
     assert told == [0, sd["a"].nbytes, 2 * sd["a"].nbytes]
+
+
+@pytest.mark.parametrize("how", ["progress", "disk"])
+def test_a_load_that_stops_half_way_leaves_no_file_open(tmp_path, monkeypatch, how):
+    sd = {name: torch.ones(1 << 18) for name in "abc"}
+    shardplan.save(sd, tmp_path)
+    (file,) = shards(tmp_path)
+    reads, read = [], os.preadv
+
+    def stop(done, total):
+        if done and how == "progress":
+            raise ValueError("stop")
+
+    def fail(*arguments):
+        reads.append(arguments)
+        if len(reads) > 6 and how == "disk":
+            raise OSError(errno.EIO, "a bad sector")
+        return read(*arguments)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(LoadError) as caught:
+        shardplan.load({name: torch.zeros(1 << 18) for name in sd}, tmp_path, progress=stop)
+    links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
+    assert str(file) not in [os.readlink(link) for link in links if os.path.islink(link)]
+    assert caught.value is not None  # which is held until here, and with it what it came from

@@ -353,6 +353,61 @@ def test_no_work_is_begun_in_a_meeting_that_was_called_off():
     assert called == []
 
 
+def test_a_rank_that_comes_right_after_the_last_look_is_there():
+    store = torch.distributed.HashStore()
+
+    class Late:
+        """A store in which rank 1 comes once the coordinator's time is up, behind its back."""
+
+        def __getattr__(self, name):
+            return getattr(store, name)
+
+        def check(self, keys):
+            found = store.check(keys)
+            if len(keys) == 2 and time.monotonic() - start >= 0.2:
+                store.set("1/1", json.dumps(["a topic", "b25l", []]))
+            return found
+
+    start, coordinator = time.monotonic(), Meetings(Late(), 0, 0, (0, 1), 0.2)
+    notes, said = coordinator.meet("a topic", b"zero", lambda notes: b"".join(notes))
+    assert (notes, said) == ([b"zero", b"one"], b"zeroone")
+
+
+def test_that_work_was_begun_is_told_and_taken_back():
+    inner, log = torch.distributed.HashStore(), []
+
+    class Spy:
+        """A store that notes when it is told of work."""
+
+        def __getattr__(self, name):
+            return getattr(inner, name)
+
+        def set(self, key, value):
+            log.append(("set", key))
+            inner.set(key, value)
+
+        def delete_key(self, key):
+            log.append(("delete", key))
+            return inner.delete_key(key)
+
+    ranks = [Meetings(Spy(), rank, 0, (0, 1), 5.0) for rank in range(2)]
+
+    def attend(meetings):
+        for _ in range(20):
+            meetings.meet("a topic", b"", lambda notes: b"", takes_time=True)
+        meetings.close()
+
+    threads = [threading.Thread(target=attend, args=[meetings]) for meetings in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    ranks[0].worker.join(5)
+    for number in range(1, 21):
+        done = [what for what, key in log if key == f"{number}/begun"]
+        assert done == ["set", "delete"]
+
+
 def test_whether_all_is_well_costs_as_many_bytes_as_there_are_ranks():
     def travels(n):
         def fn(comm):

@@ -537,6 +537,9 @@ def test_columns_of_a_layout_s_key_are_not_mixed_up():
             [odd, a, plain],
             [a, odd, plain],
             [[a], b, plain],
+            [a, 1, 2],
+            [1, a, 2],
+            [1, 2, a],
         ]
         keys = [layout_key(dict(zip("xyz", state, strict=True))) for state in states]
         keys += [layout_key({"x": state}) for state in states]

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 import shardplan
 from shardplan.io import fetch
+from shardplan.io import read as reading
 from shardplan.io.arrays import as_tensor
 from shardplan.io.commit import assemble, publish
 from shardplan.io.errors import ExistsError, FormatError, LoadError, ValueRefusedError
@@ -882,3 +883,32 @@ def test_an_error_tells_programs_whether_to_overwrite(tmp_path):
     for error in (caught.value, again):
         assert (error.reason, error.can_overwrite) == (f"{tmp_path} holds a checkpoint", True)
         assert str(error) == f"{tmp_path} holds a checkpoint; pass overwrite=True to replace it"
+
+
+@pytest.mark.parametrize("ranks", ["", "1000"])
+def test_one_thread_reads_large_blocks_in_one_go_and_holds_no_more_of_others(
+    tmp_path, monkeypatch, ranks
+):
+    jobs, real = [], reading.Fetch
+
+    def spy(store, job, progress=None):
+        jobs.append(job)
+        return real(store, job, progress)
+
+    monkeypatch.setattr(reading, "Fetch", spy)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)  # so many that each has one thread
+    size, limit = (2048, 3072), 16 << 20  # 6 MiB each, and what a task has before the last block
+    sd = {f"{n}{kind}": torch.full(size, n, dtype=torch.uint8) for n in range(6) for kind in "pt"}
+    shardplan.save(sd, tmp_path)
+    target = {name: torch.zeros_like(tensor) for name, tensor in sd.items()}
+    target |= {name: tensor.T.contiguous().T for name, tensor in target.items() if "t" in name}
+    shardplan.load(target, tmp_path)
+    assert all(torch.equal(target[name], tensor) for name, tensor in sd.items())
+    (job,) = jobs
+    assert (job.alone, len(job.tasks)) == ((True, 2) if ranks else (False, 5))
+    for task in job.tasks:
+        mine = np.zeros(len(job.blocks), bool)
+        mine[task] = True
+        held = mine & ~job.large if ranks else mine
+        assert 0 < job.block_bytes[held].sum() <= limit + 6 * 2**20
+    assert job.large.sum() == 6
