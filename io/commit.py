@@ -12,6 +12,7 @@ import numpy as np
 from shardplan.planning import Metadata, StorageMeta
 from shardplan.planning.blocks import BLOCK_BYTES
 from shardplan.planning.catalog import Catalog, column
+from shardplan.planning.distinct import distinct
 from shardplan.planning.files import file_numbers
 from shardplan.planning.metadata import Entries
 from shardplan.planning.packing import Ints, readonly
@@ -142,7 +143,7 @@ def _tensors_first(metadata: Metadata) -> Entries:
     entries = metadata.state_dict_metadata
     order = np.argsort(entries.layout < 0, kind="stable")
     names = tuple(entries.names[row] for row in order.tolist())
-    used = np.unique(entries.layout[entries.layout >= 0])
+    used = distinct(entries.layout[entries.layout >= 0])
     layout = np.where(entries.layout < 0, -1, np.searchsorted(used, entries.layout))[order]
     layouts = tuple(entries.layouts[number] for number in used.tolist())
     return Entries(names, entries.props, readonly(entries.prop[order]), layouts, readonly(layout))

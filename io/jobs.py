@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from shardplan.planning.blocks import BLOCK_BYTES, Blocks, cut_blocks, reach_of
+from shardplan.planning.distinct import numbered
 from shardplan.planning.overlap import expand
 from shardplan.planning.packing import Ints
 from shardplan.planning.ranges import steps
@@ -187,7 +188,7 @@ class Job:
         unit = np.arange(len(box))
         rows = np.flatnonzero(self.hashed[box])
         key = self.chunk[box[rows]] * (int(number.max(initial=0)) + 1) + number[rows]
-        _, first, same = np.unique(key, return_index=True, return_inverse=True)
+        _, first, same = numbered(key)
         unit[rows] = rows[first][same]
         return unit
 

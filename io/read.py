@@ -16,6 +16,7 @@ import torch
 from shardplan.planning import Issue, LoadItemType, LoadPlan, Metadata, PlanError, itemsize
 from shardplan.planning.blocks import Blocks
 from shardplan.planning.catalog import column, padded
+from shardplan.planning.distinct import distinct, numbered
 from shardplan.planning.packing import Ints, readonly
 from shardplan.planning.ranges import filled, whole_blocks
 from shardplan.planning.reads import ReadItems
@@ -243,10 +244,10 @@ def find_chunks(metadata: Metadata, items: ReadItems) -> Ints:
         PlanError: There is no such tensor, no chunk that starts there, or the read reaches past it.
     """
     entries = metadata.state_dict_metadata
-    names, which = np.unique(items.storage, return_inverse=True)
+    names, _, which = numbered(items.storage)
     entry = column([entries.row_of.get(items.names[n], -1) for n in names.tolist()])[which]
     layouts = np.where(entry < 0, -1, entries.layout[entry])
-    used, layout = np.unique(layouts, return_inverse=True)
+    used, _, layout = numbered(layouts)
     tilings = [entries.layouts[n].tiling if n >= 0 else tile([], []) for n in used.tolist()]
     axes = max(items.lengths.shape[1], *(tiling.ndim for tiling in tilings))
     count = column([len(tiling) for tiling in tilings])
@@ -260,7 +261,7 @@ def find_chunks(metadata: Metadata, items: ReadItems) -> Ints:
     stale = (starts[first[layout[rows]] + hint[rows]] != wanted[rows]).any(axis=1)
     found[rows[stale]] = -1
     lost = np.flatnonzero(found < 0)
-    for number in np.unique(layout[lost]).tolist():
+    for number in distinct(layout[lost]).tolist():
         rows, low = lost[layout[lost] == number], int(first[number])
         mine = slice(low, low + int(count[number]))
         real = np.all(sizes[mine] > 0, axis=1)  # an empty chunk may start where another does
@@ -308,8 +309,7 @@ def _digests(fetch: Fetch, job: Job) -> dict[int, dict[int, int]]:
     came = np.ones(len(job.counts), bool)
     came[job.chunk[job.blocks.box[~fetch.done]]] = False
     hashed = np.flatnonzero((job.hashed & came[job.chunk])[job.blocks.box])  # the blocks
-    _, first = np.unique(job.unit[hashed], return_index=True)
-    blocks = hashed[first]  # one of each unit
+    blocks = hashed[numbered(job.unit[hashed])[1]]  # one of each unit
     chunk, number = job.chunk[job.blocks.box[blocks]], job.blocks.number[blocks]
     order = np.lexsort((number, chunk))
     digests = fetch.digests[job.unit[blocks[order]]]

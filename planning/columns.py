@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .catalog import Catalog, Head, Merged, column, merge_catalogs, padded, within
+from .distinct import numbered
 from .errors import CodecError
 from .items import MetadataIndex, TensorWriteData, WriteItem
 from .packing import DAMAGE, Ints, flat, pack, readonly, unpack
@@ -192,7 +193,7 @@ class WriteItems(Columns[WriteItem]):
 
     def canonical(self) -> WriteItems:
         """Return equal items in the one form that equal items have: no hints, no spare rows."""
-        _, first, number = np.unique(self.row, return_index=True, return_inverse=True)
+        _, first, number = numbered(self.row)
         order = np.argsort(first, kind="stable")  # rows of the catalog in order of first use
         rank = np.argsort(order, kind="stable")
         heads = [self.catalog.heads[row] for row in self.row[first[order]].tolist()]

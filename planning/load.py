@@ -11,6 +11,7 @@ import numpy as np
 from .catalog import column
 from .check import layout_issues
 from .columns import WriteItems
+from .distinct import distinct
 from .errors import Issue, PlanError, region_text
 from .items import (
     LoadItemType,
@@ -71,7 +72,7 @@ def load_plan(
     if not isinstance(plan, SavePlan):
         raise TypeError(f"load_plan needs a plan, not a {type(plan).__name__}; try local_plan(it)")
     entries, items = metadata.state_dict_metadata, plan.items
-    match = match_entries(entries, items.catalog, np.unique(items.row), dtype, shape)
+    match = match_entries(entries, items.catalog, distinct(items.row), dtype, shape)
     damage = _damage(entries, match.entry)
     entry = match.entry[items.row]
     is_bytes = items.catalog.is_bytes[items.row]

@@ -13,6 +13,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from .distinct import distinct, numbered
 from .packing import Ints
 from .tiling import Chunk, Grid, Tiling, pad, tile_chunks
 
@@ -70,7 +71,7 @@ def overlap_many(
     rows = np.flatnonzero(grids[which]) if len(which) else np.zeros(0, np.int64)
     if len(rows):
         parts.append(_meet_grids(tilings, which, rows, offsets, sizes))
-    for number in np.unique(which[~grids[which]]) if len(which) else ():
+    for number in distinct(which[~grids[which]]) if len(which) else ():
         rows = np.flatnonzero(which == number)
         parts.append(_meet_boxes(tilings[int(number)], rows, offsets[rows], sizes[rows]))
     if len(parts) == 1:
@@ -87,7 +88,7 @@ def _meet_grids(
 ) -> Overlap:
     """Bisect boxes into their grids: per axis, one search through all cuts laid end to end."""
     which = numbers
-    used, which = np.unique(which[rows], return_inverse=True)
+    used, _, which = numbered(which[rows])
     if len(used) > 1 and _span(tilings, used) > _FAR:
         half = len(used) // 2
         halves = [rows[which < half], rows[which >= half]]

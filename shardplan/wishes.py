@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Literal
 
 import attrs
-import numpy as np
 
 from shardplan.planning import LoadPlan, Metadata
 from shardplan.planning.catalog import column
+from shardplan.planning.distinct import distinct
 
 __all__ = ["Wish", "named", "nbytes_of", "worth_sharing"]
 
@@ -48,7 +48,7 @@ def nbytes_of(plan: LoadPlan, metadata: Metadata) -> int:
 def named(plan: LoadPlan, metadata: Metadata) -> tuple[str, int]:
     """Return a fingerprint of the names of the tensors that a plan reads, and their size, whole."""
     entries, items = metadata.state_dict_metadata, plan.items
-    used = sorted({items.names[n] for n in np.unique(items.storage).tolist()})
+    used = sorted({items.names[n] for n in distinct(items.storage).tolist()})
     rows = [entries.row_of[name] for name in used]
     size = sum(
         math.prod(entries.layouts[layout].size) * entries.props[prop].itemsize

@@ -49,6 +49,20 @@ def test_opening_a_checkpoint_loads_little_of_planning():
     assert {f"shardplan.planning.{name}" for name in NOT_NEEDED} & set(loaded) == set()
 
 
+@pytest.mark.slow
+def test_a_first_save_and_load_do_not_import_masked_arrays(tmp_path):
+    code = """
+import sys, torch, shardplan
+before = "numpy.ma" in sys.modules
+shardplan.save({"w": torch.ones(2, 3), "step": 1}, sys.argv[1])
+shardplan.load({"w": torch.ones(2, 3), "step": 0}, sys.argv[1])
+print(before, "numpy.ma" in sys.modules)
+"""
+    command = [sys.executable, "-I", "-c", code, str(tmp_path)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
 def test_a_name_of_planning_means_the_same_whatever_was_loaded_before():
     code = """
 import importlib, pkgutil, types
