@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import attrs
 
-from shardplan.dist import Comm
+from shardplan.dist import CheckpointError, Comm
 from shardplan.io.pool import Pool
 from shardplan.io.progress import Tell
 from shardplan.io.stores import Store
@@ -22,6 +22,7 @@ from shardplan.planning import Pass, SavePlan
 
 from .agreement import PlanCache
 from .ranks import JobComm
+from .refusing import by_name
 from .reports import SaveReport, Stopwatch
 from .saving import save_state
 from .snapshots import Buffers
@@ -30,6 +31,7 @@ from .stateful import expand
 __all__ = ["SaveFuture", "async_save"]
 
 _log = logging.getLogger("shardplan")
+_TOLD: Final = 4  # failing ranks that the log names
 
 
 class SaveFuture(Future[SaveReport]):
@@ -167,11 +169,13 @@ class _Saver:
         self, state_dict: Mapping[Any, Any], watch: Stopwatch
     ) -> Callable[[], Mapping[Any, Any]]:
         """Copy a state dict; if that fails, let the save fail, on all ranks."""
+        state = state_dict
         try:
-            copied = self.buffers.copy(expand(state_dict))
+            state = expand(state_dict)
+            copied = self.buffers.copy(state)
             watch.count("stage", self.buffers.nbytes)
         except Exception as error:
-            return _failing(error)
+            return _failing(by_name(error, state))
         return lambda: copied
 
     def settle(self) -> BaseException | None:
@@ -260,7 +264,8 @@ def _run(
         future.set_result(save_state(state, path, **options))
     except BaseException as error:
         if not future.told:  # else it failed because the one before had
-            text = str(error).splitlines() or [type(error).__name__]
-            told = "; ".join(line for line in text[:8] if line and not line.startswith("---"))
+            told = str(error) or type(error).__name__
+            if isinstance(error, CheckpointError):
+                told = "; ".join(map(str, error.failures[:_TOLD]))
             _log.error("the save to %s failed in the background: %s", future.path, told)
         future.set_exception(error)

@@ -10,9 +10,9 @@ from typing import Any, Literal, cast
 
 import attrs
 
-from shardplan.dist import Comm, all_reduce, broadcast, reduce_scatter
+from shardplan.dist import Comm, LostRanksError, all_reduce, broadcast, reduce_scatter
 from shardplan.io.blocksums import BlockSums
-from shardplan.io.errors import FormatError
+from shardplan.io.errors import FormatError, ValueRefusedError
 from shardplan.io.pool import Pool
 from shardplan.io.progress import Tell
 from shardplan.io.read import Reader
@@ -49,7 +49,7 @@ from .nested import put
 from .parcels import packed, unpacked, value_names, values_read
 from .profiling import profiled
 from .ranks import Counted, default_comm, fail_alike, host_name, take_step, told_apart
-from .reading import Outcome, SharedRead, read_rank
+from .reading import Outcome, SharedRead, overwritten, read_rank
 from .reports import LoadReport, RankReport, Stopwatch, logged, rank_report, slowest_ranks
 from .stateful import expand, give_back
 from .wishes import Wish, named, nbytes_of, worth_sharing
@@ -265,7 +265,7 @@ class _Load:
 
     def _take(self, plan: LoadPlan) -> None:
         """Take a plan as this rank's, and count what it needs."""
-        self.plan = plan
+        self.plan, self._wanted = plan, plan.items
         self.needed = self._tensor_bytes = nbytes_of(plan, self.metadata)
         if self.reader is not None:
             names = [name for _, name in value_names(plan.items)]
@@ -339,8 +339,7 @@ class _Load:
         def read() -> tuple[Any, ...]:
             with self.watch.phase("read"):
                 results.append(self._read(verify, sums, progress))
-                if self.reader is not None:
-                    sums.settle(self.reader.source)
+                self._settle(sums)
             own = attrs.astuple(self._own(results[0]))
             return (self.sd is not state_dict, own, sums.pack())
 
@@ -348,8 +347,7 @@ class _Load:
             for _, own, parts in told:
                 everyone.append(RankReport(*own))
                 common.unpack(parts)
-            if self.reader is not None:
-                common.settle(self.reader.source)
+            self._settle(common)
             slowest = slowest_ranks(everyone) if comm.world_size > 1 else {}
             total = sum(one.nbytes for one in everyone)
             return {"total": total, "slowest": slowest, "stateful": any(s for s, *_ in told)}
@@ -386,7 +384,21 @@ class _Load:
             options: dict[str, Any] = {"verify": verify, "sums": sums, "progress": progress}
             return read_rank(self.reader, self.flat, self.plan, **options)
         told = (self.comm, self.reader, self.metadata, self.flat, self.plan, self.told)
-        return SharedRead(*told, str(self._path), progress).run(verify=verify, sums=sums)
+        try:
+            return SharedRead(*told, str(self._path), progress).run(verify=verify, sums=sums)
+        except (LostRanksError, PlanError, ValueRefusedError):
+            raise
+        except Exception as error:
+            raise overwritten(error, self._wanted, together=True) from error
+
+    def _settle(self, sums: BlockSums) -> None:
+        """Compare the checksums of what several reads brought."""
+        if self.reader is not None:
+            try:
+                sums.settle(self.reader.source)
+            except FormatError as error:
+                many = self.comm.world_size > 1
+                raise overwritten(error, self._wanted, together=many) from None
 
     def _give_back(self, state_dict: Mapping[Any, Any]) -> None:
         """Hand stateful values their state: another step, for any of them may refuse it."""

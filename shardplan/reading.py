@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import attrs
 import numpy as np
@@ -11,10 +11,12 @@ import torch
 
 from shardplan.dist import Comm, LostRanksError
 from shardplan.io.blocksums import BlockSums
+from shardplan.io.errors import FormatError, LoadError
 from shardplan.io.progress import Progress, Tell
 from shardplan.io.read import Reader, ReadStats
 from shardplan.io.values import StoredValue
-from shardplan.planning import LoadPlan, Metadata
+from shardplan.planning import LoadItemType, LoadPlan, Metadata
+from shardplan.planning.distinct import distinct
 from shardplan.planning.reads import ReadItems
 
 from .destinations import destinations, refuse_shared
@@ -22,7 +24,9 @@ from .fanout import FanOut, add_stats
 from .parcels import Parcels, loaded, value_names, values_read
 from .wishes import nbytes_of
 
-__all__ = ["Outcome", "SharedRead", "read_rank"]
+__all__ = ["Outcome", "SharedRead", "overwritten", "read_rank"]
+
+_TOGETHER: Final = "ranks load together: on each of them, any key of the load may be overwritten"
 
 
 @attrs.frozen
@@ -67,6 +71,23 @@ def read_rank(
     filled = reader.fill(plan.items, dest, verify=verify, sums=sums, progress=told)
     told.finish()
     return Outcome(add_stats(stats, filled), values)
+
+
+def overwritten(error: Exception, items: ReadItems, *, together: bool) -> Exception:
+    """Return an error that says of all that a rank reads that it may be overwritten in part.
+
+    Args:
+        error: What stopped the load, at a time at which nobody knows how far it had come.
+        items: What this rank wanted.
+        together: Whether other ranks are no better off.
+    """
+    tensors = items.type == LoadItemType.TENSOR.value
+    keys = [items.names[number] for number in distinct(items.dest[tensors]).tolist()]
+    more = f"; {_TOGETHER}" if together else ""
+    if isinstance(error, FormatError):
+        return FormatError(error.file, f"{error.reason}{more}", touched=keys)
+    text = error.args[0] if isinstance(error, LoadError) else f"the load failed: {error}"
+    return LoadError(f"{text}{more}", (), keys)
 
 
 @attrs.frozen(eq=False)

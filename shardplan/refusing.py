@@ -14,7 +14,7 @@ from shardplan.planning.errors import RefusedError
 from shardplan.planning.flatten import is_tensor, leaves
 from shardplan.planning.values import held
 
-__all__ = ["REFUSALS", "with_others"]
+__all__ = ["REFUSALS", "by_name", "with_others"]
 
 REFUSALS = (PlanError, RefusedError, ValueRefusedError)
 """What says that a state dict cannot be saved."""
@@ -40,6 +40,19 @@ def with_others(error: Exception, sd: Mapping[Any, Any]) -> Exception:
     if isinstance(error, PlanError) and len(error.issues) >= len(reasons):
         return error
     return ValueRefusedError(reasons)
+
+
+def by_name(error: Exception, sd: Mapping[Any, Any]) -> Exception:
+    """Return an error that names what cannot be saved, given one that may not; or that one.
+
+    >>> by_name(RuntimeError("no data pointer"), {"f": len, "w": 1})
+    ValueRefusedError('`f` is a builtin_function_or_method, ...')
+    """
+    try:
+        reasons = _reasons(sd)
+    except Exception:
+        return error
+    return ValueRefusedError(reasons) if reasons else error
 
 
 def _reasons(sd: Mapping[Any, Any]) -> dict[str, str]:

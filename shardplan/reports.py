@@ -39,7 +39,9 @@ T = TypeVar("T")
 
 @attrs.frozen
 class RankReport:
-    """What one rank did.
+    """What one rank did, until it told the others.
+
+    What came after that, waiting for them and the last exchange, only its own report tells.
 
     Attributes:
         rank: Its number in the job.
@@ -192,7 +194,7 @@ def logged(report: T, place: object = "", *, loud: bool = True, left: Sequence[s
 
 
 def slowest_ranks(ranks: Iterable[RankReport]) -> dict[str, tuple[int, float]]:
-    """Find, for each phase, the rank that took longest for it.
+    """Find, for each phase, the rank that took longest for it; who waits for others is not slow.
 
     >>> slowest_ranks([RankReport(0, {"write": 1.0}, 0), RankReport(1, {"write": 2.0}, 0)])
     {'write': (1, 2.0)}
@@ -200,6 +202,8 @@ def slowest_ranks(ranks: Iterable[RankReport]) -> dict[str, tuple[int, float]]:
     found: dict[str, tuple[int, float]] = {}
     for one in ranks:
         for phase, seconds in one.seconds.items():
+            if phase == "wait":
+                continue
             if phase not in found or seconds > found[phase][1]:
                 found[phase] = (one.rank, seconds)
     return found

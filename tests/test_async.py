@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import shardplan
 from shardplan.dist import CheckpointError, Failure, run_ranks, solo
-from shardplan.io.errors import ExistsError
+from shardplan.io.errors import ExistsError, ValueRefusedError
 from shardplan.io.stores import open_store
 from shardplan.io.testing import CountingStore
 from shardplan.snapshots import Buffers
@@ -507,3 +507,16 @@ def test_a_save_outlives_the_process_group_that_training_destroys(tmp_path):
     ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(2)]
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
     assert sorted(shardplan.restore(tmp_path / "a")) == ["w0", "w1"]
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [(torch.eye(3).to_sparse(), "sparse_coo"), (threading.Lock(), "is a _thread.lock")],
+)
+def test_what_cannot_be_copied_is_refused_by_name(gate, caplog, value, why):
+    gate.open.set()
+    future = shardplan.async_save({"w": torch.ones(2), "deep": {"m": value}}, gate)
+    with pytest.raises(ValueRefusedError, match=rf"`deep\.m`.*{why}"):
+        future.result(30)
+    assert gate.inner.list() == ()
+    assert "Traceback" not in caplog.text

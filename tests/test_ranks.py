@@ -679,6 +679,24 @@ def test_damage_anywhere_in_a_chunk_fails_a_shared_load_on_all_ranks(tmp_path, m
     assert run_ranks(3, fn, timeout=60) == [{("FormatError", True)}] * 3
 
 
+def test_a_shared_load_that_finds_damage_promises_of_no_key_that_it_is_as_it_was(tmp_path):
+    whole = {name: torch.full((3, 1 << 17), 7, dtype=torch.uint8) for name in "abc"}
+    shardplan.save(whole, tmp_path)
+    damage(tmp_path, 0.5)  # in `b`
+
+    def fn(comm):
+        mine = parts.part(whole, "replicated", 3, comm.rank, parts.blank)
+        return told(lambda: shardplan.load(mine, tmp_path, comm=comm, share_reads=True))
+
+    for error in run_ranks(3, fn, timeout=60):
+        for failure in error.failures:
+            assert failure.type == "FormatError"
+            assert "checksums do not fit: `b`" in failure.text
+            assert "on each of them, any key of the load may be overwritten" in failure.text
+            assert "possibly overwritten in part: `a`, `b`, `c`" in failure.text
+            assert "filled before that: none" in failure.text
+
+
 def damage(folder, place):
     """Change one byte of the only data file, so far into its tensors."""
     (file,) = folder.glob("*.safetensors")
@@ -741,6 +759,8 @@ def test_chunks_that_ranks_need_in_part_and_others_whole_are_checked(tmp_path, c
     damage(tmp_path, place)
     errors = run_ranks(world, lambda comm: told(lambda: fn(comm)), timeout=60)
     assert {one.type for error in errors for one in error.failures} == {"FormatError"}
+    text = "possibly overwritten in part: `w`"  # whoever finds it
+    assert all(text in one.text for error in errors for one in error.failures)
 
 
 @pytest.mark.parametrize("format", ["safetensors", "dcp"])
@@ -894,6 +914,7 @@ def test_reports_tell_bytes_and_seconds_by_phase_and_rank_and_the_slowest(store)
     assert all("commit" not in one.seconds for one in saved[0].ranks[1:])
     assert saved[2].slowest["write"][0] == 1 == loaded[2].slowest["read"][0]
     assert saved[2].slowest["write"][1] >= 0.5
+    assert "wait" not in saved[2].slowest | loaded[2].slowest  # who waits is not slow
     assert "write rank 1 (" in repr(saved[0])
     assert "read rank 1 (" in repr(loaded[0])
     assert saved[0].nbytes == sum(one.nbytes for one in saved[0].ranks) >= whole["w"].nbytes
@@ -1004,6 +1025,7 @@ def test_a_progress_callback_that_raises_stops_a_shared_load_on_all_ranks(store,
     for error in run_ranks(3, fn, timeout=60):
         assert error.ranks == (1,)
         assert "enough" in error.failures[0].text
+        assert error.failures[0].type == "LoadError"
 
 
 def test_phases_add_up_to_the_time_that_a_rank_took(store):
