@@ -102,8 +102,8 @@ def span(ranks: Sequence[int]) -> str:
 
     >>> span([0, 1, 2, 5])
     'ranks 0-2 and 5'
-    >>> span([3])
-    'rank 3'
+    >>> span([3]), span([0, 2, 3])
+    ('rank 3', 'ranks 0, 2 and 3')
     """
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):
@@ -114,6 +114,8 @@ def span(ranks: Sequence[int]) -> str:
     words = [str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}-{b}" for a, b in runs]
     if len(words) > _SHOWN:
         words = [*words[:_SHOWN], f"{len(words) - _SHOWN} more runs"]
+    if len(words) > 1:
+        words[-1:] = words[-1].split(", ")
     listing = " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
     return f"rank {listing}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {listing}"
 

@@ -169,9 +169,11 @@ class _Saver:
         self, state_dict: Mapping[Any, Any], watch: Stopwatch
     ) -> Callable[[], Mapping[Any, Any]]:
         """Copy a state dict; if that fails, let the save fail, on all ranks."""
-        state = state_dict
         try:
             state = expand(state_dict)
+        except Exception as error:
+            return _failing(error)
+        try:
             copied = self.buffers.copy(state)
             watch.count("stage", self.buffers.nbytes)
         except Exception as error:
