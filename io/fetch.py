@@ -29,9 +29,6 @@ __all__ = ["Fetch"]
 
 _MAX_GAP: Final = 1 << 16  # bytes that may be read over between tensors, if
 _WASTE: Final = 0.1  # they are no larger a share of what is wanted on both sides
-_MANY: Final = 16  # ranges that are sooner copied out of a file's pages than read one by one
-_SHORT: Final = 1 << 16  # if they have fewer bytes than this
-
 Range = tuple[int, memoryview]
 
 
@@ -115,21 +112,29 @@ class Fetch:
         ranges = self._plain_ranges(task[plain])
         views = [[view] for _, view in ranges]
         works = [] if plain.all() else self._works(task[~plain])
-        for work in works:
-            if not (self._maps and work.is_scattered):
-                ranges.extend(work.ranges())
+        mapped = [work for work in works if work.is_scattered and self._maps]
+        staged = [work for work in works if not (work.is_scattered and self._maps)]
+        for work in staged:
+            ranges.extend(work.ranges())
         if ranges:
             ranges = _joined(ranges, job.is_far)
             self._count(len(ranges), self._store.read(file, ranges))
-        for work in works:
-            if self._maps and work.is_scattered:
-                assert isinstance(self._store, LocalStore)
-                self._count(1, work.deliver_from(self._store, file))
-            else:
-                work.deliver()
-            views.append(work.views)
+        if mapped:
+            self._copy_mapped(file, mapped)
+        for work in staged:
+            work.deliver()
+        views.extend(work.views for work in works)
         blocks = np.concatenate((task[plain], task[~plain]))  # in the order of `views`
         self._hash(blocks, views, job.first[blocks])
+
+    def _copy_mapped(self, file: str, works: list[_Work]) -> None:
+        """Bring blocks to where they belong, out of the file's own pages."""
+        assert isinstance(self._store, LocalStore)
+        starts = np.concatenate([work.starts for work in works])
+        lengths = np.concatenate([np.full_like(work.starts, work.length) for work in works])
+        with self._store.mapped(file, starts, lengths) as found:
+            for work in works:
+                self._count(1, work.deliver_from(found, int(starts.min())))
 
     def _hash(self, blocks: Ints, views: list[list[memoryview]], place: Ints) -> None:
         """Hash those blocks that are to be, given the memory of each and its place in the file."""
@@ -175,6 +180,8 @@ class _Work:
 
     Attributes:
         block: Its number.
+        is_scattered: Whether it is better copied out of the file's pages; see `Job.scattered`.
+        starts, length: Where its ranges start in the file, and how many bytes each has.
         views: Its bytes in order, once they were read; none if others lie between them.
     """
 
@@ -182,38 +189,33 @@ class _Work:
         row = int(job.blocks.box[block])
         offsets, sizes = job.blocks.offsets[block].tolist(), job.blocks.sizes[block].tolist()
         self.block, self.views = block, list[memoryview]()
+        self.is_scattered = bool(job.scattered[block])
         self._tensor = box_of(job.tensors[row], offsets, sizes)
         self._dtype = job.dtypes[row]
-        self._starts, self._length = starts, int(job.span[block])
+        self.starts, self.length = starts, int(job.span[block])
         self._staged: npt.NDArray[np.uint8] | None = None
         self._apart: list[int] | None = None  # how far one element is from the next, per axis
         self._in_file = job.strides[row].tolist()
-        if self._length * len(starts) > int(job.block_bytes[block]):
+        if self.length * len(starts) > int(job.block_bytes[block]):
             self._apart = _strides(job, block)
 
-    @property
-    def is_scattered(self) -> bool:
-        """Whether it is many short ranges, or other bytes lie between its own, not a page apart."""
-        many = len(self._starts) >= _MANY and self._length < _SHORT
-        return self._apart is not None or many
-
-    def deliver_from(self, source: LocalStore, file: str) -> int:
-        """Bring its bytes to where they belong, out of the file's own pages; return how many."""
-        with source.mapped(file, self._starts.tolist(), self._length) as found:
-            store(self._tensor, found, self._dtype, self._in_file)
+    def deliver_from(self, found: npt.NDArray[np.uint8], base: int) -> int:
+        """Bring its bytes to where they belong, given a part of the file; return how many."""
+        low, high = int(self.starts[0]) - base, int(self.starts[-1]) + self.length - base
+        store(self._tensor, found[low:high], self._dtype, self._in_file)
         return self._tensor.numel() * itemsize(self._dtype)
 
     def ranges(self) -> Iterator[Range]:
         """Say which bytes of the file go where in memory."""
         if self._apart is not None:
-            self._staged = np.empty(len(self._starts) * self._length, np.uint8)
-            views = _slices(self._staged.data, self._length)
-            yield from zip(self._starts.tolist(), views, strict=True)
+            self._staged = np.empty(len(self.starts) * self.length, np.uint8)
+            views = _slices(self._staged.data, self.length)
+            yield from zip(self.starts.tolist(), views, strict=True)
             return
-        self.views = self._memory(min(self._length, self._direct_bytes()))
-        per = self._length // len(self.views[0])  # views that one range fills
+        self.views = self._memory(min(self.length, self._direct_bytes()))
+        per = self.length // len(self.views[0])  # views that one range fills
         for number, view in enumerate(self.views):
-            start = int(self._starts[number // per])
+            start = int(self.starts[number // per])
             yield start + (number % per) * len(view), view
 
     def _direct_bytes(self) -> int:
@@ -230,8 +232,8 @@ class _Work:
             return _slices(whole, piece)
         if piece >= SMALL:
             return runs(self._tensor, piece)
-        self._staged = np.empty(len(self._starts) * self._length, np.uint8)
-        return _slices(self._staged.data, self._length)
+        self._staged = np.empty(len(self.starts) * self.length, np.uint8)
+        return _slices(self._staged.data, self.length)
 
     def deliver(self) -> None:
         """Bring what was read to where it belongs."""

@@ -40,6 +40,9 @@ _NEAR_GAP: Final = 512  # likewise, where it is a system call
 _WIDE_GAP: Final = 1 << 16  # likewise, if the bytes on both sides are so many more
 _WASTE: Final = 0.1
 _TASK_BLOCKS: Final = 1 << 12
+_MANY: Final = 16  # ranges that are sooner copied out of a file's pages than read one by one
+_SHORT: Final = 1 << 16  # if they have fewer bytes than this
+_MAPPED: Final = 4  # how many times as many bytes are mapped at a time as are read
 _RANGE: Final = 256  # bytes of memory that it takes to ask for a range
 
 
@@ -203,11 +206,18 @@ class Job:
         return large
 
     @cached_property
+    def scattered(self) -> Flags:
+        """Which blocks are many short ranges, or have other bytes between their own."""
+        many: Flags = (self.ranges >= _MANY) & (self.span < _SHORT)
+        return many | (self.span * self.ranges > self.block_bytes)
+
+    @cached_property
     def tasks(self) -> list[Ints]:
         """The blocks in order of place, in groups of one file that are worth a thread's while.
 
         Blocks that are hashed together stay together. Large ones are read one after the other and
-        take no memory: a thread that is alone has no reason to part them.
+        take no memory: a thread that is alone has no reason to part them. Those that it copies out
+        of a file's pages it maps by the dozen.
         """
         file, unit = self.file[self.blocks.box], self.unit
         place = np.full(len(unit), np.iinfo(np.int64).max)  # of a unit
@@ -216,6 +226,7 @@ class Job:
         size = np.maximum(self.span, SMALL * (self.ranges > 1))[order] * self.ranges[order]
         if self.alone:
             size = np.where(self.large[order], 0, size)
+            size = np.where(self.scattered[order] & self.is_mapped, size // _MAPPED, size)
         before = np.cumsum(size) - size
         limit = max(int(size.max()), BLOCK_BYTES)
         group = before // limit + (np.arange(len(order)) // _TASK_BLOCKS)

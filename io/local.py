@@ -12,6 +12,10 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final
 
+import numpy as np
+
+from shardplan.planning.packing import Ints
+
 from .buffers import (
     Buffer,
     bundles,
@@ -141,17 +145,19 @@ class LocalStore:
                 yield fill_pieces(fd, file, asked, max_bytes)
 
     @contextmanager
-    def mapped(self, path: str, starts: Sequence[int], length: int) -> Iterator[Bytes]:
+    def mapped(self, path: str, starts: Ints, lengths: Ints) -> Iterator[Bytes]:
         """Give the bytes of some ranges of a file, and what lies between; see `map_ranges`."""
         file = self.locate(path)
+        last = int(np.argmax(starts + lengths))
+        asked = (file, int(starts[last]), int(lengths[last]))
         with reported("read", file), opened(file) as fd:
             size = os.fstat(fd).st_size
-            if starts[-1] + length > size:
-                raise short(file, starts[-1], length, size)
+            if asked[1] + asked[2] > size:
+                raise short(*asked, size)
             try:
-                found = map_ranges(fd, starts, length)
+                found = map_ranges(fd, starts, lengths)
             except ValueError:  # the file was longer a moment ago
-                raise short(file, starts[-1], length, os.fstat(fd).st_size) from None
+                raise short(*asked, os.fstat(fd).st_size) from None
         yield found
 
     def write(

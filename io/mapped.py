@@ -7,12 +7,13 @@ touched. So all pages are asked for first, which reports that as an error.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
 from functools import cache
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+
+from shardplan.planning.packing import Ints
 
 __all__ = ["PAGE", "Bytes", "can_map", "map_ranges"]
 
@@ -35,15 +36,15 @@ def can_map() -> bool:
     return True
 
 
-def map_ranges(fd: int, starts: Sequence[int], length: int) -> Bytes:
-    """Return the bytes of a file from the first of some ranges to the end of the last.
+def map_ranges(fd: int, starts: Ints, lengths: Ints) -> Bytes:
+    """Return the bytes of a file from where the first of some ranges starts to where the last ends.
 
     Only those in the ranges may be looked at.
 
     Args:
         fd: The file.
-        starts: Where the ranges start, ascending.
-        length: How long each is.
+        starts: Where the ranges start; there is at least one.
+        lengths: How long each is.
 
     Raises:
         OSError: Some of them cannot be read.
@@ -53,19 +54,18 @@ def map_ranges(fd: int, starts: Sequence[int], length: int) -> Bytes:
     >>> with tempfile.TemporaryFile() as file:
     ...     _ = file.write(bytes(range(100)))
     ...     file.flush()
-    ...     found = map_ranges(file.fileno(), [3, 90], 4)
+    ...     found = map_ranges(file.fileno(), np.array([90, 3]), np.array([4, 4]))
     >>> found[:4].tolist(), found[87:].tolist()
     ([3, 4, 5, 6], [90, 91, 92, 93])
     """
-    first = starts[0] // PAGE * PAGE
-    size = starts[-1] + length - first
+    order = np.argsort(starts, kind="stable")
+    low, ends = starts[order] // PAGE * PAGE, (starts + lengths)[order]
+    first, size = int(low[0]), int(ends.max() - low[0])
     writable = mmap.PROT_READ | mmap.PROT_WRITE  # a copy of our own, if anybody wrote to it
     pages = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=writable, offset=first)
-    done = 0
-    for start in starts:
-        low = max(start // PAGE * PAGE - first, done)
-        high = start + length - first
-        if high > low:
-            pages.madvise(_POPULATE, low, high - low)
-            done = -(-high // PAGE) * PAGE
-    return np.frombuffer(pages, np.uint8)[starts[0] - first :]
+    reach = np.maximum.accumulate(-(-ends // PAGE) * PAGE)
+    apart = np.flatnonzero(low[1:] > reach[:-1])  # the last range before each gap of whole pages
+    runs = zip(low[[0, *(apart + 1)]].tolist(), reach[[*apart, -1]].tolist(), strict=True)
+    for begin, end in runs:
+        pages.madvise(_POPULATE, begin - first, min(end - first, size) - (begin - first))
+    return np.frombuffer(pages, np.uint8)[int(starts.min()) - first :]

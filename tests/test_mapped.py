@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import shardplan
+from shardplan.io import local
 from shardplan.io.local import LocalStore
 from shardplan.io.mapped import PAGE, can_map, map_ranges
 from shardplan.io.stores import StoreError
@@ -40,6 +41,25 @@ def test_columns_are_read_exactly_however_far_apart_they_lie(tmp_path, shape, pa
     assert report.bytes_read == report.bytes_needed == target.held.numel() * 4
 
 
+@pytest.mark.parametrize("ranks", ["", "1000"])  # so many that each has one thread
+def test_columns_of_many_tensors_are_copied_out_of_pages_that_are_mapped_together(
+    tmp_path, monkeypatch, ranks
+):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    whole = {f"w{i}": torch.randn(3000, 1024 + i) for i in range(8)}  # 12 MiB each
+    whole["all"] = torch.randn(100, 100)  # which is read as it is
+    shardplan.save(whole, tmp_path)
+    parts = {f"w{i}": (100 * i, 100 * i + 1 + 40 * i) for i in range(8)}
+    target = {name: Columns(tuple(whole[name].shape), *part) for name, part in parts.items()}
+    maps = []
+    monkeypatch.setattr(local, "map_ranges", lambda *a: maps.append(a) or map_ranges(*a))
+    report = shardplan.load(target | {"all": torch.zeros(100, 100)}, tmp_path)
+    for name, part in parts.items():
+        assert torch.equal(target[name].held, whole[name][:, slice(*part)])
+    assert report.bytes_read == report.bytes_needed
+    assert len(maps) == (2 if ranks else 6)  # for 96 MiB
+
+
 def test_columns_are_cast_and_put_into_scattered_memory(tmp_path):
     whole = torch.randn(300, 64)
     shardplan.save({"w": whole}, tmp_path)
@@ -55,7 +75,7 @@ def test_a_file_that_is_cut_short_is_an_error_and_not_the_end(tmp_path):
     store = LocalStore(tmp_path)
     with (
         pytest.raises(StoreError, match="asked for, but the file has"),
-        store.mapped("a", [0, 3 * PAGE - 4], 8),
+        store.mapped("a", np.array([3 * PAGE - 4, 0]), np.array([8, 8])),
     ):
         pass
 
@@ -66,11 +86,11 @@ def test_pages_that_cannot_be_had_are_reported_before_they_are_touched(tmp_path)
     file.write_bytes(bytes(4 * PAGE))
     fd = os.open(file, os.O_RDWR)
     try:
-        seen = map_ranges(fd, [0], 10)
+        seen = map_ranges(fd, np.array([0]), np.array([10]))
         assert seen[:10].sum() == 0
         os.ftruncate(fd, PAGE)
         with pytest.raises(ValueError, match="size"):
-            map_ranges(fd, [0, 3 * PAGE], 10)
+            map_ranges(fd, np.array([0, 3 * PAGE]), np.array([10, 10]))
     finally:
         os.close(fd)
 
@@ -78,9 +98,9 @@ def test_pages_that_cannot_be_had_are_reported_before_they_are_touched(tmp_path)
 def test_what_is_mapped_is_a_view_from_the_first_range_to_the_end_of_the_last(tmp_path):
     data = np.random.default_rng(0).integers(0, 256, 10 * PAGE, dtype=np.uint8)
     (tmp_path / "a").write_bytes(data.tobytes())
-    starts = [PAGE - 3, PAGE + 5, 7 * PAGE + 1]
-    with LocalStore(tmp_path).mapped("a", starts, 7) as found:
-        for start in starts:
-            at = start - starts[0]
-            assert np.array_equal(found[at : at + 7], data[start : start + 7])
-        assert len(found) == starts[-1] + 7 - starts[0]
+    starts, lengths = [7 * PAGE + 1, PAGE - 3, PAGE + 5, PAGE], [7, 9, 3 * PAGE, 20]
+    with LocalStore(tmp_path).mapped("a", np.array(starts), np.array(lengths)) as found:
+        for start, length in zip(starts, lengths, strict=True):
+            at = start - (PAGE - 3)
+            assert np.array_equal(found[at : at + length], data[start : start + length])
+        assert len(found) == 7 * PAGE + 1 + 7 - (PAGE - 3)

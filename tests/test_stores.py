@@ -661,7 +661,7 @@ def test_files_and_then_their_folders_are_synced(tmp_path, monkeypatch):
         lambda store, view: store.read("a", [(0, view)]),
         lambda store, view: store.read_all("a", limit=1),
         lambda store, view: next(store.read_pieces("a", [[(0, view)]], 1)),
-        lambda store, view: store.mapped("a", [0], 1).__enter__(),
+        lambda store, view: store.mapped("a", np.array([0]), np.array([1])).__enter__(),
     ],
     ids=["read", "read_all", "read_pieces", "mapped"],
 )
