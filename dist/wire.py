@@ -68,28 +68,21 @@ class Wire:
             place: [_view(_SIZE.pack(len(data))), *_pieces(_view(data))]
             for place, data in parts.items()
         }
-        works = {
-            place: [self.group.send([piece], place, self.tag) for piece in pieces]
-            for place, pieces in messages.items()
-        }
-        return self._finish(works)
+        return self._move(self.group.send, messages)
 
     def receive(self, places: Sequence[int]) -> tuple[dict[int, bytes], dict[int, Trouble]]:
         """Return what each place sent, and what went wrong, by place."""
         import torch
 
         sizes = {place: torch.zeros(_SIZE.size, dtype=torch.uint8) for place in places}
-        failed = self._finish({p: [self.group.recv([t], p, self.tag)] for p, t in sizes.items()})
+        failed = self._move(self.group.recv, {place: [size] for place, size in sizes.items()})
         found = {
             place: torch.empty(_SIZE.unpack(_bytes(size))[0], dtype=torch.uint8)
             for place, size in sizes.items()
             if place not in failed
         }
-        works = {
-            place: [self.group.recv([piece], place, self.tag) for piece in _pieces(data)]
-            for place, data in found.items()
-        }
-        failed |= self._finish(works)
+        messages = {place: _pieces(data) for place, data in found.items()}
+        failed |= self._move(self.group.recv, messages)
         return {p: _bytes(data) for p, data in found.items() if p not in failed}, failed
 
     def post(
@@ -121,10 +114,21 @@ class Wire:
             raise gone(place, Trouble.of(error)) from None
         return Parcel(self, place, works, gone)
 
-    def _finish(self, works: Mapping[int, Sequence[Work]]) -> dict[int, Trouble]:
-        """Wait for all messages; return, per place to which one failed, the reason."""
-        found = {place: self.wait(place, sent, self.timeout) for place, sent in works.items()}
-        return {place: trouble for place, trouble in found.items() if trouble is not None}
+    def _move(
+        self,
+        begin: Callable[[list[Tensor], int, int], Work],
+        messages: Mapping[int, Sequence[Tensor]],
+    ) -> dict[int, Trouble]:
+        """Send or receive messages; return, per place to which one failed, the reason."""
+        works: dict[int, Sequence[Work]] = {}
+        failed: dict[int, Trouble] = {}
+        for place, pieces in messages.items():
+            try:
+                works[place] = [begin([piece], place, self.tag) for piece in pieces]
+            except (RuntimeError, OSError) as error:  # the connection is known to be gone
+                failed[place] = Trouble.of(error)
+        found = {place: self.wait(place, begun, self.timeout) for place, begun in works.items()}
+        return failed | {place: trouble for place, trouble in found.items() if trouble is not None}
 
     def wait(self, place: int, works: Sequence[Work], limit: float) -> Trouble | None:
         """Wait for the messages to or from one place, and return what went wrong.

@@ -31,18 +31,33 @@ CASES = [
     "step:0:tcp",
     "transfer:2:tcp",
     "transfer:0:file",
+    "closed:2:tcp",
+    "closed:0:file",
 ]
 
 
+def later(function):
+    def wait(*args):
+        time.sleep(1)
+        return function(*args)
+
+    return wait
+
+
 def call(comm, name, victim):
-    """Do as the case says; in a transfer the victim dies when all have met and bytes flow."""
-    if name != "transfer":
+    """Do as the case says; in a transfer the victim dies when all have met and bytes flow.
+
+    If connections are closed, the others have noticed before they begin to send and receive.
+    """
+    wire = type(comm._wire)
+    if name not in ("transfer", "closed"):
         if comm.rank == victim:
             os._exit(0)
         return CALLS[name](comm)
     if comm.rank == victim:
-        type(comm._wire).send = lambda *args: os._exit(0)
-        type(comm._wire).receive = lambda *args: os._exit(0)
+        wire.send = wire.receive = lambda *args: os._exit(0)
+    elif name == "closed":
+        wire.send, wire.receive = later(wire.send), later(wire.receive)
     comm.gather(bytes(100_000))
     return comm.barrier()
 
