@@ -16,11 +16,12 @@ import torch
 from shardplan.planning import Issue, LoadItemType, LoadPlan, Metadata, PlanError, itemsize
 from shardplan.planning.blocks import Blocks
 from shardplan.planning.catalog import column, padded
-from shardplan.planning.distinct import distinct, numbered
+from shardplan.planning.distinct import numbered
+from shardplan.planning.located import ChunkTable
 from shardplan.planning.packing import Ints, readonly
 from shardplan.planning.ranges import filled, whole_blocks
 from shardplan.planning.reads import ReadItems
-from shardplan.planning.tiling import pad, tile
+from shardplan.planning.tiling import pad
 
 from .blocksums import BlockSums
 from .checksums import combine
@@ -246,30 +247,13 @@ def find_chunks(metadata: Metadata, items: ReadItems) -> Ints:
     entries = metadata.state_dict_metadata
     names, _, which = numbered(items.storage)
     entry = column([entries.row_of.get(items.names[n], -1) for n in names.tolist()])[which]
-    layouts = np.where(entry < 0, -1, entries.layout[entry])
-    used, _, layout = numbered(layouts)
-    tilings = [entries.layouts[n].tiling if n >= 0 else tile([], []) for n in used.tolist()]
-    axes = max(items.lengths.shape[1], *(tiling.ndim for tiling in tilings))
-    count = column([len(tiling) for tiling in tilings])
-    first = np.cumsum(count) - count
-    starts = np.concatenate([pad(tiling.offsets, axes, 0) for tiling in tilings])
-    sizes = np.concatenate([pad(tiling.sizes, axes, 1) for tiling in tilings])
-    wanted, hint = pad(items.storage_anchor, axes, 0), items.storage_hint
-    inside = (hint >= 0) & (hint < count[layout])
-    found = np.where(inside, hint, -1)
-    rows = np.flatnonzero(inside)
-    stale = (starts[first[layout[rows]] + hint[rows]] != wanted[rows]).any(axis=1)
-    found[rows[stale]] = -1
-    lost = np.flatnonzero(found < 0)
-    for number in distinct(layout[lost]).tolist():
-        rows, low = lost[layout[lost] == number], int(first[number])
-        mine = slice(low, low + int(count[number]))
-        real = np.all(sizes[mine] > 0, axis=1)  # an empty chunk may start where another does
-        known = {tuple(at): i for i, at in enumerate(starts[mine].tolist()) if real[i]}
-        found[rows] = [known.get(tuple(at), -1) for at in wanted[rows].tolist()]
-    at = np.where(found < 0, 0, first[layout] + found)
+    used, _, layout = numbered(np.where(entry < 0, -1, entries.layout[entry]))
+    layout -= used[0] < 0  # -1 for those of no tensor
+    table = ChunkTable.of(entries.layouts[n] for n in used.tolist() if n >= 0)
+    found = np.where(layout < 0, -1, table.find(layout, items.storage_anchor, items.storage_hint))
+    axes = max(items.lengths.shape[1], table.sizes.shape[1])
+    room = pad(table.sizes, axes, 1)[table.first[layout] + np.maximum(found, 0)]
     ends = pad(items.storage_offsets, axes, 0) + pad(items.lengths, axes, 1)
-    room = sizes[at] if len(sizes) else np.zeros_like(ends)
     wrong = (found < 0) | (ends > room).any(axis=1) | (items.storage_offsets < 0).any(axis=1)
     if wrong.any():
         raise PlanError(_no_chunk(items, row) for row in np.flatnonzero(wrong).tolist())

@@ -1,9 +1,13 @@
-"""In which block of which saved chunk does a read lie? Blocks are what checksums are made of.
+"""In which block of which saved chunk does a read lie?
 
-What is read whole, block by block, can be checked, whoever reads which block.
+Chunks are found by where they start. Blocks are what checksums are made of: what is read
+whole, block by block, can be checked, whoever reads which block.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
 
 import attrs
 import numpy as np
@@ -11,13 +15,80 @@ import numpy.typing as npt
 
 from .blocks import BLOCK_BYTES, reach_of
 from .catalog import column
-from .metadata import Metadata
+from .distinct import distinct, group_rows
+from .metadata import Layout, Metadata
 from .packing import Ints
 from .reads import ReadItems
-from .reports.writers import ChunkTable
-from .tiling import pad
+from .tiling import Boxes, pad
 
-__all__ = ["Located", "locate_reads"]
+__all__ = ["ChunkTable", "Located", "locate_reads", "look_up"]
+
+_VALUE: Final = Layout((), Boxes(column([], 1, 0), column([], 1, 0)))
+
+
+@attrs.frozen(eq=False, repr=False)
+class ChunkTable:
+    """Every chunk of some layouts of a checkpoint, laid end to end.
+
+    Values that are no tensors have the layout -1, which is also the last: one chunk, no axes.
+
+    Attributes:
+        layouts: The layouts.
+        first: Where each layout's chunks begin.
+        count: How many chunks each has.
+        offsets, sizes: One row a chunk, in the global frame, padded.
+    """
+
+    layouts: tuple[Layout, ...]
+    first: Ints
+    count: Ints
+    offsets: Ints
+    sizes: Ints
+
+    @classmethod
+    def of(cls, layouts: Iterable[Layout]) -> ChunkTable:
+        """Lay out the chunks of a checkpoint's layouts, or of some of them."""
+        layouts = (*layouts, _VALUE)
+        axes = max(len(layout.size) for layout in layouts)
+        count = column([len(layout.tiling) for layout in layouts])
+        offsets = np.concatenate([pad(layout.tiling.offsets, axes, 0) for layout in layouts])
+        sizes = np.concatenate([pad(layout.tiling.sizes, axes, 1) for layout in layouts])
+        return cls(layouts, np.cumsum(count) - count, count, offsets, sizes)
+
+    def find(self, layout: Ints, offsets: Ints, hint: Ints | None = None) -> Ints:
+        """Return which chunk of its layout starts at each offset, -1 where none does.
+
+        Args:
+            layout: The layout in which to look, row by row.
+            offsets: Where the chunk starts, in the global frame.
+            hint: The chunk to try first; -1 for no hint.
+        """
+        axes = max(self.offsets.shape[1], offsets.shape[1])
+        known, wanted = pad(self.offsets, axes, 0), pad(offsets, axes, 0)
+        found = np.full(len(layout), -1, np.int64)
+        if hint is not None:
+            rows = np.flatnonzero((hint >= 0) & (hint < self.count[layout]))
+            at = self.first[layout[rows]] + hint[rows]
+            rows = rows[(known[at] == wanted[rows]).all(axis=1)]
+            found[rows] = hint[rows]
+        lost = np.flatnonzero(found < 0)
+        for number in distinct(layout[lost]).tolist():
+            rows = lost[layout[lost] == number]
+            low = int(self.first[number])
+            chunks = slice(low, low + int(self.count[number]))
+            real = np.all(self.sizes[chunks] > 0, axis=1)
+            found[rows] = look_up(known[chunks], real, wanted[rows])
+        return found
+
+
+def look_up(known: Ints, real: npt.NDArray[Any], wanted: Ints) -> Ints:
+    """Return the row of ``known`` that equals each row of ``wanted``, a real one if any, or -1."""
+    both = np.concatenate([known, wanted])
+    _, group = group_rows([np.zeros(len(both), np.int64), both])
+    row_of = np.full(len(both), -1, np.int64)
+    rows = np.argsort(real, kind="stable")  # real ones last, so that they prevail
+    row_of[group[rows]] = rows
+    return row_of[group[len(known) :]]
 
 
 @attrs.frozen(eq=False)
@@ -69,7 +140,10 @@ def locate_reads(metadata: Metadata, reads: ReadItems, max_bytes: int = BLOCK_BY
     >>> found.number.tolist(), found.sizes.tolist(), found.inside.tolist()
     ([0], [[2, 4]], [False])
     """
-    entries, table = metadata.state_dict_metadata, ChunkTable.of(metadata.state_dict_metadata)
+    entries, table = (
+        metadata.state_dict_metadata,
+        ChunkTable.of(metadata.state_dict_metadata.layouts),
+    )
     entry = column([entries.row_of.get(name, -1) for name in reads.names])[reads.storage]
     layout = np.where(entry < 0, -1, entries.layout[entry])
     chunk = table.find(layout, reads.storage_anchor, reads.storage_hint)

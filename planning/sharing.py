@@ -13,6 +13,7 @@ from .balance import assign
 from .blocks import BLOCK_BYTES, cut_blocks
 from .catalog import Catalog, Head, column
 from .columns import WriteItems
+from .distinct import group_rows
 from .items import LoadItemType, WriteItemType
 from .located import Located, locate_reads
 from .metadata import Metadata, TensorMetadata
@@ -22,7 +23,6 @@ from .passes import Pass
 from .ranges import lies_together
 from .reads import ReadItems, Transfers
 from .records import LoadPlan, SavePlan
-from .reports.grouping import group_rows
 from .tiling import Grid, Tiling, pad
 from .world import Rows, World
 

@@ -106,7 +106,7 @@ class Listing:
 
     def html(self) -> str:
         """Return it as HTML, all text escaped."""
-        from .reports.sheet import Sheet, Table  # loaded on demand
+        from .sheet import Sheet, Table  # loaded on demand
 
         tables = [Table(tuple(self.head), self.rows)] if self.rows else []
         return Sheet(self.title, tables, self._more).html()

@@ -20,7 +20,7 @@ from shardplan.io.read import Reader
 from shardplan.io.sources import locate, open_source
 from shardplan.io.stores import MissingFileError, Store
 from shardplan.planning import BytesMetadata, TensorMetadata, check
-from shardplan.planning.reports.sheet import Sheet, Table, human_seconds
+from shardplan.planning.sheet import Sheet, Table, human_seconds
 from shardplan.planning.text import counted, human_bytes
 
 from .freshness import ATTEMPTS, STOPPED, begins_anew

@@ -13,7 +13,7 @@ import attrs
 
 from shardplan.dist import Comm
 from shardplan.planning import Issue
-from shardplan.planning.reports.sheet import Sheet, Table, human_seconds
+from shardplan.planning.sheet import Sheet, Table, human_seconds
 from shardplan.planning.text import counted, human_bytes
 
 from .ranks import device_of

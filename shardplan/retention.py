@@ -18,7 +18,7 @@ from shardplan.io.manifest import MANIFEST, decode_manifest
 from shardplan.io.progress import Tell
 from shardplan.io.stores import Entry, Store
 from shardplan.io.torchsave import find as is_torch_file
-from shardplan.planning.reports.sheet import Sheet, Table
+from shardplan.planning.sheet import Sheet, Table
 from shardplan.planning.text import counted
 
 from .looking import Look, by_age, contents, is_whole, look, look_at, made, open_run, within

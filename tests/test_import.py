@@ -50,6 +50,16 @@ def test_opening_a_checkpoint_loads_little_of_planning():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["save", "load"])
+def test_saving_and_loading_import_nothing_that_explains_or_draws(name):
+    code = f"import sys, shardplan; shardplan.{name}; print(*sys.modules)"
+    command = [sys.executable, "-I", "-c", code]
+    loaded = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "shardplan.planning.reports" not in loaded
+    assert "shardplan.planning.draw" not in loaded
+
+
+@pytest.mark.slow
 def test_a_first_save_and_load_do_not_import_masked_arrays(tmp_path):
     code = """
 import sys, torch, shardplan

@@ -13,7 +13,7 @@ from ..items import ReadItem, TensorWriteData, WriteItem
 from ..metadata import BytesMetadata, Entries, Metadata, TensorMetadata
 from ..reads import Transfer
 from ..records import LoadPlan, Plan, SavePlan
-from .sheet import Sheet, Table
+from ..sheet import Sheet, Table
 
 __all__ = ["Difference", "PlanDiff", "plan_diff"]
 

@@ -13,11 +13,11 @@ from ..errors import span
 from ..metadata import Metadata
 from ..packing import readonly
 from ..records import LoadPlan, SavePlan
+from ..sheet import Sheet, Table, human_seconds
 from ..text import counted, human_bytes
 from ..topology import WorldPlans
 from .costs import CostModel, FileCost, FileCosts, RankCost, RankCosts, Totals
 from .reshard import reshard_traffic
-from .sheet import Sheet, Table, human_seconds
 from .traffic import Traffic, load_traffic, save_traffic
 from .writers import Writers, writers_of
 

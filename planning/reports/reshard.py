@@ -14,6 +14,7 @@ from typing import Final
 import attrs
 import numpy as np
 
+from ..distinct import group_rows
 from ..errors import Issue, PlanError, nearest_hint, nearest_names
 from ..load import load_plan
 from ..metadata import Layout, Metadata, TensorMetadata
@@ -23,7 +24,6 @@ from ..placed import SpecLayout, spread
 from ..tiling import Grid, Tiling, tile
 from ..topology import WorldPlans
 from .axiswise import Axes
-from .grouping import group_rows
 from .traffic import Tally, Traffic, count_runs, itemsizes, volume
 from .writers import Writers
 

@@ -17,16 +17,17 @@ import numpy as np
 import numpy.typing as npt
 
 from ..catalog import column
+from ..distinct import group_rows
 from ..errors import Issue, NotFoundError, PlanError
 from ..items import LoadItemType
+from ..located import ChunkTable
 from ..metadata import Entries, Metadata
 from ..overlap import gaps, self_overlaps
 from ..packing import Ints
 from ..records import LoadPlan, ReadItems, SavePlan
 from ..tiling import Grid, Tiling, pad, tile
 from ..world import World
-from .grouping import group_rows
-from .writers import ChunkTable, Writers
+from .writers import Writers
 
 __all__ = ["Tally", "Traffic", "count_runs", "itemsizes", "load_traffic", "save_traffic", "volume"]
 
@@ -228,7 +229,7 @@ class _Pieces:
 def _gather(metadata: Metadata, plans: Sequence[LoadPlan]) -> _Pieces:
     """Lay end to end what all ranks read and what they receive."""
     entries = metadata.state_dict_metadata
-    table = ChunkTable.of(entries)
+    table = ChunkTable.of(entries.layouts)
     items, rank, source = _end_to_end(plans)
     entry, is_value = _entry(metadata, items, rank), items.type == _VALUE
     layout = entries.layout[entry]

@@ -16,10 +16,10 @@ from ..metadata import BytesMetadata, TensorMetadata
 from ..packing import Ints
 from ..reads import ReadItems
 from ..records import LoadPlan, SavePlan
+from ..sheet import Sheet, Table
 from ..tiling import Chunk, as_ints, pad
 from ..topology import WorldPlans
 from .explain import Report
-from .sheet import Sheet, Table
 
 __all__ = ["ElementRead", "Why", "why"]
 

@@ -8,89 +8,21 @@ from typing import Any, Final
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 
 from ..catalog import column
 from ..errors import Issue, NotFoundError, PlanError
 from ..items import MetadataIndex
-from ..metadata import Entries, Layout, Metadata
+from ..located import ChunkTable, look_up
+from ..metadata import Entries, Metadata
 from ..packing import Ints, readonly
 from ..records import SavePlan
 from ..text import counted
-from ..tiling import Boxes, pad
 from ..topology import WorldPlans
-from .grouping import group_rows
 
-__all__ = ["ChunkTable", "Writers", "writers_of"]
+__all__ = ["Writers", "writers_of"]
 
 _NOBODY: Final = np.iinfo(np.int64).max
 _TOLD: Final = 8  # names that an error lists
-_VALUE: Final = Layout((), Boxes(column([], 1, 0), column([], 1, 0)))
-
-
-@attrs.frozen(eq=False, repr=False)
-class ChunkTable:
-    """Every chunk of every layout of a checkpoint, laid end to end.
-
-    Values that are no tensors have the layout -1, which is also the last: one chunk, no axes.
-
-    Attributes:
-        layouts: The layouts.
-        first: Where each layout's chunks begin.
-        count: How many chunks each has.
-        offsets, sizes: One row a chunk, in the global frame, padded.
-    """
-
-    layouts: tuple[Layout, ...]
-    first: Ints
-    count: Ints
-    offsets: Ints
-    sizes: Ints
-
-    @classmethod
-    def of(cls, entries: Entries) -> ChunkTable:
-        """Lay out a checkpoint's chunks."""
-        layouts = (*entries.layouts, _VALUE)
-        axes = max(len(layout.size) for layout in layouts)
-        count = column([len(layout.tiling) for layout in layouts])
-        offsets = np.concatenate([pad(layout.tiling.offsets, axes, 0) for layout in layouts])
-        sizes = np.concatenate([pad(layout.tiling.sizes, axes, 1) for layout in layouts])
-        return cls(layouts, np.cumsum(count) - count, count, offsets, sizes)
-
-    def find(self, layout: Ints, offsets: Ints, hint: Ints | None = None) -> Ints:
-        """Return which chunk of its layout starts at each offset, -1 where none does.
-
-        Args:
-            layout: The layout in which to look, row by row.
-            offsets: Where the chunk starts, in the global frame.
-            hint: The chunk to try first; -1 for no hint.
-        """
-        axes = max(self.offsets.shape[1], offsets.shape[1])
-        known, wanted = pad(self.offsets, axes, 0), pad(offsets, axes, 0)
-        found = np.full(len(layout), -1, np.int64)
-        if hint is not None:
-            rows = np.flatnonzero((hint >= 0) & (hint < self.count[layout]))
-            at = self.first[layout[rows]] + hint[rows]
-            rows = rows[(known[at] == wanted[rows]).all(axis=1)]
-            found[rows] = hint[rows]
-        lost = np.flatnonzero(found < 0)
-        for number in np.unique(layout[lost]).tolist():
-            rows = lost[layout[lost] == number]
-            low = int(self.first[number])
-            chunks = slice(low, low + int(self.count[number]))
-            real = np.all(self.sizes[chunks] > 0, axis=1)
-            found[rows] = _look_up(known[chunks], real, wanted[rows])
-        return found
-
-
-def _look_up(known: Ints, real: npt.NDArray[Any], wanted: Ints) -> Ints:
-    """Return the row of ``known`` that equals each row of ``wanted``, a real one if any, or -1."""
-    both = np.concatenate([known, wanted])
-    _, group = group_rows([np.zeros(len(both), np.int64), both])
-    row_of = np.full(len(both), -1, np.int64)
-    rows = np.argsort(real, kind="stable")  # real ones last, so that they prevail
-    row_of[group[rows]] = rows
-    return row_of[group[len(known) :]]
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)
@@ -123,7 +55,7 @@ class Writers(Mapping[MetadataIndex, int]):
         if index.offset is None or len(index.offset) != tiling.ndim:
             raise KeyError(index)
         real = np.all(tiling.sizes > 0, axis=1)
-        chunk = _look_up(tiling.offsets, real, column(index.offset, 1, tiling.ndim))[0]
+        chunk = look_up(tiling.offsets, real, column(index.offset, 1, tiling.ndim))[0]
         if chunk < 0:
             raise KeyError(index)
         return int(writers[chunk])
@@ -176,7 +108,7 @@ def writers_of(plans: Iterable[SavePlan], metadata: Metadata) -> Writers:
         PlanError: The metadata lists chunks that no plan writes.
     """
     entries = metadata.state_dict_metadata
-    table = ChunkTable.of(entries)
+    table = ChunkTable.of(entries.layouts)
     rows = (
         _world_writers(plans, metadata, table)
         if isinstance(plans, WorldPlans)

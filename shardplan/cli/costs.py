@@ -26,7 +26,7 @@ from shardplan.planning import (
 )
 from shardplan.planning.catalog import column
 from shardplan.planning.reports.explain import figures
-from shardplan.planning.reports.sheet import human_seconds
+from shardplan.planning.sheet import human_seconds
 from shardplan.planning.text import counted, human_bytes
 
 from .contents import Contents, Total

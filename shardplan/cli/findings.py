@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 from rich.text import Text
 
-from shardplan.planning.reports.sheet import human_seconds
+from shardplan.planning.sheet import human_seconds
 from shardplan.planning.text import counted, human_bytes
 
 from .screen import fits, plain, print_json, safe, shape_text, show, table, unbroken

@@ -25,7 +25,7 @@ from shardplan import planning as sp
 from shardplan.cli.app import app
 from shardplan.cli.screen import show, table
 from shardplan.planning.reports.explain import figures
-from shardplan.planning.reports.sheet import human_seconds
+from shardplan.planning.sheet import human_seconds
 from shardplan.planning.text import counted, human_bytes
 
 __all__ = ["main"]

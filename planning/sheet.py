@@ -8,7 +8,7 @@ from typing import Final
 
 import attrs
 
-from ..text import are_quantities, table
+from .text import are_quantities, table
 
 __all__ = ["Sheet", "Table", "human_seconds"]
 
