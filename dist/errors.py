@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import attrs
+
+from shardplan.planning.errors import span
 
 __all__ = ["CheckpointError", "Failure", "LostRanksError"]
 
 _LONGEST = 20_000
+_SHOWN = 64  # failures that a message tells of one by one, and tracebacks
+
+MOST_TRACES = 64
+"""Tracebacks that ranks tell each other of: thousands that fail alike have nothing to add."""
 
 
 @attrs.frozen
@@ -31,10 +38,15 @@ class Failure:
     traceback: str = ""
 
     def __str__(self) -> str:
+        return f"rank {self.rank}, {self.what}"
+
+    @property
+    def what(self) -> str:
+        """The step, the error's type, and the first line of its message."""
         lines = self.text.splitlines() or [""]
         left = len(lines) - 1
         more = f" … and {left} more line{'s' * (left > 1)}" if left else ""
-        return f"rank {self.rank}, {self.step}: {self.type}: {lines[0]}{more}"
+        return f"{self.step}: {self.type}: {lines[0]}{more}"
 
     @classmethod
     def of(cls, error: BaseException, rank: int, step: str) -> Failure:
@@ -58,7 +70,10 @@ class CheckpointError(Exception):
     """A step that failed on some ranks, told alike on every rank.
 
     Attributes:
-        failures: What happened, one entry per failing rank, by rank.
+        failures: What happened, one entry per failing rank, by rank. Of ranks that failed in very
+            many ways, the first have tracebacks.
+        own: The error itself, if this rank was one of them, with all that it carries; it stays in
+            this process.
 
     >>> raise CheckpointError([Failure(1, "write", "OSError", "disk full", "Traceback …")])
     Traceback (most recent call last):
@@ -69,11 +84,15 @@ class CheckpointError(Exception):
     Traceback …
     """
 
-    def __init__(self, failures: Iterable[Failure]) -> None:
+    def __init__(self, failures: Iterable[Failure], own: Exception | None = None) -> None:
         self.failures: tuple[Failure, ...] = tuple(
             sorted(failures, key=lambda failure: failure.rank)
         )
+        self.own = own
         super().__init__(self.failures)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CheckpointError, (self.failures,)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -81,14 +100,18 @@ class CheckpointError(Exception):
         return tuple(sorted({failure.rank for failure in self.failures}))
 
     def __str__(self) -> str:
-        ranks = ", ".join(map(str, self.ranks))
-        head = f"failed on rank{'s' * (len(self.ranks) > 1)} {ranks} of the job"
-        traces = [
-            f"\n--- rank {failure.rank} ---\n{failure.traceback.rstrip()}"
-            for failure in self.failures
-            if failure.traceback
-        ]
-        return "\n".join([head, *map(str, self.failures), *traces])
+        whats, traces = dict[str, list[int]](), dict[str, list[int]]()
+        for failure in self.failures:
+            whats.setdefault(failure.what, []).append(failure.rank)
+            if failure.traceback:
+                traces.setdefault(failure.traceback, []).append(failure.rank)
+        lines = [f"failed on {span(self.ranks)} of the job"]
+        lines += [f"{span(ranks)}, {what}" for what, ranks in list(whats.items())[:_SHOWN]]
+        if len(whats) > _SHOWN:
+            lines.append(f"and {len(whats) - _SHOWN:,} more; see failures")
+        for trace, ranks in list(traces.items())[:_SHOWN]:
+            lines.append(f"\n--- {span(ranks)} ---\n{trace.rstrip()}")
+        return "\n".join(lines)
 
 
 class LostRanksError(ConnectionError):

@@ -20,7 +20,7 @@ from shardplan.planning import CodecError, flatten
 from shardplan.planning.frozen import from_json, to_json
 
 from .comm import Comm, departure
-from .errors import CheckpointError, Failure, LostRanksError
+from .errors import MOST_TRACES, CheckpointError, Failure, LostRanksError
 
 __all__ = [
     "all_gather",
@@ -246,6 +246,7 @@ class _Here:
 
     comm: Comm
     step: str
+    raised: list[Exception] = attrs.field(factory=list)
 
     def topic(self, collective: str) -> str:
         """Say what a meeting is for, so that nobody takes it for one of another step.
@@ -269,17 +270,14 @@ class _Here:
         except LostRanksError as lost:  # to blame is who is lost, not who has noticed
             failures = lost.failures(self.step)
         except Exception as error:
+            self.raised.append(error)
             failures = [Failure.of(error, self.comm.ranks[self.comm.rank], self.step)]
-        return [_FAILED + encode_json([attrs.astuple(f) for f in failures])] * self.comm.world_size
+        return [_FAILED + _packed(failures)] * self.comm.world_size
 
     def opened(self, *frames: bytes) -> Any:
         """Return the bytes of a frame, or raise all failures of the frames."""
-        failures = [
-            Failure(*fields)
-            for frame in frames
-            if frame[:1] == _FAILED
-            for fields in decode_json(frame[1:])
-        ]
+        told = [_unpacked(frame[1:]) for frame in frames if frame[:1] == _FAILED]
+        failures = [failure for part in told for failure in part]
         if failures:
             raise _ToldError(list(dict.fromkeys(failures)))
         return frames[0][1:]
@@ -328,8 +326,32 @@ class _Here:
                 self.comm.leave(departure(self.step, scarce[0]))
             self.opened(ended)
         except _ToldError as error:
-            raise CheckpointError(error.failures) from None
+            own = self.raised[0] if self.raised else None
+            raise CheckpointError(error.failures, own) from None
         return results[0]
+
+
+def _packed(failures: Sequence[Failure]) -> bytes:
+    """Encode failures; what many have in common is there once.
+
+    >>> alike = [Failure(rank, "write", "OSError", "disk full", "Traceback …") for rank in (3, 5)]
+    >>> _unpacked(_packed(alike)) == alike, _packed(alike).count(b"disk full")
+    (True, 1)
+    """
+    known: dict[str, int] = {"": 0}
+    traces = dict.fromkeys(failure.traceback for failure in failures)
+    passed = set(list(traces)[:MOST_TRACES])
+    rows = []
+    for failure in failures:
+        trace = failure.traceback if failure.traceback in passed else ""
+        words = (failure.step, failure.type, failure.text, trace)
+        rows.append([failure.rank, *(known.setdefault(word, len(known)) for word in words)])
+    return encode_json([list(known), rows])
+
+
+def _unpacked(data: bytes) -> list[Failure]:
+    known, rows = decode_json(data)
+    return [Failure(rank, *(known[word] for word in words)) for rank, *words in rows]
 
 
 def _reduced(

@@ -115,7 +115,8 @@ def load(
         FormatError: The checkpoint is damaged; ``filled`` and ``touched`` say what was changed.
         LoadError: Anything else stopped the load half way; it says what was changed, too.
         StoreError: The checkpoint cannot be read at all; nothing was changed.
-        CheckpointError: On many ranks, any of these; it tells what happened on which rank.
+        CheckpointError: On many ranks, any of these; it tells what happened on which rank, and its
+            ``own`` is this rank's error. A rank without one has filled all its tensors.
     """
     comm = default_comm() if comm is None else comm
     if share_reads not in (True, False, "auto"):

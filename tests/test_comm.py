@@ -25,6 +25,7 @@ from shardplan.dist import (
     reduce_scatter,
     run_ranks,
     solo,
+    steps,
     torch_comm,
 )
 from shardplan.dist.meeting import Meetings
@@ -460,7 +461,7 @@ def test_a_rank_that_raises_surfaces_with_all_others_that_did():
             raise ValueError(f"bad {comm.rank}")
         comm.barrier()
 
-    with pytest.raises(CheckpointError, match=r"failed on ranks 1, 3 of the job") as caught:
+    with pytest.raises(CheckpointError, match=r"failed on ranks 1 and 3 of the job") as caught:
         run_ranks(4, fn)
     assert [f.text for f in caught.value.failures] == ["bad 1", "bad 3"]
     assert isinstance(caught.value.__cause__, ValueError)
@@ -590,7 +591,7 @@ def test_a_checkpoint_error_pickles_and_prints_one_line_per_rank():
     error = pickle.loads(pickle.dumps(CheckpointError(failures)))
     assert error.failures == tuple(reversed(failures))
     assert str(error).splitlines() == [
-        "failed on ranks 0, 2 of the job",
+        "failed on ranks 0 and 2 of the job",
         "rank 0, write: E: ",
         "rank 2, write: OSError: full … and 1 more line",
         "",
@@ -599,6 +600,64 @@ def test_a_checkpoint_error_pickles_and_prints_one_line_per_rank():
     ]
     lost = LostRanksError({1: "is gone"})
     assert pickle.loads(pickle.dumps(lost)).reasons == lost.reasons
+
+
+def test_ranks_that_fail_alike_are_told_in_one_line_and_send_one_traceback():
+    def fn(comm):
+        def fail():
+            raise ValueError("no such key")
+
+        with pytest.raises(CheckpointError) as caught:
+            all_reduce(comm, "plan", fail, sum)
+        return caught.value
+
+    for error in run_ranks(16, fn):
+        assert [f.rank for f in error.failures] == list(range(16))
+        assert all("no such key" in f.traceback for f in error.failures)
+        lines = str(error).splitlines()
+        assert lines[:2] == [
+            "failed on ranks 0-15 of the job",
+            "ranks 0-15, plan: ValueError: no such key",
+        ]
+        assert [line for line in lines if line.startswith("---")] == ["--- ranks 0-15 ---"]
+
+
+def test_of_thousands_of_ranks_that_fail_each_in_its_own_way_a_message_tells_the_first():
+    every = [
+        Failure(r, "read", "FormatError", f"shard {r}: cut short", f"Trace {r}" * 100)
+        for r in range(5000)
+    ]
+    told = steps._unpacked(steps._packed(every))
+    assert [(f.rank, f.text) for f in told] == [(f.rank, f.text) for f in every]
+    assert [f.rank for f in told if f.traceback] == list(range(64))
+    assert len(steps._packed(every)) < 100 * len(every)
+    lines = str(CheckpointError(told)).splitlines()
+    assert lines[:2] == [
+        "failed on ranks 0-4999 of the job",
+        "rank 0, read: FormatError: shard 0: cut short",
+    ]
+    assert "and 4,936 more; see failures" in lines
+    assert len(lines) < 300
+
+
+@pytest.mark.parametrize("where", ["map", "reduce"])
+def test_a_rank_keeps_its_own_error_with_all_that_it_carries_and_others_get_text(where):
+    def fn(comm):
+        mine = OSError(28, "no space")
+
+        def fail(*_):
+            raise mine
+
+        def total(values):
+            return fail() if where == "reduce" else sum(values)
+
+        work = fail if where == "map" and comm.rank == 1 else (lambda: 1)
+        with pytest.raises(CheckpointError) as caught:
+            all_reduce(comm, "write", work, total)
+        return caught.value.own is mine, pickle.loads(pickle.dumps(caught.value)).own
+
+    blamed = 1 if where == "map" else 0
+    assert run_ranks(3, fn) == [(rank == blamed, None) for rank in range(3)]
 
 
 def test_an_error_that_cannot_be_printed_is_still_told():

@@ -688,7 +688,10 @@ def test_a_shared_load_that_finds_damage_promises_of_no_key_that_it_is_as_it_was
         mine = parts.part(whole, "replicated", 3, comm.rank, parts.blank)
         return told(lambda: shardplan.load(mine, tmp_path, comm=comm, share_reads=True))
 
-    for error in run_ranks(3, fn, timeout=60):
+    errors = run_ranks(3, fn, timeout=60)
+    assert any(errors[failure.rank].own is not None for failure in errors[0].failures)
+    for error in errors:
+        assert error.own is None or (error.own.touched, error.own.filled) == (tuple("abc"), ())
         for failure in error.failures:
             assert failure.type == "FormatError"
             assert "checksums do not fit: `b`" in failure.text
