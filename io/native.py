@@ -15,7 +15,7 @@ from shardplan.planning.packing import Ints
 
 from .checksums import Sums, combine, hash_views
 from .commit import read_manifest
-from .errors import FormatError
+from .errors import FormatError, listed
 from .expected import Expected, header_cost
 from .headers import parse_header
 from .manifest import MANIFEST, Manifest
@@ -155,25 +155,28 @@ class NativeSource:
         try:
             found = self.store.size(name)
             if found != size:
-                raise FormatError(name, f"it has {found:,} bytes and was saved with {size:,}")
+                raise self._bad(number, f"it has {found:,} bytes and was saved with {size:,}")
             data = bytearray(expected.header_bytes(number, size))
             self.store.read(name, [(0, memoryview(data))])
         except MissingFileError:
-            raise FormatError(name, _MISSING) from None
+            raise self._bad(number, _MISSING) from None
         if not expected.fits(number, data):
-            raise FormatError(name, "its header is damaged, or belongs to another file")
+            raise self._bad(number, "its header is damaged, or belongs to another file")
         header = parse_header(bytes(data), name, size)
         if not expected.wrote(number, header):
-            raise FormatError(
-                name,
-                f"it was written as {header.name} by save {header.save_id}: files were swapped",
-            )
+            who = f"{header.name} by save {header.save_id}"
+            raise self._bad(number, f"it was written as {who}: files were swapped")
         pairs = [(at, header.slots.get(slot.name), slot) for at, slot in expected.slots(number)]
         good = [
             (at, slot.begin) for at, slot, wanted in pairs if slot and slot.place == wanted.place
         ]
         rows = column(good, len(good), 2)
         return rows[:, 0], rows[:, 1]
+
+    def _bad(self, number: int, reason: str) -> FormatError:
+        """Return the error of a file that is not the saved one, with what would lie in it."""
+        names = sorted({slot.name for _, slot in self._expected.slots(number)})
+        return FormatError(self.files[number], f"{reason}; it should hold {listed(names)}")
 
     def _spot(self, name: str, chunk: int, number: int) -> Spot:
         """Return where a chunk lies, once the header of its file was read."""

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 
 import attrs
 
-from shardplan.dist import Comm, LostRanksError, all_reduce, broadcast, reduce_scatter
+from shardplan.dist import Comm, LostRanksError, all_reduce, reduce_scatter
 from shardplan.io.blocksums import BlockSums
 from shardplan.io.errors import FormatError, ValueRefusedError
 from shardplan.io.pool import Pool
@@ -18,17 +18,15 @@ from shardplan.io.progress import Tell
 from shardplan.io.read import Reader
 from shardplan.io.sources import detect, locate, open_located
 from shardplan.io.stores import Store
-from shardplan.io.values import StoredValue, store_values
+from shardplan.io.values import StoredValue
 from shardplan.planning import (
     LoadPlan,
     Pass,
     PlanError,
     SavePlan,
     chain,
-    decode_metadata,
     decode_plan,
     decode_plans,
-    encode_metadata,
     encode_plan,
     fingerprint,
     flatten,
@@ -42,17 +40,18 @@ from shardplan.planning import share_reads as share_pass
 from shardplan.planning.blocks import BLOCK_BYTES
 from shardplan.planning.load import Strict
 
+from .announcing import announce
 from .destinations import refuse_fixed
 from .fanout import MIN_SHARED
 from .freshness import ATTEMPTS, STOPPED, begins_anew
 from .nested import put
-from .parcels import packed, unpacked, value_names, values_read
+from .parcels import value_names, values_read
 from .profiling import profiled
-from .ranks import Counted, default_comm, fail_alike, host_name, take_step, told_apart
+from .ranks import Counted, default_comm, fail_alike, host_name, take_step
 from .reading import Outcome, SharedRead, overwritten, read_rank
 from .reports import LoadReport, RankReport, Stopwatch, logged, rank_report, slowest_ranks
 from .stateful import expand, give_back
-from .wishes import Wish, named, nbytes_of, worth_sharing
+from .wishes import Wish, judged, named, nbytes_of
 
 __all__ = ["load"]
 
@@ -94,8 +93,8 @@ def load(
         verify: Whether to check what is read whole against its checksums.
         profile: Whether the coordinator's report tells its hottest functions.
         progress: Called as ``progress(done_bytes, total_bytes)``, from one thread at a time, with
-            ever more bytes of this process's tensors done, and all of them in the end. What it
-            raises stops the load.
+            ever more bytes of this process's tensors done, and of what it reads for others, and all
+            of them in the end. What it raises stops the load.
         pool: The threads and the memory budget to use.
 
     Returns:
@@ -225,7 +224,7 @@ class _Load:
             return wish()
 
         def verdict(offers: list[Any]) -> dict[str, Any] | None:
-            return None if None in offers else self._verdict(offers, share)
+            return None if None in offers else judged(self.comm.ranks, offers, share)
 
         alone = False
         with self.watch.phase("exchange"):
@@ -240,19 +239,6 @@ class _Load:
             least = 1 if share is True else MIN_SHARED
             blocks = BLOCK_BYTES if self.reader is None else self.reader.source.block_bytes
             self._share(share_pass(self.metadata, min_bytes=least, block_bytes=blocks))
-
-    def _verdict(
-        self, offers: list[tuple[Any, ...]], share: bool | Literal["auto"]
-    ) -> dict[str, Any]:
-        """Say, of what all ranks told, what each has to know."""
-        lost = set.intersection(*(set(unmatched) for _, unmatched, *_ in offers))
-        wishes = [Wish(*wish) for _, _, *wish in offers]
-        saves = [f"save {identity[:12]}" for identity, *_ in offers]
-        return {
-            "apart": told_apart(self.comm.ranks, saves),
-            "lost": sorted(lost),
-            "share": share is not False and worth_sharing(wishes, share),
-        }
 
     def _heed(self, found: Mapping[str, Any]) -> None:
         """Raise, on all ranks alike, what is wrong with what they want together."""
@@ -289,25 +275,19 @@ class _Load:
             Whether it is one. Any other checkpoint is opened by every rank.
         """
 
-        def tell() -> dict[str, Any] | None:
+        def opened() -> Reader | None:
             store, name = self._located
             if not name or (self._format or detect(store, name)) != "torch":
                 return None
             self.open()
-            reader = self.reader
-            assert reader is not None
-            entries = self.metadata.state_dict_metadata
-            names = [n for n, row in entries.row_of.items() if entries.layout[row] < 0]
-            stored = store_values({name: reader.value(name) for name in names})
-            values = {name: packed(v) for name, v in stored.items()}
-            return {"metadata": encode_metadata(self.metadata), "values": values}
+            return self.reader
 
-        told = broadcast(self.comm, "open", tell)
-        if told is None:
+        found = announce(self.comm, opened)
+        if found is None:
             return False
-        self.told = {name: unpacked(*value) for name, value in told["values"].items()}
+        self.told = found.values
         if not self._mine:
-            self.metadata = decode_metadata(told["metadata"])
+            self.metadata = found.metadata
         return True
 
     def _share(self, share: Pass[LoadPlan]) -> None:
@@ -374,6 +354,7 @@ class _Load:
             {phase: tuple(found) for phase, found in done["slowest"].items()},
             tuple(everyone) if self._mine else (self._own(results[0]),),
             phase_bytes=self.watch.nbytes,
+            bytes_sent=results[0].sent,
         )
 
     def _own(self, done: Outcome) -> RankReport:

@@ -133,6 +133,7 @@ class LoadReport:
         ranks: What each rank did; on the coordinator all of them, elsewhere this one alone.
         profile: If asked for, the coordinator's hottest functions: name, calls, own seconds.
         phase_bytes: This rank's bytes by phase; see `RankReport`.
+        bytes_sent: Bytes that this rank sent to others.
     """
 
     missing: tuple[str, ...]
@@ -149,10 +150,11 @@ class LoadReport:
     ranks: tuple[RankReport, ...] = ()
     profile: tuple[tuple[str, int, float], ...] = ()
     phase_bytes: Mapping[str, int] = attrs.field(factory=dict)
+    bytes_sent: int = 0
 
     @property
     def amplification(self) -> float:
-        """How many bytes were fetched for each byte that was needed."""
+        """How many bytes this rank fetched, for itself and for others, for each that it needed."""
         return self.bytes_read / self.bytes_needed if self.bytes_needed else 1.0
 
     @property
@@ -162,8 +164,10 @@ class LoadReport:
             f"{len(self.mismatched):,} mismatched"
         )
         read = f"loaded {human_bytes(self.bytes_read)} ({self.amplification:.2f} × what was needed)"
-        if self.bytes_received:
-            read += f", {human_bytes(self.bytes_received)} from other ranks"
+        if self.bytes_received or self.bytes_sent:
+            moved = (self.bytes_needed, self.bytes_read, self.bytes_received, self.bytes_sent)
+            needed, fetched, received, sent = map(human_bytes, moved)
+            read = f"loaded {needed}: read {fetched}, received {received}, sent {sent}"
         return f"{read}; {counts}"
 
     def __repr__(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 
@@ -13,7 +13,9 @@ from shardplan.planning import LoadPlan, Metadata
 from shardplan.planning.catalog import column
 from shardplan.planning.distinct import distinct
 
-__all__ = ["Wish", "named", "nbytes_of", "worth_sharing"]
+from .ranks import told_apart
+
+__all__ = ["Wish", "judged", "named", "nbytes_of", "worth_sharing"]
 
 
 @attrs.frozen
@@ -58,6 +60,33 @@ def named(plan: LoadPlan, metadata: Metadata) -> tuple[str, int]:
         if layout >= 0
     )
     return hashlib.blake2b("\0".join(used).encode(), digest_size=16).hexdigest(), size
+
+
+def judged(
+    ranks: Sequence[int],
+    offers: Sequence[tuple[Any, ...]],
+    share: bool | Literal["auto"],
+) -> dict[str, Any]:
+    """Say, of what all ranks told, what each has to know.
+
+    Args:
+        ranks: Their numbers in the job.
+        offers: Of each, which save it has opened, which patterns match no name that it wants, and
+            the fields of its `Wish`.
+        share: Whether bytes are to be read once; "auto" where that is cheaper.
+
+    >>> wish = (8, "w", 8, "host", True)
+    >>> judged((0, 1), [("s1", ("a", "b"), *wish), ("s1", ("b",), *wish)], "auto")
+    {'apart': '', 'lost': ['b'], 'share': False}
+    """
+    lost = set.intersection(*(set(unmatched) for _, unmatched, *_ in offers))
+    wishes = [Wish(*wish) for _, _, *wish in offers]
+    saves = [f"save {identity[:12]}" for identity, *_ in offers]
+    return {
+        "apart": told_apart(ranks, saves),
+        "lost": sorted(lost),
+        "share": share is not False and worth_sharing(wishes, share),
+    }
 
 
 def worth_sharing(wishes: Sequence[Wish], share: bool | Literal["auto"]) -> bool:

@@ -30,6 +30,7 @@ from shardplan.io.stores import open_store
 from shardplan.io.testing import CountingStore, FaultyStore
 from shardplan.io.write import write_rank
 from shardplan.planning import Chunk, cast, global_plan, local_plan, rename
+from shardplan.planning.text import human_bytes
 
 FOLDER = Path(__file__).parent / "ranks"
 
@@ -873,6 +874,10 @@ def test_a_file_of_torch_save_is_read_by_one_rank_and_sent_in_slices(tmp_path, m
     assert [report.bytes_read > 0 for report in reports] == [False, True, False]
     for rank in (0, 2):
         assert reports[rank].bytes_received == reports[rank].bytes_needed
+    sent = [report.bytes_sent for report in reports]
+    assert sent == [0, sum(report.bytes_received for report in reports), 0]
+    assert "× what was needed" not in repr(reports[1])
+    assert f"sent {human_bytes(sent[1])}" in repr(reports[1])
 
 
 def test_a_file_that_is_missing_or_damaged_is_told_on_all_ranks(tmp_path):
