@@ -20,6 +20,7 @@ __all__ = [
     "byte_ranges",
     "coalesce",
     "filled",
+    "has_narrow_gaps",
     "lies_together",
     "whole_blocks",
 ]
@@ -106,6 +107,34 @@ def lies_together(lengths: Ints, extents: Ints) -> npt.NDArray[np.bool_]:
     span = ((lengths - 1) * steps(extents)).sum(axis=1) + 1  # from first to last element
     together: npt.NDArray[np.bool_] = span == lengths.prod(axis=1)
     return together
+
+
+def has_narrow_gaps(
+    lengths: Ints, extents: Ints, itemsize: Ints, max_gap: int
+) -> npt.NDArray[np.bool_]:
+    """Tell which boxes are several ranges of their chunks, none far from the next.
+
+    Who fetches such a box from far away fetches what lies in between, too.
+
+    Args:
+        lengths: How large each box is, in elements; none is empty.
+        extents: How large its chunk is.
+        itemsize: Bytes an element takes.
+        max_gap: The most bytes from the end of a range to the next one.
+
+    Of rows of 4 bytes, two columns; two rows; and every column but the last of 9:
+
+    >>> lengths, extents = np.array([[3, 2], [2, 4], [3, 8]]), np.array([[3, 4], [3, 4], [3, 9]])
+    >>> has_narrow_gaps(lengths, extents, np.array([1, 1, 4]), 2).tolist()
+    [True, False, False]
+    """
+    strides = steps(extents) * itemsize[:, None]
+    span, narrow = itemsize.copy(), np.ones(len(lengths), bool)
+    for axis in reversed(range(lengths.shape[1])):
+        gap = strides[:, axis] - span
+        narrow &= (lengths[:, axis] == 1) | (gap <= max_gap)
+        span += (lengths[:, axis] - 1) * strides[:, axis]
+    return narrow & ~lies_together(lengths, extents)
 
 
 def filled(chunk: Ints, offsets: Ints, lengths: Ints, extents: Ints) -> npt.NDArray[np.bool_]:

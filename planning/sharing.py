@@ -20,7 +20,7 @@ from .metadata import Metadata, TensorMetadata
 from .overlap import overlap_many, self_overlaps
 from .packing import Ints, readonly
 from .passes import Pass
-from .ranges import lies_together
+from .ranges import has_narrow_gaps, lies_together
 from .reads import ReadItems, Transfers
 from .records import LoadPlan, SavePlan
 from .tiling import Grid, Tiling, pad
@@ -35,18 +35,23 @@ def share_reads(
     min_readers: int = 2,
     min_bytes: int = 1 << 16,
     block_bytes: int = BLOCK_BYTES,
+    max_gap: int = 0,
 ) -> Pass[LoadPlan]:
     """Have bytes that several ranks need read by one of them, and say who sends what to whom.
 
-    Reads that overlap in part are cut first, so that no byte is read twice. Whoever reads a piece
-    needs it too; readers are chosen so that bytes read per rank come out even. A block that some
+    Reads that overlap in part are cut first, so that no byte is read twice. Readers are chosen so
+    that bytes read per rank come out even, each among those who need the piece. A block that some
     rank needs whole is read whole by one rank, in however many pieces, so that it can be checked.
+
+    So is a block that ranks need in parts with narrow gaps between their ranges, such as columns:
+    each would fetch the others' parts along with its own. Cut such reads with `split_reads` first.
 
     Args:
         metadata: The checkpoint that the plans read.
         min_readers: Leave alone what fewer ranks need.
         min_bytes: Leave alone pieces smaller than this: a message costs as much as the read saves.
         block_bytes: The most bytes of a block that the checkpoint was hashed with.
+        max_gap: Bytes between two ranges that are sooner fetched than left out.
 
     >>> from shardplan.planning import TensorSpec, global_plan, load_plan, local_plan
     >>> plan = local_plan({"w": TensorSpec((4,))})
@@ -56,7 +61,7 @@ def share_reads(
     >>> len(a.items), len(b.items), b.transfers[0].source, b.transfers[0].target
     (1, 0, 0, 1)
     """
-    return partial(_share_reads, metadata, min_readers, min_bytes, block_bytes)
+    return partial(_share_reads, metadata, min_readers, min_bytes, block_bytes, max_gap)
 
 
 def _share_reads(
@@ -64,6 +69,7 @@ def _share_reads(
     min_readers: int,
     min_bytes: int,
     block_bytes: int,
+    max_gap: int,
     plans: tuple[LoadPlan, ...],
 ) -> tuple[LoadPlan, ...]:
     catalog = _catalog(metadata)
@@ -74,21 +80,22 @@ def _share_reads(
         plans = tuple(attrs.evolve(p, items=c) for p, c in zip(plans, cut, strict=True))
         rows = _regions(plans, metadata, catalog)
     group = np.cumsum(~rows.repeats) - 1
-    if not rows.repeats.any():
+    if not rows.repeats.any() and not max_gap:
         return plans
-    reader = _readers(plans, rows, group, metadata, block_bytes)
+    reader, woven = _readers(plans, rows, group, metadata, block_bytes, max_gap)
     is_value = rows.prop[rows.tensor] < 0
     worth = np.bincount(group)[group] >= min_readers
     worth &= (rows.nbytes >= min_bytes) | is_value
+    worth |= woven >= min_bytes
     return _hand_over(plans, rows.rank, rows.item, reader, worth & (rows.rank != reader))
 
 
-def split_reads(metadata: Metadata, max_bytes: int) -> Pass[LoadPlan]:
+def split_reads(metadata: Metadata, max_bytes: int, *, max_gap: int = 0) -> Pass[LoadPlan]:
     """Cut every read into pieces of at most ``max_bytes`` of storage, by rows, then within rows.
 
     Before `share_reads`, this lets several ranks read parts of what all of them need. What is one
-    range of its chunk is cut where the chunk's blocks of so many bytes end, so that each piece can
-    be hashed by whoever reads it.
+    range of its chunk, or several with at most ``max_gap`` bytes between them, is cut where the
+    chunk's blocks of so many bytes end, so that each block can be hashed by whoever reads it.
 
     >>> from shardplan.planning import TensorSpec, global_plan, load_plan, local_plan
     >>> plan = local_plan({"w": TensorSpec((5, 4))})
@@ -99,28 +106,32 @@ def split_reads(metadata: Metadata, max_bytes: int) -> Pass[LoadPlan]:
     """
     if max_bytes < 1:
         raise ValueError(f"max_bytes must be at least 1, not {max_bytes}")
-    return partial(_split_reads, metadata, max_bytes)
+    return partial(_split_reads, metadata, max_bytes, max_gap)
 
 
 def _split_reads(
-    metadata: Metadata, max_bytes: int, plans: tuple[LoadPlan, ...]
+    metadata: Metadata, max_bytes: int, max_gap: int, plans: tuple[LoadPlan, ...]
 ) -> tuple[LoadPlan, ...]:
     entries = metadata.state_dict_metadata
     width = column([*(p.itemsize for p in entries.props), 0])[entries.prop]
     return tuple(
-        attrs.evolve(plan, items=_split_items(plan.items, metadata, max_bytes, width))
+        attrs.evolve(plan, items=_split_items(plan.items, metadata, max_bytes, max_gap, width))
         for plan in plans
     )
 
 
-def _split_items(reads: ReadItems, metadata: Metadata, max_bytes: int, width: Ints) -> ReadItems:
+def _split_items(
+    reads: ReadItems, metadata: Metadata, max_bytes: int, max_gap: int, width: Ints
+) -> ReadItems:
     itemsize = width[_rows_of(reads.names, metadata)[reads.storage]] if len(reads) else None
-    if itemsize is None or (reads.numel * itemsize <= max_bytes).all():
+    if itemsize is None or (not max_gap and (reads.numel * itemsize <= max_bytes).all()):
         return reads
     axes, extents = reads.lengths.shape[1], locate_reads(metadata, reads).extents
     lengths, offsets = pad(reads.lengths, extents.shape[1], 1), np.zeros_like(extents)
     offsets[:, :axes] = reads.storage_offsets
     aligned = lies_together(lengths, extents)[:, None]
+    if max_gap:
+        aligned |= has_narrow_gaps(lengths, extents, itemsize, max_gap)[:, None]
     blocks = cut_blocks(
         lengths,
         itemsize,
@@ -196,8 +207,13 @@ def _region(reads: ReadItems, row_of: Ints, width: int) -> tuple[Ints, Ints, Int
 
 
 def _readers(
-    plans: Sequence[LoadPlan], rows: Rows, group: Ints, metadata: Metadata, block_bytes: int
-) -> Ints:
+    plans: Sequence[LoadPlan],
+    rows: Rows,
+    group: Ints,
+    metadata: Metadata,
+    block_bytes: int,
+    max_gap: int,
+) -> tuple[Ints, Ints]:
     """Choose who reads each row's region; all regions of a block go to one that needs it whole.
 
     Args:
@@ -206,25 +222,50 @@ def _readers(
         group: Which of the distinct regions each row is.
         metadata: The checkpoint.
         block_bytes: The most bytes of a block.
+        max_gap: Bytes between two ranges that are sooner fetched than left out.
+
+    Returns:
+        The reader, and how many bytes the row's block has, if it is read whole for ranks of which
+        none needs all of it; else 0.
     """
     reads = ReadItems.concat([plan.items for plan in plans]).take(rows.flat)
     spots = locate_reads(metadata, reads, block_bytes)
     _, block = group_rows([spots.entry, spots.chunk, spots.number])
     whole = _holds_whole(rows, group, block, spots, reads.numel, len(plans))
-    pieces = np.bincount(block[np.flatnonzero(np.diff(group, prepend=-1))])
-    together = (pieces > 1)[block] & (np.bincount(block, whole) > 0)[block]
+    first = np.diff(group, prepend=-1) != 0  # the first row of each region
+    several, held = (np.bincount(block[first]) > 1)[block], (np.bincount(block, whole) > 0)[block]
+    nbytes = rows.nbytes // np.maximum(reads.numel, 1) * spots.numel  # of the block
+    woven = several & ~held & _is_woven(rows, first, block, spots, reads, max_gap)
+    together = (several & held) | woven
     unit = np.where(together, len(group) + block, group)  # what one rank reads
-    weight = np.where(
-        together, rows.nbytes // np.maximum(reads.numel, 1) * spots.numel, rows.nbytes
-    )
-    able = np.flatnonzero(~together | whole)
+    weight = np.where(together, nbytes, rows.nbytes)
+    able = np.flatnonzero(~together | whole | woven)
     able = able[np.lexsort((rows.rank[able], unit[able]))]
     names, number = np.unique(unit[able], return_inverse=True)
     again = np.diff(number, prepend=-1) + np.abs(np.diff(rows.rank[able], prepend=-1)) == 0
     able, number = able[~again], number[~again]
     chosen = able[assign(number, rows.rank[able], weight[able], len(plans))]
     readers: Ints = rows.rank[chosen][np.searchsorted(names, unit)]
-    return readers
+    return readers, np.where(woven, nbytes, 0)
+
+
+def _is_woven(
+    rows: Rows,
+    first: npt.NDArray[np.bool_],
+    block: Ints,
+    spots: Located,
+    reads: ReadItems,
+    max_gap: int,
+) -> npt.NDArray[np.bool_]:
+    """Tell which rows are of a block that regions make up of which some have narrow gaps."""
+    if not max_gap:
+        return np.zeros(len(block), bool)
+    itemsize = rows.nbytes // np.maximum(reads.numel, 1)
+    lengths = pad(reads.lengths, spots.extents.shape[1], 1)
+    narrow = has_narrow_gaps(np.maximum(lengths, 1), spots.extents, itemsize, max_gap)
+    numel = np.bincount(block, np.where(first & spots.inside, reads.numel, 0))
+    woven: npt.NDArray[np.bool_] = (numel[block] == spots.numel) & spots.inside
+    return woven & (np.bincount(block, narrow) > 0)[block]
 
 
 def _holds_whole(

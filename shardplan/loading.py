@@ -13,6 +13,7 @@ import attrs
 from shardplan.dist import Comm, LostRanksError, all_reduce, reduce_scatter
 from shardplan.io.blocksums import BlockSums
 from shardplan.io.errors import FormatError, ValueRefusedError
+from shardplan.io.jobs import FAR_GAP
 from shardplan.io.pool import Pool
 from shardplan.io.progress import Tell
 from shardplan.io.read import Reader
@@ -51,7 +52,7 @@ from .ranks import Counted, default_comm, fail_alike, host_name, take_step
 from .reading import Outcome, SharedRead, overwritten, read_rank
 from .reports import LoadReport, RankReport, Stopwatch, logged, rank_report, slowest_ranks
 from .stateful import expand, give_back
-from .wishes import Wish, judged, named, nbytes_of
+from .wishes import Wish, fetched_bytes, judged, named, nbytes_of
 
 __all__ = ["load"]
 
@@ -209,7 +210,9 @@ class _Load:
             with self.watch.phase("plan"):
                 self._take(plan())
             local = self.reader is not None and not self.reader.store.staging
-            wish = Wish(self._tensor_bytes, *named(self.plan, self.metadata), host_name(), local)
+            gap = self._gap
+            fetched = fetched_bytes(self.plan, self.metadata, gap) if gap else self._tensor_bytes
+            wish = Wish(fetched, *named(self.plan, self.metadata), host_name(), local)
             return (self._identity(), self._unmatched, *attrs.astuple(wish))
 
         def offer() -> tuple[Any, ...] | None:
@@ -238,7 +241,8 @@ class _Load:
         elif found["share"]:
             least = 1 if share is True else MIN_SHARED
             blocks = BLOCK_BYTES if self.reader is None else self.reader.source.block_bytes
-            self._share(share_pass(self.metadata, min_bytes=least, block_bytes=blocks))
+            gap = self._gap
+            self._share(share_pass(self.metadata, min_bytes=least, block_bytes=blocks, max_gap=gap))
 
     def _heed(self, found: Mapping[str, Any]) -> None:
         """Raise, on all ranks alike, what is wrong with what they want together."""
@@ -263,6 +267,11 @@ class _Load:
         meta = self.metadata.storage_meta
         known = None if meta is None else meta.save_id
         return known or fingerprint(self.metadata)
+
+    @property
+    def _gap(self) -> int:
+        """The bytes between two ranges that are sooner fetched than left out."""
+        return FAR_GAP if self.reader is not None and self.reader.store.staging else 0
 
     def _is_file(self) -> bool:
         """Tell whether the checkpoint may be a file of `torch.save`, without reading it."""
@@ -296,7 +305,8 @@ class _Load:
         def all_plans(blobs: list[bytes]) -> list[bytes]:
             with self.watch.phase("plan"):
                 assert self.reader is not None
-                passes = (split_reads(self.metadata, self.reader.source.block_bytes), share)
+                blocks = self.reader.source.block_bytes
+                passes = (split_reads(self.metadata, blocks, max_gap=self._gap), share)
                 plans = cast("tuple[LoadPlan, ...]", decode_plans(blobs))
                 return [encode_plan(plan) for plan in global_load_plan(plans, passes)]
 

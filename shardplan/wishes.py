@@ -8,14 +8,20 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import attrs
+import numpy as np
 
 from shardplan.planning import LoadPlan, Metadata
 from shardplan.planning.catalog import column
 from shardplan.planning.distinct import distinct
+from shardplan.planning.located import locate_reads
+from shardplan.planning.packing import Ints
+from shardplan.planning.ranges import has_narrow_gaps, steps
+from shardplan.planning.reads import ReadItems
+from shardplan.planning.tiling import pad
 
 from .ranks import told_apart
 
-__all__ = ["Wish", "judged", "named", "nbytes_of", "worth_sharing"]
+__all__ = ["Wish", "fetched_bytes", "judged", "named", "nbytes_of", "worth_sharing"]
 
 
 @attrs.frozen
@@ -23,14 +29,14 @@ class Wish:
     """What one rank needs of a checkpoint.
 
     Attributes:
-        needed: Bytes of what it needs.
+        fetched: Bytes that it would fetch alone: what it needs, and narrow gaps in between.
         names: A fingerprint of the names of the tensors of which it needs anything.
         size: Bytes of these tensors, whole.
         host: The machine it runs on.
         local: Whether storage is a local path to it.
     """
 
-    needed: int
+    fetched: int
     names: str
     size: int
     host: str
@@ -39,12 +45,38 @@ class Wish:
 
 def nbytes_of(plan: LoadPlan, metadata: Metadata) -> int:
     """Count the bytes that a plan reads."""
-    entries, items = metadata.state_dict_metadata, plan.items
+    return int((plan.items.numel * _widths(plan.items, metadata)).sum())
+
+
+def _widths(items: ReadItems, metadata: Metadata) -> Ints:
+    """Return the bytes of an element of what each read is of; 0 for values that are no tensors."""
+    entries = metadata.state_dict_metadata
     if not len(items):
-        return 0
+        return column([])
     width = column([*(p.itemsize for p in entries.props), 0])[entries.prop]
     row = column([entries.row_of.get(name, 0) for name in items.names])
-    return int((items.numel * width[row[items.storage]]).sum())
+    return width[row[items.storage]]
+
+
+def fetched_bytes(plan: LoadPlan, metadata: Metadata, max_gap: int) -> int:
+    """Count the bytes that a plan reads, and those in gaps of at most so many bytes.
+
+    One column of four, of rows of 4 bytes, is 3 bytes, or 9 with what lies between:
+
+    >>> from shardplan.planning import Mesh, Shard, TensorSpec, global_plan, load_plan, world_plans
+    >>> wanted = world_plans({"w": TensorSpec((3, 4), "int8", [Shard(1)])}, Mesh(tp=4))
+    >>> metadata = global_plan(world_plans({"w": TensorSpec((3, 4), "int8")}, Mesh(one=1)))[1]
+    >>> [fetched_bytes(load_plan(metadata, wanted[0]), metadata, gap) for gap in (0, 3)]
+    [3, 9]
+    """
+    items = plan.items.take(plan.items.numel > 0)
+    if not len(items):
+        return 0
+    extents, width = locate_reads(metadata, items).extents, _widths(items, metadata)
+    lengths = pad(items.lengths, extents.shape[1], 1)
+    span = ((lengths - 1) * steps(extents)).sum(axis=1) + 1
+    narrow = has_narrow_gaps(lengths, extents, width, max_gap)
+    return int((np.where(narrow, span, items.numel) * width).sum())
 
 
 def named(plan: LoadPlan, metadata: Metadata) -> tuple[str, int]:
@@ -92,9 +124,9 @@ def judged(
 def worth_sharing(wishes: Sequence[Wish], share: bool | Literal["auto"]) -> bool:
     """Tell whether reading once and sending is cheaper than reading more than once.
 
-    If ranks need more bytes than the tensors have that they need anything of, some need the same.
+    If ranks fetch more bytes than the tensors have that they need anything of, some fetch the same.
     """
     size = sum({wish.names: wish.size for wish in wishes}.values())
-    if share is True or sum(wish.needed for wish in wishes) <= size:
+    if share is True or sum(wish.fetched for wish in wishes) <= size:
         return share is True
     return not all(wish.local for wish in wishes) or len({wish.host for wish in wishes}) > 1

@@ -665,6 +665,45 @@ def test_shared_reads_fetch_every_byte_once(tmp_path, target):
     assert received == sum(rank.sent for rank in shared[0].ranks) > 0
 
 
+@pytest.mark.parametrize("share", ["auto", True])
+@pytest.mark.parametrize("target", ["columns", "replicated", "halves"])
+@pytest.mark.parametrize("source", ["rows", "replicated"])
+def test_bytes_far_away_are_fetched_once_however_they_are_cut(store, source, target, share):
+    whole = {f"w{i}": torch.rand(512, 256 * (i + 1)) for i in range(4)} | VALUES
+    save_on(3, source, whole, store)
+    shared = load_on(4, target, whole, store, share_reads=share)
+    unique = sum(tensor.nbytes for name, tensor in whole.items() if name not in VALUES)
+    assert {report.total_read for report in shared} == {unique}
+    assert sum(report.bytes_read for report in shared) == unique
+    read = [report.bytes_read for report in shared]
+    assert max(read) <= unique / 2  # not all by one
+    if target != "halves":  # of which no rank reads a block whole
+        chunks = shardplan.open_checkpoint(store).metadata.state_dict_metadata.values()
+        count = sum(len(entry.chunks) for entry in chunks if hasattr(entry, "chunks"))
+        assert sum(report.verified for report in shared) >= count
+
+
+@pytest.mark.parametrize("place", [0.0, 0.3, 1.0])
+def test_columns_of_many_blocks_far_away_are_fetched_once_and_checked(store, place):
+    tensor = torch.arange(1 << 18, dtype=torch.int32).reshape(512, 512)
+    small_blocks(tensor, store, block_bytes=1 << 18)  # 128 rows each
+    reports = load_on(3, "columns", {"w": tensor}, store)
+    assert {report.total_read for report in reports} == {tensor.nbytes}
+    assert max(report.bytes_read for report in reports) == 2 << 18
+    (name,) = [name for name in store.list() if name.endswith(".safetensors")]
+    data = bytearray(store.read_all(name, limit=1 << 30))
+    begin = 8 + int.from_bytes(data[:8], "little")
+    data[begin + int(place * (len(data) - begin - 1))] ^= 1
+    store.write(name, [bytes(data)])
+
+    def fn(comm):
+        mine = parts.part({"w": tensor}, "columns", 3, comm.rank, parts.blank)
+        return told(lambda: shardplan.load(mine, store, comm=comm))
+
+    for error in run_ranks(3, fn, timeout=60):
+        assert any("checksums do not fit: `w`" in failure.text for failure in error.failures)
+
+
 @pytest.mark.parametrize("mebibytes", [1, 12, 40])
 @pytest.mark.parametrize("place", [0.0, 0.5, 1.0])
 def test_damage_anywhere_in_a_chunk_fails_a_shared_load_on_all_ranks(tmp_path, mebibytes, place):
@@ -710,9 +749,9 @@ def damage(folder, place):
     file.write_bytes(data)
 
 
-def small_blocks(tensor, folder, block_bytes):
+def small_blocks(tensor, place, block_bytes):
     """Save a tensor as one chunk that is hashed in small blocks."""
-    store, (plan,) = open_store(folder), (plans := global_plan([local_plan({"w": tensor})]))[0]
+    store, (plan,) = open_store(place), (plans := global_plan([local_plan({"w": tensor})]))[0]
     options = {"save_id": "s", "block_bytes": block_bytes}
     written = write_rank(store, {"w": tensor}, plan, rank=0, **options)
     publish(store, assemble(plans[1], [plan], [written], **options))

@@ -1,5 +1,7 @@
 """share_reads: what several ranks need is read once, and everybody still gets all of it."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,13 +14,17 @@ from shardplan.planning import (
     Replicate,
     Shard,
     TensorSpec,
+    chain,
     decode_plan,
     encode_plan,
+    explain,
     global_load_plan,
     global_plan,
     load_plan,
     local_plan,
     share_reads,
+    split_reads,
+    world_plans,
 )
 from shardplan.planning.oracles import assert_read_once
 from shardplan.planning.strategies import save_plans
@@ -172,3 +178,66 @@ def test_reads_of_another_checkpoint_are_refused_by_name():
     other = global_plan([local_plan({"x": TensorSpec((2,))})])[1]
     with pytest.raises(ValueError, match="`w0` is read but not in the metadata"):
         share_reads(other)(before)
+
+
+def fetched(metadata, plan, rank, max_gap):
+    """Name the bytes that a rank fetches: what it reads, for itself or others, and narrow gaps.
+
+    Blocks are of one chunk here, and read whole if all of their elements are read by this rank.
+    """
+    mine = [t.read for t in plan.transfers if t.source == rank]
+    cells = {}
+    for read in [*plan.items, *mine]:
+        if read.storage_index.offset is not None:
+            chunk = read.storage_index.fqn, read.storage_index.offset
+            at = np.ndindex(*read.lengths)
+            places = [tuple(np.add(read.storage_offsets, cell).tolist()) for cell in at]
+            cells.setdefault(chunk, []).append(places)
+    found = []
+    for (name, offset), parts in cells.items():
+        entry = metadata.entry(name)
+        (box,) = [c for c in entry.chunks if c.offsets == offset and c.numel]
+        whole = {cell for part in parts for cell in part}
+        for part in [list(whole)] if len(whole) == box.numel else parts:
+            flat = sorted(int(np.ravel_multi_index(cell, box.sizes)) for cell in part)
+            most = max_gap // entry.properties.itemsize
+            gaps = [range(a + 1, b) for a, b in itertools.pairwise(flat) if b - a - 1 <= most]
+            found += [(name, offset, i) for i in {*flat, *itertools.chain(*gaps)}]
+    return found
+
+
+@given(st.integers(1, 2), st.sampled_from([(4, 12), (6, 8), (3, 4, 4)]), st.integers(1, 3))
+def test_columns_of_far_blocks_are_fetched_once_by_all_ranks_together(saved_on, shape, axis):
+    axis = min(axis, len(shape) - 1)
+    save = {"w": TensorSpec(shape, "int32", [Shard(0)])}
+    want = {"w": TensorSpec(shape, "int32", [Shard(axis)])}
+    metadata = global_plan(world_plans(save, Mesh(dp=saved_on)))[1]
+    wanted = world_plans(want, Mesh(tp=4))
+    loads = tuple(load_plan(metadata, plan) for plan in wanted)
+    passes = chain(
+        split_reads(metadata, 1 << 20, max_gap=1 << 10),
+        share_reads(metadata, min_bytes=1, max_gap=1 << 10),
+    )
+    alone, after = loads, global_load_plan(loads, passes)
+    once = [cell for r, plan in enumerate(after) for cell in fetched(metadata, plan, r, 1 << 10)]
+    often = [cell for r, plan in enumerate(alone) for cell in fetched(metadata, plan, r, 1 << 10)]
+    assert len(once) == len(set(once)) == int(np.prod(shape))
+    assert len(often) > len(once)
+    for rank, (plan, want) in enumerate(zip(after, wanted, strict=True)):
+        received = [t.read for t in plan.transfers if t.target == rank]
+        assert_read_once(metadata, want, LoadPlan([*plan.items, *received]))
+    report, before = explain(metadata, after), explain(metadata, alone)
+    assert report.totals.nbytes == report.totals.unique == before.totals.nbytes
+    assert report.totals.needed == before.totals.needed
+
+
+def test_reads_that_do_not_make_up_a_block_or_have_wide_gaps_are_left_to_those_who_need_them():
+    whole = global_plan(world_plans({"w": TensorSpec((4, 8))}, Mesh(dp=1)))[1]
+    loads = tuple(
+        load_plan(whole, plan)
+        for plan in world_plans({"w": TensorSpec((4, 8), placements=[Shard(1)])}, Mesh(tp=4))
+    )
+    for plans, gap in ((loads, 23), (loads[:3], 24)):
+        assert share_reads(whole, min_bytes=1, max_gap=gap)(plans) == plans
+    assert share_reads(whole, min_bytes=1, max_gap=24)(loads) != loads
+    assert share_reads(whole, min_bytes=129, max_gap=24)(loads) == loads

@@ -168,7 +168,7 @@ class Totals:
     """The figures of everything together.
 
     Attributes:
-        needed: Bytes that ranks need: those they read (or write) and those they receive.
+        needed: Bytes that ranks need: those they read (or write) for themselves, and receive.
         nbytes: Bytes that move between ranks and storage.
         unique: Bytes of storage that move at least once: what one copy of everything takes.
         whole_chunks: Bytes that a reader moves that fetches all of a saved chunk for every read,

@@ -158,7 +158,7 @@ def _report(
 def _totals(traffic: Traffic, ranks: RankCosts, model: CostModel) -> Totals:
     nbytes, seconds = int(ranks.nbytes.sum()), ranks.seconds
     return Totals(
-        needed=nbytes + int(ranks.received.sum()),
+        needed=nbytes - traffic.relayed + int(ranks.received.sum()),
         nbytes=nbytes,
         unique=traffic.unique,
         whole_chunks=traffic.whole,

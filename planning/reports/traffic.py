@@ -32,6 +32,7 @@ from .writers import Writers
 __all__ = ["Tally", "Traffic", "count_runs", "itemsizes", "load_traffic", "save_traffic", "volume"]
 
 _VALUE: Final = LoadItemType.BYTE_IO.value
+_RELAYED: Final = -2  # in the place of a sender
 
 
 @attrs.frozen(eq=False)
@@ -49,6 +50,7 @@ class Traffic:
         readers: Per file, how many ranks read it.
         unique: Bytes of storage that at least one rank touches.
         whole: Bytes that would move if every read fetched all of its saved chunk; None for a save.
+        relayed: Bytes that ranks read for others alone.
     """
 
     nbytes: Ints
@@ -64,6 +66,7 @@ class Traffic:
     readers: Ints
     unique: int
     whole: int | None
+    relayed: int = 0
 
 
 class Tally:
@@ -76,7 +79,7 @@ class Tally:
         self.sent, self.received = np.zeros((2, ranks), np.int64)
         self.file_nbytes, self.file_requests = np.zeros((2, files), np.int64)
         self.seen = np.zeros((ranks, files), bool)
-        self.unique = self.whole = 0
+        self.unique = self.whole = self.relayed = 0
 
     def file(self, writer: Ints) -> Ints:
         """Return which file each writer's is."""
@@ -110,6 +113,7 @@ class Tally:
             self.seen.sum(axis=0),
             self.unique,
             None if is_save else self.whole,
+            self.relayed,
         )
 
 
@@ -185,6 +189,7 @@ def load_traffic(
     reads = got.take(~passed)
     tally.add_ranks(reads.rank, reads.nbytes, reads.requests, reads.elements)
     tally.whole = int(reads.whole.sum())
+    tally.relayed = int(reads.nbytes[reads.source == _RELAYED].sum())
     tally.unique = _unique(itemsizes(metadata.state_dict_metadata), reads)
     if writers is not None:
         file = tally.file(_writer(writers, reads.entry, reads.chunk))
@@ -200,7 +205,7 @@ class _Pieces:
 
     Attributes:
         rank: Whose it is.
-        source: The rank that sends it; -1 if it is read from storage.
+        source: The rank that sends it; -1 if it is read from storage, -2 if for others alone.
         entry, chunk: Which of the checkpoint's entries, and which chunk of it.
         offsets, lengths: The box, in the saved tensor's frame.
         elements, nbytes, requests: What it takes; a value that is no tensor takes one request.
@@ -260,14 +265,28 @@ def _gather(metadata: Metadata, plans: Sequence[LoadPlan]) -> _Pieces:
 
 
 def _end_to_end(plans: Sequence[LoadPlan]) -> tuple[ReadItems, Ints, Ints]:
-    """Return all reads, then all pieces received: the items, whose they are, and who sends them."""
+    """Return all reads, those for others, then all received: items, whose, and who sends them."""
     received = [p.transfers.take(p.transfers.target == rank) for rank, p in enumerate(plans)]
-    parts = [plan.items for plan in plans] + [transfers.reads for transfers in received]
-    whose = np.concatenate([np.arange(len(plans))] * 2)
+    relayed = [_relayed(plan, rank) for rank, plan in enumerate(plans)]
+    parts = [plan.items for plan in plans] + relayed + [part.reads for part in received]
+    whose = np.concatenate([np.arange(len(plans))] * 3)
     rank = np.repeat(whose, [len(part) for part in parts])
-    reads = sum(len(plan.items) for plan in plans)
-    source = np.concatenate([np.full(reads, -1), *(transfers.source for transfers in received)])
-    return ReadItems.concat(parts), rank, source
+    own, passed = (sum(map(len, some)) for some in ([plan.items for plan in plans], relayed))
+    read = np.repeat([-1, _RELAYED], [own, passed])
+    return (
+        ReadItems.concat(parts),
+        rank,
+        np.concatenate([read, *(part.source for part in received)]),
+    )
+
+
+def _relayed(plan: LoadPlan, rank: int) -> ReadItems:
+    """Return what a rank reads, each region once, though it only sends it to others."""
+    sent = plan.transfers.reads.take(plan.transfers.source == rank)
+    every = ReadItems.concat([plan.items, sent])
+    places = every.storage_anchor + every.storage_offsets
+    first, _ = group_rows([every.type, every.storage, places, every.lengths])
+    return every.take(np.sort(first[first >= len(plan.items)]))
 
 
 def _entry(metadata: Metadata, items: ReadItems, rank: Ints) -> Ints:
