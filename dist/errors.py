@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import attrs
 
 from shardplan.planning.errors import span
 
-__all__ = ["CheckpointError", "Failure", "LostRanksError"]
+__all__ = ["CheckpointError", "Failure", "LostRanksError", "thinned"]
+
+T = TypeVar("T")
 
 _LONGEST = 20_000
-_SHOWN = 64  # failures that a message tells of one by one, and tracebacks
 
-MOST_TRACES = 64
-"""Tracebacks that ranks tell each other of: thousands that fail alike have nothing to add."""
+MOST = 64
+"""Ways to fail that are told in full: thousands of ranks have little to add."""
 
 
 @attrs.frozen
@@ -70,10 +71,10 @@ class CheckpointError(Exception):
     """A step that failed on some ranks, told alike on every rank.
 
     Attributes:
-        failures: What happened, one entry per failing rank, by rank. Of ranks that failed in very
-            many ways, the first have tracebacks.
-        own: The error itself, if this rank was one of them, with all that it carries; it stays in
-            this process.
+        failures: What happened, one entry per failing rank, by rank. If they failed in very many
+            ways, the first of these are told in full, and the others without tracebacks.
+        own: The error that this rank itself raised, if it did, with all that it carries; it stays
+            in this process.
 
     >>> raise CheckpointError([Failure(1, "write", "OSError", "disk full", "Traceback …")])
     Traceback (most recent call last):
@@ -92,7 +93,8 @@ class CheckpointError(Exception):
         super().__init__(self.failures)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return CheckpointError, (self.failures,)
+        kept = {name: value for name, value in self.__dict__.items() if name != "own"}
+        return type(self), (self.failures,), kept
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -100,18 +102,49 @@ class CheckpointError(Exception):
         return tuple(sorted({failure.rank for failure in self.failures}))
 
     def __str__(self) -> str:
-        whats, traces = dict[str, list[int]](), dict[str, list[int]]()
-        for failure in self.failures:
-            whats.setdefault(failure.what, []).append(failure.rank)
-            if failure.traceback:
-                traces.setdefault(failure.traceback, []).append(failure.rank)
-        lines = [f"failed on {span(self.ranks)} of the job"]
-        lines += [f"{span(ranks)}, {what}" for what, ranks in list(whats.items())[:_SHOWN]]
-        if len(whats) > _SHOWN:
-            lines.append(f"and {len(whats) - _SHOWN:,} more; see failures")
-        for trace, ranks in list(traces.items())[:_SHOWN]:
-            lines.append(f"\n--- {span(ranks)} ---\n{trace.rstrip()}")
-        return "\n".join(lines)
+        traces = _ranks_by(self.failures, lambda failure: failure.traceback)
+        lines = [f"failed on {span(self.ranks, MOST)} of the job", *self.lines]
+        told = [
+            f"\n--- {span(ranks, MOST)} ---\n{trace.rstrip()}"
+            for trace, ranks in traces.items()
+            if trace
+        ]
+        more = [f"\nand {len(told) - MOST:,} more tracebacks; see failures"]
+        return "\n".join([*lines, *told[:MOST], *(more if len(told) > MOST else ())])
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """What happened, a line for each way to fail."""
+        ways = _ranks_by(self.failures, lambda f: (f.step, f.type, f.text))
+        whats = {(f.step, f.type, f.text): f.what for f in self.failures}
+        told = [f"{span(ranks, MOST)}, {whats[way]}" for way, ranks in ways.items()]
+        more = [f"and {len(told) - MOST:,} more; see failures"]
+        return (*told[:MOST], *(more if len(told) > MOST else ()))
+
+
+def _ranks_by(failures: Iterable[Failure], key: Callable[[Failure], T]) -> dict[T, list[int]]:
+    found: dict[T, list[int]] = {}
+    for failure in failures:
+        found.setdefault(key(failure), []).append(failure.rank)
+    return found
+
+
+def thinned(failures: Sequence[Failure]) -> list[Failure]:
+    """Return failures, each once; beyond so many ways to fail, with short texts and no tracebacks.
+
+    >>> far = thinned([Failure(r, "read", "E", f"{r}" * 999, "Traceback") for r in range(65)])
+    >>> len(far[0].text), far[0].traceback, len(far[64].text), far[64].traceback
+    (999, 'Traceback', 300, '')
+    """
+    found, ways = list[Failure](), set[tuple[str, ...]]()
+    for failure in dict.fromkeys(failures):
+        way = (failure.step, failure.type, failure.text, failure.traceback)
+        if way not in ways and len(ways) >= MOST:
+            failure = attrs.evolve(failure, text=failure.text[:300], traceback="")
+        else:
+            ways.add(way)
+        found.append(failure)
+    return found
 
 
 class LostRanksError(ConnectionError):

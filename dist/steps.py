@@ -20,7 +20,7 @@ from shardplan.planning import CodecError, flatten
 from shardplan.planning.frozen import from_json, to_json
 
 from .comm import Comm, departure
-from .errors import MOST_TRACES, CheckpointError, Failure, LostRanksError
+from .errors import CheckpointError, Failure, LostRanksError, thinned
 
 __all__ = [
     "all_gather",
@@ -223,21 +223,28 @@ class _ToldError(Exception):
 @contextlib.contextmanager
 def _together(comm: Comm, step: str) -> Iterator[_Here]:
     """Take a step; ranks that are lost become failures of it, and who cannot go on says so."""
+    here = _Here(comm, step)
     try:
-        yield _Here(comm, step)
+        yield here
     except CheckpointError:
         raise
     except LostRanksError as error:
-        raise CheckpointError(error.failures(step)) from None
+        lost = CheckpointError(error.failures(step), here.own)
+        if here.own is not None:  # of which the others know nothing
+            lost.add_note(str(Failure.of(here.own, comm.ranks[comm.rank], step)))
+        raise lost from None
     except Exception as error:  # of the comm itself: all else was caught, and told to the others
         failure = Failure.of(error, comm.ranks[comm.rank], step)
         reason = departure(step, error)
         comm.leave(reason)
         # This rank cannot know what the others do now: it is lost, to itself as to them.
-        raise CheckpointError([attrs.evolve(failure, type="LostRank", text=reason)]) from error
+        told = [attrs.evolve(failure, type="LostRank", text=reason)]
+        raise CheckpointError(told, error) from error
     except BaseException as error:
         comm.leave(departure(step, error))
         raise
+    finally:
+        here.raised.clear()  # an error knows by its traceback who holds it
 
 
 @attrs.frozen
@@ -247,6 +254,11 @@ class _Here:
     comm: Comm
     step: str
     raised: list[Exception] = attrs.field(factory=list)
+
+    @property
+    def own(self) -> Exception | None:
+        """What was raised here, if anything was."""
+        return self.raised[0] if self.raised else None
 
     def topic(self, collective: str) -> str:
         """Say what a meeting is for, so that nobody takes it for one of another step.
@@ -279,7 +291,7 @@ class _Here:
         told = [_unpacked(frame[1:]) for frame in frames if frame[:1] == _FAILED]
         failures = [failure for part in told for failure in part]
         if failures:
-            raise _ToldError(list(dict.fromkeys(failures)))
+            raise _ToldError(thinned(failures))
         return frames[0][1:]
 
     def decoded(self, frames: Sequence[bytes], decode: Decode) -> list[Any]:
@@ -326,8 +338,7 @@ class _Here:
                 self.comm.leave(departure(self.step, scarce[0]))
             self.opened(ended)
         except _ToldError as error:
-            own = self.raised[0] if self.raised else None
-            raise CheckpointError(error.failures, own) from None
+            raise CheckpointError(error.failures, self.own) from None
         return results[0]
 
 
@@ -338,14 +349,11 @@ def _packed(failures: Sequence[Failure]) -> bytes:
     >>> _unpacked(_packed(alike)) == alike, _packed(alike).count(b"disk full")
     (True, 1)
     """
-    known: dict[str, int] = {"": 0}
-    traces = dict.fromkeys(failure.traceback for failure in failures)
-    passed = set(list(traces)[:MOST_TRACES])
-    rows = []
-    for failure in failures:
-        trace = failure.traceback if failure.traceback in passed else ""
-        words = (failure.step, failure.type, failure.text, trace)
-        rows.append([failure.rank, *(known.setdefault(word, len(known)) for word in words)])
+    known: dict[str, int] = {}
+    rows = [
+        [rank, *(known.setdefault(word, len(known)) for word in words)]
+        for rank, *words in map(attrs.astuple, failures)
+    ]
     return encode_json([list(known), rows])
 
 

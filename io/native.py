@@ -26,9 +26,7 @@ from .values import RAW, StoredValue, load_value
 
 __all__ = ["NativeSource", "find", "source"]
 
-_MISSING: Final = (
-    "it is missing; was the checkpoint overwritten or pruned while it was open? then open it again"
-)
+_REMEDY: Final = "; was the checkpoint overwritten or pruned while it was open? then open it again"
 _DECODED: Final = 4  # how many times its own size a value takes while it is decoded
 
 
@@ -159,7 +157,7 @@ class NativeSource:
             data = bytearray(expected.header_bytes(number, size))
             self.store.read(name, [(0, memoryview(data))])
         except MissingFileError:
-            raise self._bad(number, _MISSING) from None
+            raise self._bad(number, "it is missing", _REMEDY) from None
         if not expected.fits(number, data):
             raise self._bad(number, "its header is damaged, or belongs to another file")
         header = parse_header(bytes(data), name, size)
@@ -173,10 +171,11 @@ class NativeSource:
         rows = column(good, len(good), 2)
         return rows[:, 0], rows[:, 1]
 
-    def _bad(self, number: int, reason: str) -> FormatError:
-        """Return the error of a file that is not the saved one, with what would lie in it."""
+    def _bad(self, number: int, reason: str, remedy: str = "") -> FormatError:
+        """Return the error of a file that is not the saved one, with what should lie in it."""
         names = sorted({slot.name for _, slot in self._expected.slots(number)})
-        return FormatError(self.files[number], f"{reason}; it should hold {listed(names)}")
+        text = f"{reason}; {listed(names)} should lie in it{remedy}"
+        return FormatError(self.files[number], text)
 
     def _spot(self, name: str, chunk: int, number: int) -> Spot:
         """Return where a chunk lies, once the header of its file was read."""

@@ -17,7 +17,7 @@ from shardplan.planning import Issue, LoadItemType, LoadPlan, Metadata, PlanErro
 from shardplan.planning.blocks import Blocks
 from shardplan.planning.catalog import column, padded
 from shardplan.planning.distinct import numbered
-from shardplan.planning.located import ChunkTable
+from shardplan.planning.located import ChunkTable, entries_of
 from shardplan.planning.packing import Ints, readonly
 from shardplan.planning.ranges import filled, whole_blocks
 from shardplan.planning.reads import ReadItems
@@ -245,9 +245,7 @@ def find_chunks(metadata: Metadata, items: ReadItems) -> Ints:
         PlanError: There is no such tensor, no chunk that starts there, or the read reaches past it.
     """
     entries = metadata.state_dict_metadata
-    names, _, which = numbered(items.storage)
-    entry = column([entries.row_of.get(items.names[n], -1) for n in names.tolist()])[which]
-    used, _, layout = numbered(np.where(entry < 0, -1, entries.layout[entry]))
+    used, _, layout = numbered(entries_of(metadata, items)[1])
     layout -= used[0] < 0  # -1 for those of no tensor
     table = ChunkTable.of(entries.layouts[n] for n in used.tolist() if n >= 0)
     found = np.where(layout < 0, -1, table.find(layout, items.storage_anchor, items.storage_hint))

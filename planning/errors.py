@@ -97,13 +97,15 @@ def nearest_hint(near: Sequence[str]) -> str:
     return f"; nearest: {', '.join(near)}" if near else ""
 
 
-def span(ranks: Sequence[int]) -> str:
-    """Name ranks the short way.
+def span(ranks: Sequence[int], most: int = _SHOWN) -> str:
+    """Name ranks the short way; of so many runs at most, and how many more ranks there are.
 
     >>> span([0, 1, 2, 5])
     'ranks 0-2 and 5'
     >>> span([3]), span([0, 2, 3])
     ('rank 3', 'ranks 0, 2 and 3')
+    >>> span([0, 2, 4, 6, 7], most=2)
+    'ranks 0, 2 and 3 more'
     """
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):
@@ -112,8 +114,9 @@ def span(ranks: Sequence[int]) -> str:
         else:
             runs.append([rank, rank])
     words = [str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}-{b}" for a, b in runs]
-    if len(words) > _SHOWN:
-        words = [*words[:_SHOWN], f"{len(words) - _SHOWN} more runs"]
+    if len(words) > most:
+        left = sum(b - a + 1 for a, b in runs[most:])
+        words = [*words[:most], f"{left:,} more"]
     if len(words) > 1:
         words[-1:] = words[-1].split(", ")
     listing = " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

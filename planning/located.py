@@ -21,7 +21,7 @@ from .packing import Ints
 from .reads import ReadItems
 from .tiling import Boxes, pad
 
-__all__ = ["ChunkTable", "Located", "locate_reads", "look_up"]
+__all__ = ["ChunkTable", "Located", "entries_of", "locate_reads", "look_up"]
 
 _VALUE: Final = Layout((), Boxes(column([], 1, 0), column([], 1, 0)))
 
@@ -69,7 +69,8 @@ class ChunkTable:
         if hint is not None:
             rows = np.flatnonzero((hint >= 0) & (hint < self.count[layout]))
             at = self.first[layout[rows]] + hint[rows]
-            rows = rows[(known[at] == wanted[rows]).all(axis=1)]
+            right = (known[at] == wanted[rows]).all(axis=1) & (self.sizes[at] > 0).all(axis=1)
+            rows = rows[right]
             found[rows] = hint[rows]
         lost = np.flatnonzero(found < 0)
         for number in distinct(layout[lost]).tolist():
@@ -125,6 +126,13 @@ class Located:
         return np.stack([self.entry, self.chunk, self.number], axis=1)
 
 
+def entries_of(metadata: Metadata, reads: ReadItems) -> tuple[Ints, Ints]:
+    """Return which of a checkpoint's entries each read is of, and its layout; -1 for none."""
+    entries = metadata.state_dict_metadata
+    entry = column([entries.row_of.get(name, -1) for name in reads.names])[reads.storage]
+    return entry, column([*entries.layout.tolist(), -1])[entry]
+
+
 def locate_reads(metadata: Metadata, reads: ReadItems, max_bytes: int = BLOCK_BYTES) -> Located:
     """Find the block in which each read begins.
 
@@ -144,8 +152,7 @@ def locate_reads(metadata: Metadata, reads: ReadItems, max_bytes: int = BLOCK_BY
         metadata.state_dict_metadata,
         ChunkTable.of(metadata.state_dict_metadata.layouts),
     )
-    entry = column([entries.row_of.get(name, -1) for name in reads.names])[reads.storage]
-    layout = np.where(entry < 0, -1, entries.layout[entry])
+    entry, layout = entries_of(metadata, reads)
     chunk = table.find(layout, reads.storage_anchor, reads.storage_hint)
     axes = max(table.sizes.shape[1], reads.lengths.shape[1], 1)
     extents = pad(table.sizes, axes, 1)[(table.first[layout] + np.maximum(chunk, 0))]

@@ -167,7 +167,7 @@ def agree(
         )
     if apart:
         text = f"ranks were told to save to different places ({apart}); give all the same"
-        fail_alike(comm, _STEP, ValueError, text)
+        fail_alike(comm, _STEP, ValueError(text))
     if way == "cached" and offer.cached is not None and not verify_replicas:
         found = attrs.evolve(offer.cached, how="cached")
     elif way == "derived" and offer.derived is not None and not verify_replicas:

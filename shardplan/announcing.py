@@ -40,11 +40,13 @@ def announce(comm: Comm, opened: Callable[[], Reader | None]) -> Announced | Non
     Returns:
         What was told, on all ranks; None where there is nothing to tell.
     """
+    known: list[Metadata] = []
 
     def tell() -> dict[str, Any] | None:
         reader = opened()
         if reader is None:
             return None
+        known.append(reader.metadata)
         entries = reader.metadata.state_dict_metadata
         names = [n for n, row in entries.row_of.items() if entries.layout[row] < 0]
         stored = store_values({name: reader.value(name) for name in names})
@@ -55,4 +57,4 @@ def announce(comm: Comm, opened: Callable[[], Reader | None]) -> Announced | Non
     if told is None:
         return None
     values = {name: unpacked(*value) for name, value in told["values"].items()}
-    return Announced(decode_metadata(told["metadata"]), values)
+    return Announced(known[0] if known else decode_metadata(told["metadata"]), values)

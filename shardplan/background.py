@@ -31,7 +31,7 @@ from .stateful import expand
 __all__ = ["SaveFuture", "async_save"]
 
 _log = logging.getLogger("shardplan")
-_TOLD: Final = 4  # failing ranks that the log names
+_TOLD: Final = 4  # ways to fail that the log tells of
 
 
 class SaveFuture(Future[SaveReport]):
@@ -268,6 +268,7 @@ def _run(
         if not future.told:  # else it failed because the one before had
             told = str(error) or type(error).__name__
             if isinstance(error, CheckpointError):
-                told = "; ".join(map(str, error.failures[:_TOLD]))
+                more = [f"and {len(error.lines) - _TOLD} more"] if len(error.lines) > _TOLD else []
+                told = "; ".join([*error.lines[:_TOLD], *more])
             _log.error("the save to %s failed in the background: %s", future.path, told)
         future.set_exception(error)

@@ -48,11 +48,11 @@ from .freshness import ATTEMPTS, STOPPED, begins_anew
 from .nested import put
 from .parcels import value_names, values_read
 from .profiling import profiled
-from .ranks import Counted, default_comm, fail_alike, host_name, take_step
+from .ranks import Counted, default_comm, host_name, take_step
 from .reading import Outcome, SharedRead, overwritten, read_rank
 from .reports import LoadReport, RankReport, Stopwatch, logged, rank_report, slowest_ranks
 from .stateful import expand, give_back
-from .wishes import Wish, fetched_bytes, judged, named, nbytes_of
+from .wishes import Wish, fetched_bytes, heed, judged, named, nbytes_of, tensor_bytes
 
 __all__ = ["load"]
 
@@ -116,7 +116,8 @@ def load(
         LoadError: Anything else stopped the load half way; it says what was changed, too.
         StoreError: The checkpoint cannot be read at all; nothing was changed.
         CheckpointError: On many ranks, any of these; it tells what happened on which rank, and its
-            ``own`` is this rank's error. A rank without one has filled all its tensors.
+            ``own`` is this rank's error. A rank without one may have filled all of its tensors or
+            none, and where ranks read for each other, with whatever they read.
     """
     comm = default_comm() if comm is None else comm
     if share_reads not in (True, False, "auto"):
@@ -227,7 +228,9 @@ class _Load:
             return wish()
 
         def verdict(offers: list[Any]) -> dict[str, Any] | None:
-            return None if None in offers else judged(self.comm.ranks, offers, share)
+            if None in offers:
+                return None
+            return judged(self.comm.ranks, offers, share, tensor_bytes(self.metadata))
 
         alone = False
         with self.watch.phase("exchange"):
@@ -235,7 +238,7 @@ class _Load:
             if found is None:
                 alone = self._open_on_one()
                 found = all_reduce(self.comm, "plan", second_offer, verdict)
-        self._heed(found)
+        heed(self.comm, found, str(self._path))
         if alone:
             self._share(read_on(self.comm.coordinator))
         elif found["share"]:
@@ -243,16 +246,6 @@ class _Load:
             blocks = BLOCK_BYTES if self.reader is None else self.reader.source.block_bytes
             gap = self._gap
             self._share(share_pass(self.metadata, min_bytes=least, block_bytes=blocks, max_gap=gap))
-
-    def _heed(self, found: Mapping[str, Any]) -> None:
-        """Raise, on all ranks alike, what is wrong with what they want together."""
-        if found["apart"]:
-            text = f"ranks have opened different checkpoints ({found['apart']})"
-            fail_alike(self.comm, "open", FormatError, f"{text}; was one written meanwhile?")
-        if found["lost"]:
-            told = ", ".join(map(repr, found["lost"]))
-            text = f"strict: {told} matches no name that any rank wants"
-            fail_alike(self.comm, "plan", PlanError, text)
 
     def _take(self, plan: LoadPlan) -> None:
         """Take a plan as this rank's, and count what it needs."""

@@ -149,10 +149,10 @@ def told_apart(ranks: Sequence[int], values: Sequence[str]) -> str:
     return "; ".join(told) if len(sides) > 1 else ""
 
 
-def fail_alike(comm: Comm, step: str, error: type[Exception], text: str) -> NoReturn:
+def fail_alike(comm: Comm, step: str, error: Exception) -> NoReturn:
     """Raise one error on a rank that knows all others to raise it, too."""
-    failures = [Failure(rank, step, error.__name__, text) for rank in comm.ranks]
-    raise CheckpointError(failures)
+    failures = [Failure(rank, step, type(error).__name__, str(error)) for rank in comm.ranks]
+    raise CheckpointError(failures, error)
 
 
 class Counted:

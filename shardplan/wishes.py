@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
 import numpy as np
 
-from shardplan.planning import LoadPlan, Metadata
+from shardplan.dist import Comm
+from shardplan.io.errors import FormatError
+from shardplan.planning import Issue, LoadPlan, Metadata, PlanError
 from shardplan.planning.catalog import column
 from shardplan.planning.distinct import distinct
 from shardplan.planning.located import locate_reads
+from shardplan.planning.metadata import Entries
 from shardplan.planning.packing import Ints
 from shardplan.planning.ranges import has_narrow_gaps, steps
 from shardplan.planning.reads import ReadItems
 from shardplan.planning.tiling import pad
 
-from .ranks import told_apart
+from .ranks import fail_alike, told_apart
 
-__all__ = ["Wish", "fetched_bytes", "judged", "named", "nbytes_of", "worth_sharing"]
+__all__ = [
+    "Wish",
+    "fetched_bytes",
+    "heed",
+    "judged",
+    "named",
+    "nbytes_of",
+    "tensor_bytes",
+    "worth_sharing",
+]
 
 
 @attrs.frozen
@@ -83,14 +96,7 @@ def named(plan: LoadPlan, metadata: Metadata) -> tuple[str, int]:
     """Return a fingerprint of the names of the tensors that a plan reads, and their size, whole."""
     entries, items = metadata.state_dict_metadata, plan.items
     used = sorted({items.names[n] for n in distinct(items.storage).tolist()})
-    rows = [entries.row_of[name] for name in used]
-    size = sum(
-        math.prod(entries.layouts[layout].size) * entries.props[prop].itemsize
-        for layout, prop in zip(
-            entries.layout[rows].tolist(), entries.prop[rows].tolist(), strict=True
-        )
-        if layout >= 0
-    )
+    size = _size(entries, [entries.row_of[name] for name in used])
     return hashlib.blake2b("\0".join(used).encode(), digest_size=16).hexdigest(), size
 
 
@@ -98,6 +104,7 @@ def judged(
     ranks: Sequence[int],
     offers: Sequence[tuple[Any, ...]],
     share: bool | Literal["auto"],
+    total: int,
 ) -> dict[str, Any]:
     """Say, of what all ranks told, what each has to know.
 
@@ -106,27 +113,59 @@ def judged(
         offers: Of each, which save it has opened, which patterns match no name that it wants, and
             the fields of its `Wish`.
         share: Whether bytes are to be read once; "auto" where that is cheaper.
+        total: Bytes of all tensors of the checkpoint.
 
     >>> wish = (8, "w", 8, "host", True)
-    >>> judged((0, 1), [("s1", ("a", "b"), *wish), ("s1", ("b",), *wish)], "auto")
+    >>> judged((0, 1), [("s1", ("a", "b"), *wish), ("s1", ("b",), *wish)], "auto", 8)
     {'apart': '', 'lost': ['b'], 'share': False}
     """
     lost = set.intersection(*(set(unmatched) for _, unmatched, *_ in offers))
     wishes = [Wish(*wish) for _, _, *wish in offers]
-    saves = [f"save {identity[:12]}" for identity, *_ in offers]
+    saves = [f"save {identity}" for identity, *_ in offers]
     return {
         "apart": told_apart(ranks, saves),
         "lost": sorted(lost),
-        "share": share is not False and worth_sharing(wishes, share),
+        "share": share is not False and worth_sharing(wishes, share, total),
     }
 
 
-def worth_sharing(wishes: Sequence[Wish], share: bool | Literal["auto"]) -> bool:
+def heed(comm: Comm, found: Mapping[str, Any], path: str) -> None:
+    """Raise, on all ranks alike, what is wrong with what they want together; see `judged`."""
+    if found["apart"]:
+        text = f"ranks have opened different checkpoints ({found['apart']})"
+        fail_alike(comm, "open", FormatError(path, f"{text}; was one written meanwhile?"))
+    if found["lost"]:
+        why = "strict: {!r} matches no name that any rank wants"
+        issues = [Issue("unmatched", p, why.format(p)) for p in found["lost"]]
+        fail_alike(comm, "plan", PlanError(issues))
+
+
+def worth_sharing(wishes: Sequence[Wish], share: bool | Literal["auto"], total: int) -> bool:
     """Tell whether reading once and sending is cheaper than reading more than once.
 
-    If ranks fetch more bytes than the tensors have that they need anything of, some fetch the same.
+    If ranks fetch more bytes than the tensors have that they need anything of, or than there are,
+    some fetch the same.
+
+    >>> wishes = [Wish(9, f"all and rank {r}'s own", 9, f"host {r}", False) for r in range(4)]
+    >>> worth_sharing(wishes, "auto", 12), worth_sharing(wishes[:1], "auto", 12)
+    (True, False)
     """
-    size = sum({wish.names: wish.size for wish in wishes}.values())
+    size = min(sum({wish.names: wish.size for wish in wishes}.values()), total)
     if share is True or sum(wish.fetched for wish in wishes) <= size:
         return share is True
     return not all(wish.local for wish in wishes) or len({wish.host for wish in wishes}) > 1
+
+
+def tensor_bytes(metadata: Metadata) -> int:
+    """Count the bytes of all tensors of a checkpoint."""
+    return _size(metadata.state_dict_metadata, slice(None))
+
+
+def _size(entries: Entries, rows: list[int] | slice) -> int:
+    """Count the bytes of some tensors, whole."""
+    kinds = zip(entries.layout[rows].tolist(), entries.prop[rows].tolist(), strict=True)
+    return sum(
+        count * math.prod(entries.layouts[layout].size) * entries.props[prop].itemsize
+        for (layout, prop), count in Counter(kinds).items()
+        if layout >= 0
+    )

@@ -18,9 +18,21 @@ from shardplan.io.errors import FormatError, LoadError, UnsureCommitError, Value
 from shardplan.io.headers import Slot, parse_header
 from shardplan.io.leftovers import leftovers
 from shardplan.io.manifest import MANIFEST, decode_manifest, sign
+from shardplan.io.read import find_chunks
 from shardplan.io.stores import StoreError, open_store
 from shardplan.io.testing import CountingStore, FaultyStore
-from shardplan.planning import split_chunks
+from shardplan.planning import (
+    Chunk,
+    LoadItemType,
+    LoadPlan,
+    Metadata,
+    MetadataIndex,
+    PlanError,
+    ReadItem,
+    TensorMetadata,
+    TensorProperties,
+    split_chunks,
+)
 
 
 def sample(value=1.0):
@@ -77,7 +89,7 @@ def load_fails(folder, match, state=None):
 def test_a_truncated_file_is_named_before_anything_changes(saved, length):
     file = shards(saved)[1]
     damage(file, lambda data: data[:length])
-    error = load_fails(saved, r"was saved with .*; it should hold `\w+`")
+    error = load_fails(saved, r"was saved with .*; `\w+`.* should lie in it")
     assert error.file == file.name
     assert error.filled == error.touched == ()
 
@@ -575,3 +587,19 @@ def test_a_load_that_stops_half_way_leaves_no_file_open(tmp_path, monkeypatch, h
     links = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
     assert str(file) not in [os.readlink(link) for link in links if os.path.islink(link)]
     assert caught.value is not None  # which is held until here, and with it what it came from
+
+
+@pytest.mark.parametrize("hint", [None, 0, 1, 7])
+def test_a_read_finds_its_chunk_whatever_its_hint_says(hint):
+    chunks = [Chunk((0,), (0,)), Chunk((0,), (4,))]  # an empty one starts where the real one does
+    metadata = Metadata({"w": TensorMetadata(TensorProperties("float32"), (4,), chunks)})
+    index = MetadataIndex("w", (0,), hint)
+    read = ReadItem(LoadItemType.TENSOR, index, (0,), index, (0,), (4,))
+    assert find_chunks(metadata, LoadPlan([read]).items).tolist() == [1]
+
+
+def test_a_read_of_a_checkpoint_that_holds_nothing_is_a_planning_mistake():
+    index = MetadataIndex("w", (0,))
+    read = ReadItem(LoadItemType.TENSOR, index, (0,), index, (0,), (4,))
+    with pytest.raises(PlanError, match="has no such chunk"):
+        find_chunks(Metadata({}), LoadPlan([read]).items)

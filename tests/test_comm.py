@@ -1,5 +1,7 @@
 """Ranks that exchange bytes and take steps together: alone, as threads, and as real processes."""
 
+import contextlib
+import gc
 import importlib.util
 import json
 import os
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -28,6 +31,7 @@ from shardplan.dist import (
     steps,
     torch_comm,
 )
+from shardplan.dist.errors import thinned
 from shardplan.dist.meeting import Meetings
 from shardplan.dist.worker import Worker
 from shardplan.planning import decode_plan, encode_plan, local_plan
@@ -627,10 +631,11 @@ def test_of_thousands_of_ranks_that_fail_each_in_its_own_way_a_message_tells_the
         Failure(r, "read", "FormatError", f"shard {r}: cut short", f"Trace {r}" * 100)
         for r in range(5000)
     ]
-    told = steps._unpacked(steps._packed(every))
+    kept = thinned(every)
+    told = steps._unpacked(steps._packed(kept))
     assert [(f.rank, f.text) for f in told] == [(f.rank, f.text) for f in every]
     assert [f.rank for f in told if f.traceback] == list(range(64))
-    assert len(steps._packed(every)) < 100 * len(every)
+    assert len(steps._packed(kept)) < 100 * len(every)
     lines = str(CheckpointError(told)).splitlines()
     assert lines[:2] == [
         "failed on ranks 0-4999 of the job",
@@ -638,6 +643,74 @@ def test_of_thousands_of_ranks_that_fail_each_in_its_own_way_a_message_tells_the
     ]
     assert "and 4,936 more; see failures" in lines
     assert len(lines) < 300
+
+
+def test_every_lost_rank_is_named_and_texts_that_differ_later_are_told_apart():
+    even = CheckpointError(Failure(r, "plan", "LostRank", "is gone") for r in range(0, 64, 2))
+    assert str(even).splitlines()[1].startswith("ranks 0, 2, 4")
+    assert all(str(r) in str(even).replace(",", "").split() for r in range(0, 64, 2))
+    texts = [Failure(r, "plan", "E", f"issues\nof rank {r}") for r in range(2)]
+    assert len(CheckpointError(texts).lines) == 2
+    many = CheckpointError(Failure(r, "plan", "E", "all", f"trace {r}") for r in range(100))
+    assert str(many).endswith("and 36 more tracebacks; see failures")
+
+
+def test_what_all_gather_tells_of_many_failures_is_as_short_as_what_all_reduce_does():
+    def fn(comm):
+        def fail():
+            raise ValueError(f"rank {comm.rank}")
+
+        found = []
+        for step in (
+            lambda: all_reduce(comm, "a", fail, sum),
+            lambda: all_gather(comm, "b", fail),
+        ):
+            with pytest.raises(CheckpointError) as caught:
+                step()
+            found.append(sum(bool(f.traceback) for f in caught.value.failures))
+        return found
+
+    assert run_ranks(70, fn) == [[64, 64]] * 70
+
+
+def test_a_failed_step_keeps_nothing_alive_once_its_error_is_dropped():
+    class Buffer:
+        """Stands for memory that is dear."""
+
+    alive = []
+
+    def fail():
+        mine = Buffer()
+        alive.append(weakref.ref(mine))
+        raise ValueError("no")
+
+    gc.disable()
+    try:
+        with contextlib.suppress(CheckpointError):
+            all_reduce(solo(), "a step", fail, sum)
+        assert alive[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_a_rank_that_fails_while_another_is_lost_still_tells_its_own_error():
+    def fn(comm):
+        if comm.rank == 1:
+            comm.leave("left")
+            return None
+
+        def fail():
+            raise ValueError("disk full here")
+
+        with pytest.raises(CheckpointError) as caught:
+            all_reduce(comm, "write", fail, sum)
+        return caught.value
+
+    error = run_ranks(2, fn)[0]
+    assert error.ranks == (1,)
+    assert isinstance(error.own, ValueError)
+    assert error.__notes__ == ["rank 0, write: ValueError: disk full here"]
+    assert pickle.loads(pickle.dumps(error)).__notes__ == error.__notes__
 
 
 @pytest.mark.parametrize("where", ["map", "reduce"])
