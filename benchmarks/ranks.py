@@ -244,10 +244,10 @@ def measure_async(gib, folder, mesh, rounds):
     def cloned():
         return {name: tensor.to_local().clone() for name, tensor in sd.items()}
 
-    futures = []
+    futures, async_save = [], shardplan.async_save  # imported here, as torch's is
 
     def saved():
-        futures.append(shardplan.async_save(sd, folder / "async", overwrite=True))
+        futures.append(async_save(sd, folder / "async", overwrite=True))
 
     first = {"clone": timed(cloned), "save": timed(saved)}
     futures[-1].result()
