@@ -53,9 +53,9 @@ def match_entries(entries: Entries, catalog: Catalog, rows: Ints, dtype: str, sh
             below = properties is None and [n for n in near if n.startswith(f"{name}.")]
             if below:
                 text = (
-                    f"`{name}` is empty here, and the checkpoint has more below ({below[0]}, …): "
-                    "an optimizer has no state before its first step; use torch's get_state_dict, "
-                    "or take a step, then load"
+                    f"`{name}` is empty or a single value here, and the checkpoint has more below "
+                    f"({below[0]}, …); nest it alike. If it is an optimizer's, that has no state "
+                    "before its first step: use torch's get_state_dict, or take a step, then load"
                 )
                 remedy = ""
             match.issues.append(Issue("missing", name, text, remedy=remedy))

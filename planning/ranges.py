@@ -19,6 +19,7 @@ __all__ = [
     "Requests",
     "byte_ranges",
     "coalesce",
+    "fetched",
     "filled",
     "has_narrow_gaps",
     "lies_together",
@@ -114,8 +115,6 @@ def has_narrow_gaps(
 ) -> npt.NDArray[np.bool_]:
     """Tell which boxes are several ranges of their chunks, none far from the next.
 
-    Who fetches such a box from far away fetches what lies in between, too.
-
     Args:
         lengths: How large each box is, in elements; none is empty.
         extents: How large its chunk is.
@@ -135,6 +134,20 @@ def has_narrow_gaps(
         narrow &= (lengths[:, axis] == 1) | (gap <= max_gap)
         span += (lengths[:, axis] - 1) * strides[:, axis]
     return narrow & ~lies_together(lengths, extents)
+
+
+def fetched(lengths: Ints, extents: Ints, itemsize: Ints, max_gap: int) -> Ints:
+    """Count the elements that come with each box: its own, and those in gaps that are narrow.
+
+    Arguments are those of `has_narrow_gaps`; boxes may be empty.
+
+    >>> fetched(np.array([[3, 2], [2, 4]]), np.array([[3, 4]] * 2), np.array([1, 1]), 2).tolist()
+    [10, 8]
+    """
+    narrow = has_narrow_gaps(lengths, extents, itemsize, max_gap) & (lengths > 0).all(axis=1)
+    span = ((lengths - 1) * steps(extents)).sum(axis=1) + 1
+    numel: Ints = np.where(narrow, span, lengths.prod(axis=1))
+    return numel
 
 
 def filled(chunk: Ints, offsets: Ints, lengths: Ints, extents: Ints) -> npt.NDArray[np.bool_]:

@@ -20,7 +20,7 @@ from .metadata import Metadata, TensorMetadata
 from .overlap import overlap_many, self_overlaps
 from .packing import Ints, readonly
 from .passes import Pass
-from .ranges import has_narrow_gaps, lies_together
+from .ranges import fetched, has_narrow_gaps, lies_together
 from .reads import ReadItems, Transfers
 from .records import LoadPlan, SavePlan
 from .tiling import Grid, Tiling, pad
@@ -43,8 +43,8 @@ def share_reads(
     that bytes read per rank come out even, each among those who need the piece. A block that some
     rank needs whole is read whole by one rank, in however many pieces, so that it can be checked.
 
-    So is a block that ranks need in parts with narrow gaps between their ranges, such as columns:
-    each would fetch the others' parts along with its own. Cut such reads with `split_reads` first.
+    So is a block that ranks need in parts with narrow gaps between their ranges, such as columns,
+    if fetching these, and the others' along with them, takes no less. Cut with `split_reads` first.
 
     Args:
         metadata: The checkpoint that the plans read.
@@ -257,15 +257,16 @@ def _is_woven(
     reads: ReadItems,
     max_gap: int,
 ) -> npt.NDArray[np.bool_]:
-    """Tell which rows are of a block that regions make up of which some have narrow gaps."""
+    """Tell which rows are of a block of which no less is fetched region by region than whole."""
     if not max_gap:
         return np.zeros(len(block), bool)
     itemsize = rows.nbytes // np.maximum(reads.numel, 1)
     lengths = pad(reads.lengths, spots.extents.shape[1], 1)
-    narrow = has_narrow_gaps(np.maximum(lengths, 1), spots.extents, itemsize, max_gap)
-    numel = np.bincount(block, np.where(first & spots.inside, reads.numel, 0))
-    woven: npt.NDArray[np.bool_] = (numel[block] == spots.numel) & spots.inside
-    return woven & (np.bincount(block, narrow) > 0)[block]
+    numel = fetched(lengths, spots.extents, itemsize, max_gap)
+    wide = np.bincount(block, numel > reads.numel)[block] > 0  # some have narrow gaps
+    total = np.bincount(block, np.where(first & spots.inside, numel, 0))[block]
+    woven: npt.NDArray[np.bool_] = spots.inside & wide & (total >= spots.numel)
+    return woven
 
 
 def _holds_whole(

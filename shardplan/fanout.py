@@ -26,7 +26,11 @@ from shardplan.planning import LoadItemType, LoadPlan, Metadata
 from shardplan.planning.blocks import BLOCK_BYTES
 from shardplan.planning.located import locate_reads
 from shardplan.planning.packing import readonly
+from shardplan.planning.ranges import fetched
 from shardplan.planning.reads import ReadItems
+from shardplan.planning.tiling import pad
+
+from .wishes import gap_of, widths
 
 __all__ = ["MIN_SHARED", "FanOut", "add_stats"]
 
@@ -100,6 +104,9 @@ class FanOut:
         limit = BLOCK_BYTES if reader is None else reader.source.block_bytes
         self._spots = locate_reads(metadata, self._reads, limit)
         self._regions = _regions(self._reads)
+        extents, width = self._spots.extents, widths(self._reads, metadata)
+        lengths = pad(self._reads.lengths, extents.shape[1], 1)
+        self._fetched = fetched(lengths, extents, width, 0 if reader is None else gap_of(reader))
         self.sent = self.received = 0
 
     def run(
@@ -159,13 +166,13 @@ class FanOut:
         rest: Sequence[int],
     ) -> int:
         """Count the bytes that this rank reads and receives."""
-        pieces = (p for found in batches.values() for batch in found for p in batch.pieces.values())
-        rows = [
-            *(piece.row for piece in pieces),
-            *(r for found in arrivals.values() for r in found),
-        ]
+        rows = [row for found in arrivals.values() for row in found]
         rows += [len(self._plan.transfers) + row for row in rest]
-        return sum(int(self._reads.numel[r]) * self._starts[self._regions[r][0]][2] for r in rows)
+        numel = [(row, int(self._reads.numel[row])) for row in rows]
+        for batch in (batch for found in batches.values() for batch in found):
+            whole, own = self._spots.sizes[batch.row].prod(), self._reads.numel[batch.row]
+            numel.append((batch.row, int(whole if batch.is_block else own)))
+        return sum(count * self._starts[self._regions[row][0]][2] for row, count in numel)
 
     def _arrivals(self) -> dict[int, list[int]]:
         """Say which of the transfers come to this rank, by round, in the order of their sending."""
@@ -207,12 +214,11 @@ class FanOut:
         return found
 
     def _is_block(self, pieces: Mapping[_Region, _Piece]) -> bool:
-        """Tell whether pieces, more than one, make up a block of a chunk."""
+        """Tell whether pieces, more than one, make up a block of a chunk, or fetch as much."""
         rows = [piece.row for piece in pieces.values()]
-        numel = int(self._reads.numel[rows].sum())
         if len(rows) == 1 or not self._spots.inside[rows].all() or self._reader is None:
             return False
-        return numel == int(self._spots.sizes[rows[0]].prod())
+        return int(self._fetched[rows].sum()) >= int(self._spots.sizes[rows[0]].prod())
 
     def _round(self, row: int) -> int:
         """Number the round in which a read is moved: by where its block lies in the checkpoint."""

@@ -13,7 +13,6 @@ import attrs
 from shardplan.dist import Comm, LostRanksError, all_reduce, reduce_scatter
 from shardplan.io.blocksums import BlockSums
 from shardplan.io.errors import FormatError, ValueRefusedError
-from shardplan.io.jobs import FAR_GAP
 from shardplan.io.pool import Pool
 from shardplan.io.progress import Tell
 from shardplan.io.read import Reader
@@ -52,7 +51,7 @@ from .ranks import Counted, default_comm, host_name, take_step
 from .reading import Outcome, SharedRead, overwritten, read_rank
 from .reports import LoadReport, RankReport, Stopwatch, logged, rank_report, slowest_ranks
 from .stateful import expand, give_back
-from .wishes import Wish, fetched_bytes, heed, judged, named, nbytes_of, tensor_bytes
+from .wishes import Wish, fetched_bytes, gap_of, heed, judged, named, nbytes_of, tensor_bytes
 
 __all__ = ["load"]
 
@@ -264,7 +263,7 @@ class _Load:
     @property
     def _gap(self) -> int:
         """The bytes between two ranges that are sooner fetched than left out."""
-        return FAR_GAP if self.reader is not None and self.reader.store.staging else 0
+        return 0 if self.reader is None else gap_of(self.reader)
 
     def _is_file(self) -> bool:
         """Tell whether the checkpoint may be a file of `torch.save`, without reading it."""

@@ -9,17 +9,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
-import numpy as np
 
 from shardplan.dist import Comm
 from shardplan.io.errors import FormatError
+from shardplan.io.jobs import FAR_GAP
+from shardplan.io.read import Reader
 from shardplan.planning import Issue, LoadPlan, Metadata, PlanError
 from shardplan.planning.catalog import column
 from shardplan.planning.distinct import distinct
 from shardplan.planning.located import locate_reads
 from shardplan.planning.metadata import Entries
 from shardplan.planning.packing import Ints
-from shardplan.planning.ranges import has_narrow_gaps, steps
+from shardplan.planning.ranges import fetched
 from shardplan.planning.reads import ReadItems
 from shardplan.planning.tiling import pad
 
@@ -28,11 +29,13 @@ from .ranks import fail_alike, told_apart
 __all__ = [
     "Wish",
     "fetched_bytes",
+    "gap_of",
     "heed",
     "judged",
     "named",
     "nbytes_of",
     "tensor_bytes",
+    "widths",
     "worth_sharing",
 ]
 
@@ -58,10 +61,10 @@ class Wish:
 
 def nbytes_of(plan: LoadPlan, metadata: Metadata) -> int:
     """Count the bytes that a plan reads."""
-    return int((plan.items.numel * _widths(plan.items, metadata)).sum())
+    return int((plan.items.numel * widths(plan.items, metadata)).sum())
 
 
-def _widths(items: ReadItems, metadata: Metadata) -> Ints:
+def widths(items: ReadItems, metadata: Metadata) -> Ints:
     """Return the bytes of an element of what each read is of; 0 for values that are no tensors."""
     entries = metadata.state_dict_metadata
     if not len(items):
@@ -82,14 +85,17 @@ def fetched_bytes(plan: LoadPlan, metadata: Metadata, max_gap: int) -> int:
     >>> [fetched_bytes(load_plan(metadata, wanted[0]), metadata, gap) for gap in (0, 3)]
     [3, 9]
     """
-    items = plan.items.take(plan.items.numel > 0)
+    items = plan.items
     if not len(items):
         return 0
-    extents, width = locate_reads(metadata, items).extents, _widths(items, metadata)
+    extents, width = locate_reads(metadata, items).extents, widths(items, metadata)
     lengths = pad(items.lengths, extents.shape[1], 1)
-    span = ((lengths - 1) * steps(extents)).sum(axis=1) + 1
-    narrow = has_narrow_gaps(lengths, extents, width, max_gap)
-    return int((np.where(narrow, span, items.numel) * width).sum())
+    return int((fetched(lengths, extents, width, max_gap) * width).sum())
+
+
+def gap_of(reader: Reader) -> int:
+    """Return how many bytes between two ranges are sooner fetched than left out."""
+    return FAR_GAP if reader.store.staging else 0
 
 
 def named(plan: LoadPlan, metadata: Metadata) -> tuple[str, int]:

@@ -301,3 +301,13 @@ def test_a_cast_that_loses_a_digit_says_so():
 def test_a_missing_name_is_told_even_if_nothing_of_it_is_wanted():
     with pytest.raises(PlanError, match="`nope` is not in the checkpoint"):
         resolve_overlaps(saved(step=1), {"nope": []})
+
+
+@pytest.mark.parametrize("held", [None, {}, 7])
+def test_what_is_no_dict_here_and_one_in_the_checkpoint_is_told_with_both_remedies(held):
+    saved = {"opt": {"state": {"w": TensorSpec((2,))}, "groups": [1]}}
+    _, metadata = global_plan([local_plan(saved)])
+    wanted = local_plan({"opt": {"state": held, "groups": [1]}})
+    told = r"more below \(opt.state.w, .*nest it alike.*get_state_dict"
+    with pytest.raises(PlanError, match=told):
+        load_plan(metadata, wanted)

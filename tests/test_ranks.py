@@ -683,6 +683,27 @@ def test_bytes_far_away_are_fetched_once_however_they_are_cut(store, source, tar
         assert sum(report.verified for report in shared) >= count
 
 
+@pytest.mark.parametrize(("count", "most"), [(2, 1.1), (3, 1.1), (4, 1.0)])
+def test_of_columns_far_away_no_more_is_fetched_than_the_tensor_has(store, count, most):
+    whole = {"w": torch.rand(256, 1024), "middle": torch.rand(64, 4, 256)}
+    shardplan.save(whole, store)
+    boxes = {"w": ((0, 256), (256, 256)), "middle": ((0, 1, 0), (64, 1, 256))}
+
+    def fn(comm):
+        state = {}
+        for name, (step, sizes) in boxes.items():
+            chunk = Chunk(tuple(comm.rank * s for s in step), sizes)
+            state[name] = parts.Shards(whole[name], [chunk], torch.zeros_like)
+        seen = []
+        report = shardplan.load(state, store, comm=comm, progress=lambda *told: seen.append(told))
+        assert parts.same(state, whole) == []
+        assert seen[-1][0] == seen[-1][1]
+        return report
+
+    reports = run_ranks(count, fn, timeout=60)
+    assert reports[0].total_read <= most * sum(tensor.nbytes for tensor in whole.values())
+
+
 @pytest.mark.parametrize("place", [0.0, 0.3, 1.0])
 def test_columns_of_many_blocks_far_away_are_fetched_once_and_checked(store, place):
     tensor = torch.arange(1 << 18, dtype=torch.int32).reshape(512, 512)

@@ -231,13 +231,14 @@ def test_columns_of_far_blocks_are_fetched_once_by_all_ranks_together(saved_on, 
     assert report.totals.needed == before.totals.needed
 
 
-def test_reads_that_do_not_make_up_a_block_or_have_wide_gaps_are_left_to_those_who_need_them():
+def test_reads_that_fetch_less_than_their_block_or_have_wide_gaps_are_left_to_those_who_need_them():
     whole = global_plan(world_plans({"w": TensorSpec((4, 8))}, Mesh(dp=1)))[1]
     loads = tuple(
         load_plan(whole, plan)
         for plan in world_plans({"w": TensorSpec((4, 8), placements=[Shard(1)])}, Mesh(tp=4))
     )
-    for plans, gap in ((loads, 23), (loads[:3], 24)):
+    for plans, gap in ((loads, 23), (loads[:1], 24)):
         assert share_reads(whole, min_bytes=1, max_gap=gap)(plans) == plans
+    assert share_reads(whole, min_bytes=1, max_gap=24)(loads[:3]) != loads[:3]  # 3 × 26 of 32
     assert share_reads(whole, min_bytes=1, max_gap=24)(loads) != loads
     assert share_reads(whole, min_bytes=129, max_gap=24)(loads) == loads
