@@ -212,7 +212,8 @@ class _Load:
             local = self.reader is not None and not self.reader.store.staging
             gap = self._gap
             fetched = fetched_bytes(self.plan, self.metadata, gap) if gap else self._tensor_bytes
-            wish = Wish(fetched, *named(self.plan, self.metadata), host_name(), local)
+            names, size = named(self.plan, self.metadata)
+            wish = Wish(fetched, names, size, host_name(), local, len(self.plan.items))
             return (self._identity(), self._unmatched, *attrs.astuple(wish))
 
         def offer() -> tuple[Any, ...] | None:

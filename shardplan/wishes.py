@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import attrs
 
@@ -40,6 +40,11 @@ __all__ = [
 ]
 
 
+MOST_READS: Final = 1 << 22
+"""Reads of all ranks together that are planned anew to be shared, unless asked for: that many take
+the coordinator some 12 s and 4 GB."""
+
+
 @attrs.frozen
 class Wish:
     """What one rank needs of a checkpoint.
@@ -50,6 +55,7 @@ class Wish:
         size: Bytes of these tensors, whole.
         host: The machine it runs on.
         local: Whether storage is a local path to it.
+        reads: How many reads its plan has.
     """
 
     fetched: int
@@ -57,6 +63,7 @@ class Wish:
     size: int
     host: str
     local: bool
+    reads: int = 0
 
 
 def nbytes_of(plan: LoadPlan, metadata: Metadata) -> int:
@@ -150,15 +157,20 @@ def worth_sharing(wishes: Sequence[Wish], share: bool | Literal["auto"], total: 
     """Tell whether reading once and sending is cheaper than reading more than once.
 
     If ranks fetch more bytes than the tensors have that they need anything of, or than there are,
-    some fetch the same.
+    some fetch the same. To plan for all of them takes the coordinator time and memory, though.
 
     >>> wishes = [Wish(9, f"all and rank {r}'s own", 9, f"host {r}", False) for r in range(4)]
     >>> worth_sharing(wishes, "auto", 12), worth_sharing(wishes[:1], "auto", 12)
     (True, False)
+    >>> many = [attrs.evolve(wish, reads=MOST_READS) for wish in wishes]
+    >>> worth_sharing(many, "auto", 12), worth_sharing(many, True, 12)
+    (False, True)
     """
     size = min(sum({wish.names: wish.size for wish in wishes}.values()), total)
     if share is True or sum(wish.fetched for wish in wishes) <= size:
         return share is True
+    if sum(wish.reads for wish in wishes) > MOST_READS:
+        return False
     return not all(wish.local for wish in wishes) or len({wish.host for wish in wishes}) > 1
 
 
