@@ -62,8 +62,16 @@ _FILE: Final = re.compile(r"[^/]+\.safetensors")
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest's JSON text, which starts with a checksum of what follows it."""
+    """Return the manifest's JSON text, which starts with a checksum of what follows it.
+
+    Raises:
+        FormatError: Its names are those of no state dict, so that nobody could open it.
+    """
     entries = manifest.entries
+    try:
+        _check_paths(manifest.metadata.planner_data, entries.names)
+    except ValueError as error:
+        raise FormatError(MANIFEST, f"it could not be opened: {error}") from None
     is_tensor = entries.layout >= 0
     rows = np.flatnonzero(is_tensor)
     files = manifest.files

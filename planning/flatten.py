@@ -13,7 +13,7 @@ import numpy as np
 from .errors import Issue, PlanError, RefusedError
 from .frozen import FrozenDict
 
-__all__ = ["Path", "flatten", "is_tensor", "leaves", "unflatten"]
+__all__ = ["Path", "clash", "flatten", "is_tensor", "leaves", "nesting_issues", "unflatten"]
 
 _SCALARS: Final = frozenset((str, int, bool, float, type(None)))
 _NOTHING: Final = object()
@@ -119,6 +119,40 @@ def unflatten(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any, A
         node[path[-1][1]] = leaf
     settled: dict[Any, Any] = _settle(root)
     return settled
+
+
+def nesting_issues(paths: Mapping[str, Path], holders: Mapping[str, int]) -> list[Issue]:
+    """Report values that lie where others have something nested: no state dict holds both.
+
+    Args:
+        paths: The way to each leaf, by name.
+        holders: A rank that has it.
+
+    >>> paths = {"m": (("dict", "m"),), "m.a": (("dict", "m"), ("dict", "a"))}
+    >>> print(nesting_issues(paths, {"m": 1, "m.a": 0})[0])
+    `m` is a value (or empty) on rank 1 and holds `m.a` on rank 0; leave it out on ranks that have \
+nothing to save there, or rename one of them
+    """
+    nodes: dict[tuple[Any, ...], tuple[str, str]] = {}  # by keys: the kind of container, and a leaf
+    found = []
+    for name, path in paths.items():
+        keys = tuple(key for _, key in path)
+        for depth in range(1, len(path)):
+            kind, other = nodes.setdefault(keys[:depth], (path[depth][0], name))
+            if kind != path[depth][0]:
+                text = f"`{name}` lies in a {path[depth][0]} on rank {holders[name]}"
+                text += f", and `{other}`, in the same place, in a {kind} on rank {holders[other]}"
+                ranks = {holders[name], holders[other]}
+                found.append(Issue("conflict", name, f"{text}; rename one of them", sorted(ranks)))
+                break
+    for name, path in paths.items():
+        _, below = nodes.get(tuple(key for _, key in path), ("", ""))
+        if below:
+            text = f"`{name}` is a value (or empty) on rank {holders[name]} and holds `{below}` on "
+            text += f"rank {holders[below]}; leave it out on ranks that have nothing to save there"
+            ranks = {holders[name], holders[below]}
+            found.append(Issue("conflict", name, f"{text}, or rename one of them", sorted(ranks)))
+    return found
 
 
 def is_tensor(value: object) -> bool:

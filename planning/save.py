@@ -13,7 +13,7 @@ from .check import duplicates, world_issues
 from .chunking import dedup_replicas
 from .columns import WriteItems
 from .errors import Issue, PlanError, RefusedError
-from .flatten import clash, flatten, is_tensor
+from .flatten import clash, flatten, is_tensor, nesting_issues
 from .frozen import FrozenDict
 from .items import WriteItemType
 from .layout import Mesh
@@ -146,6 +146,7 @@ def _with_hints(world: World) -> tuple[SavePlan, ...]:
 def _planner_data(world: World) -> tuple[Any, list[Issue]]:
     """Merge the paths of all ranks' nested keys, and line up whatever else they brought."""
     paths: dict[str, Any] = {}
+    holders: dict[str, int] = {}  # a rank that has each
     issues: dict[str, Issue] = {}
     notes = []
     seen: set[tuple[int, int]] = set()
@@ -160,8 +161,11 @@ def _planner_data(world: World) -> tuple[Any, list[Issue]]:
         seen.add((id(data), id(plan.items.catalog)))
         for name in plan.items.catalog.names:
             path = mine.get(name, (("dict", name),))
+            holders.setdefault(name, rank)
             if paths.setdefault(name, path) != path and name not in issues:
                 issues[name] = clash(name, paths[name], path, [rank])
+    for issue in nesting_issues(paths, holders) if any(len(p) > 1 for p in paths.values()) else ():
+        issues.setdefault(issue.fqn, issue)
     nested = {name: path for name, path in paths.items() if path != (("dict", name),)}
     merged: dict[str, Any] = {"paths": nested} if nested else {}
     if any(note is not None for note in notes):

@@ -12,6 +12,7 @@ from shardplan.planning import (
     flatten,
     global_plan,
     local_plan,
+    rename,
     unflatten,
 )
 from shardplan.planning.strategies import state_dicts
@@ -129,3 +130,35 @@ def test_a_clash_of_a_list_and_a_dict_tells_which_is_which():
     plans = [local_plan({"a": [np.zeros(2)]}), local_plan({"a": {0: np.zeros(2)}})]
     with pytest.raises(PlanError, match=r"\['a'\]\[0\] \(list in dict\) and .* \(dict in dict\)"):
         global_plan(plans)
+
+
+PLACES = {
+    "empty dict": {},
+    "empty list": [],
+    "none": None,
+    "number": 7,
+    "tensor": np.zeros(2),
+    "list of tensors": [np.zeros(2)],
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_ranks_hold_in_one_place_as_a_value_and_as_a_dict_is_refused(place, turned):
+    sides = [{"a": {"m": {"w": np.ones(2)}}}, {"a": {"m": PLACES[place]}}]
+    plans = [local_plan(sd) for sd in (reversed(sides) if turned else sides)]
+    with pytest.raises(PlanError, match=r"`a\.m.* on rank \d.*rename one of them") as caught:
+        global_plan(plans)
+    assert [issue.ranks for issue in caught.value.issues] == [(0, 1)]
+
+
+def test_ranks_may_hold_different_keys_of_one_dict():
+    plans = [local_plan({"m": {name: np.ones(2)}, "n": [{}, {"k": 1}]}) for name in "ab"]
+    flat = list(global_plan(plans)[1].state_dict_metadata)
+    assert flat == ["m.a", "m.b", "n.0", "n.1.k"]
+
+
+def test_a_rename_onto_the_name_of_a_dict_is_refused():
+    plan = local_plan({"x": np.ones(2), "m": {"a": np.ones(2)}})
+    with pytest.raises(PlanError, match=r"`m` is a value .* and holds `m\.a`"):
+        global_plan(rename(lambda name: "m" if name == "x" else name)((plan,)))

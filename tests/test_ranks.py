@@ -24,12 +24,12 @@ import shardplan
 from shardplan.agreement import PlanCache
 from shardplan.dist import CheckpointError, run_ranks
 from shardplan.io.commit import assemble, publish
-from shardplan.io.errors import ExistsError, ValueRefusedError
+from shardplan.io.errors import ExistsError, FormatError, ValueRefusedError
 from shardplan.io.pool import Pool
 from shardplan.io.stores import open_store
 from shardplan.io.testing import CountingStore, FaultyStore
 from shardplan.io.write import write_rank
-from shardplan.planning import Chunk, cast, global_plan, local_plan, rename
+from shardplan.planning import Chunk, cast, global_plan, local_plan, rename, select
 from shardplan.planning.text import human_bytes
 
 FOLDER = Path(__file__).parent / "ranks"
@@ -644,6 +644,30 @@ def test_all_ranks_that_fail_are_told_together(store):
     save_on(1, "rows", {"w": torch.zeros(2)}, store)
     errors = run_ranks(4, fn)
     assert [error.ranks for error in errors] == [(0, 1, 3)] * 4
+
+
+@pytest.mark.parametrize("format", ["safetensors", "dcp"])
+@pytest.mark.parametrize("held", [{}, None, torch.ones(2)], ids=["empty", "none", "tensor"])
+def test_ranks_that_do_not_nest_alike_do_not_replace_what_can_be_opened(tmp_path, held, format):
+    shardplan.save({"good": torch.ones(2)}, tmp_path / "c", format=format)
+
+    def fn(comm):
+        state = {"opt": {"state": held if comm.rank else {"w": torch.ones(2)}}}
+        options = {"comm": comm, "format": format, "overwrite": True}
+        return told(lambda: shardplan.save(state, tmp_path / "c", **options))
+
+    for error in run_ranks(2, fn):
+        assert "`opt.state` is a value (or empty) on rank 1 and holds `opt.state.w`" in str(error)
+    assert list(shardplan.restore(tmp_path / "c")) == ["good"]
+
+
+def test_a_manifest_that_nobody_could_open_is_not_committed(tmp_path, monkeypatch):
+    monkeypatch.setattr("shardplan.io.manifest._EMPTY_SEATS", 10)
+    shardplan.save({"good": torch.ones(2)}, tmp_path)
+    sparse = {"layers": [torch.ones(2) for _ in range(100)]}
+    with pytest.raises(FormatError, match=r"could not be opened: its lists would have 100 entries"):
+        shardplan.save(sparse, tmp_path, planner=select("layers.99"), overwrite=True)
+    assert list(shardplan.restore(tmp_path)) == ["good"]
 
 
 # Read once, sent to all
