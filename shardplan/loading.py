@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from typing import Any, Literal, cast
 
 import attrs
+import torch
 
 from shardplan.dist import Comm, LostRanksError, all_reduce, reduce_scatter
 from shardplan.io.blocksums import BlockSums
@@ -41,7 +42,7 @@ from shardplan.planning.blocks import BLOCK_BYTES
 from shardplan.planning.load import Strict
 
 from .announcing import announce
-from .destinations import refuse_fixed
+from .destinations import destinations, refuse_fixed
 from .fanout import MIN_SHARED
 from .freshness import ATTEMPTS, STOPPED, begins_anew
 from .nested import put
@@ -132,6 +133,7 @@ def load(
                 found = load_plan(task.metadata, local, strict=must, dtype=dtype, shape=shape)
                 names = [dest for dest, _ in value_names(found.items)]
                 refuse_fixed(state_dict, task.paths, names)
+                task.dest = destinations(task.flat, found.items, task.reader)
                 return found
 
             try:
@@ -162,6 +164,7 @@ class _Load:
         self.told: Mapping[str, StoredValue] | None = None
         self.sd: Mapping[Any, Any] = {}
         self.flat: Mapping[str, Any] = {}
+        self.dest: Callable[[int], torch.Tensor] | None = None
         self.paths: Mapping[str, Any] = {}
         self.needed = self._tensor_bytes = 0
         self._unmatched: tuple[str, ...] = ()
@@ -367,7 +370,8 @@ class _Load:
     def _read(self, verify: bool, sums: BlockSums, progress: Tell | None) -> Outcome:
         if not len(self.plan.transfers) and self.reader is not None:
             options: dict[str, Any] = {"verify": verify, "sums": sums, "progress": progress}
-            return read_rank(self.reader, self.flat, self.plan, **options)
+            dest = self.dest if self.plan.items is self._wanted else None
+            return read_rank(self.reader, self.flat, self.plan, dest=dest, **options)
         told = (self.comm, self.reader, self.metadata, self.flat, self.plan, self.told)
         try:
             return SharedRead(*told, str(self._path), progress).run(verify=verify, sums=sums)

@@ -50,6 +50,7 @@ def read_rank(
     flat: Mapping[str, Any],
     plan: LoadPlan,
     *,
+    dest: Callable[[int], torch.Tensor] | None = None,
     verify: bool = True,
     sums: BlockSums | None = None,
     progress: Tell | None = None,
@@ -60,13 +61,14 @@ def read_rank(
         reader: The checkpoint.
         flat: The rank's state dict, flattened; its tensors are filled.
         plan: What to read.
+        dest: Where reads go, if they were checked already; see `destinations`.
         verify: Whether to check what is read whole against its checksums.
         sums: Gets the checksums of blocks that are read whole, of chunks that are not.
         progress: Called with the bytes of tensors done, and in all.
     """
     values = reader.values(plan, verify=verify)
     stats = values_read(reader, [name for _, name in value_names(plan.items)])
-    dest = destinations(flat, plan.items, reader)
+    dest = destinations(flat, plan.items, reader) if dest is None else dest
     told = Progress(nbytes_of(plan, reader.metadata), progress)
     filled = reader.fill(plan.items, dest, verify=verify, sums=sums, progress=told)
     told.finish()

@@ -661,6 +661,19 @@ def test_ranks_that_do_not_nest_alike_do_not_replace_what_can_be_opened(tmp_path
     assert list(shardplan.restore(tmp_path / "c")) == ["good"]
 
 
+@pytest.mark.parametrize("share", [False, True])
+def test_nothing_is_filled_on_any_rank_if_one_cannot_be(tmp_path, share):
+    shardplan.save({"a": torch.ones(4, 6), "b": torch.ones(6, 4)}, tmp_path)
+
+    def fn(comm):
+        b = torch.zeros(6, 4) if comm.rank else torch.zeros(1, 1).expand(6, 4)
+        state = {"a": torch.zeros(4, 6), "b": b}
+        error = told(lambda: shardplan.load(state, tmp_path, comm=comm, share_reads=share))
+        return error.ranks, [float(tensor.sum()) for tensor in state.values()]
+
+    assert run_ranks(2, fn) == [((0,), [0.0, 0.0])] * 2
+
+
 def test_a_manifest_that_nobody_could_open_is_not_committed(tmp_path, monkeypatch):
     monkeypatch.setattr("shardplan.io.manifest._EMPTY_SEATS", 10)
     shardplan.save({"good": torch.ones(2)}, tmp_path)
