@@ -118,8 +118,11 @@ def _merged(
     text = f"did not return within {timeout:g} s after another rank had failed"
     silent = {r: Failure(r, "run_ranks", "LostRank", text) for r in range(n)}
     missing = {r: f for r, f in silent.items() if r not in results and r not in errors}
-    merged = CheckpointError((missing | told | own).values())
-    merged.__cause__ = next((errors[rank] for rank in own), None)
+    steps = [e for _, e in sorted(errors.items()) if isinstance(e, CheckpointError)]
+    first = next((e.own for e in steps if e.own is not None), None)
+    raised = next((e for r in own if isinstance(e := errors[r], Exception)), first)
+    merged = CheckpointError((missing | told | own).values(), raised)
+    merged.__cause__ = raised
     return merged
 
 

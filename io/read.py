@@ -328,7 +328,8 @@ def _damaged(damaged: list[int], job: Job, chunks: _Chunks, names: list[str]) ->
     return FormatError(
         ", ".join(files),
         f"checksums do not fit: {', '.join(list(told.values())[:8])}"
-        + (f" and {len(told) - 8} more" if len(told) > 8 else ""),
+        + (f" and {len(told) - 8} more" if len(told) > 8 else "")
+        + "; load another checkpoint, and see what verify says of this one",
         filled=set(names) - bad,
         touched=bad,
     )

@@ -49,7 +49,7 @@ from .nested import put
 from .parcels import value_names, values_read
 from .profiling import profiled
 from .ranks import Counted, default_comm, host_name, take_step
-from .reading import Outcome, SharedRead, overwritten, read_rank
+from .reading import Outcome, SharedRead, noting, overwritten, read_rank
 from .reports import LoadReport, RankReport, Stopwatch, logged, rank_report, slowest_ranks
 from .stateful import expand, give_back
 from .wishes import Wish, fetched_bytes, gap_of, heed, judged, named, nbytes_of, tensor_bytes
@@ -217,7 +217,8 @@ class _Load:
             fetched = fetched_bytes(self.plan, self.metadata, gap) if gap else self._tensor_bytes
             names, size = named(self.plan, self.metadata)
             wish = Wish(fetched, names, size, host_name(), local, len(self.plan.items))
-            return (self._identity(), self._unmatched, *attrs.astuple(wish))
+            place = str(getattr(self._path, "url", self._path))
+            return (self._identity(), place, self._unmatched, *attrs.astuple(wish))
 
         def offer() -> tuple[Any, ...] | None:
             if self._is_file():
@@ -237,11 +238,11 @@ class _Load:
 
         alone = False
         with self.watch.phase("exchange"):
-            found = all_reduce(self.comm, "plan", offer, verdict)
+            found = all_reduce(self.comm, "plan", noting(self._path, offer), verdict)
             if found is None:
                 alone = self._open_on_one()
-                found = all_reduce(self.comm, "plan", second_offer, verdict)
-        heed(self.comm, found, str(self._path))
+                found = all_reduce(self.comm, "plan", noting(self._path, second_offer), verdict)
+        heed(self.comm, found)
         if alone:
             self._share(read_on(self.comm.coordinator))
         elif found["share"]:
@@ -340,7 +341,8 @@ class _Load:
             return {"total": total, "slowest": slowest, "stateful": any(s for s, *_ in told)}
 
         with self.watch.phase("wait"):  # for the other ranks, as far as it is nothing else
-            done = take_step(comm, "read", read, summary)
+            steps = noting(self._path, read), noting(self._path, summary)
+            done = take_step(comm, "read", *steps)
         for name, value in results[0].values.items():
             put(self.sd, self.paths[name], value)
         if done["stateful"]:

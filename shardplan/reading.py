@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, ParamSpec, TypeVar
 
 import attrs
 import numpy as np
@@ -15,7 +15,7 @@ from shardplan.io.errors import FormatError, LoadError
 from shardplan.io.progress import Progress, Tell
 from shardplan.io.read import Reader, ReadStats
 from shardplan.io.values import StoredValue
-from shardplan.planning import LoadItemType, LoadPlan, Metadata
+from shardplan.planning import LoadItemType, LoadPlan, Metadata, PlanError
 from shardplan.planning.distinct import distinct
 from shardplan.planning.reads import ReadItems
 
@@ -24,7 +24,10 @@ from .fanout import FanOut, add_stats
 from .parcels import Parcels, loaded, value_names, values_read
 from .wishes import nbytes_of
 
-__all__ = ["Outcome", "SharedRead", "overwritten", "read_rank"]
+__all__ = ["Outcome", "SharedRead", "noting", "overwritten", "read_rank"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _TOGETHER: Final = "ranks load together: on each of them, any key of the load may be overwritten"
 
@@ -73,6 +76,28 @@ def read_rank(
     filled = reader.fill(plan.items, dest, verify=verify, sums=sums, progress=told)
     told.finish()
     return Outcome(add_stats(stats, filled), values)
+
+
+def noting(place: object, work: Callable[P, T]) -> Callable[P, T]:
+    """Return what does the same; what it raises about a checkpoint also tells which one it is.
+
+    >>> def read():
+    ...     raise FormatError("shardplan.json", "it is not JSON")
+    >>> try:
+    ...     noting("run/step-7", read)()
+    ... except FormatError as error:
+    ...     print(error.__notes__)
+    ['the checkpoint is run/step-7']
+    """
+
+    def run(*args: P.args, **options: P.kwargs) -> T:
+        try:
+            return work(*args, **options)
+        except (FormatError, LoadError, PlanError) as error:
+            error.add_note(f"the checkpoint is {getattr(place, 'url', place)}")
+            raise
+
+    return run
 
 
 def overwritten(error: Exception, items: ReadItems, *, together: bool) -> Exception:

@@ -123,30 +123,33 @@ def judged(
 
     Args:
         ranks: Their numbers in the job.
-        offers: Of each, which save it has opened, which patterns match no name that it wants, and
-            the fields of its `Wish`.
+        offers: Of each, which save it has opened and where, which patterns match no name that it
+            wants, and the fields of its `Wish`.
         share: Whether bytes are to be read once; "auto" where that is cheaper.
         total: Bytes of all tensors of the checkpoint.
 
     >>> wish = (8, "w", 8, "host", True)
-    >>> judged((0, 1), [("s1", ("a", "b"), *wish), ("s1", ("b",), *wish)], "auto", 8)
+    >>> offers = [("s1", "/step", ("a", "b"), *wish), ("s1", "step", ("b",), *wish)]
+    >>> judged((0, 1), offers, "auto", 8)
     {'apart': '', 'lost': ['b'], 'share': False}
     """
-    lost = set.intersection(*(set(unmatched) for _, unmatched, *_ in offers))
-    wishes = [Wish(*wish) for _, _, *wish in offers]
-    saves = [f"save {identity}" for identity, *_ in offers]
+    lost = set.intersection(*(set(unmatched) for _, _, unmatched, *_ in offers))
+    wishes = [Wish(*wish) for _, _, _, *wish in offers]
+    saves = [f"{place}, save {identity}" for identity, place, *_ in offers]
+    alike = len({identity for identity, *_ in offers}) == 1  # a place may have several names
     return {
-        "apart": told_apart(ranks, saves),
+        "apart": "" if alike else told_apart(ranks, saves),
         "lost": sorted(lost),
         "share": share is not False and worth_sharing(wishes, share, total),
     }
 
 
-def heed(comm: Comm, found: Mapping[str, Any], path: str) -> None:
+def heed(comm: Comm, found: Mapping[str, Any]) -> None:
     """Raise, on all ranks alike, what is wrong with what they want together; see `judged`."""
     if found["apart"]:
-        text = f"ranks have opened different checkpoints ({found['apart']})"
-        fail_alike(comm, "open", FormatError(path, f"{text}; was one written meanwhile?"))
+        text = f"they differ between ranks ({found['apart']})"
+        remedy = "pass all ranks one path; if it is one, it was written meanwhile: load again"
+        fail_alike(comm, "open", FormatError("the checkpoints", f"{text}; {remedy}"))
     if found["lost"]:
         why = "strict: {!r} matches no name that any rank wants"
         issues = [Issue("unmatched", p, why.format(p)) for p in found["lost"]]

@@ -471,6 +471,18 @@ def test_a_rank_that_raises_surfaces_with_all_others_that_did():
     assert isinstance(caught.value.__cause__, ValueError)
 
 
+def test_what_a_rank_raised_in_a_step_is_the_cause_of_what_run_ranks_raises():
+    def fn(comm):
+        def fail():
+            raise ValueError(f"bad {comm.rank}")
+
+        all_reduce(comm, "a step", fail if comm.rank else int, sum)
+
+    with pytest.raises(CheckpointError) as caught:
+        run_ranks(3, fn)
+    assert str(caught.value.__cause__) == str(caught.value.own) == "bad 1"
+
+
 def test_a_failed_step_surfaces_once_for_all_threads():
     def fn(comm):
         return all_reduce(comm, "divide", lambda: 1 / comm.rank, sum)

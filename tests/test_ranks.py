@@ -777,6 +777,21 @@ def test_damage_anywhere_in_a_chunk_fails_a_shared_load_on_all_ranks(tmp_path, m
     assert run_ranks(3, fn, timeout=60) == [{("FormatError", True)}] * 3
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_error_about_a_checkpoint_tells_which_one_it_is(tmp_path, world):
+    shardplan.save({"w": torch.ones(64)}, tmp_path / "step-7")
+    damage(tmp_path / "step-7", 0.5)
+
+    def fn(comm):
+        with pytest.raises((CheckpointError, FormatError)) as caught:
+            shardplan.load({"w": torch.zeros(64)}, tmp_path / "step-7", comm=comm)
+        return caught.value
+
+    for error in run_ranks(world, fn):
+        texts = [f.text for f in getattr(error, "failures", ())] or ["; ".join(error.__notes__)]
+        assert all(f"the checkpoint is {tmp_path / 'step-7'}" in text for text in texts)
+
+
 def test_a_shared_load_that_finds_damage_promises_of_no_key_that_it_is_as_it_was(tmp_path):
     whole = {name: torch.full((3, 1 << 17), 7, dtype=torch.uint8) for name in "abc"}
     shardplan.save(whole, tmp_path)
