@@ -27,6 +27,7 @@ from .arrays import (
     can_cast,
     can_share,
     dump,
+    empty,
     is_plain,
     memory,
     same_dtype,
@@ -239,15 +240,17 @@ def collect(
             continue
         axes = len(size)
         offset, start = tuple(offsets[row][:axes]), tuple(starts[row][:axes])
+        shape = tuple(sizes[row][:axes])
         try:
             held = holders.get((source, start))
-            if held is None:
+            if held is None and 0 in size:  # which no rank may have any part of
+                held = empty(shape, properties.dtype)
+            elif held is None:
                 held = holders[source, start] = _holder(find(source, start))
         except TypeError as error:
             refused[name] = str(error)
             continue
         inner = tuple(o - s for o, s in zip(offset, start, strict=True))
-        shape = tuple(sizes[row][:axes])
         pieces[row] = Piece(name, properties.dtype, offset, shape, size, held, inner, progress)
         why = _misfit(pieces[row])
         if why is not None:

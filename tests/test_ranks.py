@@ -674,6 +674,18 @@ def test_nothing_is_filled_on_any_rank_if_one_cannot_be(tmp_path, share):
     assert run_ranks(2, fn) == [((0,), [0.0, 0.0])] * 2
 
 
+def test_a_tensor_without_elements_is_saved_though_no_rank_has_a_part_of_it(tmp_path):
+    none = torch.zeros(0, 3)
+
+    def fn(comm):
+        state = {"e": parts.Shards(none, [], torch.clone), "w": torch.ones(2)}
+        shardplan.save(state, tmp_path, comm=comm)
+
+    run_ranks(2, fn)
+    assert shardplan.restore(tmp_path)["e"].shape == (0, 3)
+    assert shardplan.verify(tmp_path).ok
+
+
 def test_a_manifest_that_nobody_could_open_is_not_committed(tmp_path, monkeypatch):
     monkeypatch.setattr("shardplan.io.manifest._EMPTY_SEATS", 10)
     shardplan.save({"good": torch.ones(2)}, tmp_path)
