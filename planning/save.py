@@ -164,7 +164,7 @@ def _planner_data(world: World) -> tuple[Any, list[Issue]]:
             holders.setdefault(name, rank)
             if paths.setdefault(name, path) != path and name not in issues:
                 issues[name] = clash(name, paths[name], path, [rank])
-    for issue in nesting_issues(paths, holders) if any(len(p) > 1 for p in paths.values()) else ():
+    for issue in nesting_issues(paths, holders):
         issues.setdefault(issue.fqn, issue)
     nested = {name: path for name, path in paths.items() if path != (("dict", name),)}
     merged: dict[str, Any] = {"paths": nested} if nested else {}

@@ -137,7 +137,7 @@ def load(
                 return found
 
             try:
-                task.plan_with(plan, share_reads)
+                noting(path, task.plan_with)(plan, share_reads)
                 report = task.run(verify, state_dict, progress)
                 break
             except STOPPED:  # if it was overwritten meanwhile, the new checkpoint is loaded
@@ -341,8 +341,7 @@ class _Load:
             return {"total": total, "slowest": slowest, "stateful": any(s for s, *_ in told)}
 
         with self.watch.phase("wait"):  # for the other ranks, as far as it is nothing else
-            steps = noting(self._path, read), noting(self._path, summary)
-            done = take_step(comm, "read", *steps)
+            done = take_step(comm, "read", noting(self._path, read), noting(self._path, summary))
         for name, value in results[0].values.items():
             put(self.sd, self.paths[name], value)
         if done["stateful"]:

@@ -29,7 +29,7 @@ from shardplan.io.pool import Pool
 from shardplan.io.stores import open_store
 from shardplan.io.testing import CountingStore, FaultyStore
 from shardplan.io.write import write_rank
-from shardplan.planning import Chunk, cast, global_plan, local_plan, rename, select
+from shardplan.planning import Chunk, PlanError, cast, global_plan, local_plan, rename, select
 from shardplan.planning.text import human_bytes
 
 FOLDER = Path(__file__).parent / "ranks"
@@ -799,9 +799,15 @@ def test_an_error_about_a_checkpoint_tells_which_one_it_is(tmp_path, world):
             shardplan.load({"w": torch.zeros(64)}, tmp_path / "step-7", comm=comm)
         return caught.value
 
-    for error in run_ranks(world, fn):
-        texts = [f.text for f in getattr(error, "failures", ())] or ["; ".join(error.__notes__)]
-        assert all(f"the checkpoint is {tmp_path / 'step-7'}" in text for text in texts)
+    def lost(comm):
+        with pytest.raises((CheckpointError, PlanError)) as caught:
+            shardplan.load({"other": torch.zeros(64)}, tmp_path / "step-7", comm=comm)
+        return caught.value
+
+    for damaged in (fn, lost):
+        for error in run_ranks(world, damaged):
+            texts = [f.text for f in getattr(error, "failures", ())] or ["; ".join(error.__notes__)]
+            assert all(f"the checkpoint is {tmp_path / 'step-7'}" in text for text in texts)
 
 
 def test_a_shared_load_that_finds_damage_promises_of_no_key_that_it_is_as_it_was(tmp_path):
