@@ -8,13 +8,18 @@ from typing import Any, TypeVar
 
 import attrs
 
-from shardplan.planning.errors import span
+from shardplan.planning.errors import listed, span
 
 __all__ = ["CheckpointError", "Failure", "LostRanksError", "thinned"]
 
 T = TypeVar("T")
 
 _LONGEST = 20_000
+_SHOWN = 8  # ways to fail that a message lists
+_LINES = 9  # of a traceback that a message shows
+# Types of errors that shardplan raises with a message of its own, and kinds of them that have none.
+_SPEAKING = (ValueError, TypeError, LookupError, OSError, ImportError)
+_MUTE = (KeyError, IndexError, UnicodeError)
 
 MOST = 64
 """Ways to fail that are told in full: thousands of ranks have little to add."""
@@ -30,6 +35,8 @@ class Failure:
         type: The error's type, such as ``ValueError``; ``LostRank`` if the rank itself is gone.
         text: The error's message.
         traceback: Its traceback as printed on that rank; empty if there is none.
+        expected: Whether it was raised on purpose, with a message that says all: a mistake in what
+            was asked for, a damaged file, a full disk. Its traceback is then not printed.
     """
 
     rank: int
@@ -37,6 +44,7 @@ class Failure:
     type: str
     text: str
     traceback: str = ""
+    expected: bool = False
 
     def __str__(self) -> str:
         return f"rank {self.rank}, {self.what}"
@@ -64,11 +72,28 @@ class Failure:
             trace = "".join(traceback.format_exception(error))
         except Exception as worse:
             trace = f"its traceback cannot be printed: {type(worse).__name__}"
-        return cls(rank, step, type(error).__name__, _cut(text), _cut(trace))
+        kind = type(error).__name__
+        return cls(rank, step, kind, _cut(text), _cut(trace), _is_expected(error))
+
+
+def _is_expected(error: BaseException) -> bool:
+    """Return whether an error was raised by shardplan on purpose.
+
+    A pass, a ``state_dict()`` or a library may raise the same types: then it matters where.
+    """
+    if type(error).__module__.startswith("shardplan."):
+        return True
+    if not isinstance(error, _SPEAKING) or isinstance(error, _MUTE):
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and str(frames[-1].f_globals.get("__name__")).startswith("shardplan.")
 
 
 class CheckpointError(Exception):
     """A step that failed on some ranks, told alike on every rank.
+
+    Its text says once what several ranks have in common. Tracebacks are in ``failures``; of errors
+    that nobody expected, the text shows their ends.
 
     Attributes:
         failures: What happened, one entry per failing rank, by rank. If they failed in very many
@@ -76,13 +101,10 @@ class CheckpointError(Exception):
         own: The error that this rank itself raised, if it did, with all that it carries; it stays
             in this process.
 
-    >>> raise CheckpointError([Failure(1, "write", "OSError", "disk full", "Traceback …")])
+    >>> raise CheckpointError([Failure(r, "write", "OSError", "disk full") for r in range(3)])
     Traceback (most recent call last):
-    shardplan.dist.errors.CheckpointError: failed on rank 1 of the job
-    rank 1, write: OSError: disk full
-    <BLANKLINE>
-    --- rank 1 ---
-    Traceback …
+    shardplan.dist.errors.CheckpointError: failed on ranks 0-2 of the job
+    ranks 0-2, write: OSError: disk full
     """
 
     def __init__(self, failures: Iterable[Failure], own: Exception | None = None) -> None:
@@ -102,24 +124,37 @@ class CheckpointError(Exception):
         return tuple(sorted({failure.rank for failure in self.failures}))
 
     def __str__(self) -> str:
-        traces = _ranks_by(self.failures, lambda failure: failure.traceback)
-        lines = [f"failed on {span(self.ranks, MOST)} of the job", *self.lines]
-        told = [
-            f"\n--- {span(ranks, MOST)} ---\n{trace.rstrip()}"
-            for trace, ranks in traces.items()
-            if trace
-        ]
-        more = [f"\nand {len(told) - MOST:,} more tracebacks; see failures"]
-        return "\n".join([*lines, *told[:MOST], *(more if len(told) > MOST else ())])
+        title = f"failed on {span(self.ranks, MOST)} of the job"
+        ways = _ranks_by(self.failures, lambda f: f"{f.step}: {f.type}: {f.text}")
+        texts = _few([f"{span(ranks, MOST)}, {way}" for way, ranks in ways.items()])
+        surprises = [failure for failure in self.failures if not failure.expected]
+        traces = _ranks_by(surprises, lambda failure: _ending(failure.traceback))
+        ends = _few([f"--- {span(ranks)} ---\n{end}" for end, ranks in traces.items() if end])
+        return "\n".join([title, *texts, *(f"\n{end}" for end in ends)])
 
     @property
     def lines(self) -> tuple[str, ...]:
         """What happened, a line for each way to fail."""
-        ways = _ranks_by(self.failures, lambda f: (f.step, f.type, f.text))
-        whats = {(f.step, f.type, f.text): f.what for f in self.failures}
-        told = [f"{span(ranks, MOST)}, {whats[way]}" for way, ranks in ways.items()]
-        more = [f"and {len(told) - MOST:,} more; see failures"]
-        return (*told[:MOST], *(more if len(told) > MOST else ()))
+        ways = _ranks_by(self.failures, lambda f: (f.what, f.text))
+        return tuple(_few([f"{span(ranks, MOST)}, {what}" for (what, _), ranks in ways.items()]))
+
+    @property
+    def tracebacks(self) -> str:
+        """The tracebacks of all ranks; those that are the same are there once."""
+        traces = _ranks_by(self.failures, lambda failure: failure.traceback.rstrip())
+        return "\n".join(f"--- {span(ranks)} ---\n{trace}" for trace, ranks in traces.items())
+
+
+def _few(texts: Sequence[str]) -> list[str]:
+    """Return the first texts, and how many more there are."""
+    more = [f"and {len(texts) - _SHOWN:,} more: this error's `failures` has all"]
+    return [*texts[:_SHOWN], *(more if len(texts) > _SHOWN else ())]
+
+
+def _ending(trace: str) -> str:
+    """Return the last lines of a traceback, where it says what happened."""
+    lines = trace.rstrip().splitlines()
+    return "\n".join(lines if len(lines) <= _LINES else ["…", *lines[-_LINES:]])
 
 
 def _ranks_by(failures: Iterable[Failure], key: Callable[[Failure], T]) -> dict[T, list[int]]:
@@ -163,7 +198,11 @@ class LostRanksError(ConnectionError):
         super().__init__(self.reasons)
 
     def __str__(self) -> str:
-        return "; ".join(f"rank {rank} {reason}" for rank, reason in self.reasons.items())
+        ranks: dict[str, list[int]] = {}
+        for rank, reason in self.reasons.items():
+            ranks.setdefault(reason, []).append(rank)
+        each = [f"{'each of ' * (len(r) > 1)}{span(r)} {why}" for why, r in ranks.items()]
+        return listed(each, quote="", between="; ", attribute="reasons")
 
     def failures(self, step: str) -> list[Failure]:
         """Return one failure per lost rank, for a `CheckpointError`."""

@@ -77,6 +77,8 @@ class Meetings:
         lost: Who was lost, once someone was: no meeting takes place after that.
         worker: The thread that talks to the store.
         leaving: Why this rank leaves, if it does: tells that thread to stop waiting.
+        heard: When the store last answered, by the monotonic clock. It must answer within the
+            timeout, for as long as a meeting may last.
         suspects: Ranks from which this one waited for bytes in vain, and what it saw.
         broken: Whether its connection to them is gone, which most likely means that they are.
     """
@@ -91,6 +93,7 @@ class Meetings:
     lost: LostRanksError | None = None
     worker: Worker = attrs.field(factory=Worker)
     leaving: str | None = None
+    heard: float = 0.0
     suspects: dict[int, str] = attrs.field(factory=dict)
     broken: bool = False
 
@@ -115,16 +118,16 @@ class Meetings:
         if self.lost is not None:
             raise LostRanksError(self.lost.reasons)
         self.number += 1
-        limit, notes = 3 * (self.timeout + GRACE), list[bytes | None]()
+        notes = list[bytes | None]()
         if self.rank == self.coordinator:
-            lost, notes = self._ask(lambda: self._preside(topic, note, takes_time), limit)
+            lost, notes = self._ask(lambda: self._preside(topic, note, takes_time))
             if takes_time and not lost:  # told while it is done: nobody asks for that soon
                 begun = self._begun
                 self.worker.post(lambda: self.store.set(begun, ""))
             said = None if lost else answer(notes)  # in the caller's thread: it may take its time
-            lost, said = self._ask(lambda: self._close(lost, said), limit)
+            lost, said = self._ask(lambda: self._close(lost, said))
         else:
-            lost, said = self._ask(lambda: self._attend(topic, note, takes_time), limit)
+            lost, said = self._ask(lambda: self._attend(topic, note, takes_time))
         if lost:
             raise self.lose(lost)
         return notes, said
@@ -157,7 +160,7 @@ class Meetings:
 
     def heed(self) -> None:
         """Raise LostRanksError if the next meeting is called off already."""
-        lost = self._ask(self._called_off, self.timeout + GRACE)
+        lost = self._ask(self._called_off)
         if lost:
             self.lost = LostRanksError(lost)
             raise LostRanksError(lost)
@@ -243,20 +246,17 @@ class Meetings:
     def _unanswered(self, topic: str, takes_time: bool) -> dict[int, str]:
         """Wait for the verdict, and return who is lost if none comes."""
 
-        def moved(passed: float = SOON) -> bool:
-            begun = takes_time and passed >= SOON
-            return self._decided() or (begun and self.store.check([self._begun]))
+        def has(key: str) -> Callable[[float], bool]:
+            return lambda passed: self._decided() or (passed >= SOON and self.store.check([key]))
 
         dead = self._dead(self._decided)
         if dead:
             return dead
-        if not self._wait(moved, self.timeout):
-            if not self._here([self.coordinator]):
-                return self._absent(topic)
-            # It came later than this rank, and may wait as long for the others.
-            self._wait(moved, self.timeout + GRACE / 2)
-        # All have come, and it may take as long to find the answer.
-        if self._decided() or (moved() and self._wait(self._decided, self.timeout)):
+        if not self._wait(has(self._key(self.coordinator)), self.timeout):
+            return self._absent(topic)
+        # It may have come later than this rank, wait as long for the others, and work as long.
+        begun = not takes_time or self._wait(has(self._begun), self.timeout + GRACE / 2)
+        if begun and self._wait(self._decided, self.timeout + GRACE / 2):
             return {}
         return {self.ranks[self.coordinator]: f"came to {topic} and then fell silent"}
 
@@ -315,16 +315,25 @@ class Meetings:
         # ranks ask one server, the first and the longest pause grow with their number.
         first, longest = max(5e-4, len(self.ranks) * 1e-5), max(0.05, len(self.ranks) / 10_000)
         while not ready(passed):
-            passed = time.monotonic() - start
+            self.heard = time.monotonic()
+            passed = self.heard - start
             if passed >= seconds or self.leaving is not None:
                 return False
             time.sleep(min(max(passed / 8, first), longest, seconds - passed))
         return True
 
-    def _ask(self, question: Callable[[], T], limit: float) -> T:
-        """Talk to the store; if it is gone, the rank in whose process it lived is lost."""
+    def _ask(self, question: Callable[[], T], limit: float | None = None) -> T:
+        """Talk to the store; if it is gone, the rank in whose process it lived is lost.
+
+        Args:
+            question: What to do with the store.
+            limit: Seconds that all of it may take; by default, the store must answer each request
+                within the timeout.
+        """
         try:
-            return self.worker.call(question, limit)
+            if limit is not None:
+                return self.worker.call(question, limit)
+            return self.worker.call(question, self.timeout, alive=lambda: self.heard)
         except (RuntimeError, OSError) as error:
             what = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         if self.host is None:

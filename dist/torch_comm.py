@@ -16,10 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
+from shardplan.planning.extras import named_extras
+
 from .comm import Comm, Pending, Reduce, as_bytes, as_parts, departure
 from .errors import LostRanksError
 from .meeting import Meetings
 from .wire import Trouble, Wire, join, split
+from .worker import StuckError, Worker
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -71,13 +74,15 @@ def torch_comm(
     Raises:
         ValueError: This rank is not in the group, or the coordinator is not.
         RuntimeError: There is no process group.
-        LostRanksError: Connections had to be made, and some ranks did not come for that.
+        LostRanksError: Connections had to be made, and some ranks did not come for that; or the
+            store through which the ranks meet does not answer.
 
     >>> torch_comm()
     Traceback (most recent call last):
     RuntimeError: torch.distributed has no process group; call init_process_group, or use solo()
     """
-    import torch.distributed as dist
+    with named_extras("torch_comm"):
+        import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
@@ -90,11 +95,15 @@ def torch_comm(
     ranks = tuple(dist.get_process_group_ranks(group))
     if not 0 <= coordinator < len(ranks):
         raise ValueError(f"coordinator {coordinator} is not one of the {len(ranks)} ranks")
-    store = _private_store(group)
-    # How many comms this rank has made of this group: the same number on all ranks.
-    number = store.add(f"shardplan/comms/{rank}", 1)
+    worker, host = Worker(), _host_of_the_store()
+    try:
+        store, number = worker.call(lambda: _numbered_store(group, rank), timeout)
+    except StuckError as error:
+        lost = ranks[coordinator] if host is None else host
+        reason = f"cannot be reached: the store through which the ranks meet gives {error}"
+        raise LostRanksError({lost: reason}) from None
     rooms = dist.PrefixStore(f"shardplan/{number}", store)  # type: ignore[attr-defined]
-    meetings = Meetings(rooms, rank, coordinator, ranks, timeout, _host_of_the_store())
+    meetings = Meetings(rooms, rank, coordinator, ranks, timeout, host, worker=worker)
     if not fresh and not private and "cpu:gloo" in dist.get_backend_config(group).split(","):
         messages = group
     else:
@@ -133,6 +142,15 @@ def _twin(group: ProcessGroup, store: Any, meetings: Meetings, number: int, fres
         meetings.leave(f"left torch_comm: {type(error).__name__}")
         raise
     return _twins[group]
+
+
+def _numbered_store(group: ProcessGroup, rank: int) -> tuple[Any, int]:
+    """Return the group's store, and how many comms this rank has made of the group.
+
+    The number is the same on all ranks.
+    """
+    store = _private_store(group)
+    return store, store.add(f"shardplan/comms/{rank}", 1)
 
 
 def _private_store(group: ProcessGroup) -> Any:

@@ -22,6 +22,11 @@ def _nothing() -> None:
     """Do nothing meanwhile."""
 
 
+def _never() -> float:
+    """Give no sign of life."""
+    return 0.0
+
+
 class Worker:
     """A thread that makes calls which may block for ever, so that its owner never does.
 
@@ -41,18 +46,28 @@ class Worker:
         self.busy = False
 
     def call(
-        self, function: Callable[[], T], limit: float, meanwhile: Callable[[], None] = _nothing
+        self,
+        function: Callable[[], T],
+        limit: float,
+        meanwhile: Callable[[], None] = _nothing,
+        alive: Callable[[], float] = _never,
     ) -> T:
-        """Return or raise what ``function`` does; raise StuckError after ``limit`` seconds.
+        """Return or raise what ``function`` does, or raise StuckError.
 
-        While it takes its time, ``meanwhile`` is called now and then, and may raise.
+        Args:
+            function: What to call.
+            limit: Seconds that it may take.
+            meanwhile: Called now and then while it takes its time; may raise.
+            alive: Returns when the function last gave a sign of life, by the monotonic clock: the
+                limit counts from then on.
         """
         if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="shardplan-comm", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._serve, name="shardplan-comm", daemon=True)
+            thread.start()  # first: if this is interrupted, the next call starts another
+            self._thread = thread
         answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
         self._calls.put((function, answer))
-        value, error = _await(answer, limit, meanwhile)
+        value, error = _await(answer, limit, meanwhile, alive)
         if error is not None:
             raise error
         return value  # type: ignore[return-value]
@@ -95,10 +110,15 @@ def _stop() -> None:
     """Mark the end of a worker's calls."""
 
 
-def _await(answer: queue.SimpleQueue[T], limit: float, meanwhile: Callable[[], None]) -> T:
+def _await(
+    answer: queue.SimpleQueue[T],
+    limit: float,
+    meanwhile: Callable[[], None],
+    alive: Callable[[], float],
+) -> T:
     """Return what comes; look after other things in between, less and less often."""
     start, pause = time.monotonic(), 0.1
-    while (left := limit - (time.monotonic() - start)) > 0:
+    while (left := max(start, alive()) + limit - time.monotonic()) > 0:
         with contextlib.suppress(queue.Empty):
             return answer.get(timeout=min(pause, left) if meanwhile is not _nothing else left)
         meanwhile()

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from functools import cached_property, partial
-from typing import Any, Final
+from typing import Final
 
 import attrs
 import numpy as np
@@ -30,8 +30,8 @@ from shardplan.planning.packing import Ints
 from shardplan.planning.reads import ReadItems
 
 from .arrays import block_of_memory, empty, torch_dtype, window
-from .copying import Block
-from .moving import Stretch
+from .copying import Block, Stretch
+from .pieces import Lazy
 from .places import Places, find_places
 from .proof import Proof
 from .read import Reader, ReadStats
@@ -143,10 +143,11 @@ class Ahead:
     def tensor(self, name: str) -> AheadTensor:
         """Return one of the tensors, whose boxes are read through this."""
         if name not in self._entries:
-            entry = self._reader.metadata.state_dict_metadata[name]
-            assert isinstance(entry, TensorMetadata)
-            self._entries[name] = entry
-        return AheadTensor(self, name, self._entries[name])
+            found = self._reader.metadata.state_dict_metadata[name]
+            assert isinstance(found, TensorMetadata)
+            self._entries[name] = found
+        entry = self._entries[name]
+        return AheadTensor(self, name, entry.size, torch_dtype(entry.properties.dtype))
 
     def read(self, box: Box) -> torch.Tensor:
         """Return a box."""
@@ -176,8 +177,10 @@ class Ahead:
             key = items.names[items.storage[row]], int(items.storage_hint[row])
             offsets, lengths = items.storage_offsets[row, :axes], items.lengths[row, :axes]
             seen = self._proof.wants(key, tuple(offsets.tolist()), tuple(lengths.tolist()))
-        file = places.files[places.file[row]]
-        return Stretch(places.store, file, places.begin[row], places.nbytes[row], seen)
+        number = places.file[row]
+        path, begin = places.paths[number], places.begin[row]
+        assert path is not None
+        return Stretch(path, places.files[number], begin, places.nbytes[row], seen)
 
     def _done(self, box: Box) -> None:
         nbytes = self._nbytes(box)
@@ -323,13 +326,14 @@ def _reads(
     return load_plan(metadata, SavePlan(items)).items
 
 
-class AheadTensor:
-    """A tensor in a checkpoint, read through an `Ahead`; a `Lazy`."""
+@attrs.frozen(eq=False)
+class AheadTensor(Lazy):
+    """A tensor in a checkpoint, read through an `Ahead`."""
 
-    def __init__(self, ahead: Ahead, name: str, entry: TensorMetadata) -> None:
-        self._ahead, self._name = ahead, name
-        self.shape: Sequence[int] = entry.size
-        self.dtype: Any = torch_dtype(entry.properties.dtype)
+    _ahead: Ahead
+    _name: str
+    shape: Sequence[int]
+    dtype: torch.dtype
 
     def read_box(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """Return a box of it, contiguous."""

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .checksums import combine
-from .errors import FormatError
+from .errors import FormatError, listed
 from .sources import Source
 
 __all__ = ["BlockSums"]
@@ -25,13 +24,17 @@ class BlockSums:
 
     Attributes:
         verified: How many chunks were complete, and found to fit their checksums.
+        nbytes: How many bytes were read of these.
     """
 
     def __init__(self) -> None:
         self._found: dict[Key, tuple[int, dict[int, int]]] = {}
-        self.verified = 0
+        self._read: dict[Key, int] = {}
+        self.verified = self.nbytes = 0
 
-    def add(self, name: str, chunk: int, count: int, digests: Mapping[int, int]) -> None:
+    def add(
+        self, name: str, chunk: int, count: int, digests: Mapping[int, int], nbytes: int
+    ) -> None:
         """Take in the checksums of some blocks of a chunk, given by number.
 
         Args:
@@ -39,8 +42,10 @@ class BlockSums:
             chunk: Which chunk of it.
             count: How many blocks the chunk has.
             digests: The checksums.
+            nbytes: How many bytes were read of these blocks.
         """
         self._found.setdefault((name, chunk), (count, {}))[1].update(digests)
+        self._read[name, chunk] = self._read.get((name, chunk), 0) + nbytes
 
     def settle(self, source: Source) -> None:
         """Compare, and forget, all chunks that are complete.
@@ -51,15 +56,16 @@ class BlockSums:
         done = [key for key, (count, seen) in self._found.items() if len(seen) == count]
         damaged = [key for key in done if not _fits(source, key, self._found.pop(key)[1])]
         self.verified += len(done) - len(damaged)
+        self.nbytes += sum(self._read.pop(key) for key in done)
         if damaged:
             files = sorted({source.files[spot.file] for spot in source.spots(damaged)})
-            named = ", ".join(f"`{name}`" for name in sorted({name for name, _ in damaged})[:8])
-            raise FormatError(", ".join(files), f"checksums do not fit: {named}")
+            named = listed(sorted({name for name, _ in damaged}))
+            raise FormatError(listed(files, quote=""), f"checksums do not fit: {named}")
 
     def pack(self) -> list[tuple[Any, ...]]:
         """Return all as plain data that can be sent."""
         return [
-            (*key, count, _bytes(seen, "<i8"), _bytes(seen.values(), "<u8"))
+            (*key, count, self._read[key], _bytes(seen, "<i8"), _bytes(seen.values(), "<u8"))
             for key, (count, seen) in self._found.items()
         ]
 
@@ -67,19 +73,21 @@ class BlockSums:
         """Take in what `pack` returned elsewhere.
 
         >>> one, other = BlockSums(), BlockSums()
-        >>> one.add("w", 0, 2, {1: 7})
+        >>> one.add("w", 0, 2, {1: 7}, 16)
         >>> other.unpack(one.pack())
         >>> other.pack() == one.pack()
         True
         """
-        for name, chunk, count, numbers, digests in told:
+        for name, chunk, count, nbytes, numbers, digests in told:
             found = (np.frombuffer(numbers, "<i8"), np.frombuffer(digests, "<u8"))
-            self.add(name, chunk, count, dict(zip(*(a.tolist() for a in found), strict=True)))
+            sums = dict(zip(*(a.tolist() for a in found), strict=True))
+            self.add(name, chunk, count, sums, nbytes)
 
 
 def _fits(source: Source, key: Key, seen: Mapping[int, int]) -> bool:
-    sums = source.sums_of(key[0])
-    return sums is None or combine([seen[n] for n in range(len(seen))]) == int(sums[key[1]])
+    (wanted,) = source.chunk_sums([key])
+    found = source.checksum.combine([seen[n] for n in range(len(seen))])
+    return wanted is None or found == wanted
 
 
 def _bytes(values: Iterable[int], dtype: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Which memory goes where? Buffers as flat bytes, cut and joined without copying."""
+"""Buffers as flat bytes, cut and joined without copying."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 __all__ = [
     "Buffer",
+    "Bytes",
     "Run",
     "advance",
     "bundles",
@@ -27,6 +28,9 @@ _NOTHING: Final = memoryview(b"")
 
 Buffer: TypeAlias = bytes | bytearray | memoryview | NDArray[Any]
 """Contiguous memory of any type."""
+
+Bytes: TypeAlias = NDArray[np.uint8]
+"""Bytes as an array."""
 
 Run: TypeAlias = tuple[int, list[memoryview]]
 """A byte offset in a file, and the memory that goes there, one view after another."""

@@ -1,20 +1,91 @@
-"""Checksums: xxh3-64 of a chunk's bytes, block by block, so that threads can share the work.
+"""Checksums of a chunk's bytes, made block by block, so that threads can share the work.
 
-The checksum of a chunk of one block is that of its bytes. A larger chunk's is that of the
-checksums of its blocks (see `shardplan.planning.blocks`), eight bytes each, most significant first.
+Ours is xxh3-64. The checksum of a chunk of one block is that of its bytes. A larger chunk's is that
+of the checksums of its blocks (see `shardplan.planning.blocks`), eight bytes each, most significant
+first. Archives of torch have the CRC-32 of each record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Protocol
 
+import attrs
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
-__all__ = ["Sums", "combine", "hash_views", "sums_from_hex", "sums_to_hex"]
+from shardplan.planning.extras import named_extras
+
+with named_extras("reading or writing a checkpoint"):
+    import xxhash
+
+from .crc import combine_crc, sum_crc
+
+__all__ = [
+    "CRC32",
+    "XXH3",
+    "Checksum",
+    "Sums",
+    "combine",
+    "hash_views",
+    "sums_from_hex",
+    "sums_to_hex",
+    "xxhash",
+]
 
 Sums = npt.NDArray[np.uint64]
+
+
+class State(Protocol):
+    """A checksum in the making."""
+
+    def update(self, data: memoryview, /) -> object:
+        """Take in some more bytes."""
+
+    def intdigest(self) -> int:
+        """Return the checksum of all bytes so far."""
+
+
+@attrs.frozen
+class Checksum:
+    """A kind of checksum.
+
+    Attributes:
+        start: Begins the checksum of a block.
+        combine: Returns that of a chunk, given those of its blocks, in order.
+    """
+
+    start: Callable[[], State]
+    combine: Callable[[Sequence[int]], int]
+
+    def of(self, views: Iterable[memoryview]) -> int:
+        """Return the checksum of a block, one view after the other."""
+        state = self.start()
+        for view in views:
+            state.update(view)
+        return state.intdigest()
+
+
+class _Crc:
+    """The CRC-32 of a block in the making; it carries the block's length, to be combined."""
+
+    def __init__(self) -> None:
+        self._crc = self._nbytes = 0
+
+    def update(self, data: memoryview, /) -> None:
+        """Take in some more bytes."""
+        self._crc, self._nbytes = sum_crc(data, self._crc), self._nbytes + len(data)
+
+    def intdigest(self) -> int:
+        """Return how many bytes there were, and their CRC-32 in the lowest four bytes."""
+        return self._nbytes << 32 | self._crc
+
+
+def _combine_crcs(digests: Sequence[int]) -> int:
+    crc = 0
+    for digest in digests:
+        crc = combine_crc(crc, digest & 0xFFFFFFFF, digest >> 32)
+    return crc
 
 
 def hash_views(views: Iterable[memoryview]) -> int:
@@ -61,3 +132,13 @@ def sums_from_hex(text: str) -> Sums:
     sums = np.frombuffer(bytes.fromhex(text), ">u8").astype(np.uint64)
     sums.flags.writeable = False
     return sums
+
+
+XXH3: Final = Checksum(xxhash.xxh3_64, combine)
+"""The checksums of our own format."""
+CRC32: Final = Checksum(_Crc, _combine_crcs)
+"""The checksums of archives.
+
+>>> CRC32.combine([CRC32.of([memoryview(b"check")]), CRC32.of([memoryview(b"point")])])
+2345966128
+"""

@@ -19,6 +19,7 @@ from shardplan.planning.packing import Ints, readonly
 
 from .checksums import Sums
 from .errors import ExistsError, FormatError, UnsureCommitError, listed
+from .limits import LIMITS, check_size, read_whole
 from .manifest import (
     HEAD_BYTES,
     MANIFEST,
@@ -50,7 +51,6 @@ __all__ = [
     "unsure_commit",
 ]
 
-_MAX_MANIFEST: Final = 1 << 30  # bytes; one of a million chunks has 20 MB
 _USUAL: Final = 64 << 20  # up to here a manifest is read before anything is known of it
 _PIECE: Final = 16 << 20  # bytes of a larger one that are looked at, at a time
 _PRUNED: Final = "; prune removes what is not needed"
@@ -150,9 +150,9 @@ def _tensors_first(metadata: Metadata) -> Entries:
 
 
 def _entries_of(catalog: Catalog, metadata: Metadata) -> Ints:
-    """Return which entry of the checkpoint each row of a catalog is."""
+    """Return which entry of the checkpoint each row of a catalog is; -1 if no item is of it."""
     row_of = metadata.state_dict_metadata.row_of
-    return column([row_of[name] for name in catalog.names])
+    return column([row_of.get(name, -1) for name in catalog.names])
 
 
 def _places(file: Ints, start: Ints) -> tuple[tuple[Ints, ...], Ints]:
@@ -205,16 +205,16 @@ def find_manifest(store: Store) -> bytes | None:
 
 
 def _read_whole(store: Store) -> bytes:
-    """Read the manifest; an unusually large one is looked through first, lest it is anything."""
+    """Read the manifest; an unusually large one is validated before it is read in full."""
     try:
-        return store.read_all(MANIFEST, limit=_USUAL)
+        return store.read_all(MANIFEST, limit=min(_USUAL, LIMITS["manifest"]))
     except StoreError as error:
         if error.kind != "long":
             raise
     size = store.size(MANIFEST)
-    if size <= _MAX_MANIFEST:
-        _look_through(store, size)
-    return store.read_all(MANIFEST, limit=_MAX_MANIFEST)
+    check_size(MANIFEST, size, "manifest")
+    _look_through(store, size)
+    return read_whole(store, MANIFEST, "manifest")
 
 
 def _look_through(store: Store, size: int) -> None:
@@ -281,6 +281,7 @@ def publish(
         with suppress(FormatError):
             old = read_manifest(store).files.names
     data = encode_manifest(manifest)
+    check_size(MANIFEST, len(data), "manifest")
     store.sync()
     _check_written(store, manifest.files, pool or default_pool())
     _commit(store, manifest.save_id, data, overwrite)

@@ -7,6 +7,7 @@ of the first side's chunks are read from both sides, a few at a time, however th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import attrs
@@ -23,10 +24,11 @@ from shardplan.planning.packing import Ints
 from shardplan.planning.tiling import Chunk, Tiling
 
 from .arrays import empty, memory, window
+from .errors import FormatError, LoadError
 from .progress import Progress, Tell
 from .read import Reader
 
-__all__ = ["Comparison", "TensorDiff", "compare_tensors", "same_value"]
+__all__ = ["Comparison", "TensorDiff", "compare_tensors", "named_errors", "same_value"]
 
 _BATCH: Final = 8 << 20  # bytes that are read from either side at a time
 _BATCH_BOXES: Final = 1 << 10
@@ -244,8 +246,20 @@ def _read(reader: Reader, batch: Sequence[Box]) -> tuple[list[torch.Tensor], int
         tensor = tensors[at[items.names[items.dest[row]], tuple(anchor)]]
         return window(tensor, items.dest_offsets[row].tolist(), items.lengths[row].tolist())
 
-    stats = reader.fill(items, dest)
+    with named_errors(reader):
+        stats = reader.fill(items, dest)
     return tensors, stats.bytes_read
+
+
+@contextmanager
+def named_errors(reader: Reader) -> Iterator[None]:
+    """Name the checkpoint in what reading it raises: there are two, and neither is being loaded."""
+    try:
+        yield
+    except FormatError as error:
+        raise error.within(reader.store.url) from error.__cause__
+    except LoadError as error:
+        raise (error.__cause__ or error) from None
 
 
 def _plan(entries: Mapping[str, TensorMetadata], batch: Sequence[Box]) -> SavePlan:

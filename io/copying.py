@@ -1,52 +1,95 @@
-"""How do bytes get into a file as they are? Out of memory or other files, by several threads.
+"""Writing files whose layout is known before their first byte is.
 
-The layout of a file is known before its first byte is, so its parts can be written in any order.
-They move half a megabyte at a time: what was just read is summed and written while it is in the
-processor's cache. Only local files are written so.
+A file is described as `Content` (bytes that lie in memory or in other files, or are made as they
+are written) and `Seal` (bytes that depend on checksums of what comes before). A store that takes
+bytes in order gets them so. On a local disk, parts that only have to be copied are written in any
+order by several threads, half a megabyte at a time: what was just read is summed and written while
+it is in the processor's cache.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
 from typing import Final
 
 import attrs
 
+from .checksums import xxhash
 from .commit import SURE, unsure_commit
 from .crc import combine_crc, sum_crc
-from .kernel import start_writeback
-from .local import LocalStore
-from .moving import PIECE, Hand, Out, Stretch, write_views
-from .pool import Pool, processors, stop_check
-from .signals import undisturbed
+from .errors import FormatError
+from .local_files import IOV_MAX, start_writeback, write_run
+from .pool import Pool, check_stopped, processors
+from .store_errors import from_os_error
 from .stores import Store, StoreError
 
 __all__ = [
+    "PIECE",
     "Block",
     "Content",
+    "FileContents",
+    "Made",
     "Seal",
+    "Stretch",
     "literal",
     "threads_for",
-    "write_direct",
     "write_file",
 ]
 
-_TASK: Final = 16 << 20
+PIECE: Final = 1 << 19
+"""How many bytes move at a time: as many as stay in a processor's own cache."""
+
+_TASK: Final = 16 << 20  # bytes that a thread writes before it takes the next ones
 _SMALL: Final = 1 << 16  # bytes an entry has where several threads would only wait for each other
+_LEAST: Final = 1 << 16  # less room than this is left empty
+_OPEN: Final = 32  # files that are kept open to be read
+
+
+@attrs.frozen(eq=False)
+class Stretch:
+    """Some bytes of a local file.
+
+    Attributes:
+        path: Where the file is.
+        file: Its name in errors.
+        offset: Where they begin.
+        nbytes: How many they are.
+        seen: Called with their xxh3 once they were read; None if that is not needed.
+    """
+
+    path: str
+    file: str
+    offset: int
+    nbytes: int
+    seen: Callable[[int], object] | None = None
+
+
+@attrs.frozen(eq=False)
+class Made:
+    """Some megabytes that do not lie anywhere yet.
+
+    Attributes:
+        nbytes: How many bytes they are.
+        make: Returns them.
+    """
+
+    nbytes: int
+    make: Callable[[], memoryview]
 
 
 @attrs.frozen(eq=False)
 class Block:
-    """Some megabytes to write, as they lie somewhere.
+    """Some megabytes to write.
 
     Attributes:
         parts: Where they lie, in order.
         done: Called when they were read.
     """
 
-    parts: Sequence[memoryview | Stretch]
+    parts: Sequence[memoryview | Stretch | Made]
     done: Callable[[], object] = lambda: None
 
     @property
@@ -67,6 +110,11 @@ class Content:
     blocks: Sequence[Block]
     record: int | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it has."""
+        return sum(block.nbytes for block in self.blocks)
+
 
 @attrs.frozen(eq=False)
 class Seal:
@@ -82,6 +130,15 @@ class Seal:
     records: Sequence[int]
     make: Callable[[Sequence[int]], bytes]
 
+    def view(self, sums: Mapping[int, int]) -> memoryview:
+        """Return the bytes, given the CRC-32 of each record; that of an empty one may be left out.
+
+        Raises:
+            ValueError: They are more or fewer than was said.
+        """
+        data = self.make([sums.get(record, 0) for record in self.records])
+        return _checked(memoryview(data), self.nbytes)
+
 
 def literal(data: bytes) -> Content:
     """Return bytes that are known, as what comes next in a file."""
@@ -89,7 +146,7 @@ def literal(data: bytes) -> Content:
 
 
 def threads_for(pool: Pool, files: int) -> int:
-    """Say how many threads should write one file, of several that a pool has to write.
+    """Return how many threads should write one file, of several that a pool has to write.
 
     >>> with Pool(max_workers=4) as pool:
     ...     threads_for(pool, files=1000)
@@ -99,79 +156,89 @@ def threads_for(pool: Pool, files: int) -> int:
     return max(1, processors() // max(at_once, 1))
 
 
-def write_direct(
-    store: LocalStore,
-    path: str,
-    contents: Sequence[Content | Seal],
-    *,
-    nbytes: int,
-    atomic: bool = False,
-    threads: int = 1,
-) -> None:
-    """Write a file whose parts follow one another; see `Store.write`.
+class FileContents:
+    r"""The bytes of a file, for `Store.write_contents`.
 
     Args:
-        store: Where to.
-        path: The file.
-        contents: What it is to hold, in order.
-        nbytes: Its size.
-        atomic: Whether readers must see the old file or the new one.
-        threads: How many threads take part.
+        describe: Returns what the file holds, in order. It is called with True where bytes may be
+            taken from other files, and with False where they must be in memory.
+        threads: How many threads may write it to a disk.
 
-    Raises:
-        FormatError: A file that bytes come from is missing or too short.
-        StoreError: The disk is full, or fails. Nothing is left of the file.
-        StoppedError: What it is a part of has failed; see `check_stopped`.
+    Attributes:
+        handed_over: Whether `parts` has given its last byte: the store may have all of them.
+
+    >>> sealed = Seal(4, [0], lambda sums: sums[0].to_bytes(4, "little"))
+    >>> text = Content([Block([memoryview(b"abc")])], record=0)
+    >>> b"".join(FileContents(lambda local: [text, sealed]).parts())
+    b'abc\xc2A$5'
     """
-    with store.making(path, nbytes=nbytes, atomic=atomic) as fd:
-        work = _Work(fd, contents)
-        work.run(threads)
-        work.seal()
+
+    def __init__(
+        self, describe: Callable[[bool], Sequence[Content | Seal]], threads: int = 1
+    ) -> None:
+        self._describe, self._threads = describe, threads
+        self.handed_over = False
+
+    def parts(self) -> Iterator[memoryview]:
+        """Yield the bytes in order."""
+        sums: dict[int, int] = {}
+        for content in self._describe(False):
+            if isinstance(content, Seal):
+                yield content.view(sums)
+                continue
+            crc = 0
+            for block in content.blocks:
+                for part in block.parts:
+                    assert not isinstance(part, Stretch)
+                    for piece in _cut(part):
+                        crc = crc if content.record is None else sum_crc(piece, crc)
+                        yield piece
+                block.done()
+            if content.record is not None:
+                sums[content.record] = crc
+        self.handed_over = True
+
+    def write_to(self, fd: int) -> None:
+        """Write the bytes to a local file, in any order.
+
+        Raises:
+            FormatError: A file that bytes come from is missing or too short.
+            StoppedError: The `Pool.map` that this is a part of has failed.
+        """
+        contents = self._describe(True)
+        tasks = list(_tasks(contents))
+        sizes = {c.record: c.nbytes for c in contents if isinstance(c, Content)}
+        carry_out = partial(_carry_out, fd, sizes)
+        threads = min(self._threads, len(tasks)) if _is_coarse(tasks) else 1
+        if threads > 1:
+            with Pool(max_workers=threads) as pool:
+                written = pool.map(carry_out, tasks)
+        else:
+            written = [carry_out(task) for task in tasks]
+        sums: dict[int, int] = {}
+        for record, crc, nbytes in (part for one in written for part in one.sums):
+            sums[record] = combine_crc(sums[record], crc, nbytes) if record in sums else crc
+        for at, seal in (pair for one in written for pair in one.late):
+            write_run(fd, at, [seal.view(sums)])
 
 
 def write_file(
-    store: Store,
-    path: str,
-    contents: Callable[[], Sequence[Content | Seal] | None],
-    parts: Callable[[], Iterable[memoryview]],
-    *,
-    nbytes: int,
-    atomic: bool = False,
-    threads: int = 1,
+    store: Store, path: str, contents: FileContents, *, nbytes: int, atomic: bool = False
 ) -> None:
-    """Write a file: by several threads where its bytes only have to be copied, else in order.
+    """Write a file; see `Store.write_contents`.
 
-    Args:
-        store: Where to.
-        path: The file.
-        contents: Says what it is made of; None if some of that must be made.
-        parts: Makes its bytes, in order.
-        nbytes: Its size.
-        atomic: Whether readers must see the old file or the new one. Such a file is a checkpoint
-            of its own: it is committed when it appears.
-        threads: How many threads take part, if several can.
+    One that is to be atomic is a checkpoint of its own: it is committed when it appears.
 
     Raises:
-        UnsureCommitError: An atomic file may be there, or come to be there, though the store said
-            no.
+        UnsureCommitError: An atomic file may be there, or may still appear, though the store
+            failed.
         StoreError: The store failed. Nothing is left of the file.
     """
-    direct = contents() if isinstance(store, LocalStore) else None
-    ended = direct is not None  # whether the store had all bytes
-
-    def watched() -> Iterator[memoryview]:
-        nonlocal ended
-        yield from parts()
-        ended = True
-
     try:
-        if direct is not None and isinstance(store, LocalStore):
-            write_direct(store, path, direct, nbytes=nbytes, atomic=atomic, threads=threads)
-        else:
-            store.write(path, watched(), nbytes=nbytes, atomic=atomic)
+        store.write_contents(path, contents, nbytes=nbytes, atomic=atomic)
     except StoreError as error:
-        known = error.kind != "unsure" if direct is not None else error.kind in SURE
-        if not atomic or not ended or known:
+        unsure = error.kind == "unsure" or (contents.handed_over and error.kind not in SURE)
+        if not atomic or not unsure:
             raise
         raise unsure_commit(store, error, f"{path} was put in place") from error
 
@@ -184,87 +251,12 @@ class _Task:
     entries: Sequence[tuple[Seal | Block, int | None]]
 
 
-class _Work:
-    """A file in the making."""
+@attrs.frozen(eq=False)
+class _Written:
+    """What a task leaves to be done: checksums to be combined, and seals that wait for them."""
 
-    def __init__(self, fd: int, contents: Sequence[Content | Seal]) -> None:
-        self._fd = fd
-        self._tasks = list(_tasks(contents))
-        self._next = iter(self._tasks)
-        self._lock = threading.Lock()
-        self._stopped = False
-        self._check = stop_check()
-        self._size: dict[int, int] = {}  # of each record
-        for content in contents:
-            if isinstance(content, Content) and content.record is not None:
-                self._size[content.record] = sum(block.nbytes for block in content.blocks)
-        self._sums: dict[int, list[tuple[int, int, int]]] = {r: [] for r in self._size}
-        self._late: list[tuple[int, Seal]] = []
-
-    def run(self, threads: int) -> None:
-        """Write all but some seals."""
-        entries = sum(len(task.entries) for task in self._tasks)
-        small = entries * _SMALL > len(self._tasks) * _TASK
-        threads = min(threads, len(self._tasks))
-        if threads <= 1 or small:  # then it is Python that takes the time, a thread at a time
-            self._drain()
-            return
-        with ThreadPoolExecutor(threads, "shardplan-copy") as executor:
-            try:
-                with undisturbed():
-                    futures = [executor.submit(self._drain) for _ in range(threads)]
-                for future in futures:
-                    future.result()
-            finally:
-                self._stopped = True
-
-    def seal(self) -> None:
-        """Write the seals that had to wait for several threads."""
-        sums = {record: _total(parts) for record, parts in self._sums.items()}
-        for at, seal in self._late:
-            data = _made(seal, [sums[record] for record in seal.records])
-            write_views(self._fd, at, [memoryview(data)])
-
-    def _drain(self) -> None:
-        hand = Hand()
-        try:
-            while not self._stopped:
-                with self._lock:
-                    task = next(self._next, None)
-                if task is None:
-                    return
-                self._carry_out(task, hand)
-        except BaseException:
-            self._stopped = True
-            raise
-        finally:
-            hand.close()
-
-    def _carry_out(self, task: _Task, hand: Hand) -> None:
-        out, known = Out(self._fd, task.at), dict[int, int]()
-        for entry, record in task.entries:
-            if isinstance(entry, Seal):
-                if all(r in known or not self._size[r] for r in entry.records):
-                    out.put(memoryview(_made(entry, [known.get(r, 0) for r in entry.records])))
-                else:
-                    self._late.append((out.at, entry))
-                    out.skip(entry.nbytes)
-                continue
-            begin, crc = out.at, 0 if record is not None else None
-            for part in entry.parts:
-                pieces = hand.read(part, out) if isinstance(part, Stretch) else _cut(part)
-                for piece in pieces:
-                    self._check()
-                    if crc is not None:
-                        crc = sum_crc(piece, crc)
-                    out.put(piece)
-            entry.done()
-            if record is not None and crc is not None:
-                self._sums[record].append((begin, crc, out.at - begin))
-                if out.at - begin == self._size[record]:
-                    known[record] = crc
-        out.flush()
-        start_writeback(self._fd, task.at, out.at - task.at)
+    sums: Sequence[tuple[int, int, int]]  # record, CRC-32 of a block, bytes of the block
+    late: Sequence[tuple[int, Seal]]  # where each goes
 
 
 def _tasks(contents: Sequence[Content | Seal]) -> Iterator[_Task]:
@@ -285,22 +277,139 @@ def _tasks(contents: Sequence[Content | Seal]) -> Iterator[_Task]:
         yield _Task(begin, entries)
 
 
-def _made(seal: Seal, sums: Sequence[int]) -> bytes:
-    data = seal.make(sums)
-    assert len(data) == seal.nbytes
-    return data
+def _is_coarse(tasks: Sequence[_Task]) -> bool:
+    """Return whether several threads help: not for tiny parts, and what is made comes in order."""
+    entries = [entry for task in tasks for entry, _ in task.entries]
+    blocks = (entry for entry in entries if isinstance(entry, Block))
+    made = any(isinstance(part, Made) for block in blocks for part in block.parts)
+    return not made and len(entries) * _SMALL <= len(tasks) * _TASK
 
 
-def _total(parts: Sequence[tuple[int, int, int]]) -> int:
-    if len(parts) == 1:
-        return parts[0][1]
-    crc = 0
-    for _, part, nbytes in sorted(parts):
-        crc = combine_crc(crc, part, nbytes)
-    return crc
+def _carry_out(fd: int, sizes: Mapping[int | None, int], task: _Task) -> _Written:
+    """Write a part of a file, given the size of each record."""
+    known: dict[int, int] = {}  # checksums of the records that are whole in this task
+    sums, late = list[tuple[int, int, int]](), list[tuple[int, Seal]]()
+    with closing(_Mover(fd, task.at)) as mover:
+        for entry, record in task.entries:
+            if isinstance(entry, Seal):
+                if all(r in known or not sizes[r] for r in entry.records):
+                    mover.put(entry.view(known))
+                else:
+                    late.append((mover.at, entry))
+                    mover.skip(entry.nbytes)
+                continue
+            crc = mover.move(entry, record is not None)
+            if record is not None:
+                sums.append((record, crc, entry.nbytes))
+                if entry.nbytes == sizes[record]:
+                    known[record] = crc
+        mover.flush()
+        start_writeback(fd, task.at, mover.at - task.at)
+    return _Written(sums, late)
 
 
-def _cut(view: memoryview) -> Iterator[memoryview]:
-    if view.nbytes <= PIECE:
-        return iter([view])
+class _Mover:
+    """Moves bytes into a file, from some place on.
+
+    Attributes:
+        at: Where what comes next will be.
+    """
+
+    def __init__(self, fd: int, at: int) -> None:
+        self._fd, self._begin, self.at = fd, at, at
+        self._views: list[memoryview] = []  # what waits to be written
+        self._memory, self._used = memoryview(bytearray(PIECE)), 0
+        self._files: dict[str, int] = {}
+
+    def move(self, block: Block, summed: bool) -> int:
+        """Have a block written, sooner or later; return its CRC-32 if that is asked for."""
+        crc = 0
+        for part in block.parts:
+            for piece in self._read(part) if isinstance(part, Stretch) else _cut(part):
+                check_stopped()
+                crc = sum_crc(piece, crc) if summed else crc
+                self.put(piece)
+        block.done()
+        return crc
+
+    def put(self, view: memoryview) -> None:
+        """Have some bytes written, sooner or later."""
+        if view.nbytes:
+            self._views.append(view)
+            self.at += view.nbytes
+            if self.at - self._begin >= PIECE or len(self._views) == IOV_MAX:
+                self.flush()
+
+    def skip(self, nbytes: int) -> None:
+        """Leave some bytes out."""
+        self.flush()
+        self.at = self._begin = self.at + nbytes
+
+    def flush(self) -> None:
+        """Write what waits; its memory can then be used again."""
+        write_run(self._fd, self._begin, self._views)
+        self._begin, self._views, self._used = self.at, [], 0
+
+    def close(self) -> None:
+        """Close the files that were read."""
+        for fd in self._files.values():
+            os.close(fd)
+        self._files.clear()
+
+    def _read(self, stretch: Stretch) -> Iterator[memoryview]:
+        """Yield the bytes of a stretch, each part of which must be put before the next."""
+        fd = self._open(stretch)
+        state = None if stretch.seen is None else xxhash.xxh3_64()
+        done = 0
+        while done < stretch.nbytes:
+            view = self._take(stretch.nbytes - done)
+            _fill(fd, stretch, stretch.offset + done, view)
+            done += view.nbytes
+            if state is not None:
+                state.update(view)
+            yield view
+        if state is not None and stretch.seen is not None:
+            stretch.seen(state.intdigest())
+
+    def _take(self, nbytes: int) -> memoryview:
+        """Return memory in which nothing waits to be written."""
+        if PIECE - self._used < min(nbytes, _LEAST):
+            self.flush()
+        size = min(PIECE - self._used, nbytes)
+        self._used += size
+        return self._memory[self._used - size : self._used]
+
+    def _open(self, stretch: Stretch) -> int:
+        if stretch.path not in self._files:
+            if len(self._files) == _OPEN:
+                self.close()
+            try:
+                self._files[stretch.path] = os.open(stretch.path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                raise FormatError(stretch.file, "it is missing") from None
+            except OSError as error:
+                raise from_os_error("read", stretch.file, error) from error
+        return self._files[stretch.path]
+
+
+def _fill(fd: int, stretch: Stretch, offset: int, view: memoryview) -> None:
+    while view.nbytes:
+        try:
+            done = os.preadv(fd, [view], offset)
+        except OSError as error:
+            raise from_os_error("read", stretch.file, error) from error
+        if not done:
+            end = stretch.offset + stretch.nbytes
+            raise FormatError(stretch.file, f"it ends at byte {offset:,}, before byte {end:,}")
+        offset, view = offset + done, view[done:]
+
+
+def _cut(part: memoryview | Made) -> Iterator[memoryview]:
+    view = _checked(part.make(), part.nbytes) if isinstance(part, Made) else part
     return (view[i : i + PIECE] for i in range(0, view.nbytes, PIECE))
+
+
+def _checked(view: memoryview, nbytes: int) -> memoryview:
+    if view.nbytes != nbytes:
+        raise ValueError(f"{nbytes} bytes were announced, and {view.nbytes} were made")
+    return view

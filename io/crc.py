@@ -48,6 +48,7 @@ def _square(power: int) -> int:
     return 1 << 30 if not power else _times(_square(power - 1), _square(power - 1))
 
 
+@cache
 def _power(nbytes: int) -> int:
     """Return x to the number of bits in some bytes."""
     product, bits, power = 1 << 31, 8 * nbytes, 0

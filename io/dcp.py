@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any, Final
 
 import attrs
@@ -16,47 +17,77 @@ import attrs
 from shardplan.planning import BytesMetadata, flatten
 from shardplan.planning.blocks import BLOCK_BYTES
 
-from .checksums import Sums
+from .archived import load_archive, load_torch
+from .checksums import CRC32, Sums
+from .crc import sum_crc
 from .dcp_metadata import METADATA, Described, Place, parse_metadata
+from .dcp_ranks import FIRST_RANK, is_rank_metadata, merge_ranks, rank_metadata
 from .errors import FormatError
 from .headers import Header, header_length, parse_header
+from .limits import read_whole
 from .pickles import PickleError
 from .pool import Pool, default_pool
 from .sources import Spot
+from .standins import needs_torch
 from .stores import MissingFileError, Store
 from .strided import Overlay
-from .torchnested import load_tensor
-from .torchpickles import StorageRef, StoredTensor, load_plain
-from .torchvalues import load_torch
-from .torchzip import Window, read_archive, read_ranges
+from .torchpickles import StorageRef, Storages, StoredTensor, load_nested, load_tensor
+from .torchzip import (
+    DESCRIPTOR,
+    Window,
+    described_crc,
+    in_memory,
+    read_archive,
+    read_ranges,
+)
 
 __all__ = ["DcpSource", "find", "source"]
 
+Chunk = tuple[str, int]
+"""A chunk: its tensor's name, and its number among the tensor's chunks."""
 _HEAD: Final = 1024  # bytes of an archive before its tensor's elements, and some to spare
 _MAX_PICKLE: Final = 1 << 20
+_STEP: Final = 4 << 20
 _DECODED: Final = 5  # how many times its own size a value takes while it is decoded
 
 
 def find(store: Store, name: str = "") -> bool:
-    """Say whether such a checkpoint is there; ``name`` is empty, or that of its metadata."""
-    return name in ("", METADATA) and store.exists(METADATA)
+    """Say whether such a checkpoint is there; ``name`` is empty, or that of a metadata file."""
+    if name:
+        return (name == METADATA or is_rank_metadata(name)) and store.exists(name)
+    return store.exists(METADATA) or store.exists(FIRST_RANK)
 
 
 def source(store: Store, name: str = "", pool: Pool | None = None) -> DcpSource:
-    """Open a checkpoint of torch.distributed.checkpoint; only its `.metadata` is read.
+    """Open a checkpoint of torch.distributed.checkpoint; only its metadata is read.
+
+    That is `.metadata`, or, where each rank saved by itself, one file a rank. The name of such a
+    file stands for what that rank saved.
 
     Raises:
         FormatError: There is none, or its metadata is damaged or not safe to read.
     """
-    try:
-        data = bytearray(store.size(METADATA))
-        store.read(METADATA, [(0, memoryview(data))])
-    except MissingFileError:
-        raise FormatError(METADATA, f"there is none in {store.url}: no checkpoint") from None
-    found = DcpSource(store, parse_metadata(bytes(data)), pool)
+    if is_rank_metadata(name):
+        described = _read(store, name)
+    elif store.exists(METADATA):
+        described = _read(store, METADATA)
+    else:
+        names = rank_metadata(store.list(recursive=False))
+        if not names:
+            raise FormatError(METADATA, f"there is none in {store.url}: no checkpoint")
+        described = merge_ranks({name: _read(store, name) for name in names})
+    found = DcpSource(store, described, pool)
     if found.described.old:
         found.open_old_values()
     return found
+
+
+def _read(store: Store, name: str) -> Described:
+    try:
+        data = read_whole(store, name, "metadata")
+    except MissingFileError:
+        raise FormatError(name, f"there is none in {store.url}: no checkpoint") from None
+    return parse_metadata(data, name)
 
 
 @attrs.frozen
@@ -100,12 +131,14 @@ class DcpSource:
         self._known: dict[int, dict[bytes, _Layout]] = defaultdict(dict)  # by `begin`
         self._shared: dict[tuple[int, int], Header] = {}  # headers of safetensors
         self._inline: dict[str, Any] = {}
+        self._sums: dict[Chunk, int | None] = {}
+        self._summed_values: set[str] = set()  # those whose archives have checksums
         self._boxes: dict[int, Any] = {}  # by layout: offsets and sizes of its chunks
 
     @property
     def store(self) -> Store:
         """Where its files are."""
-        return self._overlay.store
+        return self._overlay
 
     @property
     def files(self) -> Sequence[str]:
@@ -126,28 +159,69 @@ class DcpSource:
         """There are no checksums that could be compared."""
         return None
 
+    checksum = CRC32
+
+    def chunk_sums(self, chunks: Sequence[tuple[str, int]]) -> list[int | None]:
+        """Return the checksum of each chunk that fills its record; see `Source.chunk_sums`.
+
+        It follows the elements, so that a few bytes behind them are read.
+        """
+        groups: dict[int, list[tuple[Chunk, Spot]]] = defaultdict(list)
+        for chunk, spot in zip(chunks, self.spots(chunks), strict=True):
+            if chunk not in self._sums and spot.file < len(self.described.files):
+                groups[spot.file].append((chunk, spot))
+        for found in self._pool.map(self._read_sums, groups.values()):
+            self._sums.update(found)
+        return [self._sums.get(chunk) for chunk in chunks]
+
+    def _read_sums(self, items: Sequence[tuple[Chunk, Spot]]) -> dict[Chunk, int | None]:
+        """Read what follows the elements of some chunks of one file: a descriptor, in archives."""
+        number = items[0][1].file
+        ends = [spot.begin + spot.nbytes for _, spot in items]
+        room = [max(min(self._sizes[number] - end, DESCRIPTOR), 0) for end in ends]
+        views = [memoryview(bytearray(nbytes)) for nbytes in room]
+        file = self.described.files[number]
+        read_ranges(self.inner, file, list(zip(ends, views, strict=True)))
+        pairs = zip(items, views, strict=True)
+        return {chunk: described_crc(bytes(view), spot.nbytes) for (chunk, spot), view in pairs}
+
+    def has_value_sum(self, name: str) -> bool:
+        """Return True if a value that was read has a checksum; see `Source.has_value_sum`."""
+        return name in self._inline or name in self._summed_values
+
     def value(self, name: str, *, verify: bool = True) -> Any:
         """Return a value that is no tensor; see `Source.value`."""
-        try:
-            return self.plain_value(name)
-        except PickleError:
-            file, data = self._bytes(name, self._place(name, None))
-            return load_torch(data, file, name)  # which tells best what is wrong
+        if name in self._inline:
+            return deepcopy(self._inline[name])
+        file, data = self._value(name)
+        value = load_torch(data, file, name)
+        if read_archive(in_memory(data, file)).is_summed:
+            self._summed_values.add(name)
+        return value
 
     def plain_value(self, name: str) -> Any:
         """Return a value that is no tensor, if reading it takes no torch.
 
         Raises:
-            FormatError: It is not where it should be.
+            FormatError: It is not where it should be, or its archive is damaged.
             PickleError: It takes torch, or is damaged.
         """
         if name in self._inline:
             return self._inline[name]
+        return _plain(*self._value(name))
+
+    def _value(self, name: str) -> tuple[str, bytes]:
+        """Return the file of a value, and its bytes there, which are the same on all ranks."""
         file, data = self._bytes(name, self._place(name, None))
-        try:
-            return _plain(file, data, self.inner)
-        except FormatError as error:
-            raise PickleError(error.reason) from None
+        self._compare_values(name, data)
+        return file, data
+
+    def _compare_values(self, name: str, data: bytes) -> None:
+        """Refuse a value that differs between the ranks that saved it."""
+        for copy in self.described.copies.get((name, None), ()):
+            file, other = self._bytes(name, copy)
+            if other != data:
+                raise FormatError(file, _differs(name))
 
     def value_bytes(self, name: str) -> int:
         """Return how many bytes `value` reads; see `Source.value_bytes`."""
@@ -161,13 +235,13 @@ class DcpSource:
         """Open dicts that torch 2.3 kept whole, so that their values go by today's names."""
         entries = dict(self.metadata.state_dict_metadata)
         data = self.metadata.planner_data
-        paths = dict(data["paths"]) if data else {}
+        paths = dict(data.get("paths", {})) if data else {}
         for name, entry in list(entries.items()):
             place = self.described.places.get((name, None))
             if not isinstance(entry, BytesMetadata) or place is None or place.transforms:
                 continue
             try:
-                value = _plain(*self._bytes(name, place), self.inner)
+                value = _plain(*self._bytes(name, place))
                 flat, inner = flatten({name: value})
             except ValueError:
                 continue  # whoever asks for it learns why
@@ -249,6 +323,7 @@ class DcpSource:
             head = bytes(heads[low:high])
             try:
                 found[item.key] = self._spot(file, item, head)
+                self._compare_chunks(file, item)
             except (FormatError, PickleError) as error:
                 reason = error.reason if isinstance(error, FormatError) else str(error)
                 raise FormatError(file, f"`{item.name}`: {reason}") from None
@@ -267,6 +342,33 @@ class DcpSource:
                 f"{item.dtype} of shape {list(item.sizes)}"
             )
         return self._overlay.spot(place.file, place.offset + layout.begin, tensor)
+
+    def _compare_chunks(self, file: str, item: _Item) -> None:
+        """Refuse a chunk whose checksum differs between the ranks that saved it."""
+        copies = self.described.copies.get((item.name, item.offsets), ())
+        mine = self._content(file, item.place) if copies else None
+        for copy in copies:
+            other = self.described.files[copy.file]
+            self._check_inside(item.name, copy)
+            if self._content(other, copy) != mine:
+                raise FormatError(other, _differs(item.name))
+
+    def _content(self, file: str, place: Place) -> tuple[bytes, int]:
+        """Return a key that identifies an archive's content."""
+        archive = read_archive(Window(self.inner, file, place.offset, place.length))
+        pickled = archive.read("data.pkl", _MAX_PICKLE)
+        name = f"data/{load_tensor(pickled).storage.key}"
+        begin, record = place.offset + archive.begin(name), archive.records[name]
+        return pickled, record.crc or self._summed(file, begin, record.nbytes)
+
+    def _summed(self, file: str, begin: int, nbytes: int) -> int:
+        """Return the CRC-32 of a record that was saved without one."""
+        crc = 0
+        for at in range(begin, begin + nbytes, _STEP):
+            data = memoryview(bytearray(min(_STEP, begin + nbytes - at)))
+            read_ranges(self.inner, file, [(at, data)])
+            crc = sum_crc(data, crc)
+        return crc
 
     def _layout(self, file: str, place: Place, head: bytes) -> _Layout:
         """Find the elements in an archive: as in one that begins with the same bytes, if any."""
@@ -328,6 +430,16 @@ def _from_header(item: _Item, header: Header) -> _Layout:
     return _Layout(item.place.length, slot.begin, tensor)
 
 
-def _plain(file: str, data: bytes, store: Store) -> Any:
-    archive = read_archive(Window(store, file, 0, len(data), data))
-    return load_plain(archive.read("data.pkl", len(data)))
+def _differs(name: str) -> str:
+    return (
+        f"`{name}` differs between ranks, which saved it each by itself; give one rank's metadata "
+        f"file, such as {FIRST_RANK}, in place of the folder, to read what that rank saved"
+    )
+
+
+def _plain(file: str, data: bytes) -> Any:
+    """Return a value, if building it takes no torch."""
+    archive = read_archive(in_memory(data, file))
+    if needs_torch(load_nested(archive.read("data.pkl", len(data)), Storages())):
+        raise PickleError("it takes torch")
+    return load_archive(archive)

@@ -6,33 +6,51 @@ that names anything else is refused.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import attrs
 import numpy as np
 
-from shardplan.planning import Metadata, StorageMeta
+from shardplan.planning import CodecError, Metadata, StorageMeta
 from shardplan.planning.catalog import column
 from shardplan.planning.dtypes import ITEMSIZE
+from shardplan.planning.flatten import Path
+from shardplan.planning.frozen import from_json, to_json
 from shardplan.planning.items import TensorProperties
 from shardplan.planning.metadata import Entries, Layout
 from shardplan.planning.packing import DAMAGE
-from shardplan.planning.tiling import Tiling, tile
+from shardplan.planning.tiling import MAX_NUMEL, Tiling, shape_fault, tile
 
-from .errors import FormatError
-from .pickles import Copies, PickleError, RefusedName, Sealed, load_pickle
+from .errors import FormatError, ValueRefusedError
+from .limits import MAX_BYTES
+from .pickles import Call, PickleError, RefusedName, StandIn, calls, load_pickle
 from .stores import StoreError, check_path
+from .torchpickles import PLAIN
 
-__all__ = ["METADATA", "OWN_PATHS", "Described", "Place", "parse_metadata"]
+__all__ = [
+    "METADATA",
+    "OWN_EMPTY",
+    "OWN_PATHS",
+    "Described",
+    "Place",
+    "pack_path",
+    "parse_metadata",
+    "unpack_path",
+]
 
 METADATA: Final = ".metadata"
 """The file that makes a folder a checkpoint of torch.distributed.checkpoint."""
 
+_PLAIN_KEYS: Final = (str, int, float, bool, bytes, type(None))
 _PLAIN: Final = {str, bool, int, type(None)}
+_WHOLE: Final = frozenset((int,))
 OWN_PATHS: Final = "_shardplan_paths"
 """An attribute of the pickled metadata: nested keys that torch's own way of telling cannot tell."""
+OWN_EMPTY: Final = "_shardplan_empty"
+"""Another one: the way to each empty dict, which has no entry. torch saves none, and its loader
+takes an entry for one as a sign of torch 2.3. None for one that holds something on other ranks."""
 
 
 @attrs.frozen
@@ -60,121 +78,110 @@ class Described:
         files: The files that it names.
         places: Where each item lies, by name and offset (None for a value that is no tensor).
         old: Whether torch 2.3 or older wrote it, which kept dicts without tensors whole.
+        copies: Where else an item lies, if several ranks saved it; see `dcp_ranks`.
     """
 
     metadata: Metadata
     files: tuple[str, ...]
     places: Mapping[tuple[str, tuple[int, ...] | None], Place]
     old: bool
+    copies: Mapping[tuple[str, tuple[int, ...] | None], tuple[Place, ...]] = {}
 
 
-class _Record(metaclass=Sealed):
-    """An object with attributes, whatever the pickle sets."""
+class _Record(StandIn):
+    """One of torch's records; its state is its fields, by name."""
+
+    __slots__ = ()
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """Its fields.
+
+        Raises:
+            PickleError: It was given none.
+        """
+        if type(self.state) is not dict:
+            raise PickleError(f"a {type(self).__name__.strip('_')} has no fields")
+        return self.state
 
 
 class _Metadata(_Record):
-    pass
+    __slots__ = ()
 
 
 class _Tensor(_Record):
-    pass
+    __slots__ = ()
 
 
 class _Bytes(_Record):
-    pass
+    __slots__ = ()
 
 
 class _Chunk(_Record):
-    pass
+    __slots__ = ()
 
 
 class _Index(_Record):
-    pass
+    __slots__ = ()
 
 
 class _Info(_Record):
-    pass
+    __slots__ = ()
 
 
 class _Meta(_Record):
-    pass
+    __slots__ = ()
 
 
 class _Properties(_Record):
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
+    __slots__ = ()
 
 
-class _Ignored(metaclass=Sealed):
-    """A value that nothing here depends on, such as a memory format."""
-
-    def __new__(cls, *args: Any) -> Any:
-        return None
-
-
-class _Member(metaclass=Sealed):
-    """How some versions of Python pickle an enum: as an attribute of its class."""
-
-    def __new__(cls, owner: Any, name: Any) -> Any:
-        if owner is not _Ignored:
-            raise RefusedName("builtins.getattr")
-        return None
+def _member(owner: Any, name: Any) -> None:
+    """Read an enum as some versions of Python pickle it: as an attribute of its class."""
+    if type(owner) is not Call or owner.name not in _ENUMS:
+        raise RefusedName("builtins.getattr")
 
 
-class _Size(metaclass=Sealed):
-    def __new__(cls, sizes: Any = ()) -> Any:
-        return _ints(sizes)
-
-
-class _Layout(metaclass=Sealed):
-    def __new__(cls, name: Any) -> Any:
-        return _text(name)
-
-
-class _Path(metaclass=Sealed):
-    def __new__(cls, *parts: Any) -> Any:
-        return "/".join(map(_text, parts)).replace("//", "/")
+def _path(*parts: Any) -> str:
+    return "/".join(map(_text, parts)).replace("//", "/")
 
 
 _HOME: Final = "torch.distributed.checkpoint"
 _SHARDED: Final = "torch.distributed._shard.sharded_tensor.metadata"
-_CLASSES: Final[Mapping[str, Any]] = {
-    f"{_HOME}.metadata.Metadata": _Metadata,
-    f"{_HOME}.metadata.TensorStorageMetadata": _Tensor,
-    f"{_HOME}.metadata.BytesStorageMetadata": _Bytes,
-    f"{_HOME}.metadata.ChunkStorageMetadata": _Chunk,
-    f"{_HOME}.metadata.MetadataIndex": _Index,
-    f"{_HOME}.metadata.StorageMeta": _Meta,
-    f"{_HOME}.metadata.TensorProperties": _Properties,
-    f"{_SHARDED}.TensorProperties": _Properties,
-    f"{_HOME}.metadata._MEM_FORMAT_ENCODING": _Ignored,
-    f"{_SHARDED}.MEM_FORMAT_ENCODING": _Ignored,
-    f"{_HOME}.filesystem._StorageInfo": _Info,
-    "torch.Size": Copies(_Size),
-    "torch.serialization._get_layout": _Layout,
-    "collections.OrderedDict": Copies(OrderedDict),
-    "builtins.getattr": _Member,
-    "__builtin__.getattr": _Member,
-    **{
-        f"{home}.{kind}": _Path
-        for home in ("pathlib", "pathlib._local")
-        for kind in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
-    },
-}
+_ENUMS: Final = (f"{_HOME}.metadata._MEM_FORMAT_ENCODING", f"{_SHARDED}.MEM_FORMAT_ENCODING")
+_PATHS: Final = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
+_CLASSES: Final = calls(
+    {
+        f"{_HOME}.metadata.Metadata": _Metadata,
+        f"{_HOME}.metadata.TensorStorageMetadata": _Tensor,
+        f"{_HOME}.metadata.BytesStorageMetadata": _Bytes,
+        f"{_HOME}.metadata.ChunkStorageMetadata": _Chunk,
+        f"{_HOME}.metadata.MetadataIndex": _Index,
+        f"{_HOME}.metadata.StorageMeta": _Meta,
+        f"{_HOME}.metadata.TensorProperties": _Properties,
+        f"{_SHARDED}.TensorProperties": _Properties,
+        f"{_HOME}.filesystem._StorageInfo": _Info,
+        **dict.fromkeys(_ENUMS, lambda *_: None),
+        "torch.serialization._get_layout": lambda name: _text(name),
+        "builtins.getattr": _member,
+        **{f"{home}.{kind}": _path for home in ("pathlib", "pathlib._local") for kind in _PATHS},
+    }
+) | {"torch.Size": Call("torch.Size", lambda sizes=(): sizes, free=True)}  # see `_ints`
 
 
 class _Names(dict[str, Any]):
     """The classes above, and every dtype by its name, known here or not."""
 
     def get(self, key: str, default: Any = None) -> Any:
-        found = _CLASSES.get(key)
+        found = _CLASSES.get(key) or PLAIN.get(key)
         module, _, name = key.rpartition(".")
         plain = module == "torch" and name.islower() and any(c.isdigit() for c in name)
         return name if found is None and (plain or key == "torch.bool") else found
 
 
-def parse_metadata(data: bytes) -> Described:
-    """Read a `.metadata` file.
+def parse_metadata(data: bytes, file: str = METADATA) -> Described:
+    """Read a `.metadata` file, or another one of the kind.
 
     Raises:
         FormatError: It is damaged, or names a class that no checkpoint needs; none was called.
@@ -183,37 +190,45 @@ def parse_metadata(data: bytes) -> Described:
         found = load_pickle(data, _Names())
         if not isinstance(found, _Metadata):
             raise PickleError(f"it holds a {type(found).__name__}, not a checkpoint's metadata")
-        return _describe(vars(found))
+        return _describe(found.fields)
     except RefusedName as error:
         raise FormatError(
-            METADATA,
+            file,
             f"{error}: it was not written by torch.distributed.checkpoint's own planner and "
             "storage, or it is malicious; nothing of it was run",
         ) from None
     except PickleError as error:
-        raise FormatError(METADATA, str(error)) from None
+        raise FormatError(file, str(error)) from None
     except FormatError:
         raise
     except (*DAMAGE, OverflowError) as error:
-        raise FormatError(METADATA, f"it is damaged: {error}") from error
+        raise FormatError(file, f"it is damaged: {error}") from error
 
 
 def _describe(fields: Mapping[str, Any]) -> Described:
-    entries = _Columns()
-    for name, entry in fields["state_dict_metadata"].items():
+    entries, known = _Columns(), fields["state_dict_metadata"]
+    for name, entry in known.items():
         entries.add(_text(name), entry)
+    told = fields.get(OWN_EMPTY)
+    empty = told if isinstance(told, dict) else {}
+    bare = {_text(name): way for name, way in empty.items() if way and name not in known}
+    for name in bare:
+        entries.add(name, None)
     files: dict[str, int] = {}
     places = {}
     for index, info in (fields.get("storage_data") or {}).items():
-        told = vars(index)
-        offset = told.get("offset")
-        key = _text(told["fqn"]), None if offset is None else _ints(offset)
+        if type(index) is not _Index:
+            raise PickleError(f"an item is named by a {type(index).__name__}")
+        offset = index.fields.get("offset")
+        key = _text(index.fields["fqn"]), None if offset is None else _ints(offset)
         places[key] = _place(key[0], info, files)
-    paths = _paths(entries.names, fields.get("planner_data"), fields.get(OWN_PATHS))
+    own = {**(fields.get(OWN_PATHS) or {}), **bare}
+    paths = _paths(entries.names, fields.get("planner_data"), own)
+    data = {"paths": paths, "empty": tuple(sorted(map(_text, empty)))}
     meta = fields.get("storage_meta")
     metadata = Metadata(
         entries.done(),
-        planner_data={"paths": paths} if paths else None,
+        planner_data={key: part for key, part in data.items() if part} or None,
         storage_meta=None if meta is None else _storage_meta(meta),
         version=_text(fields["version"]) if fields.get("version") else None,
     )
@@ -232,16 +247,16 @@ class _Columns:
         self._cut: list[Layout] = []
 
     def add(self, name: str, entry: Any) -> None:
-        """Add a tensor or a value."""
+        """Add a tensor or a value; None for a value that has no record."""
         self.names.append(name)
-        if isinstance(entry, _Bytes):
+        if entry is None or isinstance(entry, _Bytes):
             self._rows.append((-1, -1))
             return
         if not isinstance(entry, _Tensor):
             raise PickleError(f"`{name}` is no tensor and no bytes, but a {type(entry).__name__}")
-        fields = vars(entry)
+        fields = entry.fields
         try:
-            prop = self._property(tuple(vars(fields["properties"])["state"]))
+            prop = self._property(_state(fields["properties"]))
             self._rows.append((prop, self._layout(_ints(fields["size"]), fields["chunks"])))
         except (ValueError, TypeError) as error:
             raise PickleError(f"`{name}`: {error}") from None
@@ -263,11 +278,12 @@ class _Columns:
         return number
 
     def _layout(self, size: tuple[int, ...], chunks: Sequence[Any]) -> int:
-        key = size, tuple([(_ints(c.offsets), _ints(c.sizes)) for c in chunks])
+        key = size, tuple([_box(chunk) for chunk in chunks])
         number = self._layouts.get(key)
         if number is None:
-            if any(n < 0 for n in size):
-                raise ValueError(f"a tensor cannot have the shape {size}")
+            fault = shape_fault(size)
+            if fault is not None:
+                raise ValueError(f"it {fault}")
             self._cut.append(Layout(size, _tiling(size, key[1])))
             number = self._layouts[key] = len(self._layouts)
         return number
@@ -280,6 +296,18 @@ class _Columns:
         )
 
 
+def _state(properties: Any) -> tuple[Any, ...]:
+    if type(properties) is not _Properties or type(properties.state) is not tuple:
+        raise PickleError("its properties are of an unknown kind")
+    return properties.state
+
+
+def _box(chunk: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if type(chunk) is not _Chunk:
+        raise PickleError(f"a chunk is a {type(chunk).__name__}")
+    return _ints(chunk.fields["offsets"]), _ints(chunk.fields["sizes"])
+
+
 def _text(name: Any) -> str:
     if type(name) is not str:
         raise PickleError(f"a name is no text, but a {type(name).__name__}")
@@ -288,10 +316,11 @@ def _text(name: Any) -> str:
 
 def _ints(numbers: Any) -> tuple[int, ...]:
     """Return whole numbers as they are; anything else may take ages to hash or to print."""
-    found = tuple(numbers)
-    if not {type(n) for n in found} <= {int}:
+    if type(numbers) is not tuple or not _WHOLE.issuperset(map(type, numbers)):
         raise PickleError("a shape or an offset is not made of whole numbers")
-    return found
+    if numbers and not (min(numbers) >= 0 and max(numbers) < MAX_NUMEL):
+        raise PickleError("a shape or an offset is negative, or impossibly large")
+    return numbers
 
 
 def _tiling(size: tuple[int, ...], chunks: Sequence[tuple[Any, Any]]) -> Tiling:
@@ -312,10 +341,11 @@ def _tiling(size: tuple[int, ...], chunks: Sequence[tuple[Any, Any]]) -> Tiling:
 def _place(name: str, info: Any, files: dict[str, int]) -> Place:
     if not isinstance(info, _Info):
         raise PickleError(f"where `{name}` lies is told by a {type(info).__name__}")
-    fields = vars(info)
+    fields = info.fields
     file, offset, length = fields["relative_path"], fields["offset"], fields["length"]
-    if type(offset) is not int or type(length) is not int or min(offset, length) < 0:
-        raise PickleError(f"where `{name}` lies is not told by whole numbers from 0 on")
+    numbers = type(offset) is int and type(length) is int
+    if not numbers or not (min(offset, length) >= 0 and max(offset, length) < MAX_BYTES):
+        raise PickleError(f"where `{name}` lies is not said by whole numbers below 2^60")
     if _text(file) not in files:
         try:
             files[check_path(file)] = len(files)
@@ -326,7 +356,9 @@ def _place(name: str, info: Any, files: dict[str, int]) -> Place:
 
 
 def _storage_meta(meta: Any) -> StorageMeta:
-    fields = vars(meta)
+    if type(meta) is not _Meta:
+        raise PickleError(f"its storage_meta is a {type(meta).__name__}")
+    fields = meta.fields
     for text in (fields.get("checkpoint_id"), fields.get("save_id")):
         if text is not None:
             _text(text)
@@ -339,7 +371,9 @@ def _paths(names: Sequence[str], theirs: Any, ours: Any) -> dict[str, Any]:
     theirs = theirs if isinstance(theirs, dict) else {}
     ours = ours if isinstance(ours, dict) else {}
     for name in names:
-        path = _our_path(name, ours[name]) if name in ours else _torch_path(name, theirs.get(name))
+        path = (
+            unpack_path(name, ours[name]) if name in ours else _torch_path(name, theirs.get(name))
+        )
         if path is not None and path != (("dict", name),):
             paths[name] = path
     return paths
@@ -354,13 +388,44 @@ def _torch_path(name: str, path: Any) -> Any:
     return tuple(("dict" if type(key) is str else "list", key) for key in path)
 
 
-def _our_path(name: str, path: Any) -> Any:
-    plain = (str, int, float, bool, bytes, type(None))
+def pack_path(name: str, path: Path) -> Any:
+    """Return the way to a value as `OWN_PATHS` keeps it: as text, where keys are not plain ones.
+
+    >>> pack_path("a.(1, 2)", (("dict", "a"), ("dict", (1, 2))))
+    '[["dict", "a"], ["dict", [1, 2]]]'
+
+    Raises:
+        ValueRefusedError: A key is of a type that our own format cannot keep either.
+    """
+    if all(type(key) in _PLAIN_KEYS for _, key in path):
+        return tuple(path)
+    for _, key in path:
+        try:
+            to_json(key)
+        except CodecError:
+            reason = f"lies under the key {key!r}, a {type(key).__name__}, which cannot be kept"
+            raise ValueRefusedError(
+                {name: f"{reason}; use text, numbers, bytes, None, or tuples and sets of these"}
+            ) from None
+    return json.dumps(to_json(path))
+
+
+def unpack_path(name: str, packed: Any) -> Path:
+    """Return the way to a value that `pack_path` was given.
+
+    >>> unpack_path("a.(1, 2)", '[["dict", "a"], ["dict", [1, 2]]]')
+    (('dict', 'a'), ('dict', (1, 2)))
+
+    Raises:
+        PickleError: It is something else.
+    """
+    is_text = type(packed) is str
+    path = from_json(json.loads(packed)) if is_text else packed
     if type(path) is not tuple or not all(
         type(step) is tuple
         and len(step) == 2
         and step[0] in ("dict", "list", "tuple")
-        and type(step[1]) in plain
+        and (is_text or type(step[1]) in _PLAIN_KEYS)
         for step in path
     ):
         raise PickleError(f"the place of `{name}` is told by no path of plain keys")

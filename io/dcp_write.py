@@ -18,16 +18,17 @@ import attrs
 import numpy as np
 
 from shardplan.planning import CodecError, Metadata, SavePlan, flatten
+from shardplan.planning.flatten import Path, empty_names
 from shardplan.planning.metadata import TensorMetadata
 from shardplan.planning.packing import DAMAGE
 
-from .copying import Content, Seal, literal, threads_for, write_file
-from .crc import sum_crc
-from .dcp_metadata import METADATA, OWN_PATHS, parse_metadata
+from .copying import Block, Content, FileContents, Seal, literal, threads_for, write_file
+from .dcp_metadata import METADATA, OWN_EMPTY, OWN_PATHS, pack_path, parse_metadata
+from .dcp_ranks import FIRST_RANK, rank_metadata
 from .errors import ValueRefusedError
 from .leftovers import tidy
-from .moving import PIECE
-from .pieces import Piece, collect
+from .limits import check_size, read_whole
+from .pieces import Piece, blocks_of, collect
 from .pool import Pool, default_pool
 from .progress import Progress
 from .replacing import Older, committing, put_in_place, refuse_folder, remove, retire
@@ -35,14 +36,13 @@ from .stores import Store
 from .torchvalues import dump_values, pickle_tensor
 from .torchzip import ALIGNMENT
 from .torchzip_write import Frame, frame_of
-from .writers import Part
+from .writers import Part, Writer
 
 __all__ = ["DcpWriter"]
 
 _FILE_BYTES: Final = 256 << 20  # a rank with more than this writes several files at once
 _MAX_FILES: Final = 4
 _STAGED: Final = 96 << 20  # memory that one file in the making may take
-_PLAIN_KEYS: Final = (str, int, float, bool, bytes, type(None))
 
 
 @attrs.frozen
@@ -61,8 +61,8 @@ class _Written:
         return self.name, self.offset, self.number, self.file, self.begin, self.length
 
 
-class DcpWriter:
-    """Writes checkpoints that `torch.distributed.checkpoint.load` reads; a `Writer`."""
+class DcpWriter(Writer):
+    """Writes checkpoints that `torch.distributed.checkpoint.load` reads."""
 
     def __init__(self) -> None:
         self._unsure: set[str] = set()  # saves of which nobody can tell whether they were committed
@@ -89,6 +89,7 @@ class DcpWriter:
         """Write one rank's ``.distcp`` files; see `Writer.write`."""
         flat, _ = flatten(sd)
         pieces, values, refused = collect(flat, plan, progress=progress)
+        refused = {**refused, **_lost_keys(plan)}
         try:
             dumped = dump_values(values)
         except ValueRefusedError as error:
@@ -130,7 +131,8 @@ class DcpWriter:
         written = [item for report in reports for item in _from_report(report)]
         _check_all(metadata, written)
         data = pickle.dumps(_torch_metadata(metadata, written, store.url, save_id))
-        old = Older("dcp", ()).files(store) if store.exists(METADATA) else ()
+        check_size(METADATA, len(data), "metadata")
+        old = _older(store)
         new = {item.file for item in written}
         store.sync()
         with committing(self._unsure, save_id):
@@ -161,28 +163,11 @@ class _Item:
     frame: Frame | None = None
     piece: Piece | None = None
 
-    def parts(self) -> Iterator[memoryview]:
-        """Yield its bytes in order."""
-        if self.frame is None or self.piece is None:
-            yield memoryview(self.data)
-            return
-        yield memoryview(self.frame.head)
-        crc = 0
-        for block in self.piece.blocks():
-            for start in range(0, len(block), PIECE):
-                part = block[start : start + PIECE]
-                crc = sum_crc(part, crc)
-                yield part
-        yield memoryview(self.frame.make_tail(crc))
-
-    def contents(self, record: int) -> list[Content | Seal] | None:
-        """Return what it is made of, if all of it only has to be copied."""
+    def contents(self, record: int, blocks: Sequence[Block]) -> list[Content | Seal]:
+        """Return what it is made of, given the blocks of its piece."""
         frame = self.frame
-        if frame is None or self.piece is None:
+        if frame is None:
             return [literal(self.data)]
-        blocks = self.piece.direct()
-        if blocks is None:
-            return None
         tail = Seal(frame.tail, [record], lambda sums: frame.make_tail(sums[0]))
         return [literal(frame.head), Content(blocks, record), tail]
 
@@ -203,28 +188,20 @@ class _File:
 
     def write(self, store: Store, threads: int) -> None:
         """Write it."""
-        contents, parts = self._contents, self._parts
-        write_file(store, self.name, contents, parts, nbytes=self.nbytes, threads=threads)
+        contents = FileContents(self._contents, threads)
+        write_file(store, self.name, contents, nbytes=self.nbytes)
 
-    def _contents(self) -> list[Content | Seal] | None:
-        """Return what it is made of, if all of it only has to be copied."""
+    def _contents(self, local: bool) -> list[Content | Seal]:
+        """Return what it is made of; see `FileContents`."""
         found: list[Content | Seal] = []
+        held = [item.piece for item in self._items if item.piece is not None]
+        blocks = iter(blocks_of(held, local))
         at = 0
         for number, (item, place) in enumerate(zip(self._items, self.written, strict=True)):
-            own = item.contents(number)
-            if own is None:
-                return None
-            found += [literal(bytes(place.begin - at)), *own]
+            own = [] if item.piece is None else next(blocks)
+            found += [literal(bytes(place.begin - at)), *item.contents(number, own)]
             at = place.begin + place.length
         return found
-
-    def _parts(self) -> Iterator[memoryview]:
-        """Yield its bytes in order."""
-        at = 0
-        for item, place in zip(self._items, self.written, strict=True):
-            yield memoryview(bytes(place.begin - at))
-            yield from item.parts()
-            at = place.begin + place.length
 
 
 def _items(
@@ -291,8 +268,9 @@ def _torch_metadata(metadata: Metadata, written: Sequence[_Written], url: str, s
     }
     entries = metadata.state_dict_metadata
     theirs, ours = _nested(metadata)
+    empty = _empty(metadata)
     meta = records.Metadata(
-        {name: _torch_entry(records, entries[name]) for name in entries},
+        {name: _torch_entry(records, entries[name]) for name in entries if name not in empty},
         planner_data=theirs,
         storage_data=places,
     )
@@ -303,6 +281,8 @@ def _torch_metadata(metadata: Metadata, written: Sequence[_Written], url: str, s
         meta.version = version
     if ours:
         setattr(meta, OWN_PATHS, ours)
+    if empty:
+        setattr(meta, OWN_EMPTY, empty)
     return meta
 
 
@@ -324,22 +304,56 @@ def _torch_entry(records: Any, entry: Any) -> Any:
 
 def _nested(metadata: Metadata) -> tuple[dict[str, tuple[Any, ...]], dict[str, Any]]:
     """Return the way to each value as torch tells it, and ours where torch's loses something."""
-    data = metadata.planner_data
-    paths = data.get("paths", {}) if isinstance(data, Mapping) else {}
     theirs, ours = {}, {}
+    hollow = empty_names(metadata.planner_data)
     for name in metadata.state_dict_metadata:
-        path = paths.get(name, (("dict", name),))
+        if name in hollow:
+            continue
+        path = _path(metadata, name)
         theirs[name] = tuple(str(key) if kind == "dict" else key for kind, key in path)
         kept = all(kind == "list" or (kind == "dict" and type(key) is str) for kind, key in path)
-        if not kept and all(type(key) in _PLAIN_KEYS for _, key in path):
-            ours[name] = tuple(path)
+        if not kept:
+            ours[name] = pack_path(name, path)
     return theirs, ours
+
+
+def _lost_keys(plan: SavePlan) -> dict[str, str]:
+    """Say which values lie under keys that cannot be kept."""
+    data = plan.planner_data
+    paths = data.get("paths", {}) if isinstance(data, Mapping) else {}
+    refused: dict[str, str] = {}
+    for name in plan.items.catalog.names:
+        try:
+            pack_path(name, paths.get(name, ()))
+        except ValueRefusedError as error:
+            refused.update(error.reasons)
+    return refused
+
+
+def _empty(metadata: Metadata) -> dict[str, Any]:
+    """Return the way to each empty dict, which torch's entries must not have; see `OWN_EMPTY`."""
+    known = metadata.state_dict_metadata
+    return {
+        name: pack_path(name, _path(metadata, name)) if name in known else None
+        for name in sorted(empty_names(metadata.planner_data))
+    }
+
+
+def _path(metadata: Metadata, name: str) -> Path:
+    data = metadata.planner_data
+    paths = data.get("paths", {}) if isinstance(data, Mapping) else {}
+    return tuple(paths.get(name, (("dict", name),)))
+
+
+def _older(store: Store) -> tuple[str, ...]:
+    """Name the files of the DCP checkpoint that is to be replaced, but for `.metadata`."""
+    if not store.exists(METADATA) and not store.exists(FIRST_RANK):
+        return ()
+    return *Older("dcp", ()).files(store), *rank_metadata(store.list(recursive=False))
 
 
 def _published(store: Store) -> str | None:
     if not store.exists(METADATA):
         return None
-    data = bytearray(store.size(METADATA))
-    store.read(METADATA, [(0, memoryview(data))])
-    meta = parse_metadata(bytes(data)).metadata.storage_meta
+    meta = parse_metadata(read_whole(store, METADATA, "metadata")).metadata.storage_meta
     return meta.save_id if meta else None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Any
+
+from shardplan.planning.errors import listed
 
 from .stores import StoreError
 
@@ -16,14 +18,13 @@ __all__ = [
     "listed",
 ]
 
-_LISTED: Final = 8
-
 
 class FormatError(ValueError):
     """A file that is not what it should be: damaged, cut short, missing, or of a newer version.
 
     Attributes:
         file: Its name inside the checkpoint.
+        folder: The checkpoint, where several are read; else empty.
         reason: What is wrong with it.
         filled: If a load was stopped by it: keys that were filled entirely before.
         touched: Keys of which some elements may have been overwritten. All others are as they were.
@@ -34,19 +35,36 @@ class FormatError(ValueError):
     """
 
     def __init__(
-        self, file: str, reason: str, *, filled: Iterable[str] = (), touched: Iterable[str] = ()
+        self,
+        file: str,
+        reason: str,
+        *,
+        filled: Iterable[str] = (),
+        touched: Iterable[str] = (),
+        folder: str = "",
     ) -> None:
         self.file = file
+        self.folder = folder
         self.reason = reason
         self.filled = tuple(sorted(filled))
         self.touched = tuple(sorted(touched))
         super().__init__(file, reason)
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.reason}{_progress(self.filled, self.touched)}"
+        inner = self.folder and not self.file.startswith(self.folder)
+        file = f"{self.folder.rstrip('/')}/{self.file}" if inner else self.file
+        return f"{file}: {self.reason}{_progress(self.filled, self.touched)}"
+
+    def within(self, folder: str) -> FormatError:
+        """Return the error with the checkpoint's name, and without what a load has filled.
+
+        >>> print(FormatError("a.bin", "it is cut short", filled="w").within("run/step-7"))
+        run/step-7/a.bin: it is cut short
+        """
+        return FormatError(self.file, self.reason, folder=folder)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _format_error, (self.file, self.reason, self.filled, self.touched)
+        return _format_error, (self.file, self.reason, self.filled, self.touched, self.folder)
 
 
 class LoadError(RuntimeError):
@@ -78,7 +96,8 @@ class ValueRefusedError(TypeError):
 
     def __init__(self, reasons: dict[str, str]) -> None:
         self.reasons = dict(reasons)
-        super().__init__("; ".join(f"`{key}` {why}" for key, why in sorted(reasons.items())))
+        texts = [f"`{key}` {why}" for key, why in sorted(reasons.items())]
+        super().__init__(listed(texts, quote="", between="; ", attribute="reasons"))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ValueRefusedError, (self.reasons,)
@@ -121,9 +140,9 @@ def _exists_error(reason: str, can_overwrite: bool) -> ExistsError:
 
 
 def _format_error(
-    file: str, reason: str, filled: tuple[str, ...], touched: tuple[str, ...]
+    file: str, reason: str, filled: tuple[str, ...], touched: tuple[str, ...], folder: str
 ) -> FormatError:
-    return FormatError(file, reason, filled=filled, touched=touched)
+    return FormatError(file, reason, filled=filled, touched=touched, folder=folder)
 
 
 def _progress(filled: tuple[str, ...], touched: tuple[str, ...]) -> str:
@@ -133,14 +152,3 @@ def _progress(filled: tuple[str, ...], touched: tuple[str, ...]) -> str:
         f"; filled before that: {listed(filled)}; possibly overwritten in part: "
         f"{listed(touched)}; all other keys are as they were"
     )
-
-
-def listed(names: Sequence[str], *, quote: str = "`") -> str:
-    """Name a few things, and say how many more there are.
-
-    >>> listed(["a", "b"]), listed([]), listed("abcdefghij", quote="")
-    ('`a`, `b`', 'none', 'a, b, c, d, e, f, g, h and 2 more')
-    """
-    shown = ", ".join(f"{quote}{name}{quote}" for name in names[:_LISTED])
-    more = f" and {len(names) - _LISTED:,} more" if len(names) > _LISTED else ""
-    return f"{shown}{more}" if names else "none"

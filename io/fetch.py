@@ -9,7 +9,6 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from shardplan.planning import coalesce, itemsize
 from shardplan.planning.blocks import BLOCK_BYTES
@@ -18,9 +17,7 @@ from shardplan.planning.packing import Ints
 
 from .arrays import memory, run_bytes, runs, same_dtype, store
 from .arrays import window as box_of
-from .checksums import hash_views
 from .jobs import FAR_GAP, PIECE, SMALL, Job
-from .local import LocalStore
 from .pool import own_processors
 from .progress import Progress
 from .stores import Store
@@ -77,7 +74,6 @@ class Fetch:
 
     def _read_large(self, file: str, blocks: Ints) -> None:
         """Read blocks of large units, and hash every piece while it is in the cache."""
-        assert isinstance(self._store, LocalStore)
         job, units = self._job, _alike(blocks, self._job.unit)
         groups = [self._plain_ranges(unit) for unit in units]
         sizes = [sum([view.nbytes for _, view in ranges]) for ranges in groups]
@@ -87,7 +83,7 @@ class Fetch:
             with closing(self._store.read_pieces(file, groups, PIECE)) as each:
                 for pieces, size in zip(each, sizes, strict=True):
                     begun += 1
-                    state = xxhash.xxh3_64()
+                    state = job.checksum.start()
                     for piece in pieces:
                         state.update(piece)
                     digests.append(state.intdigest())
@@ -129,7 +125,6 @@ class Fetch:
 
     def _copy_mapped(self, file: str, works: list[_Work]) -> None:
         """Bring blocks to where they belong, out of the file's own pages."""
-        assert isinstance(self._store, LocalStore)
         starts = np.concatenate([work.starts for work in works])
         lengths = np.concatenate([np.full_like(work.starts, work.length) for work in works])
         with self._store.mapped(file, starts, lengths) as found:
@@ -147,10 +142,7 @@ class Fetch:
                 units[unit] = units[unit] + views[row]
             else:
                 units[unit] = views[row]
-        self.digests[list(units)] = [
-            xxhash.xxh3_64_intdigest(found[0]) if len(found) == 1 else hash_views(found)
-            for found in units.values()
-        ]
+        self.digests[list(units)] = [job.checksum.of(found) for found in units.values()]
 
     def _plain_ranges(self, blocks: Ints) -> list[Range]:
         """Return where blocks lie in their file, and the tensors' own memory that they go to."""

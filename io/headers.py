@@ -19,8 +19,10 @@ from typing import Any, Final
 import attrs
 
 from shardplan.planning import itemsize
+from shardplan.planning.tiling import shape_fault
 
 from .errors import FormatError
+from .limits import LIMITS
 
 __all__ = [
     "MAX_HEADER",
@@ -34,7 +36,7 @@ __all__ = [
     "parse_header",
 ]
 
-MAX_HEADER: Final = 100_000_000
+MAX_HEADER: Final = LIMITS["header"]
 """The longest header in bytes; the safetensors library refuses longer ones, too."""
 
 # safetensors' name of a dtype to ours.
@@ -169,21 +171,22 @@ def build_header(file: str, slots: Sequence[Slot], save_id: str) -> bytes:
         "DCP_SHARDING_INFO": _dump(sharding),
         "shardplan": _dump(own),
     }
-    header = framed(_dump({_RESERVED: metadata, **tensors}).encode())
-    if len(header) > MAX_HEADER + 8:
-        raise FormatError(
-            file, f"its header would take {len(header):,} bytes; save fewer keys a rank"
-        )
-    return header
+    return framed(_dump({_RESERVED: metadata, **tensors}).encode(), file)
 
 
-def framed(text: bytes) -> bytes:
+def framed(text: bytes, file: str) -> bytes:
     r"""Return a header with its length before it, and spaces after it so that data is aligned.
 
-    >>> framed(b'{"a":1}')[:16], len(framed(b"{}"))
+    Raises:
+        FormatError: The header of this file would be longer than readers accept.
+
+    >>> framed(b'{"a":1}', "f")[:16], len(framed(b"{}", "f"))
     (b'8\x00\x00\x00\x00\x00\x00\x00{"a":1} ', 64)
     """
     text += b" " * (-(8 + len(text)) % _ALIGN)
+    if len(text) > MAX_HEADER:
+        need = f"its header would take {len(text):,} bytes, and {MAX_HEADER:,} are the most"
+        raise FormatError(file, f"{need}; save fewer keys in one file")
     return len(text).to_bytes(8, "little") + text
 
 
@@ -263,6 +266,9 @@ def _slot(
     factor = _PACKED.get(entry["dtype"], 1)
     if factor > 1:
         shape, offsets = _unpacked(shape, factor), _unpacked(offsets, factor)
+    fault = shape_fault(shape)
+    if fault is not None:
+        raise ValueError(f"it {fault}")
     slot = Slot(name, dtype, shape, offsets, base + begin)
     if end - begin != slot.nbytes:
         raise ValueError(f"{end - begin} bytes do not hold {entry['dtype']} of shape {list(shape)}")

@@ -21,7 +21,8 @@ from shardplan.planning.metadata import Layout, TensorMetadata
 from shardplan.planning.overlap import fills, self_overlaps
 from shardplan.planning.tiling import tile_chunks
 
-from .errors import FormatError
+from .checksums import XXH3
+from .errors import FormatError, listed
 from .headers import Header, Slot
 from .hf_index import (
     INDEX_SUFFIX,
@@ -38,6 +39,7 @@ from .hf_index import (
     read_header,
     uncommitted,
 )
+from .limits import read_whole
 from .pool import Pool, default_pool
 from .sources import Spot
 from .stores import Store, StoreError
@@ -123,6 +125,16 @@ class HfSource:
     def sums_of(self, name: str) -> None:
         """Return None: these files have no checksums."""
 
+    checksum = XXH3
+
+    def chunk_sums(self, chunks: Sequence[tuple[str, int]]) -> list[int | None]:
+        """Return None for each: these files have no checksums."""
+        return [None] * len(chunks)
+
+    def has_value_sum(self, name: str) -> bool:
+        """Return False: there are only tensors."""
+        return False
+
     def value(self, name: str, *, verify: bool = True) -> NoReturn:
         """Raise: there are only tensors."""
         raise FormatError(self.store.url, f"`{name}` is no value: safetensors hold tensors only")
@@ -155,10 +167,10 @@ class HfSource:
                 else:
                     doubtful.append(f"`{name}`: `{kept}`")
         if self.tied:
-            pairs = ", ".join(f"`{name}` to `{kept}`" for name, kept in list(self.tied.items())[:8])
+            pairs = listed([f"`{name}` to `{kept}`" for name, kept in self.tied.items()], quote="")
             _LOG.info("%s: tied weights are stored once: %s", self.store.url, pairs)
         if doubtful:
-            self._note(f"taken for remarks, not for tied weights: {', '.join(doubtful[:8])}")
+            self._note(f"taken for remarks, not for tied weights: {listed(doubtful, quote='')}")
 
     def _remarks(self, headers: Sequence[Header]) -> dict[str, str]:
         said = {k: v for header in reversed(headers) for k, v in header.metadata.items()}
@@ -174,7 +186,7 @@ class HfSource:
         absent = sorted(name for name in weights if name not in self._places)
         if not absent:
             return
-        named = ", ".join(f"`{name}`" for name in absent[:8])
+        named = listed(absent)
         if not _ties_weights(self.store):
             file = weights[absent[0]]
             raise FormatError(file, f"it does not hold {named}, which {index} has in it")
@@ -192,9 +204,7 @@ def _parameter(name: str) -> str:
 def _ties_weights(store: Store) -> bool:
     """Say whether the model's own configuration ties its embeddings."""
     try:
-        data = bytearray(store.size("config.json"))
-        store.read("config.json", [(0, memoryview(data))])
-        config = json.loads(data)
+        config = json.loads(read_whole(store, "config.json", "config"))
     except (StoreError, ValueError, RecursionError):
         return False
     return isinstance(config, dict) and config.get("tie_word_embeddings") is True
@@ -252,5 +262,5 @@ def _refuse(name: str, held: Sequence[Place], files: Sequence[str], layout: Layo
         )
     issue = next(iter(layout_issues(name, layout)), None)
     reason = issue.message if issue is not None else f"chunks of `{name}` do not fill it"
-    holders = ", ".join(dict.fromkeys(files[number] for number, _ in held))
+    holders = listed(list(dict.fromkeys(files[number] for number, _ in held)), quote="")
     raise FormatError(holders, f"{reason}; is a file missing?")

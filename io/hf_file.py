@@ -1,19 +1,19 @@
-"""One safetensors file of a Hugging Face checkpoint: what is in it, and how is it written?"""
+"""One safetensors file of a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from shardplan.planning import itemsize
 
-from .copying import Content, Seal, literal, write_file
+from .copying import Content, FileContents, literal, write_file
 from .headers import file_entry, framed
 from .hf_index import INDEX, PART_OF, SINGLE, TIED
-from .pieces import Piece
+from .pieces import Piece, blocks_of
 from .stores import Store
 
 __all__ = ["HfFile"]
@@ -62,32 +62,15 @@ class HfFile:
                 "shape": entry[1],
                 "data_offsets": [at, at := at + piece.nbytes],
             }
-        return framed(json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode())
+        return framed(
+            json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode(), self.name
+        )
 
     def write(self, store: Store, header: bytes, threads: int) -> None:
         """Write it."""
-        size, atomic = len(header) + self.nbytes, self.name == SINGLE
-        write_file(
-            store,
-            self.name,
-            lambda: self._contents(header),
-            lambda: self._parts(header),
-            nbytes=size,
-            atomic=atomic,
-            threads=threads,
+        contents = FileContents(
+            lambda local: [literal(header), *map(Content, blocks_of(self.ordered(), local))],
+            threads,
         )
-
-    def _contents(self, header: bytes) -> list[Content | Seal] | None:
-        """Return what it is made of, if all of it only has to be copied."""
-        found: list[Content | Seal] = [literal(header)]
-        for piece in self.ordered():
-            blocks = piece.direct()
-            if blocks is None:
-                return None
-            found.append(Content(blocks))
-        return found
-
-    def _parts(self, header: bytes) -> Iterator[memoryview]:
-        yield memoryview(header)
-        for piece in self.ordered():
-            yield from piece.blocks()
+        size = len(header) + self.nbytes
+        write_file(store, self.name, contents, nbytes=size, atomic=self.name == SINGLE)

@@ -15,6 +15,7 @@ from shardplan.planning.files import save_id_of
 
 from .errors import FormatError
 from .headers import Header, header_length, parse_header
+from .limits import read_whole
 from .stores import MissingFileError, Store, StoreError, check_path
 
 __all__ = [
@@ -162,12 +163,12 @@ def read_header(store: Store, file: str, index: str | None = None) -> Header:
 def read_index(store: Store, index: str) -> dict[str, str]:
     """Return which tensor lies in which file, as an index says."""
     try:
-        data = bytearray(store.size(index))
-        store.read(index, [(0, memoryview(data))])
-        table = json.loads(data)
+        table = json.loads(read_whole(store, index, "index"))
         weights = table["weight_map"]
     except MissingFileError:
         raise FormatError(index, "it is missing") from None
+    except FormatError:
+        raise
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise FormatError(index, f"it is no index of safetensors files: {error!r}") from None
     if not isinstance(weights, dict) or not weights:

@@ -11,6 +11,8 @@ import attrs
 
 from shardplan.planning import RefusedError, SavePlan
 
+from .errors import listed
+
 __all__ = [
     "MAX_SHARD_SIZE",
     "Shards",
@@ -111,7 +113,7 @@ def refuse_split(plans: Sequence[SavePlan], rank: int = 0, way: str = _SAVE_FIRS
     """
     split = {name for plan in plans for name in _split_tensors(plan)}
     if split:
-        named = ", ".join(f"`{name}`" for name in sorted(split)[:8])
+        named = listed(sorted(split))
         raise RefusedError(
             f"an `hf` checkpoint holds tensors whole, and {named} would be split; {way}"
         )

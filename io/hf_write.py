@@ -34,7 +34,8 @@ from .headers import file_entry, refused_name
 from .hf_file import HfFile
 from .hf_index import INDEX, RESERVED, SINGLE, read_index, uncommitted
 from .hf_shards import MAX_SHARD_SIZE, assign_shards, parse_size, refuse_split, tensor_sizes
-from .local import TEMPORARY, LocalStore
+from .limits import check_size
+from .local_files import TEMPORARY
 from .pieces import Piece, collect, tied_pieces
 from .pool import Pool, default_pool
 from .progress import Progress
@@ -48,7 +49,7 @@ from .replacing import (
     take_name,
 )
 from .stores import Store
-from .writers import Part
+from .writers import Part, Writer
 
 __all__ = ["HfWriter"]
 
@@ -57,8 +58,8 @@ _OWN: Final = re.compile(r"model-(?:[0-9a-f]+-)?\d{5}-of-\d{5}\.safetensors")
 _STRAY: Final = re.compile(rf"model\.safetensors\.[0-9a-f]+{re.escape(TEMPORARY)}")
 
 
-class HfWriter:
-    """Writes Hugging Face checkpoints; a `Writer`.
+class HfWriter(Writer):
+    """Writes Hugging Face checkpoints.
 
     Args:
         max_shard_size: How many bytes of tensors a file holds, as a number or as ``"5GB"``.
@@ -155,7 +156,7 @@ class HfWriter:
             HfFile(*_name(first + i, count), [pieces[n] for n in held if n in pieces])
             for i, held in enumerate(names)
         ]
-        if count > 1 or isinstance(store, LocalStore):
+        if count > 1 or store.can_rename:
             jobs = [attrs.evolve(job, name=_own_name(job.name, save_id)) for job in jobs]
         headers = [job.header(self.remarks, ties, save_id) for job in jobs]
         pool = pool or default_pool()
@@ -225,7 +226,7 @@ class HfWriter:
             self.refuse(store, overwrite)
             _check_there(store, new)
             own = _own_name(SINGLE, save_id)
-            if new == {own} and isinstance(store, LocalStore):
+            if new == {own}:
                 with committing(self._unsure, save_id):
                     put_file(store, own, SINGLE, overwrite=overwrite)
                 new = {SINGLE}
@@ -251,6 +252,7 @@ class HfWriter:
         table = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
         data = (json.dumps(table, indent=2) + "\n").encode()
         try:
+            check_size(INDEX, len(data), "index")
             with committing(self._unsure, save_id):
                 store.sync()
                 put_in_place(store, INDEX, data, overwrite=overwrite)

@@ -20,7 +20,8 @@ from shardplan.planning.packing import Ints
 from shardplan.planning.ranges import steps
 
 from .arrays import is_plain
-from .mapped import PAGE
+from .checksums import XXH3, Checksum
+from .local_files import PAGE
 
 __all__ = ["FAR_GAP", "PIECE", "SMALL", "Job"]
 
@@ -67,6 +68,7 @@ class Job:
         is_local: Whether files are read by this machine's own system, a piece at a time if need be.
         is_mapped: Whether bytes can be copied out of the files' own pages; see `map_ranges`.
         alone: Whether one thread does all of it.
+        checksum: How the checksums of chunks are made.
     """
 
     tensors: list[torch.Tensor]
@@ -86,6 +88,7 @@ class Job:
     is_local: bool = False
     is_mapped: bool = False
     alone: bool = False
+    checksum: Checksum = XXH3
 
     @cached_property
     def strides(self) -> Ints:

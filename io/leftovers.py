@@ -18,7 +18,8 @@ from .commit import find_manifest
 from .dcp_metadata import METADATA, parse_metadata
 from .errors import FormatError
 from .hf_index import indices, read_index
-from .local import is_temporary
+from .limits import read_whole
+from .local_files import is_temporary
 from .manifest import MANIFEST, Manifest, decode_manifest
 from .stores import Entry, Store
 
@@ -29,7 +30,6 @@ MIN_AGE: Final = 3600.0
 
 _DCP: Final = re.compile(r"__\d+_\d+-([0-9a-f]{12})\.distcp")  # torch's own name no save
 _SAVE: Final = re.compile(r"[0-9a-f]{12}")  # how saves are called; other words are of a user's own
-_MAX_METADATA: Final = 1 << 30
 
 
 def leftovers(store: Store) -> tuple[str, ...]:
@@ -64,7 +64,7 @@ def spoken_of(store: Store, found: Iterable[Entry], manifest: Manifest | None) -
     known = set() if manifest is None else set(manifest.files.names)
     names = {entry.name for entry in found}
     if METADATA in names and any(map(_DCP.fullmatch, names)):
-        known |= set(parse_metadata(store.read_all(METADATA, limit=_MAX_METADATA)).files)
+        known |= set(parse_metadata(read_whole(store, METADATA, "metadata")).files)
     if not known.issuperset(n for n in names if _save_of(n)):  # an index may name files as it likes
         for index in indices(names):
             known |= set(read_index(store, index).values())

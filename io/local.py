@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import secrets
 import stat
 import threading
@@ -18,6 +17,7 @@ from shardplan.planning.packing import Ints
 
 from .buffers import (
     Buffer,
+    Bytes,
     bundles,
     byte_view,
     gather,
@@ -26,30 +26,33 @@ from .buffers import (
     total_bytes,
     wanted,
 )
-from .kernel import IOV_MAX, locked_folder, reserve_space, start_writeback, sync_folder
 from .local_files import (
+    IOV_MAX,
+    TEMPORARY,
+    can_map,
     check_size,
     closing,
     entry_of,
     fill_pieces,
-    give_name,
+    link,
+    locked_folder,
+    map_ranges,
     opened,
     read_parts,
     read_runs,
     reported,
+    reserve_space,
+    start_writeback,
+    sync_folder,
     unsure,
     walk,
     write_run,
 )
-from .mapped import Bytes, map_ranges
 from .pool import Pool, default_pool
-from .store_errors import a_folder, short, too_long, wrong_size
-from .stores import Entry, MissingFileError, check_path
+from .store_errors import a_folder, short, taken, too_long, wrong_size
+from .stores import Contents, Entry, MissingFileError, Store, check_path
 
-__all__ = ["TEMPORARY", "LocalStore", "is_temporary"]
-
-TEMPORARY: Final = ".tmp"
-"""How the name of a file ends that a killed `LocalStore.replace` leaves behind."""
+__all__ = ["LocalStore"]
 
 _ABSENT: Final = (errno.ENOENT, errno.ENOTDIR)
 _STEP: Final = 32 << 20  # bytes a system call moves: much below Linux's limit of 2 GiB
@@ -57,7 +60,7 @@ _WAIT: Final = 8 << 20  # bytes that wait to be written at most: their memory is
 _ATTEMPTS: Final = 5
 
 
-class LocalStore:
+class LocalStore(Store):
     """A folder on a disk.
 
     Reads are spread over the pool's threads. A file is written by one thread, since file systems
@@ -102,12 +105,22 @@ class LocalStore:
         """No memory is needed beside the caller's."""
         return 0
 
+    @property
+    def can_map(self) -> bool:
+        """Whether files' own pages can be had; see `Store.can_map`."""
+        return can_map()
+
+    @property
+    def can_rename(self) -> bool:
+        """A disk renames files."""
+        return True
+
     def __repr__(self) -> str:
         return f"LocalStore({self._root!r})"
 
     def read(self, path: str, ranges: Sequence[tuple[int, memoryview]]) -> int:
         """Fill buffers from a file; see `Store.read`."""
-        file = self.locate(path)
+        file = self._file(path)
         asked = wanted(ranges)
         if not asked:
             return 0
@@ -123,21 +136,8 @@ class LocalStore:
     def read_pieces(
         self, path: str, groups: Iterable[Sequence[tuple[int, memoryview]]], max_bytes: int
     ) -> Generator[Iterator[memoryview], None, None]:
-        """Fill buffers as `read` does, a piece at a time, in the order of the file.
-
-        Each piece is handed out as soon as it is filled. What looks at it there and then finds it
-        in the processor's cache: hashing it costs less than it does later.
-
-        Args:
-            path: The file; it is opened once.
-            groups: Ranges that are asked for together; see `read`.
-            max_bytes: How long a piece may be.
-
-        Yields:
-            The pieces of each group, all of which must be taken before the next group is asked for:
-            the file is closed after the last one, and when the generator is.
-        """
-        file = self.locate(path)
+        """Fill buffers a piece at a time; see `Store.read_pieces`."""
+        file = self._file(path)
         with reported("read", file), opened(file) as fd:
             for ranges in groups:
                 asked = wanted(ranges)
@@ -146,8 +146,8 @@ class LocalStore:
 
     @contextmanager
     def mapped(self, path: str, starts: Ints, lengths: Ints) -> Iterator[Bytes]:
-        """Give the bytes of some ranges of a file, and what lies between; see `map_ranges`."""
-        file = self.locate(path)
+        """Give a file's own pages; see `Store.mapped`."""
+        file = self._file(path)
         last = int(np.argmax(starts + lengths))
         asked = (file, int(starts[last]), int(lengths[last]))
         with reported("read", file), opened(file) as fd:
@@ -166,12 +166,11 @@ class LocalStore:
         parts: Iterable[Buffer],
         *,
         nbytes: int | None = None,
-        sync: bool = True,
         atomic: bool = False,
     ) -> int:
         """Write a file whole; see `Store.write`."""
         nbytes = total_bytes(parts) if nbytes is None else nbytes
-        with self.making(path, nbytes=nbytes, sync=sync, atomic=atomic) as fd:
+        with self._making(path, nbytes=nbytes, atomic=atomic) as fd:
             written = 0
             runs = gather(placed(pieces(parts, _WAIT)), max_bytes=_WAIT, max_views=IOV_MAX)
             for offset, views in runs:
@@ -179,12 +178,17 @@ class LocalStore:
                 start_writeback(fd, offset, written - offset)
         return written
 
+    def write_contents(
+        self, path: str, contents: Contents, *, nbytes: int, atomic: bool = False
+    ) -> None:
+        """Write a file in any order; see `Store.write_contents`."""
+        with self._making(path, nbytes=nbytes, atomic=atomic) as fd:
+            contents.write_to(fd)
+
     @contextmanager
-    def making(
-        self, path: str, *, nbytes: int | None = None, sync: bool = True, atomic: bool = False
-    ) -> Iterator[int]:
+    def _making(self, path: str, *, nbytes: int | None, atomic: bool) -> Iterator[int]:
         """Make a file that the block writes through a descriptor, in any order; see `write`."""
-        target = self.locate(path)
+        target = self._file(path)
         file = f"{target}.{secrets.token_hex(8)}{TEMPORARY}" if atomic else target
         with reported("write", target), self._created(file) as fd:
             reserve_space(fd, nbytes or 0)
@@ -192,8 +196,7 @@ class LocalStore:
             written = os.fstat(fd).st_size
             if nbytes not in {None, written}:
                 raise wrong_size(target, nbytes or 0, written)
-            if sync or atomic:
-                os.fsync(fd)
+            os.fsync(fd)
             if atomic:
                 os.replace(file, target)
         if atomic:
@@ -202,7 +205,7 @@ class LocalStore:
 
     def read_all(self, path: str, *, limit: int) -> bytes:
         """Return a small file whole; see `Store.read_all`."""
-        file = self.locate(path)
+        file = self._file(path)
         with reported("read", file), opened(file) as fd:
             size = os.fstat(fd).st_size
             if size > limit:
@@ -211,7 +214,7 @@ class LocalStore:
 
     def replace(self, path: str, data: bytes, *, overwrite: bool = True) -> None:
         """Publish a small file at once and durably; see `Store.replace`."""
-        file = self.locate(path)
+        file = self._file(path)
         temporary = f"{file}.{secrets.token_hex(8)}{TEMPORARY}"
         with reported("replace", file):
             if os.path.isdir(file):
@@ -221,26 +224,25 @@ class LocalStore:
                 os.fsync(fd)
             try:
                 with locked_folder(os.path.dirname(file)):
-                    if overwrite:
+                    if overwrite or not link(temporary, file):
+                        if not overwrite and os.path.lexists(file):
+                            raise taken("replace", file)
                         os.replace(temporary, file)
-                    else:
-                        give_name(temporary, file)
-            except BaseException:
-                with suppress(OSError):
+            finally:
+                with suppress(OSError):  # a second name does no harm
                     os.unlink(temporary)
-                raise
             with unsure(file):
                 self.sync()
 
     def size(self, path: str) -> int:
         """Return the size of a file in bytes."""
-        file = self.locate(path)
+        file = self._file(path)
         with reported("measure", file):
             return os.stat(file).st_size
 
     def exists(self, path: str) -> bool:
-        """Say whether there is such a file; an error if nobody can tell."""
-        file = self.locate(path)
+        """Return whether there is such a file; raise if that cannot be found out."""
+        file = self._file(path)
         with reported("find", file):
             try:
                 return stat.S_ISREG(os.stat(file).st_mode)
@@ -251,14 +253,14 @@ class LocalStore:
 
     def list(self, prefix: str = "", *, recursive: bool = True) -> tuple[str, ...]:
         """Return the files below a folder, sorted; see `Store.list`."""
-        folder = self.locate(prefix) if prefix else self._root
+        folder = self.locate(prefix)
         with reported("list", folder):
             found = walk(folder, f"{prefix}/" if prefix else "", recursive)
             return tuple(sorted(name for name, _ in found))
 
     def entries(self, prefix: str = "", *, recursive: bool = True) -> tuple[Entry, ...]:
         """Return the files below a folder with sizes and times; see `Store.entries`."""
-        folder = self.locate(prefix) if prefix else self._root
+        folder = self.locate(prefix)
         with reported("list", folder):
             walked = walk(folder, f"{prefix}/" if prefix else "", recursive)
             found = (entry_of(name, entry) for name, entry in walked)
@@ -269,7 +271,7 @@ class LocalStore:
 
         The root goes, too, if it is empty and was made since the last `sync`.
         """
-        files = [self.locate(path) for path in paths]
+        files = [self._file(path) for path in paths]
         folders = {os.path.dirname(file) for file in files}
         with self._lock:
             self._unsynced |= folders
@@ -279,13 +281,31 @@ class LocalStore:
         for folder in folders:
             self._remove_empty(folder)
 
-    def delete_same(self, path: str, data: bytes) -> bool:
-        """Delete a small file if it holds just these bytes; say whether it did.
+    def rename(self, path: str, to: str) -> None:
+        """Give a file another name; see `Store.rename`. `sync` makes it durable."""
+        source, target = self._file(path), self._file(to)
+        with reported("replace", target):
+            self._note_renamed(source, target)
+            os.replace(source, target)
 
-        A `replace` of that file comes before, and it stays, or after, as far as the disk knows
-        locks.
+    def link(self, path: str, to: str) -> bool:
+        """Give a file a second name; see `Store.link`."""
+        source, target = self._file(path), self._file(to)
+        with reported("replace", target):
+            self._note_renamed(source, target)
+            return link(source, target)
+
+    def _note_renamed(self, *files: str) -> None:
+        with self._lock:
+            self._unsynced |= {os.path.dirname(file) for file in files}
+
+    def delete_same(self, path: str, data: bytes) -> bool:
+        """Delete a small file if it holds just these bytes; see `Store.delete_same`.
+
+        A concurrent `replace` of that file comes either before, and the file stays, or after, if
+        the disk has locks.
         """
-        file = self.locate(path)
+        file = self._file(path)
         try:
             with reported("delete", file), locked_folder(os.path.dirname(file)):
                 size = os.stat(file).st_size
@@ -312,8 +332,11 @@ class LocalStore:
                 self._unsynced |= folders
             raise
 
-    def locate(self, path: str) -> str:
-        """Return where a file is on the disk."""
+    def locate(self, path: str = "") -> str:
+        """Return where a file is on the disk; see `Store.locate`."""
+        return self._file(path) if path else self._root
+
+    def _file(self, path: str) -> str:
         return os.path.join(self._root, check_path(path, root=self._root))
 
     @contextmanager
@@ -367,13 +390,3 @@ class LocalStore:
                 self._made.discard(folder)
                 folder = os.path.dirname(folder)
                 self._unsynced.add(folder)
-
-
-def is_temporary(name: str, file: str) -> bool:
-    """Say whether a name is one that a killed `LocalStore.replace` of a file leaves behind.
-
-    >>> is_temporary("m.json.0123456789abcdef.tmp", "m.json"), is_temporary("m.json.tmp", "m.json")
-    (True, False)
-    """
-    pattern = rf"{re.escape(file)}\.[0-9a-f]{{16}}{re.escape(TEMPORARY)}"
-    return re.fullmatch(pattern, name) is not None

@@ -1,34 +1,74 @@
-"""How is one local file opened, read, written and named? What `LocalStore` does to each."""
+"""What `LocalStore` asks of the operating system, for one file or folder at a time.
+
+Hints that make large writes faster, durable names and locks quietly do nothing where a file system
+does not know of such a thing.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import fcntl
+import mmap
 import os
+import re
 import stat
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Final
+from functools import cache
+from typing import Any, Final
 
-from .buffers import Run, advance
-from .store_errors import StoreError, a_folder, from_os_error, no_file, short, taken
+import numpy as np
+
+from shardplan.planning.packing import Ints
+
+from .buffers import Bytes, Run, advance
+from .store_errors import StoreError, a_folder, from_os_error, no_file, short
 from .stores import Entry
 
 __all__ = [
+    "IOV_MAX",
+    "PAGE",
+    "TEMPORARY",
+    "can_map",
     "check_size",
     "closing",
     "entry_of",
     "fill_pieces",
-    "give_name",
+    "is_temporary",
+    "link",
+    "locked_folder",
+    "map_ranges",
     "opened",
     "read_parts",
     "read_runs",
     "reported",
+    "reserve_space",
+    "start_writeback",
+    "sync_folder",
     "unsure",
     "walk",
     "write_run",
 ]
 
-_NO_LINKS: Final = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+IOV_MAX: Final = max(16, os.sysconf("SC_IOV_MAX")) if hasattr(os, "sysconf") else 16
+"""How many buffers one call of preadv or pwritev takes."""
+
+TEMPORARY: Final = ".tmp"
+"""How the name of a file ends that a killed `LocalStore.replace` leaves behind."""
+
+_KEEP_SIZE: Final = 1  # FALLOC_FL_KEEP_SIZE: a file that a kill cuts short looks short
+_WRITE: Final = 2  # SYNC_FILE_RANGE_WRITE: start, and do not wait
+_PATIENCE: Final = 10.0  # seconds that a lock is waited for
+_TICK: Final = 0.01  # seconds between attempts
+_NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+PAGE: Final = mmap.ALLOCATIONGRANULARITY
+"""Bytes that the system reads at least, whatever is asked for."""
+
+_POPULATE: Final = 22  # MADV_POPULATE_READ, of Linux 5.14
 
 
 @contextmanager
@@ -120,23 +160,16 @@ def write_run(fd: int, offset: int, views: Sequence[memoryview]) -> int:
     return offset - start
 
 
-def give_name(temporary: str, file: str) -> None:
-    """Give a file its final name, unless that is taken."""
+def link(source: str, target: str) -> bool:
+    """Give a file a second name; return False if that is taken, or the disk has no hard links."""
     try:
-        os.link(temporary, file)
-    except FileExistsError:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
         # A network file system may have done it, lost its answer, and tried again.
-        if os.stat(temporary).st_nlink < 2:
-            raise taken("replace", file) from None
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        if os.path.lexists(file):
-            raise taken("replace", file) from None
-        os.replace(temporary, file)
-        return
-    with suppress(OSError):  # the file is there: a second name of it does no harm
-        os.unlink(temporary)
+        return os.path.exists(target) and os.path.samefile(source, target)
+    return True
 
 
 @contextmanager
@@ -176,3 +209,140 @@ def walk(folder: str, prefix: str, recursive: bool) -> Iterator[tuple[str, os.Di
             yield from walk(entry.path, f"{prefix}{entry.name}/", recursive)
         else:
             yield f"{prefix}{entry.name}/", entry
+
+
+@cache
+def can_map() -> bool:
+    """Return whether the system reports pages that cannot be read when it is asked for them.
+
+    Where it does not, touching a page that cannot be read (the disk fails, the file was cut short)
+    would end the process.
+    """
+    try:
+        with mmap.mmap(-1, PAGE) as page:
+            page.madvise(_POPULATE)
+    except (AttributeError, OSError, ValueError):
+        return False
+    return True
+
+
+def map_ranges(fd: int, starts: Ints, lengths: Ints) -> Bytes:
+    """Map a file's pages from where the first of some ranges starts to where the last ends.
+
+    All pages are asked for first, so that one that cannot be read is an error. Only the bytes in
+    the ranges may be looked at.
+
+    Args:
+        fd: The file.
+        starts: Where the ranges start; there is at least one.
+        lengths: How long each is.
+
+    Raises:
+        OSError: Some of them cannot be read.
+        ValueError: The file ends before.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryFile() as file:
+    ...     _ = file.write(bytes(range(100)))
+    ...     file.flush()
+    ...     found = map_ranges(file.fileno(), np.array([90, 3]), np.array([4, 4]))
+    >>> found[:4].tolist(), found[87:].tolist()
+    ([3, 4, 5, 6], [90, 91, 92, 93])
+    """
+    order = np.argsort(starts, kind="stable")
+    low, ends = starts[order] // PAGE * PAGE, (starts + lengths)[order]
+    first, size = int(low[0]), int(ends.max() - low[0])
+    writable = mmap.PROT_READ | mmap.PROT_WRITE  # a copy of our own, if anybody wrote to it
+    pages = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=writable, offset=first)
+    reach = np.maximum.accumulate(-(-ends // PAGE) * PAGE)
+    apart = np.flatnonzero(low[1:] > reach[:-1])  # the last range before each gap of whole pages
+    runs = zip(low[[0, *(apart + 1)]].tolist(), reach[[*apart, -1]].tolist(), strict=True)
+    for begin, end in runs:
+        pages.madvise(_POPULATE, begin - first, min(end - first, size) - (begin - first))
+    return np.frombuffer(pages, np.uint8)[int(starts.min()) - first :]
+
+
+@cache
+def _function(name: str, *types: Any) -> Any:
+    """Return a function of Linux's C library, or None elsewhere."""
+    if not sys.platform.startswith("linux"):
+        return None
+    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
+    if function is not None:
+        function.argtypes = types
+    return function
+
+
+def reserve_space(fd: int, nbytes: int) -> None:
+    """Reserve room for a file that is about to be written, so that a full disk shows at once.
+
+    The C library's posix_fallocate is avoided: where a file system cannot reserve, it writes.
+
+    Raises:
+        OSError: There is not that much space.
+    """
+    fallocate = _function(
+        "fallocate64", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64
+    ) or _function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    if fallocate and nbytes and fallocate(fd, _KEEP_SIZE, 0, nbytes):
+        code = ctypes.get_errno()
+        if code in _NO_SPACE:
+            raise OSError(code, os.strerror(code))
+
+
+def start_writeback(fd: int, offset: int, nbytes: int) -> None:
+    """Have the disk begin with these bytes now, while the next are prepared."""
+    signature = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    if sync_file_range := _function("sync_file_range", *signature):
+        sync_file_range(fd, offset, nbytes, _WRITE)
+
+
+def sync_folder(path: str) -> None:
+    """Make the names in a folder durable, on file systems that know of such a thing."""
+    fd = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in {errno.EINVAL, errno.ENOTSUP}:
+            raise
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def locked_folder(path: str) -> Iterator[None]:
+    """Lock a folder against others who call this, for a moment.
+
+    On a disk without locks this does nothing. A lock that is held for many seconds is ignored: the
+    process that holds it was stopped.
+    """
+    fd = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | os.O_CLOEXEC)
+    try:
+        _lock(fd)
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a process that was forked just now has it, too
+        os.close(fd)
+
+
+def _lock(fd: int) -> None:
+    end = time.monotonic() + _PATIENCE
+    while time.monotonic() < end:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(_TICK)
+        except OSError:
+            return
+
+
+def is_temporary(name: str, file: str) -> bool:
+    """Say whether a name is one that a killed `LocalStore.replace` of a file leaves behind.
+
+    >>> is_temporary("m.json.0123456789abcdef.tmp", "m.json"), is_temporary("m.json.tmp", "m.json")
+    (True, False)
+    """
+    pattern = rf"{re.escape(file)}\.[0-9a-f]{{16}}{re.escape(TEMPORARY)}"
+    return re.fullmatch(pattern, name) is not None

@@ -8,14 +8,12 @@ chunks open at once. Decoding trusts nothing: every number is checked before it 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
 import numpy as np
-import xxhash
 
 from shardplan.planning import CodecError, Grid, Metadata, StorageMeta, TensorProperties
 from shardplan.planning.catalog import column, within
@@ -23,10 +21,11 @@ from shardplan.planning.flatten import unflatten
 from shardplan.planning.frozen import from_json, to_json
 from shardplan.planning.metadata import Entries, Layout
 from shardplan.planning.packing import DAMAGE, Ints, readonly
-from shardplan.planning.tiling import Boxes, Tiling
+from shardplan.planning.tiling import Boxes, Tiling, shape_fault
 
-from .checksums import Sums, sums_from_hex, sums_to_hex
+from .checksums import Sums, sums_from_hex, sums_to_hex, xxhash
 from .errors import FormatError
+from .limits import MAX_BYTES
 from .manifest_record import FileTable, Manifest
 from .stores import StoreError, check_path
 from .values import RAW
@@ -53,7 +52,7 @@ HEAD_BYTES: Final = 128
 MISFIT: Final = "its checksum does not fit its text: it was damaged or edited"
 """What is said of a manifest whose text is not that of which it tells the checksum."""
 _FORMAT: Final = "shardplan"
-_MAX_BYTES: Final = 1 << 60
+_LAST_SECOND: Final = 1 << 36  # in the year 4147
 _KINDS: Final = ("dict", "list", "tuple")
 _EMPTY_SEATS: Final = 1 << 20  # entries that lists may have in all, beyond those that are saved
 _HEAD: Final = re.compile(rb'\{"format":"shardplan","version":(\d+),"xxh3_64":"([0-9a-f]{16})",')
@@ -179,8 +178,8 @@ def decode_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
         raise FormatError(file, MISFIT)
     try:
         return _decode(body)
-    except (CodecError, MemoryError, RecursionError, StoreError, *DAMAGE) as error:
-        raise FormatError(file, f"it is damaged: {error}") from None
+    except (ArithmeticError, CodecError, MemoryError, RecursionError, StoreError, *DAMAGE) as error:
+        raise FormatError(file, f"it is damaged: {str(error)[:300]}") from None
 
 
 def _check_version(version: Any, file: str) -> None:
@@ -230,7 +229,7 @@ def _decode(body: dict[str, Any]) -> Manifest:
         _sums(_text(body["sums"])),
         {name: (kind, data) for name, (kind, data, _) in stored.items()},
         _time(body["created"]),
-        int(_column([body["block_bytes"]], _MAX_BYTES, "a block's size")[0]),
+        int(_column([body["block_bytes"]], MAX_BYTES, "a block's size")[0]),
     )
     if manifest.block_bytes < 1:
         raise ValueError(f"its block_bytes are {manifest.block_bytes}, and a block has some")
@@ -245,8 +244,8 @@ def _decode_files(table: dict[str, Any]) -> FileTable:
     for name in names:
         if type(name) is not str or not _FILE.fullmatch(check_path(name)):
             raise ValueError(f"{str(name)[:200]!r} is no name of a file inside the checkpoint")
-    sizes = _column(table["sizes"], _MAX_BYTES, "a file's size")
-    headers = _column(table["headers"], _MAX_BYTES, "a header's length")
+    sizes = _column(table["sizes"], MAX_BYTES, "a file's size")
+    headers = _column(table["headers"], MAX_BYTES, "a header's length")
     digests = tuple(int(_text(d), 16) for d in table["xxh3_64"])
     if not len(set(names)) == len(names) == len(sizes) == len(headers) == len(digests):
         raise ValueError("its files' columns differ in length, or a file is there twice")
@@ -263,12 +262,13 @@ def _encode_layout(layout: Layout) -> dict[str, Any]:
 
 def _decode_layout(data: dict[str, Any]) -> Layout:
     """Read a layout. A few bytes of cuts can stand for any number of chunks: none are made here."""
-    size = _column(data["size"], _MAX_BYTES, "a size")
-    if len(size) > 64 or size.astype(float).prod() >= _MAX_BYTES:
-        raise ValueError(f"a tensor of shape {size.tolist()} is impossible")
+    size = _column(data["size"], MAX_BYTES, "a size")
+    fault = shape_fault(size.tolist())
+    if fault is not None:
+        raise ValueError(f"a tensor {fault}")
     tiling: Tiling
     if "cuts" in data:
-        cuts = tuple(_column(c, _MAX_BYTES, "a cut") for c in data["cuts"])
+        cuts = tuple(_column(c, MAX_BYTES, "a cut") for c in data["cuts"])
         if len(cuts) != len(size) or any(
             len(c) < 2 or c[-1] > end or (c[1:] <= c[:-1]).any()
             for c, end in zip(cuts, size, strict=True)
@@ -285,7 +285,7 @@ def _decode_layout(data: dict[str, Any]) -> Layout:
 
 def _boxes(rows: Any, axes: int) -> Ints:
     array = np.array(rows, np.int64) if rows else np.zeros((0, axes), np.int64)
-    if array.shape != (len(rows), axes) or not within(array, _MAX_BYTES):
+    if array.shape != (len(rows), axes) or not within(array, MAX_BYTES):
         raise ValueError("a chunk's offsets or sizes are impossible")
     return readonly(array)
 
@@ -296,7 +296,7 @@ def _decode_value(value: Any, places: int) -> tuple[str, Any, int]:
         raise ValueError(f"unknown kind of value {str(kind)[:20]!r}")
     if not (-1 if kind == "inline" else 0) <= place < (0 if kind == "inline" else places):
         raise ValueError("a value lies in no file")
-    if kind != "inline" and (type(data) is not int or not 0 <= data < _MAX_BYTES):
+    if kind != "inline" and (type(data) is not int or not 0 <= data < MAX_BYTES):
         raise ValueError("a value's size is impossible")
     return kind, data, place
 
@@ -344,10 +344,9 @@ def _sums(text: str) -> Sums:
 
 
 def _time(value: Any) -> float:
-    seconds = float(value)
-    if not math.isfinite(seconds):
-        raise ValueError(f"it was made at {seconds}")
-    return seconds
+    if type(value) not in (int, float) or not 0 <= value < _LAST_SECOND:
+        raise ValueError("its time of creation is not a number of seconds since 1970")
+    return float(value)
 
 
 def _column(values: Sequence[int], end: int, what: str) -> Ints:

@@ -13,7 +13,7 @@ from shardplan.planning import Metadata, find_issues
 from shardplan.planning.catalog import column
 from shardplan.planning.packing import Ints
 
-from .checksums import Sums, combine, hash_views
+from .checksums import XXH3, Sums, combine, hash_views
 from .commit import read_manifest
 from .errors import FormatError, listed
 from .expected import Expected, header_cost
@@ -26,7 +26,9 @@ from .values import RAW, StoredValue, load_value
 
 __all__ = ["NativeSource", "find", "source"]
 
-_REMEDY: Final = "; was the checkpoint overwritten or pruned while it was open? then open it again"
+_REMEDY: Final = (
+    "; copy the checkpoint whole, or if it was overwritten or pruned meanwhile, open it again"
+)
 _DECODED: Final = 4  # how many times its own size a value takes while it is decoded
 
 
@@ -90,6 +92,16 @@ class NativeSource:
     def sums_of(self, name: str) -> Sums:
         """Return the checksum of each chunk of one entry; see `Source.sums_of`."""
         return self.manifest.sums_of(name)
+
+    checksum = XXH3
+
+    def chunk_sums(self, chunks: Sequence[tuple[str, int]]) -> list[int | None]:
+        """Return the checksum of each chunk; see `Source.chunk_sums`."""
+        return [int(self.sums_of(name)[number]) for name, number in chunks]
+
+    def has_value_sum(self, name: str) -> bool:
+        """Return True: every value has one; see `Source.has_value_sum`."""
+        return True
 
     def value_cost(self, name: str) -> int:
         """Return how many bytes of memory it takes to read a value; see `Source.value_cost`."""

@@ -6,25 +6,24 @@ import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from html import unescape
 from itertools import chain
 from typing import Any, Final
 
 import attrs
 
+from shardplan.planning.extras import named_extras
+
 from .buffers import Buffer, Run, bundles, copy_into, gather, pieces, total_bytes, wanted
 from .errors import listed
 from .pool import Pool, default_pool
-from .store_errors import Kind, denied, missing, short, taken, too_long, wrong_size
-from .stores import Entry, MissingFileError, StoreError, check_path
+from .store_errors import Kind, denied, missing, no_bucket, short, taken, too_long, wrong_size
+from .stores import Entry, Store, StoreError, check_path
 
-try:
+with named_extras("an object store, memory:// too,"):
     import obstore
     from obstore import exceptions
     from obstore.store import MemoryStore, from_url
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "object stores and memory:// need obstore: pip install 'shardplan[objects]'", name="obstore"
-    ) from error
 
 __all__ = ["ObjectStore", "open_objects"]
 
@@ -41,6 +40,14 @@ _SETTINGS: Final = {
 # Where a machine in a cloud would be told its credentials: asked last, and only for want of others.
 _NO_CREDENTIALS: Final = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
 _NOISE: Final = re.compile(r"^Generic \w+ error: |, max_retries: \d+, retry_timeout: \w+")
+
+# What services put into their answers: XML, or JSON.
+_MESSAGE: Final = re.compile(r'<Message>([^<]+)</Message>|"message":\s*"((?:[^"\\]|\\.)+)"')
+_CODE: Final = re.compile(r"<Code>([^<]+)</Code>")
+_STATUS: Final = re.compile(r"status code: (\d{3}(?: [A-Za-z-]+)*)")
+_DENIED: Final = re.compile(r"status code: 40[13]\b")
+_NO_BUCKET: Final = ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")
+_FOR_DEVELOPERS: Final = "\n\nDebug source"
 
 _memories: dict[str, MemoryStore] = {}
 _lock = threading.Lock()
@@ -74,7 +81,7 @@ def open_objects(
     return ObjectStore(inner, url, prefix=prefix, pool=pool, part_size=part_size)
 
 
-class ObjectStore:
+class ObjectStore(Store):
     """A bucket, or a folder in one.
 
     Reads ask for the exact ranges and copy them into place; writes go up in parts, several at
@@ -142,7 +149,6 @@ class ObjectStore:
         parts: Iterable[Buffer],
         *,
         nbytes: int | None = None,
-        sync: bool = True,
         atomic: bool = False,
     ) -> int:
         """Write a file whole; see `Store.write`. It is always durable and atomic."""
@@ -193,18 +199,6 @@ class ObjectStore:
         """Return the size of a file in bytes."""
         with _reported("measure", self._name(path)):
             return obstore.head(self._inner, self._key(path))["size"]
-
-    def exists(self, path: str) -> bool:
-        """Say whether there is such a file."""
-        try:
-            self.size(path)
-        except MissingFileError:
-            return False
-        return True
-
-    def list(self, prefix: str = "", *, recursive: bool = True) -> tuple[str, ...]:
-        """Return the files below a folder, sorted; see `Store.list`."""
-        return tuple(entry.name for entry in self.entries(prefix, recursive=recursive))
 
     def entries(self, prefix: str = "", *, recursive: bool = True) -> tuple[Entry, ...]:
         """Return the files below a folder with sizes and times; see `Store.entries`."""
@@ -317,10 +311,16 @@ def _reported(operation: str, url: str, *, lost: Kind = "other") -> Iterator[Non
     except StoreError:
         raise
     except FileNotFoundError as error:
+        if any(code in str(error) for code in _NO_BUCKET):
+            raise no_bucket(operation, url, _answer(error)) from error
         raise missing(operation, url) from error
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-        raise denied(operation, url, _first_line(error)) from error
+        raise denied(operation, url, _answer(error)) from error
     except exceptions.BaseError as error:
+        if any(code in str(error) for code in _NO_BUCKET):
+            raise no_bucket(operation, url, _answer(error)) from error
+        if _DENIED.search(str(error)):  # which a listing that is refused is not told apart by
+            raise denied(operation, url, _answer(error)) from error
         reason, remedy = _in_words(error, url, operation)
         raise StoreError(operation, url, reason, remedy=remedy, kind=lost) from error
 
@@ -337,7 +337,7 @@ def _in_words(error: BaseException, url: str, operation: str = "") -> tuple[str,
     ... )
     ('Account must be specified', 'set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY')
     """
-    reason = _first_line(error)
+    reason = _answer(error)
     settings = _SETTINGS.get(url.partition("://")[0].lower())
     if settings is None:
         return reason, ""
@@ -347,6 +347,25 @@ def _in_words(error: BaseException, url: str, operation: str = "") -> tuple[str,
     if "error sending request" in reason or "connect" in reason.lower():
         return f"it cannot be reached ({reason})", f"check the network, and {where}"
     return reason, f"set {who}" if operation == "open" else ""  # which looks at settings alone
+
+
+def _answer(error: BaseException) -> str:
+    """Return the reason that the service itself gave; if it gave none, what obstore says.
+
+    >>> xml = "<Code>NoSuchBucket</Code><Message>The bucket does not exist.</Message>"
+    >>> _answer(OSError(f"Error … 404 Not Found: <?xml …?><Error>{xml}</Error>"))
+    'The bucket does not exist (NoSuchBucket)'
+    >>> _answer(OSError('Error … 404 Not Found: {"error": {"code": 404, "message": "No such."}}'))
+    'No such'
+    >>> _answer(OSError("Error … - Server returned non-2xx status code: 403 Forbidden: "))
+    'the service answered 403 Forbidden'
+    """
+    text = str(error).partition(_FOR_DEVELOPERS)[0]
+    said, code, status = (p.search(text) for p in (_MESSAGE, _CODE, _STATUS))
+    if said is not None:
+        name = f" ({code[1]})" if code is not None else ""
+        return unescape(said[1] or said[2]).strip().rstrip(".") + name
+    return f"the service answered {status[1]}" if status is not None else _first_line(error)
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,31 +1,46 @@
-"""Pickles that others wrote, read without running code: what they may name is listed, and no more.
+r"""A restricted unpickler: it calls only functions that it was given, and counts what it makes.
 
-A pickle is walked over once before it is read, so that it cannot ask for memory or time that its
-own length does not justify. Whatever a pickle names is then one of our own stand-ins, which are
-sealed: a pickle cannot change them. Those that copy what they are given are counted, since they may
-be given one large object again and again. Nothing here needs torch.
+A pickle is a program for a small stack machine. This machine knows the operations that Python's own
+pickler and torch emit, and no others. A name in a pickle is looked up in a table, which holds a
+constant or a `Call`: a small function of ours that returns a plain value or a *stand-in* (a record
+that describes an object, instead of being it). Nothing else is ever called, and only stand-ins take
+state.
+
+Memory and time are bounded by the pickle's own length:
+
+1. Strings and numbers are cut out of the pickle, so a length that reaches past its end is an error.
+2. Any other operation makes one small object.
+3. Whatever is handed on (the arguments of every `Call`, a persistent id, a name, the state of a
+   stand-in) is charged before, as if all of it were copied: its elements, its text, its bytes.
+4. A key is charged for all that hashing and comparing it visits, before it is hashed. Few keys of
+   one collection may have the same hash.
+5. What is taken up again from the memo is charged for all its parts, however often one is there,
+   and for the bytes of arrays: whoever walks over the result visits no more than that.
+
+Nothing here needs torch.
 """
 
 from __future__ import annotations
 
-import io
+import codecs
 import math
-import pickle
-import pickletools
-from collections.abc import Callable, Mapping
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
+import attrs
+
 __all__ = [
-    "Copies",
+    "Call",
     "CutShort",
     "PickleError",
     "RefusedName",
-    "Sealed",
-    "Unsound",
-    "check_parts",
-    "check_pickle",
+    "StandIn",
+    "calls",
+    "check_alike",
     "load_pickle",
-    "pickle_end",
+    "load_pickle_at",
 ]
 
 
@@ -33,12 +48,8 @@ class PickleError(ValueError):
     """A pickle that is damaged, or asks for what it may not have."""
 
 
-class Unsound(PickleError):
-    """A pickle that nobody should read: not whole, or made to use up memory or time."""
-
-
-class CutShort(Unsound):
-    """A pickle that goes on where what was read of it ends."""
+class CutShort(PickleError):
+    """A pickle that goes on where the bytes that were read of it end."""
 
     def __init__(self) -> None:
         super().__init__("it is cut short")
@@ -59,304 +70,72 @@ class RefusedName(PickleError):
         return RefusedName, (self.name,)
 
 
-class Sealed(type):
-    """The type of classes that a pickle may be given: nothing can be set on them."""
+class StandIn:
+    """What a pickle gets instead of an object that it describes.
 
-    def __setattr__(cls, name: str, value: object) -> None:
-        raise PickleError(f"it tries to change a class, {cls.__name__}")
-
-
-class Copies:
-    """Something that a pickle may be given which copies its argument: what it makes is counted.
-
-    Args:
-        make: What makes the copy.
+    Attributes:
+        state: The state that the pickle gave it, if any.
     """
 
-    __slots__ = ("make",)
+    __slots__ = ("state",)
+    state: Any
 
-    def __init__(self, make: Callable[..., Any]) -> None:
-        self.make = make
+    def __init__(self) -> None:
+        self.state = None
 
-
-class _Counted:
-    """What a pickle gets for a `Copies`: it cannot change this."""
-
-    __slots__ = ("_add", "_make")
-    _add: Callable[[int], None]
-    _make: Callable[..., Any]
-
-    def __init__(self, make: Callable[..., Any], add: Callable[[int], None]) -> None:
-        object.__setattr__(self, "_make", make)
-        object.__setattr__(self, "_add", add)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise PickleError("it tries to change a function")
-
-    def __call__(self, *args: Any) -> Any:
-        made = self._make(*args)
-        self._add(len(made))
-        return made
+    @property
+    def parts(self) -> Sequence[Any]:
+        """Everything that it holds."""
+        return (self.state,)
 
 
-# How many bytes an operation takes, its own included; or, if only its data tells, one of these.
-_END, _SHORT, _LONG, _LONGER, _LINES, _REFUSED = 0, -1, -4, -8, -2, -9
-_MEMOIZE, _PUT, _GET = -11, -12, -13  # what numbers objects, and takes them up again
+@attrs.frozen(eq=False)
+class Call:
+    """A function that a pickle may call.
 
-
-def _widths() -> tuple[int, ...]:
-    plain = [
-        *(b"(", b"0", b"1", b"N", b"\x88", b"\x89", b"]", b"}", b")", b"\x8f", b"\x91", b"a"),
-        *(b"e", b"s", b"u", b"\x90", b"t", b"\x85", b"\x86", b"\x87", b"R", b"b", b"\x81"),
-        *(b"\x92", b"\x93", b"Q"),
-    ]
-    known = dict.fromkeys(plain, 1)
-    known |= {b"\x80": 2, b"K": 2, b"M": 3, b"J": 5, b"G": 9, b"\x95": 9}
-    known |= {b"\x94": _MEMOIZE, b"q": _PUT, b"r": _PUT, b"h": _GET, b"j": _GET}
-    known |= {b"c": _LINES, b".": _END}
-    known |= dict.fromkeys([b"\x8a", b"\x8c", b"C", b"U"], _SHORT)
-    known |= dict.fromkeys([b"\x8b", b"X", b"B", b"T"], _LONG)
-    known |= dict.fromkeys([b"\x8d", b"\x8e", b"\x96"], _LONGER)
-    return tuple(known.get(bytes([code]), _REFUSED) for code in range(256))
-
-
-_WIDTHS: Final = _widths()
-# Operations that leave an object on top which is certainly no tuple or frozenset with parts.
-_NO_TUPLE: Final = b"NK\x88\x89]})\x8fMJGRQ\x81\x92\x93cX\x8c\x8dCB\x8eUT\x96\x8a\x8b"
-_MAYBE: Final = bytes(code not in _NO_TUPLE for code in range(256))
-_FEW: Final = 8  # tuples that are taken up again can at worst multiply work by as much
-_PARTS: Final = 1 << 24  # what may be visited in any case, being the work of a second
-_OFTEN: Final = 16  # times that an honest pickle's parts are there on average, and more
-_MAKER, _NAME, _NUMBER = 1, 2, 4  # what an object is: the type bytearray, its name, holds a number
-
-
-def pickle_end(data: bytes, begin: int = 0) -> int:
-    """Say where a pickle ends: its operations must be known, and promise no more than is there.
-
-    >>> two = pickle.dumps("one") + pickle.dumps("two")
-    >>> load_pickle(two[pickle_end(two) :], {})
-    'two'
-
-    Raises:
-        CutShort: The end is not there.
-        Unsound: It is damaged.
+    Attributes:
+        name: What the pickle calls it.
+        make: The function. It may return plain values and stand-ins, and must not keep what it is
+            given.
+        free: Whether it only hands on what it is given, without looking at it.
+        new: What is called instead where the pickle calls ``__new__`` of a class, if anything.
+        allowed: The class or function that it stands for, if the user allowed that one by name.
     """
-    return _walk(data, begin)[0]
+
+    name: str
+    make: Callable[..., Any]
+    free: bool = False
+    new: Callable[..., Any] | None = None
+    allowed: Any = None
 
 
-def check_pickle(data: bytes, begin: int = 0) -> int:
-    """Say where a pickle ends, and refuse one that would take all memory or time to read.
-
-    Raises:
-        Unsound: It would, or is damaged.
-    """
-    end, again = _walk(data, begin)
-    if again > _FEW:
-        _weigh(data[begin:end])
-    if data.find(b"bytearray", begin, end) >= 0:
-        _refuse_lengths(data[begin:end])
-    return end
+def calls(table: Mapping[str, Callable[..., Any]]) -> dict[str, Call]:
+    """Return a table of names for `load_pickle`, given the function of each."""
+    return {name: Call(name, make) for name, make in table.items()}
 
 
-def _walk(data: bytes, begin: int) -> tuple[int, int]:
-    """Return where a pickle ends, and how often at most it takes up a tuple once more."""
-    at, end, widths, maybe, before = begin, len(data), _WIDTHS, _MAYBE, 0
-    made = bytearray()  # which of the objects that are numbered may be tuples
-    memoized = put = again = 0
-    while at < end:
-        code = data[at]
-        width = widths[code]
-        if width > 0:
-            at += width
-        elif width == _MEMOIZE:
-            made.append(maybe[before])
-            memoized = at = at + 1
-        elif width <= _PUT:
-            wide = at + (2 if code in b"hq" else 5)
-            number = int.from_bytes(data[at + 1 : wide], "little")
-            if width == _GET:
-                again += made[number] if number < len(made) else 0
-            elif number > end:
-                raise Unsound("it numbers more objects than it can hold")
-            else:
-                if number >= len(made):
-                    made.extend(bytes(number + 1 - len(made)))
-                made[number], put = maybe[before], 1
-            at = wide
-        elif width == _SHORT:
-            at += 2 + int.from_bytes(data[at + 1 : at + 2], "little")
-        elif width == _END:  # nobody numbers objects in both ways; then no number is certain
-            return at + 1, end if memoized and put else again
-        else:
-            at = _skip(data, at, width)
-        before = code
-    raise CutShort
-
-
-def _skip(data: bytes, at: int, width: int) -> int:
-    """Return where the next operation begins."""
-    if width == _REFUSED:
-        raise Unsound(f"it uses operation {data[at]:#04x} at byte {at:,}")
-    if width != _LINES:
-        return at + 1 - width + int.from_bytes(data[at + 1 : at + 1 - width], "little")
-    for _ in range(2):
-        at = data.find(b"\n", at + 1)
-        if at < 0:
-            raise CutShort
-    return at + 1
-
-
-def _weigh(data: bytes) -> None:
-    """Refuse a pickle that takes up tuples again and again which hold tuples again and again.
-
-    Python hashes a tuple, and compares it, part by part, however often a part is there.
-    """
-    left = [_allowed(len(data))]
-
-    def make(code: pickletools.OpcodeInfo, _: Any, parts: list[int]) -> int:
-        whole = code.name.startswith("TUPLE") or code.name == "FROZENSET"
-        return 1 + sum(parts) if whole else max(parts, default=1)
-
-    def again(parts: int) -> None:
-        left[0] -= parts
-        if left[0] < 0:
-            raise Unsound("it holds more tuples in tuples than its own length justifies")
-
-    _simulate(data, make, again)
-
-
-def _refuse_lengths(data: bytes) -> None:
-    """Refuse a pickle that makes a bytearray of a number: torch would make one of any length."""
-
-    def make(code: pickletools.OpcodeInfo, argument: Any, parts: list[int]) -> int:
-        if code.name == "GLOBAL" and argument.endswith(" bytearray"):
-            return _MAKER
-        if code.name == "STACK_GLOBAL" and parts[-1] & _NAME:
-            return _MAKER
-        if code.name in ("REDUCE", "NEWOBJ") and parts[0] & _MAKER and parts[1] & _NUMBER:
-            raise Unsound("it makes a bytearray of a mere number")
-        if argument == "bytearray":
-            return _NAME
-        number = _NUMBER if isinstance(argument, int) else 0
-        return number | (_NUMBER if any(part & _NUMBER for part in parts) else 0)
-
-    _simulate(data, make, lambda _: None)
-
-
-def _simulate(
-    data: bytes,
-    make: Callable[[pickletools.OpcodeInfo, Any, list[int]], int],
-    again: Callable[[int], None],
-) -> None:
-    """Follow a pickle without making anything of it, but for a number that describes each object.
-
-    Args:
-        data: The pickle.
-        make: Describes what an operation makes, given its argument and what it takes.
-        again: Is told the description of what is taken up again.
-    """
-    stack, marks, memo = list[int](), list[int](), dict[Any, int]()
-    try:
-        for code, number, _ in pickletools.genops(data):
-            name, takes = code.name, code.stack_before
-            if name == "MARK":
-                marks.append(len(stack))
-            elif name.endswith("GET"):
-                again(memo[number])
-                stack.append(memo[number])
-            elif name == "MEMOIZE" or name.endswith("PUT"):
-                memo[len(memo) if number is None else number] = stack[-1]
-            elif name == "POP" and marks[-1:] == [len(stack)]:
-                marks.pop()
-            else:
-                sliced = pickletools.stackslice in takes
-                first = marks.pop() - len(takes) + 2 if sliced else len(stack) - len(takes)
-                parts = stack[max(first, 0) :]
-                del stack[max(first, 0) :]
-                if code.stack_after:
-                    stack.append(make(code, number, parts))
-    except (IndexError, KeyError, ValueError) as error:
-        if isinstance(error, Unsound):
-            raise
-        raise Unsound("it is damaged") from None
-
-
-def _allowed(nbytes: int) -> int:
-    """Return how many parts of a pickle of this length may be visited: some are there often."""
-    return max(_PARTS, _OFTEN * nbytes)
-
-
-def check_parts(value: Any, nbytes: int) -> None:
-    """Refuse a value of dicts, lists and tuples whose parts cannot be visited one by one.
-
-    Args:
-        value: What a pickle held.
-        nbytes: How long the pickle was.
-
-    Raises:
-        Unsound: It holds itself, or parts of it so often that there is no end of them, or too deep.
-    """
-    try:
-        parts = _parts(value, {})
-    except RecursionError:
-        raise Unsound("it is nested too deeply") from None
-    if parts > _allowed(nbytes):
-        raise Unsound("it holds itself, or its parts more often than its own length justifies")
-
-
-def _parts(value: Any, known: dict[int, float]) -> float:
-    if isinstance(value, dict):
-        parts = [*value.keys(), *value.values()]
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        parts = [*value]
-    else:
-        return 1
-    if id(value) not in known:
-        known[id(value)] = math.inf  # for as long as its parts are counted
-        known[id(value)] = 1 + sum(_parts(part, known) for part in parts)
-    return known[id(value)]
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(
-        self,
-        data: bytes,
-        classes: Mapping[str, Any],
-        persistent: Callable[[Any], Any] | None,
-    ) -> None:
-        super().__init__(io.BytesIO(data))
-        self._classes, self._persistent = classes, persistent
-        self._left = len(data)  # each element that is copied takes a byte of the pickle at least
-
-    def find_class(self, module: str, name: str) -> Any:
-        found = self._classes.get(f"{module}.{name}")
-        if found is None:
-            raise RefusedName(f"{module}.{name}")
-        return _Counted(found.make, self._count) if isinstance(found, Copies) else found
-
-    def _count(self, elements: int) -> None:
-        self._left -= elements
-        if self._left < 0:
-            raise Unsound("it makes more copies than its own length justifies")
-
-    def persistent_load(self, pid: Any) -> Any:
-        if self._persistent is None:
-            raise RefusedName("persistent_load")
-        return self._persistent(pid)
+_ALONE: Final = frozenset((str, int, float, bool, bytes, complex, type(None), Call))
+"""What holds nothing that could be shared, and is never copied."""
+_SHARED: Final = 1 << 19  # how often parts may be there in any case: little memory, little time
+_PART: Final = 8  # what an entry counts that may become a key of a state dict; numbers count 1
+_COPIED: Final = 1 << 18  # bytes that may be copied in any case; an element counts `_PART`
+_HASHED: Final = 1 << 22  # bytes of keys that may be looked at in any case
+_SHORT: Final = 256  # characters of a key whose cost is that of any operation
+_ALIKE: Final = 40  # keys of one collection that may have the same hash; floats reach 34
+_DIGITS: Final = 1 << 10  # of a number in text
 
 
 def load_pickle(
-    data: bytes, classes: Mapping[str, Any], persistent: Callable[[Any], Any] | None = None
+    data: bytes, names: Mapping[str, Any], persistent: Callable[[Any], Any] | None = None
 ) -> Any:
     r"""Read a pickle.
 
     Args:
-        data: The pickle.
-        classes: What it may name, by full name, and what it gets instead: an immutable built-in,
-            an immutable value, a class whose type is `Sealed`, or a `Copies`. None may return a
-            tuple that holds tuples.
+        data: The pickle; what follows its end is ignored.
+        names: What it may name, by full name: a `Call`, or a constant that it gets.
         persistent: What turns a persistent id into an object.
 
+    >>> import pickle
     >>> load_pickle(pickle.dumps([1, {"a": (2.5, b"x")}]), {})
     [1, {'a': (2.5, b'x')}]
     >>> load_pickle(b"cposix\nsystem\n(X\x04\x00\x00\x00echotR.", {})
@@ -365,19 +144,482 @@ def load_pickle(
 
     Raises:
         RefusedName: It names something else; nothing of it was called.
-        Unsound: It would take all memory or time to read, or is damaged.
-        PickleError: It is damaged.
+        CutShort: Its end is missing.
+        PickleError: It is damaged, or would take more memory or time than its length justifies.
     """
-    check_pickle(data)
-    unpickler = _Unpickler(data, classes, persistent)
+    return load_pickle_at(data, 0, names, persistent)[0]
+
+
+def load_pickle_at(
+    data: bytes,
+    begin: int,
+    names: Mapping[str, Any],
+    persistent: Callable[[Any], Any] | None = None,
+) -> tuple[Any, int]:
+    """Read a pickle that lies somewhere in some bytes; return the value, and where it ends.
+
+    >>> import pickle
+    >>> two = pickle.dumps("one") + pickle.dumps("two")
+    >>> load_pickle_at(two, load_pickle_at(two, 0, {})[1], {})[0]
+    'two'
+    """
+    machine = _Machine(data, names, persistent)
     try:
-        found = unpickler.load()
-        check_parts(found, len(data))
-        return found
+        value, end = machine.run(begin)
+        machine.check_shared()
     except PickleError:
         raise
-    except Exception as error:  # a damaged pickle can fail in any way
+    except RecursionError:
+        raise PickleError("it is nested too deeply") from None
+    except Exception as error:  # what a damaged pickle hands to a `Call` may be anything
         reason = str(error) or type(error).__name__
         raise PickleError(f"it is damaged: {reason[:200]}") from error
-    finally:
-        unpickler.memo = {}  # it refers to itself there, and would keep all that it read
+    return value, end
+
+
+_DICTS: Final = (dict, OrderedDict, Counter)
+_GROUPS: Final = (tuple, list, set, frozenset)
+_HOLDERS: Final = (list, set, frozenset, *_DICTS)
+_TEXTS: Final = (str, bytes, bytearray)
+
+
+class _Machine:
+    """The stack machine; see the module's docstring for what it counts.
+
+    Args:
+        data: Holds the pickle.
+        names: What it may name.
+        persistent: What turns a persistent id into an object.
+    """
+
+    def __init__(
+        self, data: bytes, names: Mapping[str, Any], persistent: Callable[[Any], Any] | None
+    ) -> None:
+        self._data, self._names, self._persistent = data, names, persistent
+        self._again: list[Any] = []  # what was taken from the memo, each time that it was
+        self._alike: dict[int, tuple[Any, Counter[int]]] = {}  # by the id of a collection
+        self._to_copy = _COPIED + _PART * len(data)
+        self._to_hash = _HASHED + _PART * len(data)
+
+    def run(self, pos: int) -> tuple[Any, int]:
+        """Run the pickle that begins at ``pos``; return what it leaves, and where it ends.
+
+        This is one loop, and its branches are in order of how often they are taken, because a
+        checkpoint's metadata has millions of operations.
+        """
+        data, size, alone, again = self._data, len(self._data), _ALONE, self._again
+        number2, number4 = _U2, _U4
+        memo: dict[int, Any] = {}
+        marks: list[list[Any]] = []
+        stack: list[Any] = []
+        push = stack.append
+        try:
+            while True:
+                op = data[pos]
+                pos += 1
+                if op == 0x94:  # MEMOIZE
+                    memo[len(memo)] = stack[-1]
+                elif op == 0x68:  # BINGET
+                    push(found := memo[data[pos]])
+                    pos += 1
+                    if type(found) not in alone:
+                        again.append(found)
+                elif op == 0x6A:  # LONG_BINGET
+                    push(found := memo[number4(data, pos)[0]])
+                    pos += 4
+                    if type(found) not in alone:
+                        again.append(found)
+                elif op == 0x4B:  # BININT1
+                    push(data[pos])
+                    pos += 1
+                elif op == 0x72:  # LONG_BINPUT
+                    memo[number4(data, pos)[0]] = stack[-1]
+                    pos += 4
+                elif op == 0x28:  # MARK
+                    marks.append(stack)
+                    stack = []
+                    push = stack.append
+                elif op == 0x29:  # EMPTY_TUPLE
+                    push(())
+                elif op == 0x81 or op == 0x52:  # NEWOBJ, REDUCE
+                    args, call = stack.pop(), stack[-1]
+                    if type(call) is not Call or type(args) is not tuple:
+                        raise PickleError("it calls what is not a function, or without a tuple")
+                    if args and not call.free:
+                        self._charge(args)
+                    make = call.new if op == 0x81 and call.new else call.make
+                    stack[-1] = make(*args)
+                elif op == 0x75:  # SETITEMS
+                    items, stack = stack, marks.pop()
+                    push = stack.append
+                    self._set_items(stack[-1], items)
+                elif op == 0x62:  # BUILD
+                    state, found = stack.pop(), stack[-1]
+                    if isinstance(found, StandIn):
+                        if type(state) is tuple:
+                            self._charge(state)
+                        found.state = state
+                    elif type(found) is not OrderedDict:  # whose attributes are left out
+                        kind = type(found).__name__
+                        raise PickleError(f"it is damaged: it gives state to a {kind}")
+                elif op == 0x7D:  # EMPTY_DICT
+                    push({})
+                elif op == 0x85:  # TUPLE1
+                    stack[-1] = (stack[-1],)
+                elif op == 0x86:  # TUPLE2
+                    found = stack.pop()
+                    stack[-1] = (stack[-1], found)
+                elif op == 0x4D:  # BININT2
+                    push(number2(data, pos)[0])
+                    pos += 2
+                elif op == 0x8C:  # SHORT_BINUNICODE
+                    end = pos + 1 + data[pos]
+                    push(str(data[pos + 1 : end], "utf-8", "surrogatepass"))
+                    pos = end
+                    if end > size:
+                        raise CutShort
+                elif op == 0x71:  # BINPUT
+                    memo[data[pos]] = stack[-1]
+                    pos += 1
+                elif op == 0x4A:  # BININT
+                    push(_I4(data, pos)[0])
+                    pos += 4
+                elif op == 0x74:  # TUPLE
+                    items, stack = stack, marks.pop()
+                    push = stack.append
+                    push(tuple(items))
+                elif op == 0x51:  # BINPERSID
+                    stack[-1] = self._refer(stack[-1])
+                elif op == 0x89:  # NEWFALSE
+                    push(False)
+                elif op == 0x88:  # NEWTRUE
+                    push(True)
+                elif op == 0x4E:  # NONE
+                    push(None)
+                elif op == 0x47:  # BINFLOAT
+                    push(_F8(data, pos)[0])
+                    pos += 8
+                elif op == 0x5D:  # EMPTY_LIST
+                    push([])
+                elif op == 0x65:  # APPENDS
+                    items, stack = stack, marks.pop()
+                    push = stack.append
+                    _expect(stack[-1], list).extend(items)
+                elif op == 0x61:  # APPEND
+                    found = stack.pop()
+                    _expect(stack[-1], list).append(found)
+                elif op == 0x73:  # SETITEM
+                    items = stack[-2:]
+                    del stack[-2:]
+                    self._set_items(stack[-1], items)
+                elif op == 0x87:  # TUPLE3
+                    items = stack[-3:]
+                    del stack[-2:]
+                    stack[-1] = tuple(items)
+                elif op in _LENGTHS:
+                    pos, found = _sized(data, pos, op)
+                    push(found)
+                elif op == 0x63:  # GLOBAL
+                    pos, module = _line(data, pos, 0x63)
+                    pos, name = _line(data, pos, 0x63)
+                    push(self._find(module, name))
+                elif op == 0x93:  # STACK_GLOBAL
+                    name = _expect(stack.pop(), str)
+                    stack[-1] = self._find(_expect(stack[-1], str), name)
+                elif op in _LINES:
+                    pos, found = _line(data, pos, op)
+                    if op == 0x70:  # PUT
+                        memo[found] = stack[-1]
+                    elif op == 0x67:  # GET
+                        push(memo[found])
+                        again.append(stack[-1])
+                    else:
+                        push(found)
+                elif op == 0x8F:  # EMPTY_SET
+                    push(set())
+                elif op in (0x90, 0x91, 0x6C, 0x64):  # ADDITEMS, FROZENSET, LIST, DICT
+                    items, stack = stack, marks.pop()
+                    push = stack.append
+                    if op == 0x6C:
+                        push(items)
+                    elif op == 0x64:
+                        push({})
+                        self._set_items(stack[-1], items)
+                    else:
+                        self._charge_keys(items)
+                        if op == 0x91:
+                            check_alike(items)
+                            push(frozenset(items))
+                        else:
+                            self._check_grown(_expect(stack[-1], set), items)
+                            stack[-1].update(items)
+                elif op == 0x30:  # POP
+                    if stack:
+                        stack.pop()
+                    else:
+                        stack = marks.pop()
+                        push = stack.append
+                elif op == 0x31:  # POP_MARK
+                    stack = marks.pop()
+                    push = stack.append
+                elif op == 0x80:  # PROTO
+                    if data[pos] > 5:
+                        raise PickleError(f"it is of protocol {data[pos]}; 0 to 5 are known")
+                    pos += 1
+                elif op == 0x95:  # FRAME
+                    pos += 8
+                elif op == 0x2E:  # STOP
+                    return stack.pop(), pos
+                else:
+                    raise PickleError(f"it uses operation {op:#04x} at byte {pos - 1:,}")
+        except struct.error:
+            raise CutShort from None
+        except IndexError:  # of the data at its end, or of a stack that holds too little
+            raise (CutShort() if pos >= size else PickleError("it is damaged")) from None
+        except KeyError:
+            raise PickleError("it is damaged") from None
+
+    def _find(self, module: str, name: str) -> Any:
+        """Look up a name; Python 2 called some modules otherwise."""
+        self._charge((module, name))
+        full = f"{_RENAMED.get(module, module)}.{name}"
+        found = self._names.get(full)
+        if found is None:
+            raise RefusedName(full[:200])
+        return found
+
+    def _charge(self, handed: tuple[Any, ...]) -> None:
+        """Charge for what is handed on, tuples in tuples included, as if all were copied."""
+        left, todo = self._to_copy, [handed]
+        while todo and left >= 0:
+            group = todo.pop()
+            left -= _PART * len(group)
+            for part in group if left >= 0 else ():
+                kind = type(part)
+                if kind is tuple:
+                    todo.append(part)
+                elif kind in _TEXTS:
+                    left -= len(part)
+                elif kind in _HOLDERS:
+                    left -= _PART * len(part)
+                    self._charge_keys(part)
+        self._to_copy = left
+        if left < 0:
+            raise PickleError("it makes more copies than its own length justifies")
+
+    def _refer(self, pid: Any) -> Any:
+        if self._persistent is None:
+            raise RefusedName("persistent_load")
+        self._charge((pid,))
+        return self._persistent(pid)
+
+    def _set_items(self, target: Any, items: list[Any]) -> None:
+        keys = items[::2]
+        if type(target) not in _DICTS or len(items) % 2:
+            raise PickleError("it is damaged: it fills something that is not a dict")
+        for key in keys:
+            if type(key) is not str or len(key) > _SHORT:
+                self._check_keys(target, keys)
+                break
+        if type(target) is dict:
+            target.update(zip(keys, items[1::2], strict=True))
+        else:
+            for key, value in zip(keys, items[1::2], strict=True):
+                target[key] = value
+
+    def _check_keys(self, target: Any, keys: list[Any]) -> None:
+        """Charge for the keys of a dict that are neither text nor short."""
+        odd = [key for key in keys if type(key) is not str or len(key) > _SHORT]
+        self._charge_keys(odd)
+        self._check_grown(target, odd)
+
+    def _check_grown(self, target: Any, keys: Sequence[Any]) -> None:
+        """Check keys that are added to a collection, unless it stays small."""
+        if len(target) + len(keys) > _ALIKE:
+            check_alike(keys, self._alike.setdefault(id(target), (target, Counter()))[1])
+
+    def _charge_keys(self, keys: Iterable[Any]) -> None:
+        for key in keys:
+            self._charge_key(key)
+
+    def _charge_key(self, key: Any) -> None:
+        """Charge what hashing a key, or comparing it with an equal one, takes.
+
+        Python visits a tuple part by part, however often a part is there.
+        """
+        left, todo = self._to_hash, [key]
+        while todo:
+            part = todo.pop()
+            kind = type(part)
+            if kind in (tuple, frozenset, list):
+                left -= len(part)
+                if left >= 0:
+                    todo += part
+            elif kind is int:
+                left -= part.bit_length() // 8
+            elif kind in (str, bytes):
+                left -= len(part)
+            left -= 1
+            if left < 0:
+                text = "its keys hold more tuples in tuples than its own length justifies"
+                raise PickleError(text)
+        self._to_hash = left
+
+    def check_shared(self) -> None:
+        """Refuse objects that are there so often that nobody could visit all of their parts.
+
+        Raises:
+            PickleError: There are any, or one that holds itself.
+        """
+        left: float = _SHARED + _PART * len(self._data)
+        known: dict[int, float] = {}
+        for shared in self._again:
+            if type(shared) is tuple and _ALONE.issuperset(map(type, shared)):
+                left -= len(shared)  # which is what `_weight` returns, and the usual case
+            else:
+                left -= known[id(shared)] if id(shared) in known else _weight(shared, known)
+            if left < 0:
+                text = "it holds itself, or its parts more often than its length justifies"
+                raise PickleError(text)
+
+
+def check_alike(keys: Iterable[Any], known: Counter[int] | None = None) -> None:
+    """Refuse keys of one collection that have the same hash: each is compared with all others.
+
+    Args:
+        keys: Keys that can be hashed.
+        known: How many there were of each hash; it is kept up to date.
+
+    >>> check_alike([n * (2**61 - 1) for n in range(100)])
+    Traceback (most recent call last):
+    shardplan.io.pickles.PickleError: it holds a collection with many keys of the same hash
+
+    Raises:
+        PickleError: There are too many.
+    """
+    known = Counter() if known is None else known
+    for key in {id(key): key for key in keys if type(key) not in _TEXTS}.values():
+        known[code := hash(key)] += 1
+        if known[code] > _ALIKE:
+            raise PickleError("it holds a collection with many keys of the same hash")
+
+
+def _weight(root: Any, known: dict[int, float]) -> float:
+    """Count the parts of an object, and theirs, as often as each is there.
+
+    Args:
+        root: The object.
+        known: What was counted already, by id; infinite while it is being counted.
+    """
+    todo = [root]
+    while todo:
+        node = todo[-1]
+        if known.get(id(node), math.inf) < math.inf:  # several objects hold it
+            todo.pop()
+            continue
+        parts = _parts(node)
+        nodes = [part for part in parts if type(part) not in _ALONE]
+        if id(node) not in known:
+            known[id(node)] = math.inf
+            todo += {id(part): part for part in nodes if id(part) not in known}.values()
+        else:
+            todo.pop()
+            inner = sum(known[id(part)] for part in nodes)
+            known[id(node)] = len(parts) + _PART * len(nodes) + _bytes(node) + inner
+    return known[id(root)]
+
+
+def _bytes(value: Any) -> int:
+    """Return how many bytes a copy of something takes, beside those of its parts."""
+    if type(value) is bytearray:
+        return len(value)
+    if isinstance(value, StandIn) and type(value.state) is tuple:
+        return sum(len(part) for part in value.state if type(part) is bytes)
+    return 0
+
+
+def _parts(value: Any) -> Sequence[Any]:
+    kind = type(value)
+    if kind in _DICTS:
+        return [*value, *value.values()]
+    if kind in _GROUPS:
+        return list(value)
+    return value.parts if isinstance(value, StandIn) else ()
+
+
+def _expect(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise PickleError(f"it is damaged: it takes a {type(value).__name__} for a {kind.__name__}")
+    return value
+
+
+def _sized(data: bytes, pos: int, op: int) -> tuple[int, Any]:
+    """Read an operand whose length comes first; return where it ends, and what it is."""
+    width, make = _LENGTHS[op]
+    begin = pos + width
+    end = begin + int.from_bytes(data[pos:begin], "little")
+    if end > len(data):
+        raise CutShort
+    return end, make(data[begin:end])
+
+
+def _line(data: bytes, pos: int, op: int) -> tuple[int, Any]:
+    """Read an operand that is a line of text; return where the next begins, and what it is."""
+    end = data.find(b"\n", pos)
+    if end < 0:
+        raise CutShort
+    return end + 1, _LINES[op](data[pos:end])
+
+
+def _text(data: bytes) -> str:
+    return str(data, "utf-8", "surrogatepass")
+
+
+def _number(line: bytes) -> int | bool:
+    """Read a number of protocol 0, or a truth value."""
+    if line in (b"00", b"01"):
+        return line == b"01"
+    if len(line) > _DIGITS:
+        raise PickleError(f"it holds a number of {len(line):,} digits")
+    return int(line.removesuffix(b"L"))
+
+
+def _quoted(line: bytes) -> str:
+    """Read text that Python 2 wrote, in quotes."""
+    if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
+        raise PickleError("it is damaged: its text has no quotes")
+    return _text(codecs.escape_decode(line[1:-1])[0])
+
+
+def _whole(data: bytes) -> int:
+    return int.from_bytes(data, "little", signed=True)
+
+
+_U2: Final = struct.Struct("<H").unpack_from
+_U4: Final = struct.Struct("<I").unpack_from
+_I4: Final = struct.Struct("<i").unpack_from
+_F8: Final = struct.Struct(">d").unpack_from
+_RENAMED: Final = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # since Python 2
+_LENGTHS: Final[dict[int, tuple[int, Callable[[bytes], Any]]]] = {
+    0x8C: (1, _text),  # SHORT_BINUNICODE
+    0x58: (4, _text),  # BINUNICODE
+    0x8D: (8, _text),  # BINUNICODE8
+    0x55: (1, _text),  # SHORT_BINSTRING
+    0x54: (4, _text),  # BINSTRING
+    0x43: (1, bytes),  # SHORT_BINBYTES
+    0x42: (4, bytes),  # BINBYTES
+    0x8E: (8, bytes),  # BINBYTES8
+    0x96: (8, bytearray),  # BYTEARRAY8
+    0x8A: (1, _whole),  # LONG1
+    0x8B: (4, _whole),  # LONG4
+}
+_LINES: Final[dict[int, Callable[[bytes], Any]]] = {
+    0x49: _number,  # INT
+    0x4C: _number,  # LONG
+    0x46: float,  # FLOAT
+    0x53: _quoted,  # STRING
+    0x56: lambda line: str(line, "raw-unicode-escape"),  # UNICODE
+    0x63: _text,  # GLOBAL
+    0x67: _number,  # GET
+    0x70: _number,  # PUT
+}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import attrs
 import numpy as np
@@ -34,13 +34,14 @@ from .arrays import (
     torch_dtype,
     window,
 )
-from .copying import Block
+from .copying import Block, Made
 from .pool import check_stopped
 from .progress import Progress
 
-__all__ = ["Kept", "Lazy", "Piece", "boxes_of", "collect", "reads_of", "tied_pieces"]
+__all__ = ["Kept", "Lazy", "Piece", "blocks_of", "boxes_of", "collect", "reads_of", "tied_pieces"]
 
 
+@runtime_checkable
 class Lazy(Protocol):
     """A tensor whose elements are somewhere else, and read box by box."""
 
@@ -54,6 +55,11 @@ class Lazy(Protocol):
 
     def read_box(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """Return a box of it, contiguous."""
+        ...
+
+    def stretches(self, offsets: Sequence[int], sizes: Sequence[int]) -> Block | None:
+        """Return the bytes of local files that a box of it is made of; None if there are none."""
+        return None
 
 
 @attrs.frozen
@@ -116,15 +122,19 @@ class Piece:
             return
         for offsets, sizes in boxes_of(self.shape, self.dtype, block_bytes):
             check_stopped()
-            at = [s + o for s, o in zip(self.start, offsets, strict=False)]
-            if isinstance(self.source, torch.Tensor):
-                box = window(self.source, at, sizes)
-            else:
-                box = self._read(self.source, at, sizes[: len(at)])
-            view = memory(box) if same_dtype(box, self.dtype) else None
-            view = dump(box, self.dtype) if view is None else view
+            view = self._make(offsets, sizes)
             yield view
             self._tell(len(view))
+
+    def _make(self, offsets: Sequence[int], sizes: Sequence[int]) -> memoryview:
+        """Return the bytes of a block."""
+        at = [s + o for s, o in zip(self.start, offsets, strict=False)]
+        if isinstance(self.source, torch.Tensor):
+            box = window(self.source, at, sizes)
+        else:
+            box = self._read(self.source, at, sizes[: len(at)])
+        view = memory(box) if same_dtype(box, self.dtype) else None
+        return dump(box, self.dtype) if view is None else view
 
     def _read(self, source: Lazy, at: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """Return a box of what is somewhere else, cast a part at a time where it has to be."""
@@ -138,10 +148,23 @@ class Piece:
             window(box, offsets, part).copy_(found)
         return box
 
-    def direct(self) -> list[Block] | None:
+    def made_blocks(self) -> list[Block]:
+        """Return its blocks, to be made as they are written."""
+        if not self.nbytes:
+            return []
+        width = itemsize(self.dtype)
+        return [
+            Block(
+                [Made(math.prod(sizes) * width, partial(self._make, offsets, sizes))],
+                partial(self._tell, math.prod(sizes) * width),
+            )
+            for offsets, sizes in boxes_of(self.shape, self.dtype)
+        ]
+
+    def lying_blocks(self) -> list[Block] | None:
         """Return its blocks as bytes that lie somewhere just as they are to be written.
 
-        None if some do not, and must be made by `blocks`.
+        None if some do not, and must be made.
         """
         if not self.nbytes:
             return []
@@ -152,12 +175,12 @@ class Piece:
                 return None
             cut = (view[i : i + BLOCK_BYTES] for i in range(0, len(view), BLOCK_BYTES))
             return [Block([part], partial(self._tell, len(part))) for part in cut]
-        find = getattr(self.source, "stretches", None)
-        if find is None or dtype_name(self.source.dtype) != self.dtype:
+        if dtype_name(self.source.dtype) != self.dtype:
             return None
         found = []
         for offsets, sizes in boxes_of(self.shape, self.dtype):
-            block = find([s + o for s, o in zip(self.start, offsets, strict=False)], sizes)
+            at = [s + o for s, o in zip(self.start, offsets, strict=False)]
+            block = self.source.stretches(at, sizes)
             if block is None:
                 return None
             found.append(block)
@@ -166,6 +189,19 @@ class Piece:
     def _tell(self, nbytes: int) -> None:
         if self.progress is not None:
             self.progress.add(nbytes)
+
+
+def blocks_of(pieces: Sequence[Piece], local: bool) -> list[list[Block]]:
+    """Return the blocks of each piece, for a file that holds them.
+
+    Args:
+        pieces: What the file holds.
+        local: Whether bytes may be taken from other local files. They are, unless some block must
+            be made: then all are, as what is read ahead is read in order.
+    """
+    lying = [piece.lying_blocks() if local else None for piece in pieces]
+    known = [blocks for blocks in lying if blocks is not None]
+    return known if len(known) == len(pieces) else [piece.made_blocks() for piece in pieces]
 
 
 def boxes_of(
@@ -260,16 +296,17 @@ def collect(
 
 def _holder(shard: Any) -> torch.Tensor | Lazy:
     """Return what holds a shard's elements, none of which are copied yet."""
-    if hasattr(shard, "read_box"):
-        lazy: Lazy = shard
-        return lazy
+    if isinstance(shard, torch.Tensor):
+        return as_tensor(shard)
+    if isinstance(shard, Lazy):
+        return shard
     if isinstance(shard, np.ndarray) and not can_share(shard):
         return _Askew(shard, as_tensor(shard[tuple(slice(0) for _ in shard.shape)]).dtype)
     return as_tensor(shard)
 
 
 @attrs.frozen(eq=False)
-class _Askew:
+class _Askew(Lazy):
     """An array as no tensor can be: reversed, say, or of foreign byte order. A `Lazy`."""
 
     array: npt.NDArray[Any]

@@ -5,8 +5,6 @@ Such reads need no tensor to go through: their bytes can be copied from file to 
 
 from __future__ import annotations
 
-from typing import Any
-
 import attrs
 import numpy as np
 
@@ -17,9 +15,7 @@ from shardplan.planning.ranges import lies_together, steps
 from shardplan.planning.reads import ReadItems
 from shardplan.planning.tiling import pad
 
-from .local import LocalStore
 from .sources import Source
-from .strided import Overlay
 
 __all__ = ["Places", "find_places"]
 
@@ -29,7 +25,7 @@ class Places:
     """Where the bytes of reads lie; one row a read.
 
     Attributes:
-        store: The disk that holds the files.
+        paths: Where each file is on the disk; None if it is not on one.
         files: Their names.
         plain: Whether a read is one range of a file, and goes into one range of its box.
         file: The number of its file.
@@ -38,7 +34,7 @@ class Places:
         nbytes: How many bytes it has.
     """
 
-    store: LocalStore
+    paths: tuple[str | None, ...]
     files: tuple[str, ...]
     plain: list[bool]
     file: list[int]
@@ -58,12 +54,7 @@ def find_places(source: Source, reads: ReadItems, boxes: Ints) -> Places | None:
     Returns:
         Where they lie; None if that is not on a disk.
     """
-    store: Any = source.store
-    files = tuple(source.files)
-    real = len(files)
-    if isinstance(store, Overlay):
-        store, real = store.inner, store.real
-    if not isinstance(store, LocalStore):
+    if all(source.store.locate(name) is None for name in source.files):
         return None
     keys = list(zip(reads.storage.tolist(), reads.storage_hint.tolist(), strict=True))
     distinct = {key: i for i, key in enumerate(dict.fromkeys(keys))}
@@ -74,10 +65,12 @@ def find_places(source: Source, reads: ReadItems, boxes: Ints) -> Places | None:
     lengths, boxes = pad(reads.lengths, axes, 1), pad(boxes, axes, 1)
     width = column([itemsize(spot.dtype) for spot in spots])[at]
     file = column([spot.file for spot in spots])[at]
-    plain = np.array([spot.axes is None and spot.file < real for spot in spots], bool)[at]
-    plain &= lies_together(lengths, extents) & lies_together(lengths, boxes)
+    files = tuple(source.files)  # of which `spots` may have made up some
+    paths = tuple(source.store.locate(name) for name in files)
+    real = np.array([s.axes is None and paths[s.file] is not None for s in spots], bool)[at]
+    plain = real & lies_together(lengths, extents) & lies_together(lengths, boxes)
     first = (pad(reads.storage_offsets, axes, 0) * steps(extents)).sum(axis=1) * width
     into = (pad(reads.dest_offsets, axes, 0) * steps(boxes)).sum(axis=1) * width
     begin = column([spot.begin for spot in spots])[at] + first
     nbytes = lengths.prod(axis=1) * width
-    return Places(store, files, *(c.tolist() for c in (plain, file, begin, into, nbytes)))
+    return Places(paths, files, *(c.tolist() for c in (plain, file, begin, into, nbytes)))

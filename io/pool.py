@@ -1,19 +1,20 @@
-"""How much at once? One bounded pool of threads with a memory budget that is kept."""
+"""A pool of threads that share a budget of memory.
+
+A call of `Pool.map` is a job that stands in the pool's line. A thread takes the job at the front,
+takes its next item, waits until the item's bytes fit into the budget, puts the job back at the end
+of the line, and does the work. So items are made one at a time and as late as possible, jobs take
+turns, and the caller only waits: whatever interrupts it finds the pool in good order.
+"""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from functools import partial
-from types import TracebackType
+from collections.abc import Callable, Iterable, Sized
+from queue import SimpleQueue
 from typing import Any, Final, TypeVar
-from weakref import WeakSet
-
-from .signals import undisturbed
+from weakref import WeakSet, finalize
 
 __all__ = [
     "Pool",
@@ -22,78 +23,46 @@ __all__ = [
     "default_pool",
     "own_processors",
     "processors",
-    "stop_check",
 ]
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 _MAX_BYTES: Final = 256 << 20
-_QUEUED: Final = 4  # pieces of work per thread that may be waiting for one
-_TICK: Final = 0.5  # seconds
-
-
-_under_way = threading.local()  # each thread's own: what went wrong beside the work that it does
+_TICK: Final = 0.5  # seconds after which a waiting caller looks for signals other threads received
 
 
 class StoppedError(RuntimeError):
-    """Work that nobody waits for any more, as what it is a part of has failed."""
+    """Raised in work whose result is no longer needed, because its `Pool.map` has failed."""
 
 
 def check_stopped() -> None:
-    """Give up, if what this thread works at has failed elsewhere or was interrupted.
+    """Raise if the `Pool.map` that this thread works for has failed or was interrupted.
 
     Long work calls it between its steps. Outside of `Pool.map` it does nothing.
 
     >>> check_stopped()
 
     Raises:
-        StoppedError: It is in vain to go on; the map raises the error that came first.
+        StoppedError: It is pointless to go on; the map raises the error that came first.
     """
-    stop_check()()
-
-
-def stop_check() -> Callable[[], None]:
-    """Return what is `check_stopped` here, for other threads that take part in this one's work."""
-    under_way = getattr(_under_way, "failures", ())
-
-    def check() -> None:
-        if any(under_way):
-            raise StoppedError("given up, for what it is a part of has failed")
-
-    return check
-
-
-@contextmanager
-def _part_of(failures: list[BaseException]) -> Iterator[None]:
-    """Say what the work of this thread is in vain after."""
-    before = getattr(_under_way, "failures", ())
-    _under_way.failures = (*before, failures)
-    try:
-        yield
-    finally:
-        _under_way.failures = before
-
-
-def _wait_for(futures: Sequence[Future[Any]]) -> None:
-    """Wait, and wake up now and then: another thread may have been given the signal of a Ctrl-C."""
-    while wait(futures, timeout=_TICK).not_done:
-        pass
+    if any(job.failures for job in _thread.jobs):
+        raise StoppedError("stopped, because the operation that this is a part of has failed")
 
 
 class Pool:
     """Threads that share a budget of memory.
 
-    Each piece of work names its cost in bytes. Whoever hands it in waits until it fits, in the
-    order of arrival, so the sum of what is in flight never exceeds the budget. Work larger than
-    the whole budget runs, but alone.
+    The cost of each piece of work in bytes is reserved before it begins, in the order of arrival,
+    so the sum of what is in flight never exceeds the budget. Work larger than the whole budget
+    runs, but alone.
 
-    Work that itself hands in work does it there and then, on its own thread and its own
-    reservation: a pool never waits for itself. A process that was forked has the pools of its
-    parent, but neither their threads nor what these were doing.
+    Work that itself calls `map` of the same pool runs it on its own thread within its own
+    reservation: a pool never waits for itself. A forked process has the pools of its parent,
+    with threads of its own.
 
     Attributes:
-        max_workers: How many threads there are at most.
+        max_workers: The most threads; each is started when it is first needed, and kept.
         max_bytes: The budget.
         peak_bytes: The most that was ever reserved at once; above the budget only if a single
             piece of work was.
@@ -105,74 +74,27 @@ class Pool:
     """
 
     def __init__(self, *, max_workers: int | None = None, max_bytes: int = _MAX_BYTES) -> None:
-        self.max_workers = _default_workers() if max_workers is None else max_workers
+        workers = max(8, min(32, os.cpu_count() or 1))
+        self.max_workers = workers if max_workers is None else max_workers
         if self.max_workers < 1 or max_bytes < 1:
             raise ValueError(
                 f"a pool needs a thread and a byte, not {self.max_workers} and {max_bytes}"
             )
         self.max_bytes = max_bytes
         self._closed = False
-        self._begin()
+        self._reset()
         _pools.add(self)
 
-    def _begin(self) -> None:
-        """Make the threads, and hold nothing."""
+    def _reset(self) -> None:
+        """Begin without threads, jobs and reservations, at first and in a forked process."""
         self.peak_bytes = 0
-        self._held_bytes = 0
-        self._held_items = 0
         self._changed = threading.Condition()
-        self._line: deque[object] = deque()
-        self._thread = threading.local()
-        self._executor = ThreadPoolExecutor(
-            self.max_workers, "shardplan", initializer=self._mark_worker
-        )
-
-    def submit(self, work: Callable[[], R], *, nbytes: int = 0) -> Future[R]:
-        """Hand in one piece of work, waiting until it fits into the budget.
-
-        Args:
-            work: What to call.
-            nbytes: Its cost: the memory it holds until it returns.
-
-        Returns:
-            Its result to come. Cancelling it gives the reservation back.
-
-        Raises:
-            RuntimeError: The pool is closed.
-        """
-        futures: list[Future[R]] = []
-        self._submit(work, nbytes, futures)
-        return futures[0]
-
-    def _submit(self, work: Callable[[], R], nbytes: int, futures: list[Future[R]]) -> None:
-        """Hand in one piece of work; once it is, its result to come is among ``futures``."""
-        if self._closed:
-            raise RuntimeError("this pool is closed: make another, or use default_pool()")
-        if self._is_worker():
-            futures.append(_done(work))
-            return
-        task = _Task(work)
-        task.future.add_done_callback(lambda _: self._release(nbytes))
-        self._reserve(nbytes)
-        try:
-            with undisturbed():
-                futures.append(task.future)
-                handed = self._hand_over(task)
-        except BaseException:
-            task.drop()
-            raise
-        if not handed:
-            self._do_as_worker(task)
-
-    def _hand_over(self, task: Callable[[], None]) -> bool:
-        """Have a thread do a task; tell whether there is one that does."""
-        try:
-            self._executor.submit(task)
-        except Exception:
-            # The interpreter is exiting, or the system has no more threads. In the latter case the
-            # task is in line all the same, for whichever thread there is.
-            return False
-        return True
+        self._held: dict[object, int] = {}  # bytes in flight by ticket
+        self._line: deque[object] = deque()  # tickets that wait for room
+        self._threads: list[threading.Thread] = []
+        self._jobs = _Line()
+        self._end = finalize(self, self._jobs.put, None)
+        self._end.atexit = False  # threads that outlive the main one may still need the pool
 
     def map(
         self,
@@ -184,127 +106,231 @@ class Pool:
     ) -> list[R]:
         """Do the same work for each item, and return the results in order.
 
-        Items are asked for as room appears, so they may be made on the fly. When one fails, no
-        other is started, those under way are waited for, and the first error is raised. They end
-        early if they ask `check_stopped`; so they do after an interrupt.
+        Items are asked for as room appears, on the pool's threads, so they may be made on the fly.
+        When one fails, or the caller is interrupted, no other is started, those under way are
+        waited for (they end early if they call `check_stopped`), and the first error is raised.
 
         Args:
             work: What to do with an item.
             items: The items; light ones, for their own memory is not counted.
-            nbytes: The cost of each, or a function that tells the cost of an item.
+            nbytes: The memory that the work holds until it returns, or a function of the item.
             here: Whether to do it on this thread, one item after the other, where threads would
                 only get in each other's way.
+
+        Raises:
+            RuntimeError: The pool is closed.
         """
-        submit = self._do_here if here else self._submit
-        failures: list[BaseException] = []
-
-        def guarded(item: T) -> R | None:
-            if failures:
-                return None
-            try:
-                with _part_of(failures):
-                    return work(item)
-            except BaseException as error:
-                failures.append(error)
-                return None
-
-        futures: list[Future[Any]] = []
-        try:
-            for item in items:
-                cost = nbytes(item) if callable(nbytes) else nbytes
-                submit(partial(guarded, item), cost, futures)
-                if failures:
-                    break
-            _wait_for(futures)
-        except BaseException as error:  # from `items`, or an interrupt: the memory is still in use
-            failures.append(error)
-            _wait_for(futures)
-            raise
-        if failures:
-            raise failures[0]
-        return [future.result() for future in futures]
+        if self._closed:
+            raise RuntimeError("this pool is closed: make another, or use default_pool()")
+        cost = nbytes if callable(nbytes) else lambda _: nbytes
+        job = _Job(self, work, items, (lambda _: 0) if self.inside else cost)
+        if here or self.inside or not (self._threads or self._start_thread()):
+            while job.step(lambda: None):
+                pass
+        else:
+            job.run()
+        if job.failures:
+            raise job.failures[0]
+        return [job.results[number] for number in range(len(job.results))]
 
     def close(self) -> None:
-        """Wait for what is under way and end the threads; nothing more can be handed in."""
+        """End the threads once they have finished their work; nothing more can be handed in."""
         self._closed = True
-        self._executor.shutdown()
+        self._end()
+        for thread in self._threads:
+            thread.join()
 
     def __enter__(self) -> Pool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
-        held = f"{self._held_bytes} of {self.max_bytes} bytes in flight"
+        held = f"{sum(self._held.values())} of {self.max_bytes} bytes in flight"
         return f"Pool({self.max_workers} threads, {held}, peak {self.peak_bytes})"
 
     @property
     def inside(self) -> bool:
-        """Whether the thread that asks is one of the pool's: what it hands in, it does itself."""
-        return self._is_worker()
+        """Whether the calling thread does work of this pool: then `map` runs on that thread."""
+        return any(job.pool is self for job in _thread.jobs)
 
-    def _mark_worker(self) -> None:
-        self._thread.is_worker = True
+    def enqueue(self, job: _Job) -> None:
+        """Put a job at the end of the line, and start a thread if all are busy."""
+        self._jobs.put(job)
+        if self._jobs.qsize() > self._jobs.idle:
+            self._start_thread()
 
-    def _is_worker(self) -> bool:
-        return getattr(self._thread, "is_worker", False)
+    def _start_thread(self) -> bool:
+        """Start another thread, unless there are enough; return whether it was possible.
 
-    def _do_here(self, work: Callable[[], R], nbytes: int, futures: list[Future[R]]) -> None:
-        """Do one piece of work on this thread, once it fits into the budget; see `_submit`."""
-        if self._closed or self._is_worker():
-            self._submit(work, nbytes, futures)
-            return
-        self._reserve(nbytes)
-        try:
-            self._do_as_worker(lambda: futures.append(_done(work)))
-        finally:
-            self._release(nbytes)
+        If an interrupt hits the caller here, there may be one thread more than is known, which
+        does no harm: it is a daemon, and ends with the others.
+        """
+        with self._changed:
+            if len(self._threads) < self.max_workers:
+                thread = threading.Thread(target=_serve, args=(self._jobs,), daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # the system has no more, or the interpreter is exiting
+                    return False
+                self._threads.append(thread)
+        return True
 
-    def _do_as_worker(self, task: Callable[[], None]) -> None:
-        """Do something for which there is room on this thread: it takes no more."""
-        try:
-            self._thread.is_worker = True
-            task()
-        finally:
-            self._thread.is_worker = False
-
-    def _fits(self, nbytes: int) -> bool:
-        if self._held_items >= self.max_workers * (1 + _QUEUED):
-            return False
-        return not nbytes or not self._held_bytes or self._held_bytes + nbytes <= self.max_bytes
-
-    def _reserve(self, nbytes: int) -> None:
+    def reserve(self, ticket: object, nbytes: int) -> None:
+        """Wait until some bytes fit into the budget; they are held until `release`."""
         if nbytes < 0:
             raise ValueError(f"work cannot cost {nbytes} bytes")
-        ticket = object()
-        # A signal's handler may hand in work while this very thread is in line: it goes first.
-        first = getattr(self._thread, "is_in_line", False)
+        if not nbytes:
+            return
         with self._changed:
-            self._thread.is_in_line = True
             self._line.append(ticket)
             try:
                 self._changed.wait_for(
-                    lambda: (first or self._line[0] is ticket) and self._fits(nbytes)
+                    lambda: (
+                        self._line[0] is ticket
+                        and (not self._held or sum(self._held.values()) + nbytes <= self.max_bytes)
+                    )
                 )
-                self._held_bytes += nbytes
-                self._held_items += 1
-                self.peak_bytes = max(self.peak_bytes, self._held_bytes)
+                self._held[ticket] = nbytes
+                self.peak_bytes = max(self.peak_bytes, sum(self._held.values()))
             finally:
                 self._line.remove(ticket)
-                self._thread.is_in_line = first
                 self._changed.notify_all()
 
-    def _release(self, nbytes: int) -> None:
+    def release(self, ticket: object) -> None:
+        """Give back what a ticket holds, if anything."""
         with self._changed:
-            self._held_bytes -= nbytes
-            self._held_items -= 1
-            self._changed.notify_all()
+            if self._held.pop(ticket, None):
+                self._changed.notify_all()
+
+
+class _Job:
+    """One call of `Pool.map`: its items, and what became of them.
+
+    Attributes:
+        pool: Where it runs.
+        results: What the work returned, by the number of the item.
+        failures: What the work, the items or an interrupt raised; the first error counts.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        work: Callable[[Any], Any],
+        items: Iterable[Any],
+        cost: Callable[[Any], int],
+    ) -> None:
+        self.pool, self._work, self._cost = pool, work, cost
+        self._items, self._count = enumerate(items), len(items) if isinstance(items, Sized) else -1
+        self._outer = _thread.jobs  # what the caller works for
+        self.results: dict[int, Any] = {}
+        self.failures: list[BaseException] = []
+        self._lock = threading.Lock()
+        self._active = 0  # threads that are at it
+        self._exhausted = False
+        self._done = threading.Event()
+
+    def run(self) -> None:
+        """Have the pool's threads do it, and return when none of them is at it any more."""
+        try:
+            self.pool.enqueue(self)
+            self._wait()
+        except BaseException as error:  # an interrupt: the threads still use the caller's memory
+            with self._lock:
+                self.failures.append(error)
+                self._check_done()
+            self._wait()
+            raise
+
+    def step(self, hand_on: Callable[[], object]) -> bool:
+        """Take the next item, and do the work.
+
+        Args:
+            hand_on: Called when the item was taken, so that another thread can take the next one.
+
+        Returns:
+            Whether there may be another item.
+        """
+        with self._lock:
+            if self.failures or self._exhausted:
+                return False
+            self._active += 1
+        before, ticket = _thread.jobs, object()
+        try:
+            _thread.jobs = (*self._outer, self)
+            self._take(ticket, hand_on)
+        except BaseException as error:
+            self.failures.append(error)
+        finally:
+            _thread.jobs = before
+            self.pool.release(ticket)
+            with self._lock:
+                self._active -= 1
+                self._check_done()
+        return True
+
+    def _take(self, ticket: object, hand_on: Callable[[], object]) -> None:
+        for number, item in self._items:
+            self.pool.reserve(ticket, self._cost(item))
+            if number + 1 == self._count:
+                self._exhausted = True  # no thread need be woken to find that out
+            else:
+                hand_on()
+            if not self.failures:
+                self.results[number] = self._work(item)
+            return
+        self._exhausted = True
+
+    def _check_done(self) -> None:
+        if not self._active and (self.failures or self._exhausted):
+            self._done.set()
+
+    def _wait(self) -> None:
+        while not self._done.wait(_TICK):
+            pass
+
+
+class _Line(SimpleQueue["_Job | None"]):
+    """The jobs that wait for a thread; None when the pool ends.
+
+    Attributes:
+        idle: How many threads wait for a job.
+    """
+
+    def __init__(self) -> None:
+        self.idle, self._lock = 0, threading.Lock()
+
+    def take(self) -> _Job | None:
+        """Wait for the next job."""
+        with self._lock:
+            self.idle += 1
+        job = self.get()
+        with self._lock:
+            self.idle -= 1
+        return job
+
+
+def _serve(line: _Line) -> None:
+    """Do the work of a thread, until the pool is closed and its line is empty."""
+    while _serve_next(line):
+        pass
+
+
+def _serve_next(line: _Line) -> bool:
+    """Do one item of the next job; a function of its own, so that no idle thread keeps a job."""
+    job = line.take()
+    if job is None:
+        line.put(None)  # for the other threads
+        return line.qsize() > 1
+    job.step(lambda: job.pool.enqueue(job))
+    return True
+
+
+class _Thread(threading.local):
+    """What each thread works for."""
+
+    jobs: tuple[_Job, ...] = ()
 
 
 def processors() -> int:
@@ -316,58 +342,14 @@ def processors() -> int:
 
 def own_processors() -> int:
     """Return how many processors this process has for itself: ranks of one machine share them."""
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # as torchrun tells
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # set by torchrun
     return max(processors() // max(int(ranks), 1), 1) if ranks.isdecimal() else processors()
 
 
-def _default_workers() -> int:
-    return max(8, min(32, os.cpu_count() or 1))
-
-
-class _Task:
-    """Work that is done once, by whoever comes to it first."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self.future: Future[Any] = Future()
-        self._work = work
-        self._taken = threading.Lock()
-
-    def __call__(self) -> None:
-        """Do it, unless it is done elsewhere or nobody wants it any more."""
-        if not self._take() or not self.future.set_running_or_notify_cancel():
-            return
-        try:
-            result = self._work()
-        except BaseException as error:
-            self.future.set_exception(error)
-            if not isinstance(error, Exception):
-                raise
-        else:
-            self.future.set_result(result)
-
-    def drop(self) -> None:
-        """See to it that it is not begun."""
-        if self._take():
-            self.future.cancel()
-            self.future.set_running_or_notify_cancel()
-
-    def _take(self) -> bool:
-        return self._taken.acquire(blocking=False)
-
-
-def _done(work: Callable[[], R]) -> Future[R]:
-    """Do the work here, and return it as a future that is done."""
-    future: Future[R] = Future()
-    try:
-        future.set_result(work())
-    except Exception as error:
-        future.set_exception(error)
-    return future
-
-
+_thread = _Thread()
+_pools: WeakSet[Pool] = WeakSet()
 _lock = threading.Lock()
 _default: Pool | None = None
-_pools: WeakSet[Pool] = WeakSet()
 
 
 def default_pool() -> Pool:
@@ -383,13 +365,13 @@ def default_pool() -> Pool:
         return _default
 
 
-def _begin_anew() -> None:
-    """Threads do not survive a fork, and a lock may have been held: the child makes its own."""
+def _reset_pools() -> None:
+    """Reset what a forked process inherits: threads do not survive, and a lock may be held."""
     global _lock
-    _lock = threading.Lock()
+    _lock, _thread.jobs = threading.Lock(), ()
     for pool in tuple(_pools):
-        pool._begin()
+        pool._reset()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_begin_anew)
+    os.register_at_fork(after_in_child=_reset_pools)

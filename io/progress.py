@@ -28,6 +28,8 @@ class Progress:
     """
 
     def __init__(self, total: int, tell: Tell | None = None) -> None:
+        if tell is not None and not callable(tell):
+            raise TypeError(f"progress is called with the bytes done and in all; not {tell!r}")
         self._total, self._tell = total, tell
         self._done = 0
         self._lock = threading.Lock()

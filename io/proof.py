@@ -22,7 +22,7 @@ from shardplan.planning.reads import ReadItems
 
 from .arrays import memory
 from .checksums import combine, hash_views
-from .errors import FormatError
+from .errors import FormatError, listed
 from .pool import Pool
 from .sources import Source
 
@@ -101,8 +101,8 @@ class Proof:
         wrong = [text for text in damaged if text]
         if wrong:
             files = sorted({file for file, _ in wrong})
-            named = ", ".join(name for _, name in wrong[:8])
-            raise FormatError(", ".join(files), f"checksums do not fit: {named}")
+            named = listed([name for _, name in wrong], quote="")
+            raise FormatError(listed(files, quote=""), f"checksums do not fit: {named}")
         self._open.clear()
 
     def _is_hashed(self, name: str) -> bool:

@@ -24,12 +24,9 @@ from shardplan.planning.reads import ReadItems
 from shardplan.planning.tiling import pad
 
 from .blocksums import BlockSums
-from .checksums import combine
-from .errors import FormatError, LoadError
+from .errors import FormatError, LoadError, listed
 from .fetch import Fetch
 from .jobs import Job
-from .local import LocalStore
-from .mapped import can_map
 from .pool import Pool, default_pool, own_processors
 from .progress import Progress
 from .sources import Source
@@ -48,12 +45,14 @@ class ReadStats:
         requests: How many ranges were asked for.
         verified: How many chunks were read whole, by one read or by several, and found to fit their
             checksums.
+        unverified: Bytes that were wanted and not compared with any checksum.
     """
 
     bytes_needed: int = 0
     bytes_read: int = 0
     requests: int = 0
     verified: int = 0
+    unverified: int = 0
 
     @property
     def amplification(self) -> float:
@@ -147,11 +146,13 @@ class Reader:
         if damaged:
             raise _damaged(damaged, job, chunks, names)
         parts = {chunk: seen for chunk, seen in found.items() if len(seen) < job.counts[chunk]}
+        nbytes = _hashed_bytes(job)
         if sums is not None:
             for chunk, seen in parts.items():
-                sums.add(*chunks.names[chunk], job.counts[chunk], seen)
-        verified = len(found) - len(parts)
-        return ReadStats(job.nbytes, fetch.bytes_read, fetch.requests, verified)
+                sums.add(*chunks.names[chunk], job.counts[chunk], seen, int(nbytes[chunk]))
+        verified = found.keys() - parts
+        left = job.nbytes - int(nbytes[list(verified)].sum())
+        return ReadStats(job.nbytes, fetch.bytes_read, fetch.requests, len(verified), left)
 
     def _job(
         self,
@@ -184,7 +185,7 @@ class Reader:
             lengths, offsets, apart = _turn(orders, tensors, lengths, offsets, apart)
         widths = {dtype: itemsize(dtype) for dtype in {spot.dtype for spot in spots}}
         width = column([widths[spot.dtype] for spot in spots])[at]
-        known = _Chunks(chunks, self._sums(chunks) if verify else [None] * len(chunks))
+        known = _Chunks(chunks, self.source.chunk_sums(chunks) if verify else [None] * len(chunks))
         hashed = np.array([s is not None for s in known.sums], bool)[at]
         whole = filled(at, offsets, lengths, extents)
         if partly and not whole.all():
@@ -192,7 +193,7 @@ class Reader:
             blocks = whole_blocks(at, offsets, lengths, extents, width, limit)
             whole |= blocks & ~np.isin(at, at[whole])
         hashed &= whole & (apart == 1).all(axis=1)
-        is_near, is_local = not self.store.staging, isinstance(self.store, LocalStore)
+        is_near, is_local = not self.store.staging, self.store.locate() is not None
         job = Job(
             tensors=tensors,
             files=tuple(self.source.files),
@@ -209,15 +210,11 @@ class Reader:
             block_limit=self.source.block_bytes,
             is_far=not is_near,
             is_local=is_local,
-            is_mapped=is_local and can_map(),
+            is_mapped=self.store.can_map,
             alone=is_near and own_processors() == 1,
+            checksum=self.source.checksum,
         )
         return job, known
-
-    def _sums(self, chunks: list[tuple[str, int]]) -> list[int | None]:
-        """Return the checksum of each chunk; None where there is none."""
-        found = ((self.source.sums_of(name), number) for name, number in chunks)
-        return [None if sums is None else int(sums[number]) for sums, number in found]
 
 
 @attrs.frozen
@@ -302,12 +299,21 @@ def _digests(fetch: Fetch, job: Job) -> dict[int, dict[int, int]]:
     return found
 
 
+def _hashed_bytes(job: Job) -> Ints:
+    """Return how many bytes of each chunk are hashed."""
+    hashed = job.hashed[job.blocks.box]
+    nbytes = np.zeros(len(job.counts), np.int64)
+    np.add.at(nbytes, job.chunk[job.blocks.box[hashed]], job.block_bytes[hashed])
+    return nbytes
+
+
 def _misfits(found: dict[int, dict[int, int]], job: Job, chunks: _Chunks) -> list[int]:
     """Return the chunks of which all blocks were hashed, and whose checksums differ."""
     return [
         chunk
         for chunk, seen in found.items()
-        if len(seen) == job.counts[chunk] and combine([*seen.values()]) != chunks.sums[chunk]
+        if len(seen) == job.counts[chunk]
+        and job.checksum.combine([*seen.values()]) != chunks.sums[chunk]
     ]
 
 
@@ -326,10 +332,9 @@ def _damaged(damaged: list[int], job: Job, chunks: _Chunks, names: list[str]) ->
     bad = _named(damaged, job, names)
     files = sorted({job.files[job.file[row]] for row in rows})
     return FormatError(
-        ", ".join(files),
-        f"checksums do not fit: {', '.join(list(told.values())[:8])}"
-        + (f" and {len(told) - 8} more" if len(told) > 8 else "")
-        + "; load another checkpoint, and see what verify says of this one",
+        listed(files, quote=""),
+        f"checksums do not fit: {listed(list(told.values()), quote='')}; this copy is damaged: use "
+        "another, and see what verify says of it",
         filled=set(names) - bad,
         touched=bad,
     )

@@ -17,12 +17,11 @@ import attrs
 
 from .commit import SURE, unsure_commit
 from .dcp_metadata import METADATA
+from .dcp_ranks import FIRST_RANK, rank_metadata
 from .errors import ExistsError, FormatError, UnsureCommitError
 from .hf_index import INDEX, SINGLE, indices, plain_files, uncommitted
-from .local import LocalStore
 from .manifest import MANIFEST
 from .sources import FORMATS, open_source
-from .store_errors import from_os_error
 from .stores import Store, StoreError
 
 __all__ = [
@@ -46,8 +45,8 @@ class Older:
 
     Attributes:
         format: What it is.
-        marks: The files whose removal, in this order, ends it: until the last of them is gone it
-            loads as before. None if there are no such files.
+        marks: The files whose removal, in this order, ends it: it loads as before, or not at all.
+            None if there are no such files.
     """
 
     format: str
@@ -71,6 +70,8 @@ def find_older(store: Store) -> list[Older]:
         found.append(hf)
     if METADATA in names:
         found.append(Older("dcp", (METADATA,)))
+    elif FIRST_RANK in names:
+        found.append(Older("dcp", rank_metadata(names)))
     return found
 
 
@@ -95,7 +96,8 @@ def refuse_folder(store: Store, format: str, overwrite: bool) -> None:
         ExistsError: There is one that may not be replaced; or one of another format that would
             be there in part for a while.
     """
-    if isinstance(store, LocalStore) and os.path.isfile(store.url):
+    root = store.locate()
+    if root is not None and os.path.isfile(root):
         raise ExistsError(
             f"{store.url} is a file, and a checkpoint of the format {format!r} is a folder; choose "
             "another place"
@@ -179,7 +181,7 @@ def _overtaken(store: Store) -> ExistsError:
     return ExistsError(f"another save into {store.url} was faster", can_overwrite=True)
 
 
-def put_file(store: LocalStore, file: str, name: str, *, overwrite: bool) -> None:
+def put_file(store: Store, file: str, name: str, *, overwrite: bool) -> None:
     """Give a file that is a checkpoint of its own the name under which it counts as one.
 
     Raises:
@@ -187,48 +189,27 @@ def put_file(store: LocalStore, file: str, name: str, *, overwrite: bool) -> Non
         UnsureCommitError: A loss of power may undo it.
         StoreError: It surely did not happen.
     """
-    source, target = store.locate(file), store.locate(name)
+    sure = SURE
     try:
-        if overwrite or not _link(source, target):
-            os.replace(source, target)
-    except FileExistsError:
-        raise _overtaken(store) from None
-    except OSError as error:
-        found = from_os_error("replace", target, error)
-        if found.kind in SURE:
-            raise found from error
-        raise unsure_commit(store, found, f"{name} was put in place") from error
-    try:
+        if overwrite or not store.link(file, name):
+            if not overwrite and store.exists(name):
+                raise _overtaken(store)
+            store.rename(file, name)
+        sure = frozenset()  # it is there: what fails from here on leaves that in doubt
         store.delete([file])
         store.sync()
     except StoreError as error:
+        if error.kind in sure:
+            raise
         raise unsure_commit(store, error, f"{name} was put in place") from error
 
 
-def _link(source: str, target: str) -> bool:
-    """Give a file a second name, unless that is taken; False if the disk knows no such thing."""
-    try:
-        os.link(source, target)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        if not os.path.lexists(target):
-            return False
-        if not os.path.samefile(source, target):  # it is, if a network's answer was lost
-            raise FileExistsError(target) from None
-    return True
-
-
 def take_name(store: Store, file: str, name: str) -> bool:
-    """Give a file another name, if that is free and the store can do it; say whether it was done.
+    """Give a file another name, if that is free and the store has links; return whether it was.
 
     No two savers can take the same name, and neither can take the other's file.
     """
-    if not isinstance(store, LocalStore):
-        return False
-    try:
-        os.link(store.locate(file), store.locate(name))
-    except OSError:  # it is taken, or the disk has no hard links
+    if not store.link(file, name):
         return False
     store.delete([file])
     return True

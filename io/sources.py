@@ -6,6 +6,7 @@ where; `Reader` does the rest, alike for all formats. Nothing here needs torch.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from importlib import import_module
@@ -13,10 +14,11 @@ from typing import Any, Final, Protocol
 
 import attrs
 
-from shardplan.planning import Metadata
+from shardplan.planning import Metadata, itemsize
+from shardplan.planning.errors import nearest_hint, nearest_names
 from shardplan.planning.files import save_id_of
 
-from .checksums import Sums
+from .checksums import Checksum, Sums
 from .errors import FormatError, listed
 from .manifest import MANIFEST
 from .pool import Pool
@@ -43,6 +45,11 @@ class Spot:
     dtype: str
     extents: tuple[int, ...]
     axes: tuple[int, ...] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes that array has."""
+        return math.prod(self.extents) * itemsize(self.dtype)
 
 
 class Source(Protocol):
@@ -89,6 +96,20 @@ class Source(Protocol):
         None if there are no checksums; no rows for a value that is not stored in a file.
         """
 
+    @property
+    def checksum(self) -> Checksum:
+        """How the checksums of its chunks are made."""
+
+    def chunk_sums(self, chunks: Sequence[tuple[str, int]]) -> list[int | None]:
+        """Return the checksum of each chunk, None where there is none; see `spots`.
+
+        A few bytes of each may have to be read. These checksums are for comparing with the bytes
+        that lie where `spots` says, in their order.
+        """
+
+    def has_value_sum(self, name: str) -> bool:
+        """Return True if a value that was read has a checksum, or is known without reading."""
+
     def value(self, name: str, *, verify: bool = True) -> Any:
         """Return a value that is no tensor.
 
@@ -116,7 +137,13 @@ A module's ``find(store, name)`` says whether a checkpoint of its format is ther
 single file in the store.
 """
 
-_MARKS: Final = ("shardplan.json", "model.safetensors.index.json", "model.safetensors", ".metadata")
+_MARKS: Final = (
+    "shardplan.json",
+    "model.safetensors.index.json",
+    "model.safetensors",
+    ".metadata",
+    "__0.metadata",
+)
 
 
 def open_source(
@@ -163,12 +190,27 @@ def detect(store: Store, name: str = "") -> str:
         raise FormatError(
             store.url, f"there is no checkpoint in it, but in folders of it; give one: {these}"
         )
-    here = f"it holds {listed(found, quote='')}" if found else "it is empty, or not there"
-    raise FormatError(
-        store.url,
+    raise FormatError(store.url, _no_folder(store.url) if not found else _nothing_in(found))
+
+
+def _nothing_in(found: Sequence[str]) -> str:
+    return (
         f"there is no checkpoint: no save was ever committed in this folder, and it holds none of "
-        f"another format ({', '.join(FORMATS)}); {here}",
+        f"another format ({', '.join(FORMATS)}); it holds {listed(found, quote='')}"
     )
+
+
+def _no_folder(url: str) -> str:
+    """Say that a folder is empty; or, if it is not on the disk at all, which ones are."""
+    if "://" in url:
+        return "there is no checkpoint: nothing has this prefix; check the URL"
+    if os.path.isdir(url):
+        return "there is no checkpoint: the folder is empty"
+    parent, name = os.path.split(url.rstrip("/"))
+    if not os.path.isdir(parent):
+        return f"there is no checkpoint: {parent} does not exist; check the path"
+    near = nearest_hint(nearest_names(name, sorted(os.listdir(parent))))
+    return f"there is no checkpoint: the folder does not exist{near}"
 
 
 def _no_checkpoint(store: Store, name: str) -> str:

@@ -1,4 +1,4 @@
-"""How does a store say no? With a `StoreError` that tells what was tried, where, and what to do."""
+"""The errors of stores: a `StoreError` says what was tried, where, why it failed, what to do."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ __all__ = [
     "denied",
     "from_os_error",
     "missing",
+    "no_bucket",
     "no_file",
     "short",
     "taken",
@@ -86,6 +87,14 @@ def missing(operation: str, url: str) -> MissingFileError:
     )
 
 
+def no_bucket(operation: str, url: str, reason: str) -> MissingFileError:
+    """Make the error for a bucket that is not there."""
+    remedy = "check its name and the endpoint in use, or make the bucket first"
+    return MissingFileError(
+        operation, url, reason, remedy=remedy, kind="missing", errno=codes.ENOENT
+    )
+
+
 def taken(operation: str, url: str) -> StoreError:
     """Make the error for a name that must not be taken and is."""
     return StoreError(operation, url, "the file exists", kind="exists", errno=codes.EEXIST)
@@ -148,6 +157,9 @@ def from_os_error(operation: str, url: str, error: OSError) -> StoreError:
     match error.errno:
         case codes.ENOENT:
             return missing(operation, url)
+        case codes.ENOTDIR:
+            reason, remedy = "a file is where a folder should be", "check the path"
+            return StoreError(operation, url, reason, remedy=remedy, kind="path", errno=error.errno)
         case codes.EACCES | codes.EPERM | codes.EROFS:
             return denied(operation, url, text)
         case codes.ENOSPC | codes.EDQUOT:

@@ -1,26 +1,39 @@
-"""Where do the bytes live? What a store can do, and how one is opened.
+"""What a store can do, and how one is opened.
 
 A store is a folder of files, on a disk or in a bucket, with as few verbs as saving and loading
-need. Names are relative to its root and use forward slashes everywhere. Nothing is renamed, and
-nothing but `Store.replace`, and a `Store.write` that is asked to, promises to be atomic.
+need. Names are relative to its root and use forward slashes everywhere. Nothing promises to be
+atomic but `Store.replace`, `Store.rename` and a `Store.write` that is asked to.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, Protocol, runtime_checkable
 from urllib.parse import unquote, urlsplit
 
 import attrs
+import numpy as np
 
-from .buffers import Buffer
+from shardplan.planning.packing import Ints
+
+from .buffers import Buffer, Bytes, pieces, wanted
 from .store_errors import MissingFileError, StoreError
 
-__all__ = ["Entry", "MissingFileError", "Store", "StoreError", "check_path", "open_store"]
+__all__ = [
+    "Contents",
+    "Entry",
+    "MissingFileError",
+    "Store",
+    "StoreError",
+    "check_path",
+    "open_store",
+]
 
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f\\]")  # or a backslash
+_ONE_SLASH: Final = re.compile(r"(s3|gs|az|file|memory):/(?!/)")
 _OBJECTS: Final = ("s3", "gs", "az", "memory")
 
 
@@ -43,11 +56,25 @@ class Entry:
     written: float = 0.0
 
 
+class Contents(Protocol):
+    """The bytes of a file to be written, all of which are known or can be made."""
+
+    def parts(self) -> Iterable[memoryview]:
+        """Return them in order."""
+        ...
+
+    def write_to(self, fd: int) -> None:
+        """Write them to a local file, in any order."""
+        ...
+
+
 @runtime_checkable
 class Store(Protocol):
     """A folder of files that can be read by ranges, written whole, listed and deleted.
 
-    All methods may be called from several threads at once. Failures are `StoreError`.
+    All methods may be called from several threads at once. Failures are `StoreError`. Derive a
+    store of your own from this class: what only a disk can do has a body here that suits all
+    other stores.
     """
 
     @property
@@ -85,10 +112,11 @@ class Store(Protocol):
         parts: Iterable[Buffer],
         *,
         nbytes: int | None = None,
-        sync: bool = True,
         atomic: bool = False,
     ) -> int:
         """Write a file whole, and return its size in bytes.
+
+        Its bytes have reached the disk on return; its name reaches the disk with `sync`.
 
         The parts follow one another in the file and are not joined in memory. They may be made on
         the fly: each is asked for once, and dropped when it is written. Several are on their way
@@ -100,8 +128,6 @@ class Store(Protocol):
             parts: Contiguous buffers of any type.
             nbytes: The size to come, if known. Space is reserved by it, and a file of any other
                 size is refused. Tell it where ``parts`` is an iterator of many gigabytes.
-            sync: Whether the bytes must have reached the disk on return. Its name reaches the
-                disk with `sync`.
             atomic: Whether readers must see the old file or the new one, whole and durable.
 
         Raises:
@@ -144,21 +170,13 @@ class Store(Protocol):
         """Return the size of a file in bytes."""
         ...
 
-    def exists(self, path: str) -> bool:
-        """Say whether there is such a file; a folder is not a file."""
-        ...
-
-    def list(self, prefix: str = "", *, recursive: bool = True) -> tuple[str, ...]:
-        """Return the files below a folder, sorted; none if there is no such folder.
+    def entries(self, prefix: str = "", *, recursive: bool = True) -> tuple[Entry, ...]:
+        """Return the files below a folder, sorted by name; none if there is no such folder.
 
         Args:
             prefix: A folder; the empty name is the root.
             recursive: If false, folders are named instead of entered, with a slash at the end.
         """
-        ...
-
-    def entries(self, prefix: str = "", *, recursive: bool = True) -> tuple[Entry, ...]:
-        """Return what `list` does, in the same order, with sizes and times."""
         ...
 
     def delete(self, paths: Iterable[str]) -> None:
@@ -168,6 +186,109 @@ class Store(Protocol):
     def sync(self) -> None:
         """Return when a loss of power would undo no name that was written or deleted so far."""
         ...
+
+    # What follows need not be written for a new store.
+
+    def exists(self, path: str) -> bool:
+        """Return whether there is such a file; a folder is not a file."""
+        try:
+            self.size(path)
+        except MissingFileError:
+            return False
+        return True
+
+    def list(self, prefix: str = "", *, recursive: bool = True) -> tuple[str, ...]:
+        """Return the names of what `entries` returns, in the same order."""
+        return tuple(entry.name for entry in self.entries(prefix, recursive=recursive))
+
+    @property
+    def can_map(self) -> bool:
+        """Whether `mapped` gives a file's own pages, and not a copy."""
+        return False
+
+    @property
+    def can_rename(self) -> bool:
+        """Whether `rename` works."""
+        return False
+
+    def locate(self, path: str = "") -> str | None:
+        """Return where a file is on this machine's disks; None if it is elsewhere.
+
+        Args:
+            path: The file; the empty name is the root.
+        """
+        return None
+
+    def read_pieces(
+        self, path: str, groups: Iterable[Sequence[tuple[int, memoryview]]], max_bytes: int
+    ) -> Generator[Iterator[memoryview], None, None]:
+        """Fill buffers as `read` does, a piece at a time, in the order of the file.
+
+        Each piece is handed out as soon as it is filled. Hashing it there and then costs less than
+        it does later, as it is in the processor's cache.
+
+        Args:
+            path: The file; a disk opens it once.
+            groups: Ranges that are asked for together; see `read`.
+            max_bytes: How long a piece may be.
+
+        Yields:
+            The pieces of each group, all of which must be taken before the next group is asked for:
+            the file is closed after the last one, and when the generator is.
+        """
+        for ranges in groups:
+            asked = wanted(ranges)
+            self.read(path, asked)
+            yield pieces((view for _, view in asked), max_bytes)
+
+    @contextmanager
+    def mapped(self, path: str, starts: Ints, lengths: Ints) -> Iterator[Bytes]:
+        """Give the bytes of a file from where the first of some ranges starts to the last's end.
+
+        Only those in the ranges may be looked at.
+
+        Args:
+            path: The file.
+            starts: Where the ranges start; there is at least one.
+            lengths: How long each is.
+        """
+        first = int(starts.min())
+        found = np.zeros(int((starts + lengths).max()) - first, np.uint8)
+        places = zip((starts - first).tolist(), lengths.tolist(), strict=True)
+        self.read(path, [(first + at, found.data[at : at + size]) for at, size in places])
+        yield found
+
+    def write_contents(
+        self, path: str, contents: Contents, *, nbytes: int, atomic: bool = False
+    ) -> None:
+        """Write a file whose bytes may be written in any order, where a store can do that.
+
+        See `write` for the arguments and errors.
+        """
+        self.write(path, contents.parts(), nbytes=nbytes, atomic=atomic)
+
+    def rename(self, path: str, to: str) -> None:
+        """Give a file another name at one instant, replacing the file that has it.
+
+        Raises:
+            StoreError: The store fails, or cannot rename; see `can_rename`.
+        """
+        raise StoreError("rename", f"{self.url}/{path}", "this store does not rename files")
+
+    def link(self, path: str, to: str) -> bool:
+        """Give a file a second name at one instant; return whether that was done.
+
+        It is not if the name is taken, or the store has no links.
+        """
+        return False
+
+    def delete_same(self, path: str, data: bytes) -> bool:
+        """Delete a small file if it holds just these bytes; return whether it did.
+
+        A store that cannot do both in one step does not look.
+        """
+        self.delete([path])
+        return True
 
 
 def check_path(path: str, *, root: str = "") -> str:
@@ -213,7 +334,7 @@ def open_store(url: str | os.PathLike[str] | Store, **options: Any) -> Store:
     Raises:
         ValueError: It is empty, the scheme is none of these, or the URL names no folder.
         StoreError: A folder in a bucket is written in a way that no store accepts, as ``a/../b``.
-        TypeError: It is no path and no store.
+        TypeError: It is neither a path nor a store.
         ModuleNotFoundError: An object store was asked for and obstore is not installed.
 
     >>> store = open_store("memory://example")
@@ -227,7 +348,7 @@ def open_store(url: str | os.PathLike[str] | Store, **options: Any) -> Store:
     """
     if not isinstance(url, (str, os.PathLike)):
         if not isinstance(url, Store):
-            raise TypeError(_no_store(url))
+            raise TypeError(_not_a_path(url))
         if options:
             raise TypeError(f"an open store takes no options, but got {', '.join(options)}")
         return url
@@ -245,21 +366,42 @@ def open_store(url: str | os.PathLike[str] | Store, **options: Any) -> Store:
     return open_objects(text, **options)
 
 
-def _no_store(thing: object) -> str:
-    if isinstance(thing, (bytes, bytearray)):
-        return f"a path is text, not {type(thing).__name__}; pass os.fsdecode({thing!r})"
+def _not_a_path(given: object) -> str:
+    """Say what was passed in the place of a path, and what may have been meant."""
+    kind = type(given).__name__
+    if given is None:
+        return (
+            "the path is None; pass a folder, a URL or an open store. (`latest` returns None where "
+            "there is no checkpoint yet)"
+        )
+    if isinstance(given, Mapping) or hasattr(given, "state_dict"):
+        return (
+            f"the path is a {kind}: are the arguments swapped? It is save(state_dict, path), "
+            "load(state_dict, path), restore(path, target)"
+        )
+    if isinstance(given, (bytes, bytearray)):
+        return f"a path is text, not {kind}; pass os.fsdecode({given!r})"
     verbs = [name for name in dir(Store) if not name.startswith("_")]
-    lacking = ", ".join(name for name in verbs if not hasattr(thing, name))
-    return f"a {type(thing).__name__} is no path, and no store: it lacks {lacking}"
+    lacking = [name for name in verbs if not hasattr(given, name)]
+    if "read" in lacking:
+        return f"a path is text, an os.PathLike or an open store, not a {kind}"
+    lack = f"a {kind} is not a store: it lacks {', '.join(lacking)}"
+    return f"{lack}; derive it from shardplan.io.Store"
 
 
 def _open_local(path: str, options: dict[str, Any]) -> Store:
     from .local import LocalStore  # which imports this module
 
-    if (
-        not path
-    ):  # in a script, mostly a variable that is not set: never mean where one happens to be
+    # In a script, an empty path is mostly a variable that is not set.
+    if not path:
         raise ValueError("the path is empty; write '.' for the current folder")
+    if typo := _ONE_SLASH.match(path):
+        raise ValueError(f"cannot open {path}: write {typo[1]}://{path[typo.end() :]}, two slashes")
+    if path == "~" or path.startswith("~/"):
+        raise ValueError(
+            f"{path} is not expanded; pass os.path.expanduser({path!r}), or './{path}' if the "
+            "folder is called that"
+        )
     return LocalStore(path, **options)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import attrs
 import numpy as np
@@ -20,6 +20,7 @@ import numpy.typing as npt
 from shardplan.planning.dtypes import ITEMSIZE
 
 from .buffers import copy_into
+from .folders import WrappedStore
 from .sources import Spot
 from .stores import Store
 from .torchpickles import StoredTensor
@@ -87,7 +88,7 @@ class _Made:
     tensor: StoredTensor
 
 
-class Overlay:
+class Overlay(WrappedStore):
     """A store with some files that are made up as they are read; all else is the inner store's.
 
     Args:
@@ -96,33 +97,20 @@ class Overlay:
     """
 
     def __init__(self, inner: Store, files: Sequence[str]) -> None:
-        self._inner, self._real = inner, tuple(files)
+        super().__init__(inner)
+        self._real = tuple(files)
         self._made: dict[str, _Made] = {}
         self._numbers: dict[_Made, int] = {}
         self._lock = threading.Lock()
-
-    @property
-    def store(self) -> Store:
-        """This, as the store that it is."""
-        return cast("Store", self)
-
-    @property
-    def inner(self) -> Store:
-        """The store with the real files."""
-        return self._inner
-
-    @property
-    def real(self) -> int:
-        """How many files are real; they come first."""
-        return len(self._real)
 
     @property
     def files(self) -> tuple[str, ...]:
         """All files so far."""
         return (*self._real, *self._made)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+    def locate(self, path: str = "") -> str | None:
+        """Return where a real file is on this machine's disks; see `Store.locate`."""
+        return self.inner.locate(path) if path and path not in self._made else None
 
     def spot(self, file: int, begin: int, tensor: StoredTensor) -> Spot:
         """Say where a view's elements can be read.
@@ -151,7 +139,7 @@ class Overlay:
         """Fill buffers from a file; see `Store.read`."""
         made = self._made.get(path)
         if made is None:
-            return self._inner.read(path, ranges)
+            return self.inner.read(path, ranges)
         for low, high, group in _groups(ranges):
             cells = self._cells(made, low, high)
             for offset, view in group:
@@ -167,7 +155,7 @@ class Overlay:
         def fetch(at: int, count: int) -> npt.NDArray[Any]:
             data = bytearray(count * width)
             place = made.begin + at * width
-            read_ranges(self._inner, made.file, [(place, memoryview(data))])
+            read_ranges(self.inner, made.file, [(place, memoryview(data))])
             return np.frombuffer(data, _WORDS[width])
 
         _gather(fetch, tensor.size, tensor.stride, first, cells, max(_SPAN // width, 1))

@@ -1,4 +1,4 @@
-"""What if the disk fails here? Stores that count what is asked of them, and stores that fail.
+"""Stores for tests: one counts what is asked of it, one fails.
 
 They wrap any store, and are meant for your tests as much as for ours.
 """
@@ -7,14 +7,34 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal
+from contextlib import contextmanager
+from typing import Final, Literal
 
 import attrs
 
 from .buffers import Buffer, byte_view
-from .stores import Entry, Store, StoreError
+from .folders import WrappedStore
+from .stores import Store, StoreError
 
 __all__ = ["CountingStore", "FaultyStore", "InjectedError", "Operation"]
+
+# By method, what an operation that has nothing but a path is called in `CountingStore.operations`.
+_BARE: Final = {
+    "size": "size",
+    "exists": "exists",
+    "list": "list",
+    "entries": "list",
+    "sync": "sync",
+}
+# By method that changes nothing, what an error says of it.
+_QUESTIONS: Final = {
+    "read": "read",
+    "read_all": "read",
+    "size": "measure",
+    "exists": "find",
+    "list": "list",
+    "entries": "list",
+}
 
 
 @attrs.frozen
@@ -36,7 +56,7 @@ class Operation:
     ranges: tuple[tuple[int, int], ...] = ()
 
 
-class CountingStore:
+class CountingStore(WrappedStore):
     """A store that remembers what was asked of it, once it succeeded.
 
     Attributes:
@@ -53,9 +73,8 @@ class CountingStore:
     """
 
     def __init__(self, inner: Store) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.operations: list[Operation] = []  # appended to by any thread
-        self.url, self.staging = inner.url, inner.staging
 
     def clear(self) -> None:
         """Forget the calls so far."""
@@ -69,9 +88,16 @@ class CountingStore:
         """Return how many bytes were written, into one file or into all."""
         return self._total({"write", "replace"}, path)
 
+    @contextmanager
+    def passing(self, operation: str, path: str) -> Iterator[str]:
+        """Count a call for which its name and path are all there is to say."""
+        yield path
+        if operation in _BARE:
+            self.operations.append(Operation(_BARE[operation], path))
+
     def read(self, path: str, ranges: Sequence[tuple[int, memoryview]]) -> int:
         """Count a read."""
-        done = self.inner.read(path, ranges)
+        done = super().read(path, ranges)
         asked = tuple((offset, view.nbytes) for offset, view in ranges)
         self.operations.append(Operation("read", path, done, asked))
         return done
@@ -82,59 +108,29 @@ class CountingStore:
         parts: Iterable[Buffer],
         *,
         nbytes: int | None = None,
-        sync: bool = True,
         atomic: bool = False,
     ) -> int:
         """Count a write."""
-        done = self.inner.write(path, parts, nbytes=nbytes, sync=sync, atomic=atomic)
+        done = super().write(path, parts, nbytes=nbytes, atomic=atomic)
         self.operations.append(Operation("write", path, done))
         return done
 
     def read_all(self, path: str, *, limit: int) -> bytes:
         """Count a read of a whole file."""
-        data = self.inner.read_all(path, limit=limit)
+        data = super().read_all(path, limit=limit)
         self.operations.append(Operation("read", path, len(data), ((0, len(data)),)))
         return data
 
     def replace(self, path: str, data: bytes, *, overwrite: bool = True) -> None:
         """Count a replacement."""
-        self.inner.replace(path, data, overwrite=overwrite)
+        super().replace(path, data, overwrite=overwrite)
         self.operations.append(Operation("replace", path, len(data)))
-
-    def size(self, path: str) -> int:
-        """Count a question for a size."""
-        size = self.inner.size(path)
-        self.operations.append(Operation("size", path))
-        return size
-
-    def exists(self, path: str) -> bool:
-        """Count a question for a file."""
-        found = self.inner.exists(path)
-        self.operations.append(Operation("exists", path))
-        return found
-
-    def list(self, prefix: str = "", *, recursive: bool = True) -> tuple[str, ...]:
-        """Count a listing."""
-        found = self.inner.list(prefix, recursive=recursive)
-        self.operations.append(Operation("list", prefix))
-        return found
-
-    def entries(self, prefix: str = "", *, recursive: bool = True) -> tuple[Entry, ...]:
-        """Count a listing."""
-        found = self.inner.entries(prefix, recursive=recursive)
-        self.operations.append(Operation("list", prefix))
-        return found
 
     def delete(self, paths: Iterable[str]) -> None:
         """Count each deleted file."""
         paths = tuple(paths)
-        self.inner.delete(paths)
+        super().delete(paths)
         self.operations.extend(Operation("delete", path) for path in paths)
-
-    def sync(self) -> None:
-        """Count a sync."""
-        self.inner.sync()
-        self.operations.append(Operation("sync"))
 
     def _total(self, names: set[str], path: str | None) -> int:
         counted = (o for o in self.operations if o.name in names and path in {None, o.path})
@@ -145,7 +141,7 @@ class InjectedError(StoreError):
     """The failure that a `FaultyStore` was asked for; its ``kind`` is ``stopped``."""
 
 
-class FaultyStore:
+class FaultyStore(WrappedStore):
     """A store that fails at one chosen change: a write, a replacement, a deletion or a sync.
 
     Run once without a fault to learn how many changes there are, then once for each of them:
@@ -189,18 +185,22 @@ class FaultyStore:
             raise ValueError(
                 f"mode is raise, stop or late, landed from 0 to 1; not {mode}, {landed}"
             )
-        self.inner = inner
+        super().__init__(inner)
         self.changes = 0
-        self.url, self.staging = inner.url, inner.staging
         self._fail_at, self._questions, self._mode, self._landed = fail_at, questions, mode, landed
         self._stopped = False
         self._late: list[Callable[[], object]] = []
         self._lock = threading.Lock()
 
-    def read(self, path: str, ranges: Sequence[tuple[int, memoryview]]) -> int:
-        """Read, or fail."""
-        self._ask("read", path)
-        return self.inner.read(path, ranges)
+    @contextmanager
+    def passing(self, operation: str, path: str) -> Iterator[str]:
+        """Fail instead of a call that changes nothing, if that is what to fail at."""
+        if operation in _QUESTIONS:
+            doing = _QUESTIONS[operation]
+            self._check(doing, path)
+            if self._questions and self._fails(doing, path):
+                raise self._error(doing, path)
+        yield path
 
     def write(
         self,
@@ -208,7 +208,6 @@ class FaultyStore:
         parts: Iterable[Buffer],
         *,
         nbytes: int | None = None,
-        sync: bool = True,
         atomic: bool = False,
     ) -> int:
         """Write, or write the first bytes and fail."""
@@ -216,18 +215,13 @@ class FaultyStore:
             views = [byte_view(part) for part in parts]
             if self._mode == "late":
                 copies = [bytes(view) for view in views]
-                self._late.append(lambda: self.inner.write(path, copies, sync=sync, atomic=atomic))
+                self._late.append(lambda: self.inner.write(path, copies, atomic=atomic))
                 raise self._error("write", path)
             keep = int(self._landed * sum(view.nbytes for view in views))
             if not atomic or self._landed == 1:
-                self.inner.write(path, list(_first_bytes(views, keep)), sync=sync, atomic=atomic)
+                self.inner.write(path, list(_first_bytes(views, keep)), atomic=atomic)
             raise self._error("write", path)
-        return self.inner.write(path, parts, nbytes=nbytes, sync=sync, atomic=atomic)
-
-    def read_all(self, path: str, *, limit: int) -> bytes:
-        """Read a whole file, or fail."""
-        self._ask("read", path)
-        return self.inner.read_all(path, limit=limit)
+        return self.inner.write(path, parts, nbytes=nbytes, atomic=atomic)
 
     def replace(self, path: str, data: bytes, *, overwrite: bool = True) -> None:
         """Replace, or fail before or after."""
@@ -242,26 +236,6 @@ class FaultyStore:
             replace()
         if fails:
             raise self._error("replace", path)
-
-    def size(self, path: str) -> int:
-        """Tell the size, or fail."""
-        self._ask("measure", path)
-        return self.inner.size(path)
-
-    def exists(self, path: str) -> bool:
-        """Look for a file, or fail."""
-        self._ask("find", path)
-        return self.inner.exists(path)
-
-    def list(self, prefix: str = "", *, recursive: bool = True) -> tuple[str, ...]:
-        """List, or fail."""
-        self._ask("list", prefix)
-        return self.inner.list(prefix, recursive=recursive)
-
-    def entries(self, prefix: str = "", *, recursive: bool = True) -> tuple[Entry, ...]:
-        """List, or fail."""
-        self._ask("list", prefix)
-        return self.inner.entries(prefix, recursive=recursive)
 
     def delete(self, paths: Iterable[str]) -> None:
         """Delete, or delete the first few and fail."""
@@ -285,12 +259,6 @@ class FaultyStore:
         late, self._late = self._late, []
         for change in late:
             change()
-
-    def _ask(self, operation: str, path: str) -> None:
-        """Fail if stopped, or if this is the question to fail at."""
-        self._check(operation, path)
-        if self._questions and self._fails(operation, path):
-            raise self._error(operation, path)
 
     def _check(self, operation: str, path: str) -> None:
         if self._stopped:

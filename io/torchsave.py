@@ -7,21 +7,21 @@ So tensors come out as places in the file, of the newer kind of file (an archive
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Final
 
 from shardplan.planning import Metadata, PlanError, RefusedError, flatten, global_plan, local_plan
 from shardplan.planning.blocks import BLOCK_BYTES
-from shardplan.planning.flatten import is_tensor
+from shardplan.planning.flatten import Path, is_tensor
 
-from .checksums import Sums
-from .errors import FormatError
+from .checksums import CRC32, Sums
+from .errors import FormatError, listed
 from .pickles import PickleError
 from .pool import Pool
 from .sources import Spot
+from .standins import build_value, needs_torch
 from .stores import MissingFileError, Store, StoreError
 from .strided import Overlay
-from .torchnested import TensorLeaf, copy_plain
+from .torchpickles import Later, Named, OddTensor, TensorLeaf
 from .torchsave_pickles import Pickled, read_legacy, read_zip
 from .torchzip import Archive, Window, read_archive, read_ranges
 
@@ -29,7 +29,6 @@ __all__ = ["TorchSource", "find", "source"]
 
 _ZIP: Final = b"PK\3\4"
 _LEGACY: Final = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-_MAX_PICKLE: Final = 1 << 30
 _STEP: Final = 64 << 20
 
 
@@ -54,8 +53,7 @@ def source(store: Store, name: str = "", pool: Pool | None = None) -> TorchSourc
         return TorchSource(store, name, read_legacy(store, name, size))
     archive = read_archive(Window(store, name, 0, size))
     _check_archive(archive, name)
-    pickled = read_zip(archive.read("data.pkl", _MAX_PICKLE), archive, name)
-    return TorchSource(store, name, pickled, archive)
+    return TorchSource(store, name, read_zip(archive, name), archive)
 
 
 def _head(store: Store, name: str) -> bytes:
@@ -103,10 +101,11 @@ class TorchSource:
         self.inner, self.file, self.archive = store, file, archive
         self._overlay = Overlay(store, (file,))
         self._pickled = pickled
-        self._bare: Any = (nested, pickled.storages) if pickled.by_torch else None
+        self._spots: dict[str, Spot] = {}
         try:
-            self._flat, self._paths = flatten(nested)
-            self._tensors = _find_tensors(self._flat, pickled, file)
+            self._flat, paths = flatten(nested)
+            _check_keys(paths, file)
+            self._tensors = _find_tensors(self._flat, file)
             self.metadata: Metadata = global_plan((local_plan(nested),))[1]
         except (PlanError, RefusedError) as error:
             raise FormatError(file, str(error)) from None
@@ -114,7 +113,7 @@ class TorchSource:
     @property
     def store(self) -> Store:
         """The folder it lies in."""
-        return self._overlay.store
+        return self._overlay
 
     @property
     def files(self) -> Sequence[str]:
@@ -123,10 +122,12 @@ class TorchSource:
 
     def spots(self, chunks: Sequence[tuple[str, int]]) -> list[Spot]:
         """Find tensors, each of which is one chunk; see `Source.spots`."""
-        found = [self._tensors[name].stored for name, _ in chunks]
-        return [
-            self._overlay.spot(0, self._begin(t.storage.key) + t.storage.first, t) for t in found
-        ]
+        for name, _ in chunks:
+            if name not in self._spots:
+                stored = self._tensors[name].stored
+                begin = self._begin(stored.storage.key) + stored.storage.first
+                self._spots[name] = self._overlay.spot(0, begin, stored)
+        return [self._spots[name] for name, _ in chunks]
 
     def _begin(self, key: str) -> int:
         """Say where a storage begins in the file."""
@@ -143,16 +144,32 @@ class TorchSource:
         """There are no checksums that could be compared."""
         return None
 
+    checksum = CRC32
+
+    def chunk_sums(self, chunks: Sequence[tuple[str, int]]) -> list[int | None]:
+        """Return the checksum of each tensor that fills its record; see `Source.chunk_sums`."""
+        if self.archive is None or not self.archive.is_summed:
+            return [None] * len(chunks)
+        found = zip(chunks, self.spots(chunks), strict=True)
+        return [self._sum(name, spot) for (name, _), spot in found]
+
+    def _sum(self, name: str, spot: Spot) -> int | None:
+        assert self.archive is not None
+        stored = self._tensors[name].stored
+        record = self.archive.records[f"data/{stored.storage.key}"]
+        whole = spot.nbytes == record.nbytes and not stored.offset and not stored.storage.first
+        return record.crc if whole and spot.file == 0 else None  # not one that is made up
+
+    def has_value_sum(self, name: str) -> bool:
+        """Return True: values are known once the file is opened; see `Source.has_value_sum`."""
+        return True
+
     def value(self, name: str, *, verify: bool = True) -> Any:
         """Return a value that is no tensor; see `Source.value`."""
-        with suppress(PickleError):
-            return self.plain_value(name)
-        from .torchbare import load_bare, load_value
-
-        if self._bare is None:
-            self._bare = load_bare(self._pickled.data, self.file)
-        path = self._paths[name]
-        return load_value(self._bare, self._pickled.data, self.file, path, self._read_storage)
+        try:
+            return build_value(self._flat[name], self._read_storage)
+        except PickleError as error:
+            raise FormatError(self.file, f"`{name}` cannot be loaded: {error}") from None
 
     def plain_value(self, name: str) -> Any:
         """Return a value that is no tensor, if making it takes no torch.
@@ -160,10 +177,9 @@ class TorchSource:
         Raises:
             PickleError: It does.
         """
-        plain = copy_plain(self._flat[name])
-        if plain is None:
+        if needs_torch(self._flat[name]):
             raise PickleError(f"the value of `{name}` takes torch")
-        return plain[0]
+        return self.value(name)
 
     def value_bytes(self, name: str) -> int:
         """Return 0: values are known once the file is opened."""
@@ -173,7 +189,8 @@ class TorchSource:
         """Return 0: values are held already; what a copy of one takes, nobody knows before."""
         return 0
 
-    def _read_storage(self, key: str, nbytes: int) -> memoryview:
+    def _read_storage(self, key: str) -> memoryview:
+        nbytes = self._pickled.storages.nbytes[key]
         data = memoryview(bytearray(nbytes))
         begin = self._begin(key)
         steps = range(0, nbytes, _STEP)
@@ -182,16 +199,22 @@ class TorchSource:
         return data
 
 
-def _find_tensors(flat: Mapping[str, Any], pickled: Pickled, file: str) -> dict[str, TensorLeaf]:
-    """Say where every tensor lies, or tell all that cannot be read in place."""
-    found, refused = {}, []
-    for name, value in flat.items():
-        if not is_tensor(value):
-            continue
-        try:
-            found[name] = pickled.leaf(value)
-        except ValueError as error:
-            refused.append(f"`{name}` {error}")
-    if refused:
-        raise FormatError(file, "; ".join(refused))
-    return found
+def _check_keys(paths: Mapping[str, Path], file: str) -> None:
+    """Refuse keys that only torch can make: their text names tensors and values."""
+    odd = {
+        key.name for path in paths.values() for _, key in path if isinstance(key, (Named, Later))
+    }
+    if odd:
+        raise FormatError(file, f"its state dict has keys that are not plain, such as {min(odd)}")
+
+
+def _find_tensors(flat: Mapping[str, Any], file: str) -> dict[str, TensorLeaf]:
+    """Return where every tensor lies.
+
+    Raises:
+        FormatError: Some cannot be read in place; all are named.
+    """
+    odd = [f"`{name}` {leaf.why}" for name, leaf in flat.items() if isinstance(leaf, OddTensor)]
+    if odd:
+        raise FormatError(file, listed(odd, quote="", between="; "))
+    return {name: leaf for name, leaf in flat.items() if isinstance(leaf, TensorLeaf)}

@@ -1,36 +1,24 @@
-"""What does the pickle of a `torch.save` file say, and where do its storages lie?
-
-It is read without torch if it names nothing unusual; else as torch reads it.
-"""
+"""The pickles of a `torch.save` file, and where its storages lie."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from importlib.util import find_spec
+from collections.abc import Mapping
 from typing import Any, Final
 
 import attrs
 
+from .archived import explain_name
 from .errors import FormatError
-from .pickles import (
-    CutShort,
-    PickleError,
-    RefusedName,
-    Unsound,
-    check_parts,
-    load_pickle,
-    pickle_end,
-)
+from .limits import LIMITS
+from .pickles import CutShort, PickleError, RefusedName, load_pickle_at
 from .stores import Store
-from .torchnested import Storages, TensorLeaf, load_nested
-from .torchvalues import explain_name
-from .torchzip import LEGACY_PICKLES, Archive, read_ranges
+from .torchpickles import Storages, load_nested, load_nested_at
+from .torchzip import Archive, read_ranges
 
 __all__ = ["Pickled", "read_legacy", "read_zip"]
 
 _PROTOCOL: Final = 1001  # of files of the older kind; their magic number was seen already
 _FIRST: Final = 1 << 16
-_MAX_PICKLES: Final = 1 << 30
 
 
 @attrs.frozen(eq=False)
@@ -38,122 +26,112 @@ class Pickled:
     """What a file holds.
 
     Attributes:
-        data: The pickle.
-        nested: What was saved; its tensors have no elements.
-        storages: Where the storages of these tensors lie.
-        leaf: What says where a tensor of ``nested`` lies, or raises ValueError.
-        by_torch: Whether torch made it, not we; then it is what `load_bare` returns.
+        nested: What was saved, with stand-ins; see `torchpickles`.
+        storages: The storages that its tensors lie in.
     """
 
-    data: bytes
     nested: Any
     storages: Storages
-    leaf: Callable[[Any], TensorLeaf]
-    by_torch: bool = False
 
 
-def _load(data: bytes, file: str) -> Pickled:
-    storages = Storages()
-    try:
-        return Pickled(data, load_nested(data, storages), storages, lambda leaf: leaf)
-    except Unsound as error:  # which torch would try to read all the same
-        raise FormatError(file, f"its state dict cannot be loaded: {error}") from None
-    except PickleError as error:
-        if not _has_torch():
-            why = "cannot be loaded: "
-            why = explain_name(error.name) if isinstance(error, RefusedName) else f"{why}{error}"
-            raise FormatError(file, f"its state dict {why}; torch is not installed") from None
-    from .torchbare import load_bare
-
-    nested, bare = load_bare(data, file)
-    try:
-        check_parts(nested, len(data))
-    except Unsound as error:
-        raise FormatError(file, f"its state dict cannot be loaded: {error}") from None
-    return Pickled(data, nested, bare, bare.leaf, by_torch=True)
+def _fault(file: str, error: PickleError) -> FormatError:
+    if isinstance(error, RefusedName):
+        return FormatError(file, f"its state dict {explain_name(error.name)}")
+    return FormatError(file, f"its state dict cannot be loaded: {error}")
 
 
-def _has_torch() -> bool:
-    try:
-        return find_spec("torch") is not None
-    except ValueError:  # it was made unavailable in this process
-        return False
-
-
-def read_zip(pickle: bytes, archive: Archive, file: str) -> Pickled:
+def read_zip(archive: Archive, file: str) -> Pickled:
     """Read the pickle of an archive.
 
     Raises:
         FormatError: It is damaged or not safe to read, or a storage is not there.
     """
-    pickled = _load(pickle, file)
-    for key, nbytes in pickled.storages.nbytes.items():
-        record = archive.records.get(f"data/{key}")
-        if record is None or record.nbytes != nbytes:
-            found = "none" if record is None else f"{record.nbytes:,}"
-            raise FormatError(file, f"storage {key} should have {nbytes:,} bytes, and has {found}")
-    return pickled
+    storages = Storages()
+    try:
+        nested = load_nested(archive.read("data.pkl", LIMITS["pickle"]), storages)
+    except PickleError as error:
+        raise _fault(file, error) from None
+    archive.check_storages(storages.nbytes)
+    return Pickled(nested, storages)
 
 
 def read_legacy(store: Store, file: str, size: int) -> Pickled:
-    """Read the pickles of a file of the older kind; see `read_zip`."""
-    (_, protocol, system, state, listed), end = _split(store, file, size)
-    if _plain(protocol, file) != _PROTOCOL:
-        told = str(_plain(protocol, file))[:80]
-        raise FormatError(file, f"it is of version {told}; only {_PROTOCOL} is known")
-    machine = _plain(system, file)
+    """Read a file of the older kind: five pickles, then storages; see `read_zip`.
+
+    The pickles are a magic number, a version, the system that wrote the file, what was saved, and
+    the keys of its storages.
+    """
+    head, storages = _Head(store, file, size), Storages()
+    head.plain()
+    version, machine = head.plain(), head.plain()
+    if version != _PROTOCOL:
+        raise FormatError(file, f"it is not of version {_PROTOCOL}, the only one that is known")
     if not isinstance(machine, Mapping) or machine.get("little_endian") is not True:
         raise FormatError(file, "it was written on a machine of another byte order")
-    pickled, keys = _load(state, file), _plain(listed, file)
-    keys = [str(key) for key in keys] if isinstance(keys, list) else []
-    if set(keys) != pickled.storages.nbytes.keys():
+    nested, keys = head.nested(storages), head.plain()
+    if not isinstance(keys, list) or set(map(str, keys)) != storages.nbytes.keys():
         raise FormatError(file, "its list of storages is damaged")
-    _place(store, file, size, keys, pickled.storages, end)
-    return pickled
+    _place(store, file, size, list(map(str, keys)), storages, head.at)
+    return Pickled(nested, storages)
 
 
-def _split(store: Store, file: str, size: int) -> tuple[list[bytes], int]:
-    """Return the pickles that come first in a file, and where the last one ends."""
-    data, at = b"", 0
-    found: list[bytes] = []
-    while len(found) < LEGACY_PICKLES:
-        try:
-            end = pickle_end(data, at)
-        except CutShort:
-            more = min(size, _MAX_PICKLES, max(_FIRST, 2 * len(data)))
-            if more == len(data):
-                reason = "its state dict cannot be loaded: the file ends within it, being cut short"
-                raise FormatError(file, reason) from None
-            rest = bytearray(more - len(data))
-            read_ranges(store, file, [(len(data), memoryview(rest))])
-            data += rest
-        except PickleError as error:
-            raise FormatError(file, f"its state dict cannot be loaded: {error}") from None
-        else:
-            found.append(data[at:end])
-            at = end
-    return found, at
+class _Head:
+    """The pickles that a file begins with, read as far as they go.
 
+    Attributes:
+        at: Where the next one begins.
+    """
 
-def _plain(data: bytes, file: str) -> Any:
-    try:
-        return load_pickle(data, {})
-    except PickleError as error:
-        raise FormatError(file, f"what precedes its state dict is damaged: {error}") from None
+    def __init__(self, store: Store, file: str, size: int) -> None:
+        self._store, self._file, self._size = store, file, size
+        self._data = b""
+        self.at = 0
+
+    def plain(self) -> Any:
+        """Read the next one, which names nothing."""
+        return self._next(None)
+
+    def nested(self, storages: Storages) -> Any:
+        """Read the next one, which is the state dict."""
+        return self._next(storages)
+
+    def _next(self, storages: Storages | None) -> Any:
+        while True:
+            try:
+                if storages is None:
+                    found, self.at = load_pickle_at(self._data, self.at, {})
+                else:
+                    found, self.at = load_nested_at(self._data, self.at, storages)
+                return found
+            except CutShort:
+                self._read_on()
+            except PickleError as error:
+                raise _fault(self._file, error) from None
+
+    def _read_on(self) -> None:
+        done = len(self._data)
+        more = min(self._size, LIMITS["pickle"], max(_FIRST, 4 * done))
+        if more == done:
+            reason = "its state dict cannot be loaded: the file ends within it, being cut short"
+            raise FormatError(self._file, reason)
+        rest = bytearray(more - done)
+        read_ranges(self._store, self._file, [(done, memoryview(rest))])
+        self._data += rest
 
 
 def _place(
     store: Store, file: str, size: int, keys: list[str], storages: Storages, at: int
 ) -> None:
     """Find storages that follow one another, each after its count of elements."""
+    ends = at + sum(8 + storages.nbytes[key] for key in keys)
+    if ends > size:
+        raise FormatError(file, f"it should have {ends:,} bytes and has {size:,}: it was cut short")
     counts = memoryview(bytearray(8 * len(keys)))
     ranges = []
     for number, key in enumerate(keys):
         ranges.append((at, counts[8 * number : 8 * number + 8]))
         storages.begin[key] = at + 8
         at += 8 + storages.nbytes[key]
-    if at > size:
-        raise FormatError(file, f"it should have {at:,} bytes and has {size:,}: it was cut short")
     read_ranges(store, file, ranges)
     for number, key in enumerate(keys):
         count = int.from_bytes(counts[8 * number : 8 * number + 8], "little")

@@ -11,29 +11,30 @@ import torch
 
 from shardplan.planning import Metadata, SavePlan, flatten, unflatten
 
+from .archived import explain_refusal
 from .arrays import dump, empty, window
 from .arrays import store as fill
-from .copying import threads_for, write_file
+from .copying import FileContents, threads_for, write_file
 from .dcp_metadata import METADATA
 from .errors import ExistsError, ValueRefusedError
 from .leftovers import tidy
+from .limits import check_size
 from .manifest import MANIFEST
-from .pieces import Piece, collect, tied_pieces
+from .pieces import Lazy, Piece, blocks_of, collect, tied_pieces
 from .pool import Pool, default_pool
 from .progress import Progress
 from .stores import Store
-from .torchbare import why_unsafe
-from .torchvalues import Leaf, dump_values, explain_refusal, pickle_nested
-from .torchzip_write import Member, archive_contents, archive_parts, archive_size, members_of
-from .writers import Part
+from .torchvalues import Leaf, pickle_nested, why_unsafe
+from .torchzip_write import Member, archive_contents, archive_size, directory_size, members_of
+from .writers import Part, Writer
 
 __all__ = ["TorchWriter"]
 
 _TAKEN: Final = (".safetensors", ".safetensors.index.json", ".distcp")
 
 
-class TorchWriter:
-    """Writes files that `torch.load` reads with ``weights_only=True``; a `Writer`.
+class TorchWriter(Writer):
+    """Writes files that `torch.load` reads with ``weights_only=True``.
 
     A file has one writer, so this format is for a single process. The file appears when it is
     complete: what was there before is there until then.
@@ -47,7 +48,7 @@ class TorchWriter:
     max_ranks = 1
 
     def __init__(self) -> None:
-        self.file = ""
+        self.file: str = ""
         self.tied: Mapping[str, str] = {}
 
     def refuse(self, store: Store, overwrite: bool) -> None:
@@ -90,21 +91,17 @@ class TorchWriter:
         leaves = _leaves(flat, plan, tensors, ties, list(stored))
         pickle, hidden = _pickle(flat, plan, leaves, values, refused)
         held = [*stored.values(), *map(_storage_piece, hidden)]
-        storages = [
-            Member(f"data/{number}", piece.nbytes, piece.blocks, piece.direct)
-            for number, piece in enumerate(held)
-        ]
-        members = members_of(pickle, storages)
-        size = archive_size(members)
-        write_file(
-            store,
-            self.file,
-            lambda: archive_contents(members),
-            lambda: archive_parts(members),
-            nbytes=size,
-            atomic=True,
-            threads=threads_for(pool or default_pool(), 1),
+        members = members_of(
+            pickle, [Member(f"data/{n}", piece.nbytes) for n, piece in enumerate(held)]
         )
+        contents = FileContents(
+            lambda local: archive_contents(members, blocks_of(held, local)),
+            threads_for(pool or default_pool(), 1),
+        )
+        size = archive_size(members)
+        check_size(self.file, len(pickle), "pickle")
+        check_size(self.file, directory_size(members), "directory")
+        write_file(store, self.file, contents, nbytes=size, atomic=True)
         return Part(1, size, b"")
 
     def commit(
@@ -196,11 +193,17 @@ def _pickle(
 
 
 def _unsafe(values: Mapping[str, Any]) -> dict[str, str]:
-    try:
-        dump_values(values)
-    except ValueRefusedError as error:
-        return error.reasons
-    return {}
+    """Return, by key, why torch would not load some values with ``weights_only=True``."""
+    reasons = {}
+    for key, value in values.items():
+        try:
+            why = why_unsafe(pickle_nested(value)[0])
+        except Exception as error:  # pickling may fail in any way that a class thinks of
+            why = explain_refusal(error)
+        if why is not None:
+            kind = f"{type(value).__module__}.{type(value).__qualname__}"
+            reasons[key] = f"is a {kind}, which {why}"
+    return reasons
 
 
 def _whole(pieces: Mapping[int, Piece]) -> dict[str, Piece]:
@@ -219,8 +222,8 @@ def _join(parts: list[Piece]) -> Piece:
 
 
 @attrs.frozen(eq=False)
-class _Joined:
-    """A tensor whose elements lie in several pieces; a `Lazy`."""
+class _Joined(Lazy):
+    """A tensor whose elements lie in several pieces."""
 
     shape: tuple[int, ...]
     dtype: str

@@ -1,13 +1,12 @@
-"""Values as `torch.save` writes them: only such as ``weights_only=True`` reads back.
+"""Values and nested state dicts, written as `torch.save` writes them; see `archived` for reading.
 
-Torch is imported when it is first needed: plain values are read without it.
+Torch is imported when it is first needed.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import lru_cache
@@ -15,87 +14,41 @@ from typing import Any, Final
 
 import attrs
 
-from .errors import FormatError, ValueRefusedError
-from .torchzip import refuse_bombs
+from .archived import explain_name, explain_refusal, load_archive, load_torch
+from .errors import ValueRefusedError
+from .pickles import PickleError
+from .torchpickles import Storages, load_nested
+from .torchzip import in_memory, read_archive
 from .torchzip_write import zip_bytes
 
 __all__ = [
     "Leaf",
+    "dump_value",
     "dump_values",
-    "explain_name",
-    "explain_refusal",
     "load_torch",
     "pickle_nested",
     "pickle_tensor",
+    "why_unsafe",
 ]
 
 _SCALARS: Final = (bool, float, type(None))
 _SMALL_INT: Final = 1 << 31
-_DANGEROUS: Final = frozenset(
-    (
-        *("os", "posix", "nt", "builtins", "__builtin__", "subprocess", "sys", "shutil", "pty"),
-        *("importlib", "runpy", "socket", "ctypes", "webbrowser", "code", "commands", "pickle"),
-    )
-)
-
-
-def load_torch(data: bytes, file: str, name: str) -> Any:
-    """Return a value that `torch.save` wrote.
-
-    Args:
-        data: What it wrote.
-        file: Where that was found, for errors.
-        name: The value's name, for errors.
-
-    Raises:
-        FormatError: It is damaged, or not safe to load; then it says how to allow it.
-    """
-    try:
-        refuse_bombs(data, file)
-    except FormatError as error:
-        raise FormatError(file, f"the value of `{name}` cannot be loaded: {error.reason}") from None
-    import torch
-
-    try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # torch.load fails in many ways
-        raise FormatError(file, f"the value of `{name}` {explain_refusal(error)}") from None
-
-
-def explain_refusal(error: Exception) -> str:
-    """Say in our words why torch did not load something with ``weights_only=True``."""
-    text = str(error)
-    found = re.search(r"GLOBAL ([\w.]+)", text)
-    if found:
-        return explain_name(found[1])
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return f"cannot be loaded: {(lines or [type(error).__name__])[-1][:300]}"
-
-
-def explain_name(kind: str) -> str:
-    """Say why a class or function that a pickle names is refused, and how to allow it."""
-    if kind.partition(".")[0] in _DANGEROUS:
-        return f"needs `{kind}`, which no checkpoint does: it may be malicious; none of it ran"
-    return (
-        f"needs `{kind}`, which is not safe to load unasked; if you trust it, allow it with "
-        f"torch.serialization.add_safe_globals([{kind}]) and load again"
-    )
 
 
 def dump_values(values: Mapping[str, Any]) -> dict[str, bytes]:
-    """Encode every value as `torch.save` does, or refuse all those that are not safe, by key.
+    """Encode every value as `torch.save` does, or refuse all those that we would not load, by key.
 
     >>> sorted(dump_values({"step": 7, "betas": (0.9, 0.99)}))
     ['betas', 'step']
 
     Raises:
-        ValueRefusedError: `torch.load` would not read some of them with ``weights_only=True``.
+        ValueRefusedError: Some cannot be read back without running code; all are named.
     """
     dumped: dict[str, bytes] = {}
     refused: dict[str, str] = {}
     for key, value in values.items():
         try:
-            dumped[key] = _dump(value)
+            dumped[key] = dump_value(value)
         except Exception as error:  # pickling may fail in any way that a class thinks of
             kind = f"{type(value).__module__}.{type(value).__qualname__}"
             refused[key] = f"is a {kind}, which {explain_refusal(error)}"
@@ -104,16 +57,35 @@ def dump_values(values: Mapping[str, Any]) -> dict[str, bytes]:
     return dumped
 
 
-def _dump(value: Any) -> bytes:
+def dump_value(value: Any) -> bytes:
+    """Return what `torch.save` makes of a value, having made sure that we read it back.
+
+    Raises:
+        Exception: It cannot be pickled, or not be read back without running code.
+    """
     if type(value) in _SCALARS or (type(value) is int and abs(value) < _SMALL_INT):
         return zip_bytes(pickle.dumps(value, protocol=2))
     import torch
 
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    buffer.seek(0)
-    torch.load(buffer, weights_only=True)
-    return buffer.getvalue()
+    data = buffer.getvalue()
+    load_archive(read_archive(in_memory(data, "")))
+    return data
+
+
+def why_unsafe(data: bytes) -> str | None:
+    """Return why torch would not load a pickle with ``weights_only=True``; None if it would."""
+    from torch import _weights_only_unpickler as restricted
+
+    seen: list[str] = []
+    try:
+        load_nested(data, Storages(), seen)
+    except PickleError as error:
+        return explain_refusal(error)
+    allowed: Any = restricted
+    known = {**allowed._get_allowed_globals(), **allowed._get_user_allowed_globals()}
+    return next((explain_name(name) for name in seen if name not in known), None)
 
 
 @attrs.frozen

@@ -13,26 +13,22 @@ from typing import Final, cast
 
 import attrs
 
+from .crc import sum_crc
 from .errors import FormatError
-from .pickles import Unsound, check_pickle
+from .limits import LIMITS
 from .stores import MissingFileError, Store, StoreError
 
 __all__ = [
     "ALIGNMENT",
-    "LEGACY_PICKLES",
     "Archive",
     "Record",
     "Window",
+    "in_memory",
     "read_archive",
-    "refuse_bombs",
 ]
 
 ALIGNMENT: Final = 64
 """Records begin at multiples of this, counted from the archive's first byte, as torch has it."""
-
-LEGACY_PICKLES: Final = 5
-"""Files of the older kind begin with so many: a magic number, a protocol, a system, what was saved,
-its storages."""
 
 LOCAL: Final = struct.Struct("<4s5H3I2H")
 CENTRAL: Final = struct.Struct("<4s6H3I5H2I")
@@ -41,10 +37,11 @@ END64: Final = struct.Struct("<4sQ2H2I4Q")
 LOCATOR: Final = struct.Struct("<4sIQI")
 HUGE: Final = 0xFFFFFFFF  # stands for a number that is told in a zip64 field
 DESCRIBED: Final = 8  # flag: sizes and checksum follow the data
+DESCRIPTOR: Final = 24
+"""The most bytes of sizes and checksum that follow the data of a record."""
 
 _PACKED: Final = 1 << 16  # our own flag: compressed or encrypted
 _TAIL: Final = 1024
-_MAX_DIRECTORY: Final = 1 << 28
 
 
 class Window:
@@ -152,6 +149,24 @@ def data_begin(header: int, name: int, nbytes: int) -> int:
     return -(-plain // ALIGNMENT) * ALIGNMENT
 
 
+def described_crc(data: bytes, nbytes: int) -> int | None:
+    r"""Return the CRC-32 of a record's data, given what follows it; None if nothing says so.
+
+    Args:
+        data: `DESCRIPTOR` bytes that follow the data, or as many as there are.
+        nbytes: How many bytes the data has.
+
+    >>> described_crc(b"PK\x07\x08" + struct.pack("<3I", 7, 5, 5), 5)
+    7
+    """
+    for form in ("<4sI2I", "<4sI2Q"):
+        if len(data) >= struct.calcsize(form):
+            signature, crc, packed, size = struct.unpack_from(form, data)
+            if signature == b"PK\x07\x08" and packed == size == nbytes:
+                return crc or None  # torch writes zeros if it is asked to compute none
+    return None
+
+
 def zip64_field(nbytes: int, header: int) -> bytes:
     """Return the field that tells numbers too large for their places; none if all fit."""
     numbers = [nbytes, nbytes] if nbytes >= HUGE else []
@@ -173,16 +188,40 @@ class Archive:
     records: Mapping[str, Record]
     packed: int = 0
 
+    @property
+    def is_summed(self) -> bool:
+        """Whether it has checksums; torch writes zeros if it is asked to compute none."""
+        return any(record.crc for record in self.records.values() if record.nbytes)
+
     def read(self, name: str, limit: int) -> bytes:
         """Return a small record whole.
 
         Raises:
-            FormatError: There is none, or it has more than ``limit`` bytes.
+            FormatError: There is none, it has more than ``limit`` bytes, or other bytes than were
+                written.
         """
         record = self._record(name)
         if record.nbytes > limit:
             raise self._fault(f"its record {name} has {record.nbytes:,} bytes; {limit:,} at most")
-        return self.window.read(self.begin(name), record.nbytes)
+        data = self.window.read(self.begin(name), record.nbytes)
+        if record.crc and sum_crc(data) != record.crc:
+            raise self._fault(f"its record {name} does not fit its checksum")
+        return data
+
+    def check_storages(self, nbytes: Mapping[str, int]) -> None:
+        """Refuse an archive without the storages that its pickle refers to.
+
+        Args:
+            nbytes: How many bytes each should have, by key.
+
+        Raises:
+            FormatError: One is missing, or of another size.
+        """
+        for key, size in nbytes.items():
+            record = self.records.get(f"data/{key}")
+            if record is None or record.nbytes != size:
+                held = "none" if record is None else f"{record.nbytes:,}"
+                raise self._fault(f"storage {key[:80]} should have {size:,} bytes, and has {held}")
 
     def begin(self, name: str) -> int:
         """Say where the data of a record begins, from the archive's first byte.
@@ -211,6 +250,11 @@ class Archive:
         return fault(self.window, reason)
 
 
+def in_memory(data: bytes, file: str) -> Window:
+    """Return a window whose bytes were all read already."""
+    return Window(cast("Store", None), file, 0, len(data), data)
+
+
 def fault(window: Window, reason: str) -> FormatError:
     """Make the error for an archive that is not what it should be."""
     return FormatError(window.file, f"the archive at byte {window.offset:,} is damaged: {reason}")
@@ -223,8 +267,11 @@ def read_archive(window: Window) -> Archive:
         FormatError: There is none, or it is damaged.
     """
     begin, size, count = _find_directory(window)
-    if size > _MAX_DIRECTORY or begin + size > window.length or count * CENTRAL.size > size:
+    wrong = size > LIMITS["directory"] or begin + size > window.length
+    if wrong or count * CENTRAL.size > size:
         raise fault(window, f"its directory of {size:,} bytes cannot be where it says")
+    if not count:
+        raise fault(window, "it has no records")
     data = window.read(begin, size)
     found = []
     at = 0
@@ -242,37 +289,12 @@ def read_archive(window: Window) -> Archive:
             packed += 1  # which torch.save never does, but TorchScript
             continue
         folder, _, inner = name.decode("utf-8", "replace").partition("/")
-        if not inner or inner in records or header + LOCAL.size + nbytes > begin:
+        if name.endswith(b"/") and not nbytes:
+            continue  # a folder, which other programs list
+        if not inner or inner in records or header + LOCAL.size + len(name) + nbytes > end:
             raise fault(window, f"its directory lists {folder}/{inner}, which cannot be")
         records[inner] = Record(name, header, nbytes, bool(flags & DESCRIBED), end, crc)
     return Archive(window, records, packed)
-
-
-def refuse_bombs(data: bytes, file: str) -> None:
-    """Refuse what is short, and would take all memory or time to load.
-
-    An archive with compressed records may unpack to any length; for pickles see `check_pickle`.
-
-    Args:
-        data: What `torch.load` is to be given; what is neither archive nor pickle is its affair.
-        file: Where that was found, for errors.
-
-    Raises:
-        FormatError: It would, or is damaged.
-    """
-    window = Window(cast("Store", None), file, 0, len(data), data)  # all is there: nothing is read
-    try:
-        if data.startswith(b"PK\3\4"):
-            archive = read_archive(window)
-            if archive.packed:
-                raise fault(window, "its records are compressed, which torch.save never does")
-            check_pickle(archive.read("data.pkl", len(data)))
-        elif data.startswith(b"\x80"):
-            at = 0
-            for _ in range(LEGACY_PICKLES):
-                at = check_pickle(data, at)
-    except Unsound as error:
-        raise FormatError(file, str(error)) from None
 
 
 def _entry(window: Window, data: bytes, at: int) -> tuple[int, int, bytes, int, int, int]:

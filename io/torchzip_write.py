@@ -1,20 +1,19 @@
-"""How is a `torch.save` archive written? As a stream of parts, tensor memory among them, uncopied.
+"""The layout of `torch.save` archives that are written.
 
-The layout is torch's own: records are aligned, their checksums follow them, the directory comes
-last. So the size is known before the first byte is; and where records only have to be copied,
-several threads can do it.
+It is torch's own: records are aligned, their checksums follow them, the directory comes last. So
+the size is known before the first byte is.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Final
 
 import attrs
 
-from .copying import Block, Content, Seal, literal
+from .copying import Block, Content, FileContents, Seal, literal
 from .torchzip import (
     CENTRAL,
     DESCRIBED,
@@ -31,15 +30,14 @@ __all__ = [
     "Frame",
     "Member",
     "archive_contents",
-    "archive_parts",
     "archive_size",
+    "directory_size",
     "frame_of",
     "members_of",
     "zip_bytes",
 ]
 
 _UTF8: Final = 0x800
-_PIECE: Final = 1 << 20  # bytes that are summed and then written, while they are in the cache
 
 
 @attrs.frozen(eq=False)
@@ -49,15 +47,11 @@ class Member:
     Attributes:
         name: Its name.
         nbytes: Its size.
-        blocks: What gives its bytes, in order.
-        direct: What says where they lie; None if they must be made.
         data: Its bytes, if they are few and known.
     """
 
     name: str
     nbytes: int
-    blocks: Callable[[], Iterable[memoryview]]
-    direct: Callable[[], Sequence[Block] | None] = lambda: None
     data: bytes | None = None
 
     @property
@@ -79,64 +73,42 @@ def members_of(pickle: bytes, storages: Sequence[Member] = ()) -> list[Member]:
 
 
 def _small(name: str, data: bytes) -> Member:
-    return Member(name, len(data), lambda: [memoryview(data)], data=data)
+    return Member(name, len(data), data)
 
 
 def archive_size(members: Sequence[Member]) -> int:
     """Return how many bytes an archive will have."""
+    return sum(_sizes(members)) + END64.size + LOCATOR.size + END.size
+
+
+def directory_size(members: Sequence[Member]) -> int:
+    """Return how many bytes the directory of an archive will have."""
+    return _sizes(members)[1]
+
+
+def _sizes(members: Sequence[Member]) -> tuple[int, int]:
+    """Return how many bytes an archive's records take, and how many its directory does."""
     at = directory = 0
     for member in members:
         name = member.spelled
         begin = data_begin(at, len(name), member.nbytes)
         directory += CENTRAL.size + len(name) + len(zip64_field(member.nbytes, at))
         at = begin + member.nbytes + _tail_size(member.nbytes, at)
-    return at + directory + END64.size + LOCATOR.size + END.size
+    return at, directory
 
 
 def _tail_size(nbytes: int, header: int) -> int:
     return (24 if max(nbytes, header) >= HUGE else 16) if nbytes else 0
 
 
-def archive_parts(members: Sequence[Member]) -> Iterator[memoryview]:
-    """Yield the bytes of an archive, in order.
-
-    Raises:
-        ValueError: A record has other bytes than it said.
-
-    >>> import io, zipfile
-    >>> parts = list(archive_parts(members_of(b"N.")))
-    >>> sum(map(len, parts)) == archive_size(members_of(b"N."))
-    True
-    >>> zipfile.ZipFile(io.BytesIO(b"".join(parts))).testzip() is None
-    True
-    """
-    at = 0
-    ahead = b""  # the descriptor of the record before goes out with the next header
-    directory = []
-    for member in members:
-        head, begin = _head(member, at)
-        yield memoryview(ahead + head)
-        crc = done = 0
-        for block in member.blocks():
-            for start in range(0, len(block), _PIECE):
-                piece = block[start : start + _PIECE]
-                crc = zlib.crc32(piece, crc)
-                yield piece
-            done += len(block)
-        if done != member.nbytes:
-            raise ValueError(f"{member.name} was to have {member.nbytes} bytes and has {done}")
-        directory.append(_entry(member, crc, at))
-        ahead = _descriptor(member, crc, at)
-        at = begin + member.nbytes + len(ahead)
-    yield memoryview(ahead + b"".join(directory) + _end(at, len(b"".join(directory)), len(members)))
-
-
-def archive_contents(members: Sequence[Member], first: int = 0) -> list[Content | Seal] | None:
-    """Return what an archive is made of, to be written in any order; None if some must be made.
+def archive_contents(
+    members: Sequence[Member], blocks: Sequence[Sequence[Block]] = ()
+) -> list[Content | Seal]:
+    """Return what an archive is made of, to be written in any order.
 
     Args:
         members: Its records.
-        first: The number that the first of those gets whose bytes are not known yet.
+        blocks: The bytes of each record whose bytes are not known yet.
 
     >>> [type(part).__name__ for part in archive_contents(members_of(b"N."))]
     ['Content', 'Seal']
@@ -144,7 +116,7 @@ def archive_contents(members: Sequence[Member], first: int = 0) -> list[Content 
     contents: list[Content | Seal] = []
     known: list[int | None] = []  # the checksum of each record, as far as it is
     starts: list[int] = []
-    at, number, before = 0, first, b""  # bytes that are known, and not in `contents` yet
+    at, number, before = 0, 0, b""  # bytes that are known, and not in `contents` yet
     open_: tuple[Member, int] | None = None  # the record whose checksum is to come
     for member in members:
         starts.append(at)
@@ -155,16 +127,14 @@ def archive_contents(members: Sequence[Member], first: int = 0) -> list[Content 
         if crc is not None and member.data is not None:
             before += head + member.data + _descriptor(member, crc, at)
         else:
-            blocks = member.direct()
-            if blocks is None:
-                return None
-            contents += [_between(open_, before + head, number - 1), Content(blocks, number)]
+            own = Content(blocks[number], number)
+            contents += [_between(open_, before + head, number - 1), own]
             open_, before, number = (member, at), b"", number + 1
         at = begin + member.nbytes + tail
     contents.append(_between(open_, before, number - 1))
     size = archive_size(members) - at
     make = partial(_directory, members, starts, known, at)
-    contents.append(Seal(size, range(first, number), make))
+    contents.append(Seal(size, range(number), make))
     return contents
 
 
@@ -200,10 +170,8 @@ def frame_of(pickle: bytes, nbytes: int) -> Frame:
     >>> zipfile.ZipFile(io.BytesIO(whole)).testzip() is None, len(whole) == frame.size
     (True, True)
     """
-    storage = Member("data/0", nbytes, lambda: (), lambda: ())
-    members = members_of(pickle, [storage])
-    contents = archive_contents(members)
-    assert contents is not None
+    members = members_of(pickle, [Member("data/0", nbytes)])
+    contents = archive_contents(members, [[]])
     head, seals = contents[0], contents[2:]
     assert isinstance(head, Content)
     (view,) = head.blocks[0].parts
@@ -283,5 +251,12 @@ def _end(begin: int, size: int, count: int) -> bytes:
 
 
 def zip_bytes(pickle: bytes) -> bytes:
-    """Return the archive of a value that holds no tensors, given its pickle."""
-    return b"".join(archive_parts(members_of(pickle)))
+    """Return the archive of a value that holds no tensors, given its pickle.
+
+    >>> import io, zipfile
+    >>> zipfile.ZipFile(io.BytesIO(zip_bytes(b"N."))).testzip() is None
+    True
+    >>> len(zip_bytes(b"N.")) == archive_size(members_of(b"N."))
+    True
+    """
+    return b"".join(FileContents(lambda _: archive_contents(members_of(pickle))).parts())

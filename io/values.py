@@ -1,15 +1,14 @@
-"""Values that are no tensors, as JSON that keeps their types, or as bytes in a shard file.
+"""Values that are not tensors, as JSON that keeps their types, or as bytes in a shard file.
 
 What JSON has no word for is an object with a single key that starts with ``$``. Values that JSON
-cannot carry are stored as ``torch.save`` writes them, but only if ``torch.load`` reads them with
-``weights_only=True``: loading a checkpoint never runs code. All else is refused by key. Large bytes
-are stored as they are, without a copy.
+cannot carry are stored as ``torch.save`` writes them, but only if we read that back: loading a
+checkpoint never runs code. All else is refused by key. Large bytes are stored as they are, without
+a copy.
 """
 
 from __future__ import annotations
 
 import base64
-import io
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -98,12 +97,14 @@ def load_value(stored: StoredValue, file: str, key: str) -> Any:
         if stored.kind in RAW:
             return RAW[stored.kind](stored.data)
         if stored.kind == "torch":
-            import torch
+            from .archived import load_torch  # which few checkpoints need
 
-            return torch.load(io.BytesIO(stored.data), weights_only=True)
+            return load_torch(stored.data, file, key)
         return decode_value(json.loads(stored.data) if stored.kind == "json" else stored.data)
-    except Exception as error:  # torch.load fails in many ways
-        raise FormatError(file, f"the value of `{key}` is damaged: {error}") from error
+    except FormatError:
+        raise
+    except (ArithmeticError, LookupError, TypeError, ValueError, RecursionError) as error:
+        raise FormatError(file, f"the value of `{key}` is damaged: {str(error)[:300]}") from error
 
 
 def _store(value: Any) -> StoredValue | None:
@@ -123,17 +124,13 @@ def _store(value: Any) -> StoredValue | None:
 
 
 def _torch_bytes(value: Any) -> bytes | None:
-    """Return what torch makes of a value; None if it would not load that safely."""
-    import torch
+    """Return what torch makes of a value; None if we would not load that."""
+    from .torchvalues import dump_value
 
-    buffer = io.BytesIO()
     try:
-        torch.save(value, buffer)
-        buffer.seek(0)
-        torch.load(buffer, weights_only=True)
+        return dump_value(value)
     except Exception:  # pickling may fail in any way that a class thinks of
         return None
-    return buffer.getvalue()
 
 
 def _refusal(value: Any) -> str:

@@ -15,12 +15,11 @@ from typing import Final
 
 import attrs
 import numpy as np
-import xxhash
 
 from shardplan.planning import find_issues
 
 from .buffers import byte_view
-from .checksums import combine
+from .checksums import combine, xxhash
 from .errors import FormatError
 from .expected import header_cost
 from .manifest import MANIFEST, Manifest

@@ -202,7 +202,8 @@ def _dcp_items(source: DcpSource) -> tuple[list[_Item], list[Fault]]:
     """Return the archives that `.metadata` speaks of, and those that are not all there."""
     described, sizes = source.described, dict[int, int | Fault]()
     items, faults = [], []
-    for (name, _), place in described.places.items():
+    copies = [(key, place) for key, found in described.copies.items() for place in found]
+    for (name, _), place in [*described.places.items(), *copies]:
         file = described.files[place.file]
         if place.file not in sizes:
             sizes[place.file] = _size(source.inner, file)

@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import attrs
 import numpy as np
-import xxhash
 
 from shardplan.planning import (
     CodecError,
@@ -19,7 +18,7 @@ from shardplan.planning.blocks import BLOCK_BYTES
 from shardplan.planning.files import FileAssignment, assign_files
 from shardplan.planning.packing import DAMAGE, pack, unpack
 
-from .checksums import Sums, combine, hash_views
+from .checksums import Sums, combine, hash_views, xxhash
 from .errors import ValueRefusedError
 from .headers import Slot, build_header, refused_name
 from .pieces import Piece, collect

@@ -41,7 +41,16 @@ class Part:
 
 
 class Writer(Protocol):
-    """A format that can be written."""
+    """A format that can be written; writers derive from this class.
+
+    Attributes:
+        file: The file's name in the store, if the format is a single file; see `open_target`.
+            None if it is a folder.
+        max_ranks: How many ranks may save; None if any number may.
+    """
+
+    file: str | None = None
+    max_ranks: int | None = None
 
     def refuse(self, store: Store, overwrite: bool) -> None:
         """Refuse to save where a checkpoint is, unless asked to.
@@ -108,8 +117,8 @@ class Writer(Protocol):
         """
 
 
-class NativeWriter:
-    """Writes our own format; a `Writer`."""
+class NativeWriter(Writer):
+    """Writes our own format."""
 
     def __init__(self) -> None:
         self._unsure: set[str] = set()  # saves whose commit failed, but may have happened, or may
@@ -222,9 +231,10 @@ def open_target(
         ValueError: Nothing writes that format, or it is a file and the path is none.
     """
     writer = find_writer(format, **options)
-    if not hasattr(writer, "file"):
+    if writer.file is None:
         return open_store(path), writer
-    if isinstance(path, Store):
+    if not isinstance(path, (str, os.PathLike)):
+        open_store(path)  # refuses what is not a store either
         raise ValueError(f"a {format} checkpoint is a file: pass its path, not a store")
     text = os.fspath(path)
     folder, slash, writer.file = text.rpartition("/")

@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from .layout import Mesh, Only, Replicate, Shard, StridedShard, TensorSpec, local_chunks
     from .load import global_load_plan, load_plan, resolve_overlaps
     from .models import LLAMA_TP, llama, llama3_8b, llama3_405b
-    from .passes import Pass, annotate, chain, named_chain, partition
+    from .oracles import assert_all_saved, assert_read_once, assert_written_once
+    from .passes import Pass, Passes, annotate, chain, named_chain, partition, world_pass
     from .placed import SpecLayout
     from .presets import Rule, adam, expert_parallel, fsdp, fsdp_tp, hsdp, pipeline, tensor_parallel
     from .ranges import ByteRanges, Requests, byte_ranges, coalesce
@@ -93,7 +94,16 @@ _HOMES = {
     "layout": ("Mesh", "Only", "Replicate", "Shard", "StridedShard", "TensorSpec", "local_chunks"),
     "load": ("global_load_plan", "load_plan", "resolve_overlaps"),
     "models": ("LLAMA_TP", "llama", "llama3_405b", "llama3_8b"),
-    "passes": ("Pass", "annotate", "chain", "named_chain", "partition"),
+    "oracles": ("assert_all_saved", "assert_read_once", "assert_written_once"),
+    "passes": (
+        "Pass",
+        "Passes",
+        "annotate",
+        "chain",
+        "named_chain",
+        "partition",
+        "world_pass",
+    ),
     "placed": ("SpecLayout",),
     "presets": (
         "Rule",
@@ -161,6 +171,7 @@ __all__ = [
     "Only",
     "Overlap",
     "Pass",
+    "Passes",
     "Picture",
     "Plan",
     "PlanDiff",
@@ -190,6 +201,9 @@ __all__ = [
     "Writers",
     "adam",
     "annotate",
+    "assert_all_saved",
+    "assert_read_once",
+    "assert_written_once",
     "byte_ranges",
     "cast",
     "chain",
@@ -251,6 +265,7 @@ __all__ = [
     "unflatten",
     "why",
     "world_metadata",
+    "world_pass",
     "world_plans",
     "writers_of",
 ]

@@ -96,12 +96,16 @@ def reach_of(extents: Ints, itemsize: Ints, max_bytes: int = BLOCK_BYTES) -> Int
         itemsize: Bytes an element takes.
         max_bytes: The most bytes a block has (but it has one element at least).
 
-    >>> reach_of(np.array([[5, 4], [2, 9]]), np.array([4, 4]), 32).tolist()
-    [[2, 4], [1, 8]]
+    A chunk without elements is one block, however long its other axes are.
+
+    >>> reach_of(np.array([[5, 4], [2, 9], [0, 99]]), np.array([4, 4, 4]), 32).tolist()
+    [[2, 4], [1, 8], [1, 99]]
     """
     reach = np.ones_like(extents)
     inner = np.maximum(itemsize, 1)
     for axis in reversed(range(extents.shape[1])):
         reach[:, axis] = np.clip(max_bytes // inner, 1, np.maximum(extents[:, axis], 1))
         inner = inner * np.maximum(extents[:, axis], 1)
+    empty = (extents == 0).any(axis=1)
+    reach[empty] = np.maximum(extents[empty], 1)
     return reach

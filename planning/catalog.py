@@ -16,12 +16,12 @@ import numpy.typing as npt
 from .errors import CodecError
 from .items import TensorProperties, WriteItemType
 from .packing import DAMAGE, Ints, flat, pack, readonly, unpack
+from .tiling import MAX_AXES
 
 __all__ = ["Catalog", "Head", "column", "merge_catalogs", "padded"]
 
 _TYPES: Final = {t.value: t for t in WriteItemType}
 _BYTES: Final = WriteItemType.BYTE_IO.value
-_MAX_AXES: Final = 64  # numpy's limit; more can only be damage
 
 
 def column(values: npt.ArrayLike, *shape: int) -> Ints:
@@ -153,7 +153,7 @@ class Catalog:
             spare = np.arange(size.shape[-1]) >= ndim[:, None]
             if fits and size.ndim == 2 and ((size != 1) & spare).any():
                 raise ValueError("a shape reaches past its axes")
-            if not fits or size.ndim != 2 or size.shape[1] > _MAX_AXES:
+            if not fits or size.ndim != 2 or size.shape[1] > MAX_AXES:
                 raise ValueError("its columns differ in length")
             if not within(ndim, size.shape[1] + 1):
                 raise ValueError("its columns differ in length")

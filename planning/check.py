@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Final
 import attrs
 import numpy as np
 
+from .completeness import source_issues
 from .errors import Issue, PlanError, region_text, span
 from .metadata import Layout, Metadata
 from .overlap import fills, gaps, self_overlaps
-from .tiling import Chunk
+from .tiling import Chunk, shape_fault
 
 if TYPE_CHECKING:
     from .records import SavePlan
@@ -27,7 +28,9 @@ def find_issues(subject: Metadata | SavePlan | Iterable[SavePlan]) -> tuple[Issu
     """Return all that is wrong with a checkpoint's metadata, or with the plans of all ranks.
 
     Replicas (the same chunk of the same tensor on several ranks) are no issue: `global_plan` has
-    one of them written. Everything else that is not one chunk for every element is.
+    one of them written. Everything else that is not one chunk for every element is. Plans that went
+    through passes must also account for all that `local_plan` said is held: every element of a
+    tensor of the state dict is written, and by no rank twice, or the whole tensor is left out.
 
     Args:
         subject: Metadata; or one plan per rank, in rank order; or one plan, if one rank is all.
@@ -44,7 +47,9 @@ def find_issues(subject: Metadata | SavePlan | Iterable[SavePlan]) -> tuple[Issu
     from .records import SavePlan  # which nobody needs who only looks into a checkpoint
     from .world import World
 
-    return tuple(world_issues(World.of((subject,) if isinstance(subject, SavePlan) else subject)))
+    world = World.of((subject,) if isinstance(subject, SavePlan) else subject)
+    issues = world_issues(world) + source_issues(world)
+    return tuple(sorted(issues, key=lambda issue: (issue.fqn, issue.kind)))
 
 
 def check(subject: Metadata | SavePlan | Iterable[SavePlan]) -> None:
@@ -79,17 +84,23 @@ def world_issues(world: World) -> list[Issue]:
 
 
 def _merged_sources(world: World) -> Iterable[Issue]:
-    """Report values of one rank that would be saved under one name, as if they were replicas."""
-    rows = world.rows
-    twice = rows.repeats.copy()
-    twice[1:] &= rows.rank[1:] == rows.rank[:-1] if twice.any() else False
-    for row in np.flatnonzero(twice).tolist():
-        items = world[int(rows.rank[row])].items
-        pair = [items.catalog.sources[items.row[rows.item[at]]] for at in (row - 1, row)]
-        if pair[0] != pair[1]:
-            name, rank = rows.names[rows.tensor[row]], int(rows.rank[row])
-            text = f"`{name}` stands for `{pair[0]}` and `{pair[1]}` of rank {rank}; rename one"
-            yield Issue("conflict", name, text, [rank])
+    """Report values that would be saved under one name, as if they were replicas."""
+    rows, seen = world.rows, set[tuple[str, str, str]]()
+    for row in np.flatnonzero(rows.clashes).tolist():
+        (a, one), (b, other) = (_source(world, at) for at in (row - 1, row))
+        name = rows.names[rows.tensor[row]]
+        if (name, one, other) not in seen:
+            seen.add((name, one, other))
+            both = f"`{one}`" if a == b else f"`{one}` of rank {a}"
+            text = f"`{name}` stands for {both} and `{other}` of rank {b}; rename one"
+            yield Issue("conflict", name, text, sorted({a, b}))
+
+
+def _source(world: World, row: int) -> tuple[int, str]:
+    """Return whose row it is, and what it is called in that rank's state dict."""
+    rank, item = int(world.rows.rank[row]), int(world.rows.item[row])
+    items = world[rank].items
+    return rank, items.catalog.sources[items.row[item]]
 
 
 def duplicates(world: World) -> list[Issue]:
@@ -151,7 +162,7 @@ def _collision(
 def _metadata_issues(metadata: Metadata) -> Iterable[Issue]:
     entries = metadata.state_dict_metadata
     for number, layout in enumerate(entries.layouts):
-        if fills(layout.tiling, layout.size):
+        if shape_fault(layout.size) is None and fills(layout.tiling, layout.size):
             continue
         for row in np.flatnonzero(entries.layout == number).tolist():
             yield from layout_issues(entries.names[row], layout)
@@ -160,6 +171,10 @@ def _metadata_issues(metadata: Metadata) -> Iterable[Issue]:
 def layout_issues(name: str, layout: Layout) -> Iterable[Issue]:
     """Say what is wrong with one stored tensor."""
     size, tiling = layout.size, layout.tiling
+    fault = shape_fault(size)
+    if fault is not None:
+        yield Issue("too_large", name, f"`{name}` {fault}")
+        return
     strays = [
         chunk
         for chunk in tiling

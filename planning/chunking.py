@@ -13,14 +13,14 @@ from .balance import assign
 from .columns import WriteItems
 from .overlap import expand
 from .packing import Ints, readonly
-from .passes import Pass
+from .passes import Step
 from .records import SavePlan
 from .world import Rows, World
 
 __all__ = ["dedup_replicas", "split_chunks", "split_replicas"]
 
 
-def dedup_replicas(*, prefer: Literal["balance", "lowest_rank"] = "balance") -> Pass[SavePlan]:
+def dedup_replicas(*, prefer: Literal["balance", "lowest_rank"] = "balance") -> Step[SavePlan]:
     """Have each chunk that several ranks hold written by one of them.
 
     Chunks are replicas only if name, offset, size, dtype and global shape all agree. Others that
@@ -37,13 +37,14 @@ def dedup_replicas(*, prefer: Literal["balance", "lowest_rank"] = "balance") -> 
     """
     if prefer not in ("balance", "lowest_rank"):
         raise ValueError(f'prefer must be "balance" or "lowest_rank", not {prefer!r}')
-    return partial(_dedup_replicas, prefer)
+    run = partial(_dedup_replicas, prefer)
+    return Step(dedup_replicas, (), {"prefer": prefer}, "world", run, assigns=True)
 
 
 def _dedup_replicas(prefer: str, plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
     world = World.of(plans)
     rows = world.rows
-    if rows.issues or not rows.repeats.any():
+    if rows.faulty or not rows.repeats.any():
         return world  # nothing to do, or nothing that can be done: it will be reported
     if prefer == "lowest_rank":
         return world.keep(~rows.repeats)
@@ -57,7 +58,7 @@ def _groups(rows: Rows) -> Ints:
     return np.cumsum(~rows.repeats) - 1
 
 
-def split_replicas(min_bytes: int = 1 << 20) -> Pass[SavePlan]:
+def split_replicas(min_bytes: int = 1 << 20) -> Step[SavePlan]:
     """Have each holder of a replicated chunk write its share of it.
 
     Shares are cut along the first axis that is long enough, so that they are as even as can be.
@@ -73,13 +74,14 @@ def split_replicas(min_bytes: int = 1 << 20) -> Pass[SavePlan]:
     """
     if min_bytes < 1:
         raise ValueError(f"min_bytes must be at least 1, not {min_bytes}")
-    return partial(_split_replicas, min_bytes)
+    run = partial(_split_replicas, min_bytes)
+    return Step(split_replicas, (), {"min_bytes": min_bytes}, "world", run, assigns=True)
 
 
 def _split_replicas(min_bytes: int, plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
     world = World.of(plans)
     rows = world.rows
-    if rows.issues or not rows.repeats.any():
+    if rows.faulty or not rows.repeats.any():
         return world
     group = _groups(rows)
     holders = np.bincount(group)[group]
@@ -130,7 +132,7 @@ def _replace(
     return tuple(plans)
 
 
-def split_chunks(max_bytes: int) -> Pass[SavePlan]:
+def split_chunks(max_bytes: int) -> Step[SavePlan]:
     """Cut every chunk into pieces of at most ``max_bytes``, by rows first, then within rows.
 
     >>> from shardplan.planning import TensorSpec, local_plan
@@ -143,7 +145,7 @@ def split_chunks(max_bytes: int) -> Pass[SavePlan]:
     """
     if max_bytes < 1:
         raise ValueError(f"max_bytes must be at least 1, not {max_bytes}")
-    return partial(_split_chunks, max_bytes)
+    return Step(split_chunks, (max_bytes,), {}, "rank", partial(_split_chunks, max_bytes))
 
 
 def _split_chunks(max_bytes: int, plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:

@@ -50,12 +50,19 @@ def encode_plan(plan: Plan) -> bytes:
     if isinstance(plan, LoadPlan):
         keys = plan.report
         issues = [attrs.astuple(issue) for issue in keys.mismatched]
-        data["report"] = to_json((keys.missing, keys.unexpected, issues), "report")
-    kind = "load" if isinstance(plan, LoadPlan) else "save"
+        report = (keys.missing, keys.unexpected, issues, keys.dropped)
+        data["report"] = to_json(report, "report")
+    header: dict[str, Any] = {"plan": "load" if isinstance(plan, LoadPlan) else "save"}
+    if plan.rank is not None or plan.world_size is not None:
+        header["rank"] = [plan.rank, plan.world_size]
     parts = {"items": plan.items.to_bytes(), "data": _dump(data)}
     if isinstance(plan, LoadPlan):
         parts["transfers"] = plan.transfers.to_bytes()
-    return pack({"plan": kind}, parts)
+    elif plan.held is plan.items:
+        header["held"] = "items"
+    elif plan.held is not None:
+        parts["held"] = plan.held.to_bytes()
+    return pack(header, parts)
 
 
 def decode_plan(data: bytes) -> Plan:
@@ -84,14 +91,18 @@ def decode_plans(blobs: Iterable[bytes]) -> tuple[Plan, ...]:
         if parts["data"] not in datas:
             datas[parts["data"]] = _load(parts["data"])
         data = datas[parts["data"]]
+        own = data["storage_data"], data["planner_data"]
+        place = _place(header.get("rank", (None, None)))
         if header["plan"] == "save":
             items = WriteItems.from_bytes(parts["items"], catalog_of)
-            return SavePlan(items, data["storage_data"], data["planner_data"])
-        missing, unexpected, issues = data["report"]
-        keys = KeyReport(missing, unexpected, [Issue(*issue) for issue in issues])
+            held = items if header.get("held") == "items" else None
+            if "held" in parts:
+                held = WriteItems.from_bytes(parts["held"], catalog_of)
+            return SavePlan(items, *own, *place, held)
+        missing, unexpected, issues, dropped = data["report"]
+        keys = KeyReport(missing, unexpected, [Issue(*issue) for issue in issues], dropped)
         reads = ReadItems.from_bytes(parts["items"])
-        sent = Transfers.from_bytes(parts["transfers"])
-        return LoadPlan(reads, data["storage_data"], data["planner_data"], keys, sent)
+        return LoadPlan(reads, *own, keys, Transfers.from_bytes(parts["transfers"]), *place)
 
     plans: list[Plan] = []
     for blob in blobs:
@@ -102,6 +113,13 @@ def decode_plans(blobs: Iterable[bytes]) -> tuple[Plan, ...]:
         except DAMAGE as error:
             raise CodecError(f"a plan is damaged: {error!r}") from error
     return tuple(plans)
+
+
+def _place(pair: Sequence[Any]) -> tuple[int | None, int | None]:
+    rank, world_size = pair
+    if any(n is not None and type(n) is not int for n in pair):
+        raise ValueError(f"a rank is a number, not one of {pair}")
+    return rank, world_size
 
 
 def fingerprint(value: Plan | Metadata) -> str:
@@ -115,9 +133,11 @@ def fingerprint(value: Plan | Metadata) -> str:
     if isinstance(value, Metadata):
         data = encode_metadata(attrs.evolve(value, state_dict_metadata=_sorted(value)))
     elif isinstance(value, SavePlan):
-        data = encode_plan(attrs.evolve(value, items=value.items.canonical()))
+        plan = SavePlan(value.items.canonical(), value.storage_data, value.planner_data)
+        data = encode_plan(plan)
     else:
-        data = encode_plan(attrs.evolve(value, items=value.items.canonical()))
+        items = value.items.canonical()
+        data = encode_plan(attrs.evolve(value, items=items, rank=None, world_size=None))
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 

@@ -173,7 +173,7 @@ class DerivedPlans(Sequence[SavePlan]):
             readonly(boxes.sizes[at]),
             hint=readonly(chunk),
         )
-        return SavePlan(items, planner_data=self.plans.planner_data)
+        return SavePlan(items, None, self.plans.planner_data, rank, len(self))
 
     def __len__(self) -> int:
         return len(self.plans)

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from .errors import RefusedError
-from .flatten import flatten, is_tensor
+from .flatten import flatten, is_tensor, nesting_data
 from .layout import TensorSpec
 from .metadata import BytesMetadata, Metadata, TensorMetadata
 from .tiling import Chunk
@@ -55,6 +55,5 @@ def metadata_of(sd: Mapping[Any, Any]) -> Metadata:
         everything = Chunk([0] * len(here.size), here.size)
         entries[name] = TensorMetadata(here.properties, here.size, [everything])
     if refused:
-        raise RefusedError("; ".join(refused))
-    nested = {name: path for name, path in paths.items() if path != (("dict", name),)}
-    return Metadata(entries, planner_data={"paths": nested} if nested else None)
+        raise RefusedError(*refused)
+    return Metadata(entries, planner_data=nesting_data(flat, paths))

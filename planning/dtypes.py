@@ -1,14 +1,20 @@
 """Dtypes by name: how wide one is, and whether a cast keeps every value.
 
-Planning never sees a torch dtype, only its name (``"bfloat16"``). The names are torch's, which are
-numpy's where both have the type.
+Records hold names (``"bfloat16"``); whatever takes a dtype takes torch's and numpy's as well, and
+torch is not imported for that. The names are torch's, which are numpy's where both have the type.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
-__all__ = ["ITEMSIZE", "dtype_name", "is_exact_cast", "itemsize"]
+from .errors import nearest_hint, nearest_names
+
+__all__ = ["ITEMSIZE", "Dtype", "dtype_name", "is_exact_cast", "itemsize"]
+
+Dtype = str | Any
+"""A dtype as users write it: ``"bfloat16"``, ``torch.bfloat16`` or ``np.dtype("float32")``."""
 
 # name -> (bytes an element takes, family, exact bits: the mantissa, or a whole number's width,
 # exponent range as the power of two of the largest finite value)
@@ -50,7 +56,7 @@ _ALIASES: Final[dict[str, str]] = {
 ITEMSIZE: Final[dict[str, int]] = {name: row[0] for name, row in _TABLE.items()}
 
 
-def dtype_name(dtype: object) -> str:
+def dtype_name(dtype: Dtype) -> str:
     """Return the name of a torch dtype, a numpy dtype or a name.
 
     >>> dtype_name("torch.bfloat16"), dtype_name("half")
@@ -60,18 +66,23 @@ def dtype_name(dtype: object) -> str:
     ('float32', 'int64')
 
     Raises:
-        ValueError: The dtype is none that a checkpoint can carry.
+        ValueError: No checkpoint can hold that dtype.
+        TypeError: It is not a dtype at all.
     """
+    if isinstance(dtype, (tuple, list, Mapping)) or dtype is None:
+        kind = type(dtype).__name__
+        raise TypeError(f"a dtype is a name (\"bfloat16\"), or torch's or numpy's; not a {kind}")
     own = getattr(dtype, "name", None) if not isinstance(dtype, str) else dtype
     name = own if isinstance(own, str) else getattr(dtype, "__name__", None) or str(dtype)
     name = name.removeprefix("torch.")
     name = _ALIASES.get(name, name)
     if name not in _TABLE:
-        raise ValueError(f"unknown dtype {name!r}; known ones are {', '.join(sorted(_TABLE))}")
+        hint = nearest_hint(nearest_names(name, _TABLE))
+        raise ValueError(f"unknown dtype {name!r}{hint}; known are {', '.join(sorted(_TABLE))}")
     return name
 
 
-def itemsize(dtype: str) -> int:
+def itemsize(dtype: Dtype) -> int:
     """Return the bytes that one element takes.
 
     >>> itemsize("bfloat16")
@@ -80,7 +91,7 @@ def itemsize(dtype: str) -> int:
     return ITEMSIZE[dtype_name(dtype)]
 
 
-def family(dtype: str) -> str:
+def family(dtype: Dtype) -> str:
     """Return what kind of number a dtype holds.
 
     >>> family("bfloat16"), family("int8"), family("float8_e8m0fnu")
@@ -89,8 +100,8 @@ def family(dtype: str) -> str:
     return _TABLE[dtype_name(dtype)][1]
 
 
-def is_exact_cast(source: str, target: str) -> bool:
-    """Tell whether every value of ``source`` survives a cast to ``target`` unchanged.
+def is_exact_cast(source: Dtype, target: Dtype) -> bool:
+    """Return whether every value of ``source`` survives a cast to ``target`` unchanged.
 
     >>> is_exact_cast("bfloat16", "float32"), is_exact_cast("float32", "bfloat16")
     (True, False)

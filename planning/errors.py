@@ -30,6 +30,8 @@ class Issue:
         ranks: The ranks concerned, ascending; empty where no rank is to blame.
         region: The elements concerned, as ``(offsets, sizes)`` in the tensor's global frame.
         remedy: An argument to try, told after the message; empty where nothing takes it.
+        summary: A sentence for this issue and all others that have the same one: printed once, in
+            the place of their messages. Empty where the message says all.
     """
 
     kind: str
@@ -38,9 +40,11 @@ class Issue:
     ranks: tuple[int, ...] = attrs.field(default=(), converter=_ints)
     region: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     remedy: str = ""
+    summary: str = ""
 
     def __str__(self) -> str:
-        return f"{self.message}; {self.remedy}" if self.remedy else self.message
+        text = self.summary or self.message
+        return f"{text}; {self.remedy}" if self.remedy else text
 
 
 class PlanError(ValueError):
@@ -50,15 +54,30 @@ class PlanError(ValueError):
         self.issues: tuple[Issue, ...] = tuple(issues)
         super().__init__(self.issues)
 
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """What is wrong, as sentences: one for each issue, or for all that share a summary."""
+        return tuple(dict.fromkeys(map(str, self.issues)))
+
     def __str__(self) -> str:
-        lines = [str(issue) for issue in self.issues[:_SHOWN]]
-        if len(self.issues) > _SHOWN:
-            lines.append(f"… and {len(self.issues) - _SHOWN} more in this error's `issues`")
-        return lines[0] if len(lines) == 1 else "\n".join(f"- {line}" for line in lines)
+        if len(self.reasons) == 1:
+            return self.reasons[0]
+        return "- " + listed(self.reasons, quote="", between="\n- ", attribute="issues")
 
 
 class RefusedError(TypeError):
-    """A value that has no correct plan, such as a DTensor that still has a partial sum."""
+    """Values that have no correct plan, such as a DTensor that still has a partial sum.
+
+    Attributes:
+        reasons: A sentence for each; the text of the error has the first ones.
+    """
+
+    def __init__(self, *reasons: str) -> None:
+        self.reasons = reasons
+        super().__init__(*reasons)
+
+    def __str__(self) -> str:
+        return listed(self.reasons, quote="", between="; ", attribute="reasons")
 
 
 class NotFoundError(LookupError):
@@ -74,6 +93,30 @@ class NotFoundError(LookupError):
 
 class CodecError(ValueError):
     """Bytes that do not decode, or a value that cannot be encoded without running code."""
+
+
+def listed(
+    names: Sequence[str], *, quote: str = "`", between: str = ", ", attribute: str = ""
+) -> str:
+    """Name a few things, and say how many more there are.
+
+    Args:
+        names: All of them.
+        quote: What to put around each.
+        between: What to put between two.
+        attribute: The attribute of the error in which all are found.
+
+    >>> listed(["a", "b"]), listed([]), listed("abcdefghij", quote="")
+    ('`a`, `b`', 'none', 'a, b, c, d, e, f, g, h and 2 more')
+    >>> print(listed("abcdefghij", quote="", between="; ", attribute="reasons"))
+    a; b; c; d; e; f; g; h; and 2 more: this error's `reasons` has all
+    """
+    shown = [f"{quote}{name}{quote}" for name in names[:_SHOWN]]
+    if len(names) <= _SHOWN:
+        return between.join(shown) or "none"
+    where = f": this error's `{attribute}` has all" if attribute else ""
+    last = " and " if between == ", " else f"{between}and "
+    return f"{between.join(shown)}{last}{len(names) - _SHOWN:,} more{where}"
 
 
 def nearest_names(name: str, names: Iterable[str]) -> tuple[str, ...]:

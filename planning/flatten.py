@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Final, cast
@@ -13,26 +13,42 @@ import numpy as np
 from .errors import Issue, PlanError, RefusedError
 from .frozen import FrozenDict
 
-__all__ = ["Path", "clash", "flatten", "is_tensor", "leaves", "nesting_issues", "unflatten"]
+__all__ = [
+    "Path",
+    "clash",
+    "empty_names",
+    "flatten",
+    "is_tensor",
+    "leaves",
+    "nesting_data",
+    "nesting_issues",
+    "unflatten",
+]
 
 _SCALARS: Final = frozenset((str, int, bool, float, type(None)))
 _NOTHING: Final = object()
 _LONGEST: Final = 1 << 20  # positions past this are damage, not a list of tensors
+_DEEPEST: Final = (
+    128  # containers in containers, to be walked over by functions that call themselves
+)
 
 Step = tuple[str, Any]
 Path = tuple[Step, ...]
 """The way to a leaf: per container its kind ("dict", "list" or "tuple") and the key or position."""
 
 
-def flatten(sd: Mapping[Any, Any]) -> tuple[dict[str, Any], FrozenDict[str, Path]]:
+def flatten(
+    sd: Mapping[Any, Any], *, whole: Collection[str] = ()
+) -> tuple[dict[str, Any], FrozenDict[str, Path]]:
     """Return the leaves of a nested state dict by dotted name, and the way to each of them.
 
-    Dicts are opened; lists and tuples are, where a tensor or a dict lies inside. Everything else,
-    empty containers too, is a leaf. Keys may be of any type that hashes: their text makes the name,
-    the path keeps the key itself.
+    Dicts are opened; lists and tuples are, where a tensor or a dict lies inside (for a tuple, a
+    dict that is not empty). Everything else, empty containers too, is a leaf. Keys may be of any
+    type that hashes: their text makes the name, the path keeps the key itself.
 
     Args:
         sd: Dicts, lists and tuples, nested in any way.
+        whole: Names of containers that are leaves, whatever they hold.
 
     Returns:
         The flat dict, in order of traversal, and the paths, which `unflatten` takes.
@@ -48,15 +64,13 @@ def flatten(sd: Mapping[Any, Any]) -> tuple[dict[str, Any], FrozenDict[str, Path
         RefusedError: A value contains itself, or is nested too deeply; every such key is named.
     """
     if not isinstance(sd, Mapping):
-        raise TypeError(
-            f"a state dict is a mapping from names to values, not a {type(sd).__name__}"
-        )
+        raise TypeError(_not_a_state_dict(sd))
     flat: dict[str, Any] = {}
     paths: dict[str, Path] = {}
     issues = []
     frozen = True  # whether all keys are of types that cannot change
     try:
-        for path, leaf in _leaves((), sd):
+        for path, leaf in _leaves((), sd, whole):
             keys = [key for _, key in path]
             frozen = frozen and _SCALARS.issuperset(map(type, keys))
             name = ".".join(map(str, keys))
@@ -69,6 +83,40 @@ def flatten(sd: Mapping[Any, Any]) -> tuple[dict[str, Any], FrozenDict[str, Path
     if issues:
         raise PlanError(issues)
     return flat, FrozenDict.of_frozen(paths) if frozen else FrozenDict(paths)
+
+
+def _not_a_state_dict(given: object) -> str:
+    kind = type(given).__name__
+    remedy = ""
+    if hasattr(given, "state_dict"):
+        remedy = f"; pass the {kind}'s state_dict()"
+    elif callable(given):
+        remedy = "; call it, and pass what it returns"
+    return f"a state dict is a mapping from names to values, not a {kind}{remedy}"
+
+
+def nesting_data(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> FrozenDict[str, Any] | None:
+    """Return what ``planner_data`` holds of nested keys, given what `flatten` returned.
+
+    >>> nesting_data(*flatten({"a": {"b": 1}, "c": {}}))
+    FrozenDict({'empty': ('c',), 'paths': FrozenDict({'a.b': (('dict', 'a'), ('dict', 'b'))})})
+    """
+    nested = {name: path for name, path in paths.items() if path != (("dict", name),)}
+    empty = sorted(n for n, leaf in flat.items() if _container(type(leaf)) == "dict" and not leaf)
+    data = {"empty": empty, "paths": nested}
+    return FrozenDict({key: part for key, part in data.items() if part}) or None
+
+
+def empty_names(planner_data: Any) -> frozenset[str]:
+    """Return the names of empty dicts that a plan or a checkpoint's metadata tells of.
+
+    Such a name may have no entry: on other ranks there was something inside.
+
+    >>> empty_names({"empty": ("optim.state",)}), empty_names(None)
+    (frozenset({'optim.state'}), frozenset())
+    """
+    names = planner_data.get("empty", ()) if isinstance(planner_data, Mapping) else ()
+    return frozenset(names)
 
 
 def leaves(sd: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
@@ -88,8 +136,9 @@ def _too_deep(sd: Mapping[Any, Any]) -> RefusedError:
         try:
             deque(_leaves((("dict", key),), value), maxlen=0)
         except RecursionError:
-            told.append(f"`{key}` contains itself, or is nested too deeply; save it in parts")
-    return RefusedError("; ".join(told))
+            levels = f"{_DEEPEST} levels are the most"
+            told.append(f"`{key}` contains itself, or is nested too deeply ({levels})")
+    return RefusedError(*told)
 
 
 def unflatten(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any, Any]:
@@ -189,27 +238,45 @@ def _is_leaf(value: Any) -> bool:
     kind = _container(type(value))
     if kind == "dict":
         return not value
-    return not kind or not any(_opens(entry) for entry in value)
+    return not kind or not any(_opens(entry, kind, 1) for entry in value)
 
 
-def _opens(entry: Any) -> bool:
-    """Tell whether a list is opened for this entry: it is a tensor, or holds one, or a dict."""
-    if _container(type(entry)):
-        return not _is_leaf(entry)
+def _opens(entry: Any, holder: str, depth: int) -> bool:
+    """Return True if a list or tuple is opened for this entry: a tensor, a dict, or one inside.
+
+    torch opens lists for empty dicts, too, and never opens a tuple.
+    """
+    kind = _container(type(entry))
+    if kind == "dict":
+        return bool(entry) or holder == "list"
+    if kind:
+        if depth > _DEEPEST:
+            raise RecursionError
+        holder = "tuple" if "tuple" in (kind, holder) else kind
+        return any(_opens(inner, holder, depth + 1) for inner in entry)
     return is_tensor(entry)
 
 
-def _leaves(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
+def _leaves(path: Path, value: Any, whole: Collection[str] = ()) -> Iterator[tuple[Path, Any]]:
     kind = _container(type(value))
-    if path and (not kind or _is_leaf(value)):
+    if path and (not kind or _is_leaf(value) or _is_whole(path, whole)):
         yield path, value
         return
+    if len(path) > _DEEPEST:
+        raise RecursionError
+    if kind != "dict" and len(value) > _LONGEST:
+        name, most = ".".join([str(key) for _, key in path]), f"{_LONGEST:,}"
+        raise RefusedError(f"`{name}` is a {kind} of {len(value):,}, and {most} are the most")
     entries = value.items() if kind == "dict" else enumerate(value)
     for key, inner in entries:
         if _container(type(inner)):
-            yield from _leaves((*path, (kind, key)), inner)
+            yield from _leaves((*path, (kind, key)), inner, whole)
         else:
             yield (*path, (kind, key)), inner
+
+
+def _is_whole(path: Path, whole: Collection[str]) -> bool:
+    return bool(whole) and ".".join([str(key) for _, key in path]) in whole
 
 
 class _Node(dict[Any, Any]):
@@ -225,7 +292,7 @@ def _settle(value: Any) -> Any:
         return value
     if value.kind == "dict":
         return {key: _settle(inner) for key, inner in value.items()}
-    if not all(isinstance(at, int) and at >= 0 for at in value) or max(value) > _LONGEST:
+    if not all(isinstance(at, int) and at >= 0 for at in value) or max(value) >= _LONGEST:
         raise ValueError(f"positions {list(value)[:8]} are those of no {value.kind}")
     entries = [_settle(value.get(position)) for position in range(max(value) + 1)]
     return tuple(entries) if value.kind == "tuple" else entries

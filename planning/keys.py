@@ -6,7 +6,7 @@ They look at each catalog once, however many ranks share it, so their cost is th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -16,11 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from .catalog import Catalog, Head
-from .dtypes import dtype_name, family, is_exact_cast
-from .errors import Issue, PlanError, nearest_hint, nearest_names
+from .dtypes import Dtype, dtype_name, family, is_exact_cast
+from .errors import Issue, PlanError, listed, nearest_hint, nearest_names, span
+from .flatten import empty_names
 from .frozen import FrozenDict
 from .packing import Ints, readonly
-from .passes import Pass
+from .passes import Step
 from .records import SavePlan
 
 __all__ = ["cast", "drop", "rename", "select"]
@@ -33,7 +34,7 @@ Pattern = str | Test
 Edit = Callable[[Head], Head | None]
 
 
-def rename(how: Renaming, *, required: bool = True) -> Pass[SavePlan]:
+def rename(how: Renaming, *, required: bool = True) -> Step[SavePlan]:
     r"""Change names in the checkpoint; the names in the state dict stay as they are.
 
     Args:
@@ -53,22 +54,42 @@ def rename(how: Renaming, *, required: bool = True) -> Pass[SavePlan]:
     Raises:
         PlanError: When run, if two names become one, or (see ``required``) nothing matches.
     """
-    return partial(_rename, how, required)
+    _check_renaming(how)
+    run = partial(_rename, how, required)
+    return Step(rename, (how,), {"required": required}, "rank", run)
+
+
+def _check_renaming(how: object) -> None:
+    """Refuse what is not a renaming, before it is used."""
+    if callable(how) or isinstance(how, Mapping):
+        return
+    pairs = list(how) if isinstance(how, Sequence) and not isinstance(how, str) else [how]
+    for pair in pairs:
+        if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
+            raise TypeError(
+                "rename takes a function, a mapping of whole names, or pairs of regular expression "
+                f"and replacement: [(r'^old\\.', 'new.')]; not {how!r}"
+            )
+        try:
+            re.compile(pair[0])
+        except re.error as error:
+            text = f"rename: {pair[0]!r} is not a regular expression: {error}"
+            raise ValueError(f"{text}; re.escape makes one of plain text") from None
 
 
 def _rename(how: Renaming, required: bool, plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
-    names = _names(plans)
     if required and not callable(how):
-        _demand_renames(how, _known(plans))
-    new = {name: _renamed(how, name) for name in sorted(names | _known(plans))}
+        _demand_renames(how, plans)
+    new = {name: _renamed(how, name) for name in sorted(_known(plans))}
     for old, name in new.items():
         if not isinstance(name, str):
             raise TypeError(f"rename: `{old}` must become a string, not {name!r}")
-    _refuse_collisions({old: name for old, name in new.items() if old in names})
+    for use in _uses(plans):
+        _refuse_collisions({old: new[old] for old in use.names})
     return _edit(plans, lambda head: (new[head[0]], *head[1:]))
 
 
-def select(*patterns: Pattern, required: bool = True) -> Pass[SavePlan]:
+def select(*patterns: Pattern, required: bool = True) -> Step[SavePlan]:
     """Keep only the items whose name matches one of the patterns.
 
     Args:
@@ -80,16 +101,17 @@ def select(*patterns: Pattern, required: bool = True) -> Pass[SavePlan]:
     >>> [item.index.fqn for item in select("model.*")((plan,))[0].items]
     ['model.b', 'model.w']
     """
-    return partial(_select, _tests("select", patterns), required)
+    run = partial(_select, _tests("select", patterns), required)
+    return Step(select, patterns, {"required": required}, "rank", run)
 
 
 def _select(tests: Tests, required: bool, plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
     if required:
-        _demand("select", _known(plans), tests)
+        _demand("select", plans, tests)
     return _edit(plans, lambda head: head if _matches(head, tests) else None)
 
 
-def drop(*patterns: Pattern, required: bool = True) -> Pass[SavePlan]:
+def drop(*patterns: Pattern, required: bool = True) -> Step[SavePlan]:
     """Leave out the items whose name matches one of the patterns; see `select`.
 
     >>> from shardplan.planning import local_plan
@@ -97,27 +119,28 @@ def drop(*patterns: Pattern, required: bool = True) -> Pass[SavePlan]:
     >>> [item.index.fqn for item in drop("*.b", "step")((plan,))[0].items]
     ['model.w']
     """
-    return partial(_drop, _tests("drop", patterns), required)
+    run = partial(_drop, _tests("drop", patterns), required)
+    return Step(drop, patterns, {"required": required}, "rank", run)
 
 
 def _drop(tests: Tests, required: bool, plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
     if required:
-        _demand("drop", _known(plans), tests)
+        _demand("drop", plans, tests)
     return _edit(plans, lambda head: None if _matches(head, tests) else head)
 
 
 def cast(
-    dtype: str | Mapping[str, str], *, lossy: bool = False, required: bool = True
-) -> Pass[SavePlan]:
+    dtype: Dtype | Mapping[str, Dtype], *, lossy: bool = False, required: bool = True
+) -> Step[SavePlan]:
     """Store tensors in another dtype; loads through the same pass cast back.
 
     Naming a narrower float asks for its rounding. Any other loss (whole numbers that the new dtype
     cannot tell apart, a float made whole, a complex number made real) must be asked for.
 
     Args:
-        dtype: A dtype, for every tensor of its own kind (floats stay floats, complex numbers
-            complex, whole numbers whole); or dtypes by name pattern, for every tensor that matches,
-            the first match counting.
+        dtype: A dtype (``"bfloat16"`` or ``torch.bfloat16``), for every tensor of its own kind
+            (floats stay floats, complex numbers complex, whole numbers whole); or dtypes by name
+            pattern, for every tensor that matches, the first match counting.
         lossy: Whether to allow those other losses.
         required: Whether a pattern that matches no tensor is an error.
 
@@ -129,10 +152,15 @@ def cast(
     Raises:
         PlanError: When run, if a cast would lose what nobody asked to lose; every key is named.
     """
-    by_pattern = not isinstance(dtype, str)
-    wishes = {"*": dtype} if isinstance(dtype, str) else dtype
-    table = {pattern: dtype_name(wish) for pattern, wish in wishes.items()}
-    return partial(_cast, table, by_pattern, lossy, required)
+    by_pattern = isinstance(dtype, Mapping)
+    wanted = dict(dtype) if isinstance(dtype, Mapping) else {"*": dtype}
+    for pattern in wanted:
+        if not isinstance(pattern, str):
+            raise TypeError(f"cast takes dtypes by pattern of names, not by {pattern!r}")
+    table = {pattern: dtype_name(one) for pattern, one in wanted.items()}
+    run = partial(_cast, table, by_pattern, lossy, required)
+    named = table if by_pattern else table["*"]
+    return Step(cast, (named,), {"lossy": lossy, "required": required}, "rank", run)
 
 
 def _cast(
@@ -150,10 +178,10 @@ def _cast(
         same_kind = wanted is not None and _kind(wanted) == _kind(properties.dtype)
         return wanted if by_pattern or same_kind else None
 
-    heads = _heads(plans)
+    heads = list(dict.fromkeys(head for use in _uses(plans) for head in use.heads))
     if required and by_pattern:
         values = {head[0] for head in heads if head[3] is None}
-        _demand("cast", _known(plans) - values, {p: _globs(p) for p in table})
+        _demand("cast", plans, {p: _globs(p) for p in table}, values)
     if not lossy:
         _refuse_losses([(head, wanted) for head in heads if (wanted := target(head))])
 
@@ -204,54 +232,91 @@ def _renamed(how: Renaming, name: str) -> str:
     return name
 
 
-def _used(plans: Sequence[SavePlan]) -> dict[int, tuple[Catalog, npt.NDArray[np.bool_]]]:
-    """Return, by identity, every catalog and which of its rows items refer to."""
-    used: dict[int, tuple[Catalog, npt.NDArray[np.bool_]]] = {}
-    for plan in plans:
+@attrs.frozen(eq=False)
+class _Use:
+    """Plans that use the same rows of one catalog: what is done to one is done to all.
+
+    Attributes:
+        catalog: Their catalog.
+        mask: Which of its rows they have items of.
+        ranks: Their positions.
+    """
+
+    catalog: Catalog
+    mask: npt.NDArray[np.bool_]
+    ranks: list[int] = attrs.field(factory=list)
+
+    @property
+    def heads(self) -> list[Head]:
+        """The rows that they have items of."""
+        return [self.catalog.heads[row] for row in np.flatnonzero(self.mask).tolist()]
+
+    @property
+    def names(self) -> set[str]:
+        """The names that they have items of."""
+        return {self.catalog.names[row] for row in np.flatnonzero(self.mask).tolist()}
+
+
+def _uses(plans: Sequence[SavePlan]) -> list[_Use]:
+    """Group plans by their catalog, by identity, and by which of its rows they use."""
+    uses: dict[tuple[int, bytes], _Use] = {}
+    for position, plan in enumerate(plans):
         catalog = plan.items.catalog
-        _, mask = used.setdefault(id(catalog), (catalog, np.zeros(len(catalog), bool)))
+        mask = np.zeros(len(catalog), bool)
         mask[plan.items.row] = True
-    return used
-
-
-def _heads(plans: Sequence[SavePlan]) -> list[Head]:
-    """Return the distinct rows of all catalogs that items refer to, each catalog read once."""
-    rows = (c.heads[row] for c, mask in _used(plans).values() for row in np.flatnonzero(mask))
-    return list(dict.fromkeys(rows))
-
-
-def _names(plans: Sequence[SavePlan]) -> set[str]:
-    return {head[0] for head in _heads(plans)}
+        uses.setdefault((id(catalog), mask.tobytes()), _Use(catalog, mask)).ranks.append(position)
+    return list(uses.values())
 
 
 def _known(plans: Sequence[SavePlan]) -> set[str]:
     """Name all that ranks know of, also tensors of which they hold an empty part."""
-    return {
-        n for c in {id(p.items.catalog): p.items.catalog for p in plans}.values() for n in c.names
-    }
+    return {name for names in _known_by(plans).values() for name in names}
 
 
-def _demand(what: str, names: set[str], tests: Tests) -> None:
-    """Refuse patterns that match no name, all of them together."""
+def _known_by(plans: Sequence[SavePlan]) -> dict[int, tuple[str, ...]]:
+    """Return the names of each catalog, by its identity."""
+    return {id(plan.items.catalog): plan.items.catalog.names for plan in plans}
+
+
+def _demand(
+    what: str, plans: Sequence[SavePlan], tests: Tests, without: Set[str] = frozenset()
+) -> None:
+    """Refuse patterns that match none of a rank's names, all of them together."""
+    known = {at: set(names) - without for at, names in _known_by(plans).items()}
+    _refuse_unmatched(what, known, plans, tests)
+
+
+def _refuse_unmatched(
+    what: str, known: Mapping[int, set[str]], plans: Sequence[SavePlan], tests: Tests
+) -> None:
     issues = []
     for pattern, test in tests.items():
-        if not any(map(test, names)):
-            near = nearest_names(pattern, sorted(names))
-            hint = nearest_hint(near)
-            text = f"{what}: {pattern!r} matches nothing{hint}; required=False allows that"
-            issues.append(Issue("unmatched", pattern, text))
+        lacking = {at for at, names in known.items() if not any(map(test, names))}
+        if lacking:
+            ranks = [rank for rank, plan in enumerate(plans) if id(plan.items.catalog) in lacking]
+            where = f" on {span(ranks)}" if len(ranks) < len(plans) else ""
+            near = nearest_names(pattern, sorted(set().union(*(known[at] for at in lacking))))
+            text = f"{what}: {pattern!r} matches nothing{where}{nearest_hint(near)}"
+            text += "; required=False allows that"
+            issues.append(Issue("unmatched", pattern, text, ranks if where else ()))
     if issues:
         raise PlanError(issues)
 
 
-def _demand_renames(how: Mapping[str, str] | Sequence[tuple[str, str]], names: set[str]) -> None:
+def _demand_renames(
+    how: Mapping[str, str] | Sequence[tuple[str, str]], plans: Sequence[SavePlan]
+) -> None:
     """Refuse names and expressions that match nothing, each tried on what the ones before made."""
     if isinstance(how, Mapping):
-        _demand("rename", names, {key: _same(key) for key in how})
+        _demand("rename", plans, {key: _same(key) for key in how})
         return
+    known = {at: set(names) for at, names in _known_by(plans).items()}
     for pattern, replacement in how:
-        _demand("rename", names, {pattern: _searches(pattern)})
-        names = {re.sub(pattern, replacement, name) for name in names}
+        _refuse_unmatched("rename", known, plans, {pattern: _searches(pattern)})
+        known = {
+            at: {re.sub(pattern, replacement, name) for name in names}
+            for at, names in known.items()
+        }
 
 
 def _refuse_collisions(new: Mapping[str, str]) -> None:
@@ -264,7 +329,7 @@ def _refuse_collisions(new: Mapping[str, str]) -> None:
             Issue(
                 "conflict",
                 name,
-                f"rename gives {', '.join(f'`{o}`' for o in old)} one name: `{name}`",
+                f"rename gives {listed(old)} one name: `{name}`",
             )
             for name, old in clashes.items()
         )
@@ -284,26 +349,36 @@ def _refuse_losses(casts: Sequence[tuple[Head, str]]) -> None:
 
 def _edit(plans: tuple[SavePlan, ...], edit: Edit) -> tuple[SavePlan, ...]:
     """Rewrite every catalog once; items of rows that are gone go with them."""
-    catalogs = {at: (mask, *_edit_catalog(c, mask, edit)) for at, (c, mask) in _used(plans).items()}
-    datas: dict[tuple[int, int], Any] = {}
-    done = []
-    for plan in plans:
-        old = plan.items.catalog
-        mask, new, number = catalogs[id(old)]
-        row = number[plan.items.row]
-        items = plan.items if (row >= 0).all() else plan.items.take(row >= 0)
-        key = (id(plan.planner_data), id(old))
-        if key not in datas:
-            kept = {
-                n
-                for n, at in zip(old.names, number.tolist(), strict=True)
-                if at >= 0 and new.names[at] == n
-            }
-            gone = {old.names[at] for at in np.flatnonzero(mask).tolist()} - kept
-            datas[key] = _without_paths(plan.planner_data, gone)
-        items = items.recatalog(new, readonly(row[row >= 0]))
-        done.append(attrs.evolve(plan, items=items, planner_data=datas[key]))
+    uses = _uses(plans)
+    used: dict[int, Any] = {}  # per catalog, by identity, the rows that any plan uses
+    for use in uses:
+        used[id(use.catalog)] = used.get(id(use.catalog), False) | use.mask
+    edited = {id(u.catalog): u.catalog for u in uses}
+    catalogs = {at: _edit_catalog(c, used[at], edit) for at, c in edited.items()}
+    done = list(plans)
+    for use in uses:
+        new, number = catalogs[id(use.catalog)]
+        gone = use.names - _unchanged(use, new, number)
+        pairs = zip(use.catalog.names, number.tolist(), strict=True)
+        names = {name: new.names[at] if at >= 0 else None for name, at in pairs}
+        datas: dict[int, Any] = {}  # ranks share their data, by identity
+        for position in use.ranks:
+            plan = plans[position]
+            if id(plan.planner_data) not in datas:
+                data = _without_paths(plan.planner_data, gone)
+                datas[id(plan.planner_data)] = _with_names(data, names)
+            row = number[plan.items.row]
+            items = plan.items if (row >= 0).all() else plan.items.take(row >= 0)
+            items = items.recatalog(new, readonly(row[row >= 0]))
+            data = datas[id(plan.planner_data)]
+            done[position] = attrs.evolve(plan, items=items, planner_data=data)
     return tuple(done)
+
+
+def _unchanged(use: _Use, new: Catalog, number: Ints) -> set[str]:
+    """Return the names that are in use and stay as they are."""
+    pairs = [(use.catalog.names[row], int(number[row])) for row in np.flatnonzero(use.mask)]
+    return {name for name, at in pairs if at >= 0 and new.names[at] == name}
 
 
 def _edit_catalog(
@@ -329,3 +404,13 @@ def _without_paths(data: Any, gone: set[str]) -> Any:
     paths = {name: path for name, path in data["paths"].items() if name not in gone}
     rest = {k: v for k, v in data.items() if k != "paths"}
     return FrozenDict({**rest, **({"paths": paths} if paths else {})}) or None
+
+
+def _with_names(data: Any, names: Mapping[str, str | None]) -> Any:
+    """Call empty dicts by their new names, if they have one; those that are dropped are gone."""
+    if not empty_names(data):
+        return data
+    renamed = {names.get(name, name) for name in empty_names(data)}
+    empty = sorted(name for name in renamed if name is not None)
+    rest = {k: v for k, v in data.items() if k != "empty"}
+    return FrozenDict({**rest, **({"empty": empty} if empty else {})}) or None

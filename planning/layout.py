@@ -165,7 +165,29 @@ class Mesh:
 
 
 def _placements(values: Iterable[Placement]) -> tuple[Placement, ...]:
+    if not isinstance(values, Iterable):
+        raise TypeError(f"placements are a list, one for each axis of the mesh: [{values!r}]")
     return tuple(values)
+
+
+def _shape(values: Iterable[int]) -> tuple[int, ...]:
+    if not isinstance(values, Iterable):
+        raise TypeError(f"a shape is a tuple of whole numbers, one for each axis; not {values!r}")
+    return as_ints(values)
+
+
+def as_mesh(mesh: object) -> Mesh:
+    """Return a mesh, having refused anything else.
+
+    Raises:
+        TypeError: It is not a `Mesh`.
+    """
+    if not isinstance(mesh, Mesh):
+        axes = (
+            ", ".join(f"{k}={v}" for k, v in mesh.items()) if isinstance(mesh, Mapping) else "dp=8"
+        )
+        raise TypeError(f"a mesh is made by Mesh({axes}), and is not {mesh!r}")
+    return mesh
 
 
 @attrs.frozen
@@ -181,7 +203,7 @@ class TensorSpec:
     64
     """
 
-    shape: tuple[int, ...] = attrs.field(converter=as_ints)
+    shape: tuple[int, ...] = attrs.field(converter=_shape)
     dtype: str = attrs.field(default="float32", converter=dtype_name)
     placements: tuple[Placement, ...] = attrs.field(default=(), converter=_placements)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Final, Literal
 
@@ -11,8 +12,10 @@ import numpy as np
 from .catalog import column
 from .check import layout_issues
 from .columns import WriteItems
+from .completeness import dropped_names, source_issues
 from .distinct import distinct
-from .errors import Issue, PlanError, region_text
+from .errors import Issue, PlanError, nearest_hint, nearest_names, region_text
+from .flatten import Path, empty_names, is_tensor
 from .items import (
     LoadItemType,
     MetadataIndex,
@@ -21,15 +24,15 @@ from .items import (
     WriteItem,
     WriteItemType,
 )
-from .matching import match_entries
+from .matching import explain_missing, match_entries
 from .metadata import Entries, Metadata, TensorMetadata
 from .overlap import Overlap, gaps, overlap_many, self_overlaps
 from .packing import Ints, readonly
-from .passes import Pass, as_pass
+from .passes import Passes, Step, as_steps, chain, positioned
 from .records import KeyReport, LoadPlan, ReadItems, SavePlan
 from .tiling import Chunk, pad, tile, tile_chunks
 
-__all__ = ["global_load_plan", "load_plan", "resolve_overlaps"]
+__all__ = ["global_load_plan", "load_plan", "resolve_overlaps", "whole_names"]
 
 Strict = bool | str | Sequence[str]
 _TENSOR: Final = LoadItemType.TENSOR.value
@@ -44,6 +47,7 @@ def load_plan(
     strict: Strict = True,
     dtype: Literal["same", "cast"] = "same",
     shape: Literal["same", "overlap"] = "same",
+    optional: Collection[str] = (),
 ) -> LoadPlan:
     """Plan the reads that fill what ``plan`` says this rank holds.
 
@@ -53,26 +57,40 @@ def load_plan(
             dtypes are the checkpoint's, its sources the state dict's.
         strict: Whether every chunk must be filled: True, False, or a pattern (``"model.*"``), or
             several, of the names that must be. What need not be and cannot be is left alone and
-            reported. Names in the checkpoint that are not wanted are never an error.
+            reported. Names in the checkpoint that are not wanted are never an error. An empty dict
+            needs no entry in a checkpoint that has nothing inside it: torch saves none.
         dtype: ``"same"`` takes a stored dtype other than the plan's for a mistake, ``"cast"`` for a
             wish to cast.
         shape: ``"same"`` takes another global shape for a mistake; ``"overlap"`` fills the elements
             that both have, such as the rows of a vocabulary that has since been padded.
+        optional: Names that need not be in the checkpoint, such as those of tied weights of which
+            it has the other; they are not reported as missing.
 
     Returns:
-        The reads, by item, then by saved chunk; its ``report`` says what did not fit.
+        The reads, by item, then by saved chunk; its ``report`` says what did not fit, and what
+        passes left out.
 
     Raises:
-        PlanError: Something that must be filled cannot be; every reason is told.
+        PlanError: Something that must be filled cannot be, or passes would have an element of the
+            state dict filled twice, or part of a tensor only; every reason is reported.
     """
     if dtype not in ("same", "cast"):
-        raise ValueError(f'dtype must be "same" or "cast", not {dtype!r}')
+        raise ValueError(
+            f'dtype must be "same", or "cast" to convert to the dtypes of the tensors that are '
+            f"filled; not {dtype!r}"
+        )
     if shape not in ("same", "overlap"):
         raise ValueError(f'shape must be "same" or "overlap", not {shape!r}')
-    if not isinstance(plan, SavePlan):
-        raise TypeError(f"load_plan needs a plan, not a {type(plan).__name__}; try local_plan(it)")
+    given: tuple[object, object] = metadata, plan
+    if not isinstance(given[0], Metadata) or not isinstance(given[1], SavePlan):
+        kinds = f"a {type(metadata).__name__} and a {type(plan).__name__}"
+        raise TypeError(f"load_plan takes metadata and a plan, such as local_plan(sd); not {kinds}")
+    wrong = source_issues((plan,), "filled")
+    if wrong:
+        raise PlanError(wrong)
     entries, items = metadata.state_dict_metadata, plan.items
-    match = match_entries(entries, items.catalog, distinct(items.row), dtype, shape)
+    unneeded = _unneeded(metadata, plan).union(optional)
+    match = match_entries(entries, items.catalog, distinct(items.row), dtype, shape, unneeded)
     damage = _damage(entries, match.entry)
     entry = match.entry[items.row]
     is_bytes = items.catalog.is_bytes[items.row]
@@ -86,15 +104,17 @@ def load_plan(
     must = _patterns(strict, items.catalog.names)
     fatal = [issue for issue in issues if any(fnmatchcase(issue.fqn, p) for p in must)]
     if fatal:
-        raise PlanError(fatal)
+        raise PlanError(explain_missing(fatal, entries, items.catalog, dtype))
     named = set(items.catalog.names)  # a rank may know a tensor and hold nothing of it
     report = KeyReport(
         missing=[issue.fqn for issue in issues if issue.kind == "missing"],
         unexpected=sorted(name for name in entries.names if name not in named),
         mismatched=[issue for issue in issues + match.notes if issue.kind != "missing"],
+        dropped=dropped_names((plan,)),
     )
     values = np.flatnonzero((entry >= 0) & is_bytes)
-    return LoadPlan(_read_items(items, wanted, pieces, values), report=report)
+    reads = _read_items(items, wanted, pieces, values)
+    return LoadPlan(reads, report=report, rank=plan.rank, world_size=plan.world_size)
 
 
 def resolve_overlaps(
@@ -130,7 +150,7 @@ def resolve_overlaps(
 
 
 def global_load_plan(
-    plans: Iterable[LoadPlan], passes: Pass[LoadPlan] | Sequence[Pass[LoadPlan]] = ()
+    plans: Iterable[LoadPlan], passes: Passes[LoadPlan] = ()
 ) -> tuple[LoadPlan, ...]:
     """Run passes over the load plans of all ranks; without any, each rank reads on its own.
 
@@ -138,18 +158,22 @@ def global_load_plan(
     True
 
     Raises:
-        PlanError: After the passes some shard would be given more or fewer elements than before.
+        PlanError: After the passes some element would be filled twice, not at all, or from
+            elsewhere.
     """
+    if isinstance(plans, LoadPlan):
+        text = "takes one load plan per rank; for one rank: global_load_plan([plan])"
+        raise TypeError(f"global_load_plan {text}")
     before = tuple(plans)
     if not all(isinstance(plan, LoadPlan) for plan in before):
         raise TypeError("global_load_plan needs load plans; load_plan(metadata, plan) makes them")
-    after = as_pass(passes)(before)
-    issues = [
-        issue
-        for rank, (old, new) in enumerate(zip(before, after, strict=True))
-        if old is not new
-        for issue in _changes(rank, old, new)
-    ]
+    before, steps = positioned(before), as_steps(passes)
+    after = chain(steps)(before)
+    own = not all(isinstance(step, Step) for step in steps)  # else counting is enough
+    issues = []
+    for rank, (old, new) in enumerate(zip(before, after, strict=True)):
+        if old is not new:
+            issues += list(_changes(rank, old, new)) or (list(_moves(rank, old, new)) * own)
     if issues:
         raise PlanError(issues)
     return after
@@ -157,9 +181,7 @@ def global_load_plan(
 
 def _changes(rank: int, old: LoadPlan, new: LoadPlan) -> Iterator[Issue]:
     """Report shards that get more or fewer elements than the load plan of their rank gave them."""
-    mine = np.flatnonzero(new.transfers.target == rank)
-    received = new.transfers.reads.take(mine)
-    was, now = _filled(old.items), _filled(ReadItems.concat([new.items, received]))
+    was, now = _filled(old.items), _filled(_all_reads(rank, new))
     for shard in sorted(was.keys() | now.keys()):
         if was.get(shard, 0) != now.get(shard, 0):
             name, at = shard
@@ -168,6 +190,41 @@ def _changes(rank: int, old: LoadPlan, new: LoadPlan) -> Iterator[Issue]:
             )
             text += f"and needs {was.get(shard, 0):,}: a pass lost or doubled a read"
             yield Issue("uncovered", name, text, [rank])
+
+
+def _all_reads(rank: int, plan: LoadPlan) -> ReadItems:
+    """Return what a rank reads for itself, and what others read for it."""
+    received = np.flatnonzero(plan.transfers.target == rank)
+    return ReadItems.concat([plan.items, plan.transfers.reads.take(received)])
+
+
+def _moves(rank: int, old: LoadPlan, new: LoadPlan) -> Iterator[Issue]:
+    """Report elements that are filled twice, or not from where the rank's load plan reads them."""
+    was, now = _regions(old.items), _regions(_all_reads(rank, new))
+    for key in sorted(was.keys() | now.keys(), key=str):
+        shard, saved, _ = key
+        boxes = tile_chunks(now.get(key, ()))
+        missing = [gap for box in was.get(key, ()) for gap in gaps(boxes, box, 1)]
+        if missing or key not in was or self_overlaps(boxes, limit=1):
+            where = f" at {list(shard.offset)}" if shard.offset else ""
+            text = f"rank {rank} would fill `{shard.fqn}`{where} twice, or from elsewhere in "
+            text += f"`{saved}` than planned: a pass changed where a read comes from or goes to"
+            yield Issue("uncovered", shard.fqn, text, [rank])
+
+
+_Move = tuple[MetadataIndex, str, tuple[int, ...]]
+
+
+def _regions(reads: ReadItems) -> dict[_Move, list[Chunk]]:
+    """Return the boxes that are filled, by shard, saved tensor, and the way between the two."""
+    found: dict[_Move, list[Chunk]] = {}
+    for read in reads:
+        saved, into = read.storage_index.offset or (), read.dest_index.offset or ()
+        places = zip(saved, read.storage_offsets, into, read.dest_offsets, strict=False)
+        way = tuple(a + b - c - d for a, b, c, d in places)
+        box = Chunk(read.dest_offsets, read.lengths)
+        found.setdefault((read.dest_index, read.storage_index.fqn, way), []).append(box)
+    return found
 
 
 def _filled(reads: ReadItems) -> dict[tuple[str, tuple[int, ...]], int]:
@@ -185,18 +242,87 @@ def _filled(reads: ReadItems) -> dict[tuple[str, tuple[int, ...]], int]:
     return dict(zip(zip(names, at, strict=True), count.tolist(), strict=True))
 
 
+def whole_names(
+    flat: Mapping[str, object], paths: Mapping[str, Path], metadata: Metadata
+) -> frozenset[str]:
+    """Name what is one value in a checkpoint, though a state dict opens it, or has a tensor there.
+
+    torch before 2.4 kept dicts without tensors so, and planners that do not flatten still do. All
+    versions keep tuples, with or without tensors, and numpy arrays. A dict that holds a tensor
+    here, and a container of a name that the checkpoint has, are not among them.
+
+    Args:
+        flat: What `flatten` returned.
+        paths: The way to each leaf.
+        metadata: The checkpoint.
+
+    >>> from shardplan.planning import BytesMetadata, flatten
+    >>> whole_names(*flatten({"a": {"b": 1}, "c": 2}), Metadata({"a": BytesMetadata()}))
+    frozenset({'a'})
+    """
+    entries = metadata.state_dict_metadata
+    known, layout = entries.row_of, entries.layout
+    lost = [name for name in flat if name not in known]
+    values = {holder for name in lost for holder in _holders(paths[name]) if holder in known}
+    opened: set[str] = set()
+    if values:
+        others = flat.keys() - set(lost)
+        opened = {holder for name in others for holder in _holders(paths[name])}
+        tensors = [paths[name] for name in lost if is_tensor(flat[name])]
+        opened |= {holder for path in tensors for holder in _holders(path, "dict")}
+    arrays = {n for n, leaf in flat.items() if isinstance(leaf, np.ndarray) and n in known}
+    return frozenset(n for n in (values - opened) | arrays if layout[known[n]] < 0)
+
+
+def _holders(path: Path, kind: str = "") -> list[str]:
+    """Return the names of the containers that a leaf lies in, or of those of one kind."""
+    keys = [str(key) for _, key in path]
+    depths = [depth for depth in range(1, len(keys)) if path[depth][0] == (kind or path[depth][0])]
+    return [".".join(keys[:depth]) for depth in depths]
+
+
+def _unneeded(metadata: Metadata, plan: SavePlan) -> frozenset[str]:
+    """Return the names of empty dicts that need no entry: nothing was saved inside them either.
+
+    Of one that was empty on the rank that saved it, other ranks may have saved what is inside.
+    """
+    wanted = empty_names(plan.planner_data) - empty_names(metadata.planner_data)
+    names = sorted(metadata.state_dict_metadata.names) if wanted else []
+    filled = {name for name in wanted if _starts_any(f"{name}.", names)}
+    return empty_names(plan.planner_data) - filled
+
+
+def _starts_any(prefix: str, names: Sequence[str]) -> bool:
+    """Return True if one of some sorted names starts like this."""
+    at = bisect_left(names, prefix)
+    return at < len(names) and names[at].startswith(prefix)
+
+
 def _patterns(strict: Strict, names: Iterable[str]) -> tuple[str, ...]:
     """Return the patterns of names that must be filled; one that matches nothing is a mistake."""
     if isinstance(strict, (bool, int)):
         return ("*",) if strict else ()
-    patterns = (strict,) if isinstance(strict, str) else tuple(strict)
+    patterns = strict_patterns(strict)
     unmatched = [p for p in patterns if not any(fnmatchcase(name, p) for name in names)]
     if unmatched:
+        hints = [nearest_hint(nearest_names(p, names)) for p in unmatched]
         raise PlanError(
-            Issue("unmatched", p, f"strict: {p!r} matches no name that is wanted")
-            for p in unmatched
+            Issue("unmatched", p, f"strict: {p!r} matches no name that is wanted{hint}")
+            for p, hint in zip(unmatched, hints, strict=True)
         )
     return patterns
+
+
+def strict_patterns(strict: Strict) -> tuple[str, ...]:
+    """Return the patterns of ``strict``, given one or several.
+
+    Raises:
+        TypeError: It is neither.
+    """
+    patterns = (strict,) if isinstance(strict, str) else strict
+    if isinstance(patterns, Iterable) and all(isinstance(p, str) for p in patterns):
+        return tuple(patterns)
+    raise TypeError(f"strict is True, False, a pattern of names, or a list of them, not {strict!r}")
 
 
 def _damage(entries: Entries, entry: Ints) -> list[Issue]:

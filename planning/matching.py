@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 from typing import Any, Final
 
 import attrs
@@ -14,8 +14,9 @@ from .errors import Issue, nearest_hint, nearest_names
 from .items import TensorProperties
 from .metadata import BytesMetadata, Entries, TensorMetadata
 from .packing import Ints
+from .prefixes import Renames, find_renames
 
-__all__ = ["Match", "match_entries"]
+__all__ = ["Match", "explain_missing", "match_entries"]
 
 _SUGGESTED: Final = 8  # missing names that get a "nearest" hint
 _LEAVE: Final = "strict=False leaves it as it is"
@@ -38,27 +39,26 @@ class Match:
     shared: dict[int, tuple[int, ...]]
 
 
-def match_entries(entries: Entries, catalog: Catalog, rows: Ints, dtype: str, shape: str) -> Match:
-    """Compare what is wanted with what is there, tensor by tensor."""
+def match_entries(
+    entries: Entries,
+    catalog: Catalog,
+    rows: Ints,
+    dtype: str,
+    shape: str,
+    unneeded: Container[str] = (),
+) -> Match:
+    """Compare what is wanted with what is there, tensor by tensor; some names need not be there."""
     match = Match(np.full(len(catalog), -1, np.int64), [], [], {})
     layouts, props = entries.layout.tolist(), entries.prop.tolist()
     fitting: set[tuple[Any, ...]] = set()  # pairs of tensors that fit, of which most are alike
     for row in rows.tolist():
         name, _, _, properties, size = catalog.heads[row]
         at = entries.row_of.get(name, -1)
+        if at < 0 and name in unneeded:
+            continue
         if at < 0:
-            near = nearest_names(name, entries.names) if len(match.issues) < _SUGGESTED else ()
-            hint = nearest_hint(near)
-            text, remedy = f"`{name}` is not in the checkpoint{hint}", _LEAVE
-            below = properties is None and [n for n in near if n.startswith(f"{name}.")]
-            if below:
-                text = (
-                    f"`{name}` is empty or a single value here, and the checkpoint has more below "
-                    f"({below[0]}, …); nest it alike. If it is an optimizer's, that has no state "
-                    "before its first step: use torch's get_state_dict, or take a step, then load"
-                )
-                remedy = ""
-            match.issues.append(Issue("missing", name, text, remedy=remedy))
+            text = f"`{name}` is not in the checkpoint"
+            match.issues.append(Issue("missing", name, text, remedy=_LEAVE))
             continue
         pair = (layouts[at], props[at], id(properties), size)
         if pair in fitting:
@@ -79,6 +79,88 @@ def match_entries(entries: Entries, catalog: Catalog, rows: Ints, dtype: str, sh
             match.notes.append(issue)
             match.shared[row] = both
     return match
+
+
+def explain_missing(
+    issues: Sequence[Issue], entries: Entries, catalog: Catalog, dtype: str
+) -> list[Issue]:
+    r"""Say what may have been meant by missing names.
+
+    Those that the checkpoint has under another prefix get one summary, with the `rename` to use.
+
+    Args:
+        issues: What does not fit.
+        entries: What the checkpoint has.
+        catalog: What is wanted.
+        dtype: Whether another dtype fits, see `load_plan`.
+
+    >>> from shardplan.planning import local_plan
+    >>> catalog = local_plan({"module": {"a": 1, "b": 2}}).items.catalog
+    >>> issues = [Issue("missing", name, "…") for name in catalog.names]
+    >>> entries = Entries.of({"a": BytesMetadata(), "b": BytesMetadata()})
+    >>> print(*dict.fromkeys(map(str, explain_missing(issues, entries, catalog, "same"))))
+    2 names are not in the checkpoint, which has them under another prefix: `module.a` as `a`, and
+    so on; pass planner=rename([(r"^module\.", "")])
+    """
+    saved = entries.row_of
+    missing = [issue.fqn for issue in issues if issue.kind == "missing"]
+    wanted = {head[0]: head for head in catalog.heads}
+
+    def fits(name: str, other: str) -> bool:
+        _, _, _, properties, size = wanted[name]
+        return _misfit(name, entries.record(saved[other]), properties, size, dtype) is None
+
+    fitting = [name for name in catalog.names if name in saved]
+    ways = find_renames(missing, saved, fitting, fits=fits) if missing else ()
+    found = ways[0].names if ways else {}
+    renamed = catalog.sources is not catalog.names
+    summary, remedy = (_prefix_text(ways), _prefix_remedy(ways, renamed)) if ways else ("", "")
+    known, left = sorted(saved), [name for name in missing if name not in found]
+    hints = {name: nearest_names(name, known) for name in left[:_SUGGESTED]}
+    values = {head[0] for head in catalog.heads if head[3] is None}
+    explained = []
+    for issue in issues:
+        if issue.kind == "missing" and issue.fqn in found:
+            issue = attrs.evolve(issue, summary=summary, remedy=remedy)
+        elif issue.kind == "missing" and issue.fqn in hints:
+            issue = _with_hint(issue, hints[issue.fqn], issue.fqn in values)
+        explained.append(issue)
+    return explained
+
+
+def _with_hint(issue: Issue, near: Sequence[str], is_value: bool) -> Issue:
+    """Say which names resemble a missing one, or lie below it."""
+    below = [name for name in near if is_value and name.startswith(f"{issue.fqn}.")]
+    if not below:
+        return attrs.evolve(issue, message=f"{issue.message}{nearest_hint(near)}")
+    text = (
+        f"`{issue.fqn}` is empty or a single value here, and the checkpoint has more below "
+        f"({below[0]}, …); nest it alike. If it is an optimizer's, that has no state before its "
+        "first step: use torch's get_state_dict, or take a step, then load"
+    )
+    return attrs.evolve(issue, message=text, remedy="")
+
+
+def _prefix_text(ways: Sequence[Renames]) -> str:
+    names = ways[0].names
+    first = next(iter(names))
+    places = " or ".join(f"`{way.names[first]}`" for way in ways if first in way.names)
+    if len(names) == 1:
+        return f"`{first}` is not in the checkpoint, which has {places}"
+    prefix = "another prefix" if len(ways) == 1 else "several prefixes"
+    return (
+        f"{len(names):,} names are not in the checkpoint, which has them under {prefix}: "
+        f"`{first}` as {places}, and so on"
+    )
+
+
+def _prefix_remedy(ways: Sequence[Renames], renamed: bool) -> str:
+    way, *others = ways
+    if others:
+        return "only you can know which are meant: rename to these in the planner"
+    use = f"add {way} to the planner" if renamed else f"pass planner={way}"
+    leave = "strict=False leaves them as they are"
+    return use if way.sure else f"{use}, if these are the same tensors; {leave}"
 
 
 def _losses(
@@ -111,7 +193,7 @@ def _misfit(
     if isinstance(saved, BytesMetadata) or properties is None:
         if isinstance(saved, BytesMetadata) and properties is None:
             return None
-        kinds = ("a tensor", "a value that is no tensor")
+        kinds = ("a tensor", "a non-tensor value")
         was, wanted = kinds if properties is None else kinds[::-1]
         return Issue("type", name, f"`{name}` was saved as {was} and is wanted as {wanted}")
     if len(saved.size) != len(size):
@@ -122,5 +204,5 @@ def _misfit(
         return Issue("dtype", name, f'{text}; pass dtype="cast", or a cast(...) pass, to convert')
     if saved.size != size:
         text = f"`{name}` was saved with shape {list(saved.size)} and is wanted with {list(size)}"
-        return Issue("shape", name, f'{text}; shape="overlap" fills what both have')
+        return Issue("shape", name, text, remedy='shape="overlap" fills what both have')
     return None

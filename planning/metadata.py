@@ -14,7 +14,7 @@ from .errors import NotFoundError, nearest_hint, nearest_names
 from .frozen import freeze
 from .items import TensorProperties
 from .packing import Ints
-from .text import Listing, counted, human_bytes
+from .text import Sheet, counted, human_bytes, listing
 from .tiling import Tiling, as_ints, tile_chunks
 
 __all__ = ["BytesMetadata", "Entries", "Layout", "Metadata", "StorageMeta", "TensorMetadata"]
@@ -218,18 +218,18 @@ class Metadata:
         return entries[name]
 
     @property
-    def _listing(self) -> Listing:
+    def _sheet(self) -> Sheet:
         entries = self.state_dict_metadata
         rows = [_row(name, entries[name]) for name in entries.names[:_SHOWN]]
         total = sum(_nbytes(entries.record(row)) for row in range(len(entries)))
         title = f"Metadata: {counted(len(entries), 'entry')}, {human_bytes(total)}"
-        return Listing(title, ("name", "dtype", "shape", "chunks"), rows, len(entries))
+        return listing(title, ("name", "dtype", "shape", "chunks"), rows, len(entries))
 
     def __repr__(self) -> str:
-        return self._listing.text()
+        return self._sheet.text()
 
     def _repr_html_(self) -> str:
-        return self._listing.html()
+        return self._sheet.html()
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(repr(self))  # for IPython, and for Hypothesis, which would list the columns

@@ -14,13 +14,14 @@ shape            placements                          tensors  bytes
 [1024, 16384]    dp=StridedShard(0, 8), tp=Shard(0)      756  39.4 GiB
 [128256, 16384]  dp=StridedShard(0, 8), tp=Shard(0)        6  39.1 GiB
 [16384]          dp=Shard(0)                             759  39.5 MiB
-[]               on every rank                          1137  4.4 KiB
+[]               on every rank                         1,137  4.4 KiB
 """
 
 from __future__ import annotations
 
 from typing import Final
 
+from .dtypes import Dtype
 from .frozen import FrozenDict
 from .layout import TensorSpec
 from .presets import Rule
@@ -49,7 +50,7 @@ def llama(
     kv_heads: int,
     ffn: int,
     vocab: int = 128_256,
-    dtype: str = "bfloat16",
+    dtype: Dtype = "bfloat16",
 ) -> FrozenDict[str, TensorSpec]:
     """Return the parameters of a Llama, under the names that Hugging Face gives them.
 
@@ -85,7 +86,7 @@ def llama(
     return FrozenDict({f"{name}.weight": TensorSpec(s, dtype) for name, s in shapes.items()})
 
 
-def llama3_8b(dtype: str = "bfloat16") -> FrozenDict[str, TensorSpec]:
+def llama3_8b(dtype: Dtype = "bfloat16") -> FrozenDict[str, TensorSpec]:
     """Return the parameters of Llama 3 8B, 8.03 billion.
 
     >>> len(llama3_8b())
@@ -94,7 +95,7 @@ def llama3_8b(dtype: str = "bfloat16") -> FrozenDict[str, TensorSpec]:
     return llama(dim=4096, layers=32, heads=32, kv_heads=8, ffn=14_336, dtype=dtype)
 
 
-def llama3_405b(dtype: str = "bfloat16") -> FrozenDict[str, TensorSpec]:
+def llama3_405b(dtype: Dtype = "bfloat16") -> FrozenDict[str, TensorSpec]:
     """Return the parameters of Llama 3.1 405B, 405.85 billion.
 
     >>> len(llama3_405b())

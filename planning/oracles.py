@@ -26,6 +26,7 @@ __all__ = [
     "Element",
     "Origin",
     "Trace",
+    "assert_all_saved",
     "assert_read_once",
     "assert_written_once",
     "cells",
@@ -145,6 +146,78 @@ def _assert_described(
         f"`{name}`: {ranks} write {list(wrong[0])}, which the metadata does not list, "
         f"and not {list(wrong[1])}, which it lists"
     )
+
+
+def assert_all_saved(held: Iterable[SavePlan], plans: Iterable[SavePlan]) -> tuple[str, ...]:
+    """Assert that each element of each state dict is written, and by no rank twice, or is dropped.
+
+    A tensor or value is dropped if no rank writes any of it. An element that several ranks hold
+    under one name counts as written if one of them writes it.
+
+    Args:
+        held: What each rank holds, in rank order: its `local_plan`, before any pass.
+        plans: What each rank writes, in rank order.
+
+    Returns:
+        The names in the state dicts of what was dropped.
+
+    >>> from shardplan.planning import TensorSpec, drop, local_plan
+    >>> plan = local_plan({"w": TensorSpec((3,)), "step": 7})
+    >>> assert_all_saved([plan], drop("step")((plan,)))
+    ('step',)
+    >>> assert_all_saved([plan], [SavePlan([*plan.items, *plan.items])])
+    Traceback (most recent call last):
+    AssertionError: `step` of rank 0: element () is written 2 times
+
+    Raises:
+        AssertionError: One is not; the message names the key, the element and the rank.
+    """
+    held, plans = tuple(held), tuple(plans)
+    shards: dict[tuple[int, str], dict[Element, MetadataIndex]] = {}  # of each held element
+    shapes: dict[tuple[int, str], tuple[int, ...]] = {}
+    for rank, item in _items(held):
+        _, chunk, size = _written(item)
+        shapes[rank, item.source.fqn] = size
+        shards.setdefault((rank, item.source.fqn), {}).update(
+            dict.fromkeys(cells(chunk), item.source)
+        )
+    counts: dict[tuple[int, str], Counter[Element]] = {}
+    for rank, item in _items(plans):
+        name = item.source.fqn
+        assert (rank, name) in shards, f"`{item.index.fqn}` is from `{name}`: rank {rank} has none"
+        for element in _read(item):
+            shard = shards[rank, name].get(element)
+            assert shard == item.source, (
+                f"`{name}` of rank {rank}: {item} reads {element}, not held"
+            )
+            counts.setdefault((rank, name), Counter())[element] += 1
+    for (rank, name), count in counts.items():
+        for element, times in count.items():
+            assert times == 1, (
+                f"`{name}` of rank {rank}: element {element} is written {times} times"
+            )
+    written = {
+        (name, shapes[rank, name], element)
+        for (rank, name), count in counts.items()
+        for element in count
+    }
+    saved = {(item.source.fqn, shapes[rank, item.source.fqn]) for rank, item in _items(plans)}
+    for (rank, name), mine in shards.items():
+        source = name, shapes[rank, name]
+        for element in mine if source in saved else ():
+            assert (*source, element) in written, (
+                f"`{name}` of rank {rank}: element {element} is not written, though others are"
+            )
+    return tuple(sorted({name for rank, name in shards if (name, shapes[rank, name]) not in saved}))
+
+
+def _read(item: WriteItem) -> Iterator[Element]:
+    """Yield each element of the state dict's tensor that an item is made of.
+
+    Its chunk is in the frame of the checkpoint's tensor, and shards are in that of the state
+    dict's. Today these coincide: a pass may rename and cut a tensor, and not move its elements.
+    """
+    return cells(_written(item)[1])
 
 
 def trace_reads(

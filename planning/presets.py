@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import attrs
 
-from .errors import NotFoundError, nearest_hint, nearest_names
+from .errors import NotFoundError, listed, nearest_hint, nearest_names
 from .frozen import FrozenDict
 from .layout import Mesh, Only, Placement, Replicate, Shard, StridedShard, TensorSpec
 
@@ -201,7 +201,7 @@ def pipeline(
         }
     homeless = [name for name, found in at.items() if not found]
     if homeless:
-        raise NotFoundError(f"no stage has {_listing(homeless)}; add patterns that match", homeless)
+        raise NotFoundError(f"no stage has {listed(homeless)}; add patterns that match", homeless)
     return _place(params, mesh, axis, lambda name, spec: Only(at[name]))
 
 
@@ -309,12 +309,7 @@ def _match_all(patterns: Iterable[str], names: Iterable[str]) -> None:
     if idle:
         near = nearest_names(idle[0], known)
         hint = nearest_hint(near)
-        raise NotFoundError(f"no parameter matches {_listing(idle)}{hint}", near)
-
-
-def _listing(names: Sequence[str]) -> str:
-    shown = ", ".join(f"`{name}`" for name in names[:8])
-    return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
+        raise NotFoundError(f"no parameter matches {listed(idle)}{hint}", near)
 
 
 def _even_stages(names: Iterable[str], stages: int) -> dict[str, list[int]]:

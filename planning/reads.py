@@ -14,13 +14,12 @@ from .columns import Columns, Index
 from .errors import CodecError
 from .items import LoadItemType, MetadataIndex, ReadItem
 from .packing import DAMAGE, Ints, flat, pack, readonly, unpack
-from .tiling import pad
+from .tiling import MAX_AXES, pad
 
 __all__ = ["ReadItems", "Transfer", "Transfers"]
 
 _TYPES: Final = {t.value: t for t in LoadItemType}
 _BYTES: Final = LoadItemType.BYTE_IO.value
-_MAX_AXES: Final = 64
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)
@@ -177,7 +176,7 @@ class ReadItems(Columns[ReadItem]):
             ):
                 raise ValueError("its columns differ in length or axes")
             axes = columns["lengths"].shape[1]
-            if axes > _MAX_AXES:
+            if axes > MAX_AXES:
                 raise ValueError(f"{axes} axes are more than an array can have")
             limits = {"type": 3, "ndim": axes + 1, "dest": len(names), "storage": len(names)}
             limits |= dict.fromkeys(boxes, 1 << 62)

@@ -24,7 +24,7 @@ from .items import (
 )
 from .metadata import BytesMetadata, Entries, Layout, Metadata, StorageMeta, TensorMetadata
 from .reads import ReadItems, Transfer, Transfers
-from .text import Listing, counted, human_bytes
+from .text import Sheet, counted, human_bytes, listing
 from .tiling import Chunk
 
 __all__ = [
@@ -59,6 +59,10 @@ def _write_items(items: Iterable[WriteItem]) -> WriteItems:
     return WriteItems.of(items)
 
 
+def _held_items(items: Iterable[WriteItem] | None) -> WriteItems | None:
+    return None if items is None else WriteItems.of(items)
+
+
 def _read_items(items: Iterable[ReadItem]) -> ReadItems:
     return ReadItems.of(items)
 
@@ -83,16 +87,44 @@ def _issues(values: Iterable[Issue]) -> tuple[Issue, ...]:
 class SavePlan:
     """What one rank holds, or, after `global_plan`, what it writes.
 
+    Where a plan comes from (its rank, the number of ranks, what was held before any pass) takes no
+    part in ``==`` and ``hash``.
+
     Attributes:
         items: An immutable sequence of `WriteItem`, given as any iterable of them.
         storage_data: What storage adds for itself, frozen.
         planner_data: What planners add for themselves, frozen. `local_plan` puts the nested keys'
-            paths there, under ``"paths"``.
+            paths there, under ``"paths"``, and the names of empty dicts, under ``"empty"``.
+        rank: Whose plan this is: its place among the ranks that save or load. None if unknown.
+        world_size: How many ranks there are. None if unknown.
+        held: The items that `local_plan` made, before any pass: what must be saved or filled. None
+            if unknown: then it is ``items``.
     """
 
     items: WriteItems = attrs.field(converter=_write_items)
     storage_data: Any = attrs.field(default=None, converter=freeze)
     planner_data: Any = attrs.field(default=None, converter=freeze)
+    rank: int | None = attrs.field(default=None, eq=False)
+    world_size: int | None = attrs.field(default=None, eq=False)
+    held: WriteItems | None = attrs.field(default=None, eq=False, converter=_held_items)
+
+    @property
+    def holds(self) -> WriteItems:
+        """What the rank holds, whatever passes made of it."""
+        return self.items if self.held is None else self.held
+
+    def following(self, before: SavePlan) -> SavePlan:
+        """Return this plan with all that no pass changes, as it was in the plan ``before``.
+
+        >>> plan = SavePlan([], rank=1, world_size=4)
+        >>> SavePlan([]).following(plan).rank
+        1
+        """
+        held = None if self.items is before.holds and before.held is None else before.holds
+        origin = (before.rank, before.world_size)
+        if self.held is held and (self.rank, self.world_size) == origin:
+            return self
+        return attrs.evolve(self, rank=origin[0], world_size=origin[1], held=held)
 
     @property
     def nbytes(self) -> int:
@@ -100,16 +132,16 @@ class SavePlan:
         return int(self.items.nbytes.sum())
 
     @property
-    def _listing(self) -> Listing:
+    def _sheet(self) -> Sheet:
         rows = [_write_row(item) for item in self.items[:_SHOWN]]
         title = f"SavePlan: {counted(len(self.items), 'item')}, {human_bytes(self.nbytes)}"
-        return Listing(title, ("name", "type", "dtype", "shape", "box"), rows, len(self.items))
+        return listing(title, ("name", "type", "dtype", "shape", "box"), rows, len(self.items))
 
     def __repr__(self) -> str:
-        return self._listing.text()
+        return self._sheet.text()
 
     def _repr_html_(self) -> str:
-        return self._listing.html()
+        return self._sheet.html()
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(repr(self))  # for IPython, and for Hypothesis, which would list the columns
@@ -123,11 +155,13 @@ class KeyReport:
         missing: Names that were asked for and are not in the checkpoint.
         unexpected: Names in the checkpoint that were not asked for.
         mismatched: What is there but does not fit, with the reason.
+        dropped: Names in the state dict that a pass left out: they are not filled.
     """
 
     missing: tuple[str, ...] = attrs.field(default=(), converter=_names)
     unexpected: tuple[str, ...] = attrs.field(default=(), converter=_names)
     mismatched: tuple[Issue, ...] = attrs.field(default=(), converter=_issues)
+    dropped: tuple[str, ...] = attrs.field(default=(), converter=_names)
 
 
 @attrs.frozen(repr=False)
@@ -141,6 +175,7 @@ class LoadPlan:
         report: How the state dict and the checkpoint agree.
         transfers: What this rank reads for others, and others for it, beside ``items``: an
             immutable sequence of `Transfer`.
+        rank, world_size: As in `SavePlan`; they take no part in ``==`` and ``hash``.
     """
 
     items: ReadItems = attrs.field(converter=_read_items)
@@ -148,9 +183,17 @@ class LoadPlan:
     planner_data: Any = attrs.field(default=None, converter=freeze)
     report: KeyReport = KeyReport()
     transfers: Transfers = attrs.field(factory=_no_transfers, converter=_transfers)
+    rank: int | None = attrs.field(default=None, eq=False)
+    world_size: int | None = attrs.field(default=None, eq=False)
+
+    def following(self, before: LoadPlan) -> LoadPlan:
+        """Return this plan with the rank and world size of the plan ``before``."""
+        if (self.rank, self.world_size) == (before.rank, before.world_size):
+            return self
+        return attrs.evolve(self, rank=before.rank, world_size=before.world_size)
 
     @property
-    def _listing(self) -> Listing:
+    def _sheet(self) -> Sheet:
         rows = [_read_row(item) for item in self.items[:_SHOWN]]
         keys = self.report
         elements = int(self.items.numel.sum())
@@ -160,13 +203,13 @@ class LoadPlan:
             f"{len(keys.mismatched):,} mismatched; {len(self.transfers):,} transfers"
         )
         head = ("name", "saved chunk", "at", "into", "at", "lengths")
-        return Listing(title, head, rows, len(self.items))
+        return listing(title, head, rows, len(self.items))
 
     def __repr__(self) -> str:
-        return self._listing.text()
+        return self._sheet.text()
 
     def _repr_html_(self) -> str:
-        return self._listing.html()
+        return self._sheet.html()
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(repr(self))  # for IPython, and for Hypothesis, which would list the columns

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Final
 
 import attrs
 import numpy as np
@@ -12,24 +12,33 @@ from .catalog import Catalog, Head, column, padded
 from .check import duplicates, world_issues
 from .chunking import dedup_replicas
 from .columns import WriteItems
+from .completeness import source_issues
 from .errors import Issue, PlanError, RefusedError
-from .flatten import clash, flatten, is_tensor, nesting_issues
+from .flatten import Path, clash, empty_names, flatten, is_tensor, nesting_data, nesting_issues
 from .frozen import FrozenDict
 from .items import WriteItemType
+from .keys import drop
 from .layout import Mesh
 from .metadata import Entries, Metadata
 from .packing import readonly
-from .passes import Pass, as_pass
+from .passes import Pass, Passes, as_steps, chain, only_assigns, positioned
 from .records import SavePlan
 from .values import Memo, held, held_alike
 from .world import World
 
 __all__ = ["DEFAULT_PASSES", "global_plan", "local_plan"]
 
+_NESTING: Final = ("paths", "empty")  # what planner_data holds of nested keys
 DEFAULT_PASSES: tuple[Pass[SavePlan], ...] = (dedup_replicas(),)
 
 
-def local_plan(sd: Mapping[Any, Any], *, mesh: Mesh | None = None, rank: int = 0) -> SavePlan:
+def local_plan(
+    sd: Mapping[Any, Any],
+    *,
+    mesh: Mesh | None = None,
+    rank: int = 0,
+    whole: Collection[str] = (),
+) -> SavePlan:
     """Say which chunks of which tensors this rank holds.
 
     One plan serves both directions: `global_plan` turns everybody's into a save, `load_plan` finds
@@ -41,6 +50,7 @@ def local_plan(sd: Mapping[Any, Any], *, mesh: Mesh | None = None, rank: int = 0
             kept as bytes.
         mesh: The mesh on which `TensorSpec`s with placements lie.
         rank: Which rank of that mesh to plan for.
+        whole: Names of containers, and of arrays, that are single values; see `flatten`.
 
     Returns:
         The plan, in order of names; empty chunks are left out.
@@ -55,7 +65,7 @@ def local_plan(sd: Mapping[Any, Any], *, mesh: Mesh | None = None, rank: int = 0
         PlanError: Two keys flatten to the same name.
         RefusedError: A value has no correct plan; every such key is named.
     """
-    flat, paths = flatten(sd)
+    flat, paths = flatten(sd, whole=whole)
     heads: list[Head] = []
     row: list[int] = []
     offsets: list[tuple[int, ...]] = []
@@ -64,7 +74,7 @@ def local_plan(sd: Mapping[Any, Any], *, mesh: Mesh | None = None, rank: int = 0
     memo: Memo = {}
     for name in sorted(flat):
         value = flat[name]
-        if not is_tensor(value):
+        if name in whole or not is_tensor(value):
             heads.append((name, name, WriteItemType.BYTE_IO, None, ()))
             row.append(len(heads) - 1)
             offsets.append(())
@@ -82,24 +92,28 @@ def local_plan(sd: Mapping[Any, Any], *, mesh: Mesh | None = None, rank: int = 0
             offsets.append(chunk.offsets)
             sizes.append(chunk.sizes)
     if refused:
-        raise RefusedError("; ".join(refused))
+        raise RefusedError(*refused)
     catalog = Catalog.of(tuple(heads))
     items = WriteItems(
         catalog, column(row), padded(offsets, 0, catalog.axes), padded(sizes, 1, catalog.axes)
     )
-    nested = {name: path for name, path in paths.items() if path != (("dict", name),)}
-    return SavePlan(items, planner_data={"paths": nested} if nested else None)
+    data = nesting_data(flat, paths)
+    if mesh is None:
+        return SavePlan(items, planner_data=data, held=items)
+    return SavePlan(items, None, data, rank, len(mesh), items)
 
 
 def global_plan(
-    plans: Iterable[SavePlan], passes: Pass[SavePlan] | Sequence[Pass[SavePlan]] = DEFAULT_PASSES
+    plans: Iterable[SavePlan], passes: Passes[SavePlan] = DEFAULT_PASSES
 ) -> tuple[tuple[SavePlan, ...], Metadata]:
     """Decide who writes what, and describe the checkpoint that results.
 
+    An empty dict on one rank gives way to what other ranks have in that place.
+
     Args:
         plans: One plan per rank, in rank order.
-        passes: What to do to the plans first, one after the other; by default replicas are written
-            once, evenly spread.
+        passes: What to do to the plans first, one after the other, each in its scope; by default
+            replicas are written once, evenly spread.
 
     Returns:
         One plan per rank, whose hints number the metadata's chunks, and the metadata.
@@ -113,13 +127,26 @@ def global_plan(
     w     float32  [6, 2]  Grid(0:3:6, 0:2)
 
     Raises:
-        PlanError: Some element would be written twice or not at all, or ranks disagree about a
-            tensor; every such fault is told.
+        PlanError: Some element of the checkpoint would be written twice or not at all, some element
+            of a state dict twice or in part of its tensor only, or ranks disagree about a tensor;
+            every such fault is reported.
     """
-    world = World.of(as_pass(passes)(World.of(plans)))
-    data, issues = _planner_data(world)
-    issues += world_issues(world)
-    if not world.rows.issues:  # replicas stay where ranks disagree: no pass can sort them out
+    given: object = plans
+    if isinstance(given, (SavePlan, Mapping)):
+        own = "plan" if isinstance(given, SavePlan) else "local_plan(sd)"
+        raise TypeError(f"global_plan takes one plan per rank; for one rank: global_plan([{own}])")
+    steps = as_steps(passes)
+    last = next((n for n, s in enumerate(steps[::-1]) if not only_assigns(s)), len(steps))
+    first, rest = steps[: len(steps) - last], steps[len(steps) - last :]
+    world = World.of(chain(*first)(World(positioned(plans))))
+    # Passes that only choose who writes lose nothing, once the checkpoint is known to be whole.
+    issues = source_issues(world)
+    world = World.of(chain(*rest)(world))
+    nesting = _merge_nesting(world)
+    if nesting.filled:
+        world = _give_way(world, nesting.filled)
+    issues += [*nesting.issues, *world_issues(world)]
+    if not world.rows.faulty:  # replicas stay where ranks disagree: no pass can sort them out
         issues += duplicates(world)
     if issues:
         raise PlanError(issues)
@@ -127,7 +154,26 @@ def global_plan(
     rows = world.rows
     layouts, which = rows.layouts
     entries = Entries(rows.names, rows.props, rows.prop, layouts, which)
-    return _with_hints(world), Metadata(entries, planner_data=data)
+    return _with_hints(world), Metadata(entries, planner_data=nesting.data)
+
+
+def _give_way(world: World, names: frozenset[str]) -> World:
+    """Leave out empty dicts that have something inside on other ranks; they count as not held."""
+    bare = drop(names.__contains__, required=False)(world)
+    return World(
+        attrs.evolve(after, held=_without(plan.holds, _sources(plan.items, names)))
+        for plan, after in zip(world, bare, strict=True)
+    )
+
+
+def _sources(items: WriteItems, names: Collection[str]) -> set[str]:
+    pairs = zip(items.catalog.names, items.catalog.sources, strict=True)
+    return {source for name, source in pairs if name in names}
+
+
+def _without(items: WriteItems, sources: Collection[str]) -> WriteItems:
+    gone = np.array([source in sources for source in items.catalog.sources], bool)
+    return items.take(~gone[items.row]) if gone.any() else items
 
 
 def _with_hints(world: World) -> tuple[SavePlan, ...]:
@@ -143,31 +189,62 @@ def _with_hints(world: World) -> tuple[SavePlan, ...]:
     )
 
 
-def _planner_data(world: World) -> tuple[Any, list[Issue]]:
+@attrs.frozen
+class _Nesting:
+    """What all ranks say of nested keys.
+
+    Attributes:
+        data: The metadata's ``planner_data``.
+        issues: Where ranks nest keys in different ways.
+        filled: Names of dicts that are empty on some ranks and hold something on others.
+    """
+
+    data: Any
+    issues: list[Issue]
+    filled: frozenset[str]
+
+
+def _merge_nesting(world: World) -> _Nesting:
     """Merge the paths of all ranks' nested keys, and line up whatever else they brought."""
     paths: dict[str, Any] = {}
     holders: dict[str, int] = {}  # a rank that has each
     issues: dict[str, Issue] = {}
+    empty: set[str] = set()
+    values: set[str] = set()  # names that are something else on some rank
     notes = []
+    written = set(world.rows.names)  # a catalog may list what a pass has left out
     seen: set[tuple[int, int]] = set()
     for rank, plan in enumerate(world):
         data = plan.planner_data
         is_mapping = isinstance(data, Mapping)
         mine = data.get("paths", {}) if is_mapping else {}
-        rest = {k: v for k, v in data.items() if k != "paths"} if is_mapping else data
+        rest = {k: v for k, v in data.items() if k not in _NESTING} if is_mapping else data
         notes.append(rest or None)
         if (id(data), id(plan.items.catalog)) in seen:
             continue  # ranks that were decoded together share what is equal
         seen.add((id(data), id(plan.items.catalog)))
-        for name in plan.items.catalog.names:
+        hollow = empty_names(data)
+        empty |= hollow
+        for name in written.intersection(plan.items.catalog.names):
             path = mine.get(name, (("dict", name),))
             holders.setdefault(name, rank)
+            if name not in hollow:
+                values.add(name)
             if paths.setdefault(name, path) != path and name not in issues:
                 issues[name] = clash(name, paths[name], path, [rank])
+    empty -= values
+    filled = _holders_of_others(paths) & empty if empty else frozenset()
+    paths = {name: path for name, path in paths.items() if name not in filled}
     for issue in nesting_issues(paths, holders):
         issues.setdefault(issue.fqn, issue)
     nested = {name: path for name, path in paths.items() if path != (("dict", name),)}
-    merged: dict[str, Any] = {"paths": nested} if nested else {}
-    if any(note is not None for note in notes):
-        merged["ranks"] = tuple(notes)
-    return FrozenDict(merged) if merged else None, list(issues.values())
+    merged = {"empty": sorted(empty), "paths": nested, "ranks": notes if any(notes) else ()}
+    found = FrozenDict({key: part for key, part in merged.items() if part}) or None
+    return _Nesting(found, list(issues.values()), filled)
+
+
+def _holders_of_others(paths: Mapping[str, Path]) -> frozenset[str]:
+    """Return the names of values that lie where others have something nested."""
+    keys = {tuple(key for _, key in path): name for name, path in paths.items()}
+    above = {way[:depth] for way in keys for depth in range(1, len(way))}
+    return frozenset(keys[way] for way in above & keys.keys())

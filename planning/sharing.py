@@ -19,7 +19,7 @@ from .located import Located, locate_reads
 from .metadata import Metadata, TensorMetadata
 from .overlap import overlap_many, self_overlaps
 from .packing import Ints, readonly
-from .passes import Pass
+from .passes import Step
 from .ranges import fetched, has_narrow_gaps, lies_together
 from .reads import ReadItems, Transfers
 from .records import LoadPlan, SavePlan
@@ -36,7 +36,7 @@ def share_reads(
     min_bytes: int = 1 << 16,
     block_bytes: int = BLOCK_BYTES,
     max_gap: int = 0,
-) -> Pass[LoadPlan]:
+) -> Step[LoadPlan]:
     """Have bytes that several ranks need read by one of them, and say who sends what to whom.
 
     Reads that overlap in part are cut first, so that no byte is read twice. Readers are chosen so
@@ -61,7 +61,14 @@ def share_reads(
     >>> len(a.items), len(b.items), b.transfers[0].source, b.transfers[0].target
     (1, 0, 0, 1)
     """
-    return partial(_share_reads, metadata, min_readers, min_bytes, block_bytes, max_gap)
+    run = partial(_share_reads, metadata, min_readers, min_bytes, block_bytes, max_gap)
+    options = {
+        "min_readers": min_readers,
+        "min_bytes": min_bytes,
+        "block_bytes": block_bytes,
+        "max_gap": max_gap,
+    }
+    return Step(share_reads, (metadata,), options, "world", run)
 
 
 def _share_reads(
@@ -90,7 +97,7 @@ def _share_reads(
     return _hand_over(plans, rows.rank, rows.item, reader, worth & (rows.rank != reader))
 
 
-def split_reads(metadata: Metadata, max_bytes: int, *, max_gap: int = 0) -> Pass[LoadPlan]:
+def split_reads(metadata: Metadata, max_bytes: int, *, max_gap: int = 0) -> Step[LoadPlan]:
     """Cut every read into pieces of at most ``max_bytes`` of storage, by rows, then within rows.
 
     Before `share_reads`, this lets several ranks read parts of what all of them need. What is one
@@ -106,7 +113,8 @@ def split_reads(metadata: Metadata, max_bytes: int, *, max_gap: int = 0) -> Pass
     """
     if max_bytes < 1:
         raise ValueError(f"max_bytes must be at least 1, not {max_bytes}")
-    return partial(_split_reads, metadata, max_bytes, max_gap)
+    run = partial(_split_reads, metadata, max_bytes, max_gap)
+    return Step(split_reads, (metadata, max_bytes), {"max_gap": max_gap}, "rank", run)
 
 
 def _split_reads(
@@ -149,7 +157,7 @@ def _split_items(
     )
 
 
-def read_on(reader: int) -> Pass[LoadPlan]:
+def read_on(reader: int) -> Step[LoadPlan]:
     """Have one rank read everything, and send every other rank just what it needs.
 
     >>> from shardplan.planning import TensorSpec, global_plan, load_plan, local_plan
@@ -158,7 +166,7 @@ def read_on(reader: int) -> Pass[LoadPlan]:
     >>> [len(plan.items) for plan in read_on(1)(loads)]
     [0, 1]
     """
-    return partial(_read_on, reader)
+    return Step(read_on, (reader,), {}, "world", partial(_read_on, reader))
 
 
 def _read_on(reader: int, plans: tuple[LoadPlan, ...]) -> tuple[LoadPlan, ...]:

@@ -1,4 +1,4 @@
-"""Plans and reports as text that a person can read."""
+"""Numbers, tables and sheets as text for a terminal and as HTML for a notebook."""
 
 from __future__ import annotations
 
@@ -9,18 +9,29 @@ from typing import Final
 import attrs
 
 __all__ = [
-    "Listing",
+    "Sheet",
+    "Table",
     "are_quantities",
     "counted",
     "cut_text",
     "human_bytes",
+    "human_seconds",
+    "listing",
     "shape_text",
     "table",
 ]
 
-_BLANK: Final = frozenset(["", "…", "-"])  # what may stand among numbers
+_BLANK: Final = frozenset(["", "…", "-"])  # cells that may stand among numbers
 _QUANTITY: Final = re.compile(
     r"[+-]?[0-9][0-9,]*(\.[0-9]+)?( ?([KMGTP]i)?B| ?ms| ?s| ?min| ?[×%])?"
+)
+
+# No colours of our own: text inherits the page's, so it reads on light and dark pages alike.
+_CELL: Final = "padding:.15em .7em;border-bottom:1px solid rgba(128,128,128,.35);text-align:"
+_TABLE: Final = "border-collapse:collapse;margin:.8em 0 1.4em;font-variant-numeric:tabular-nums"
+_SHEET: Final = "color:inherit;background:none;overflow-x:auto"
+_ESCAPES: Final = str.maketrans(
+    {"&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;", "'": "&#x27;"}
 )
 
 
@@ -32,11 +43,9 @@ def counted(count: int, noun: str) -> str:
     """
     if count == 1:
         return f"1 {noun}"
-    return (
-        f"{count:,} {noun[:-1]}ies"
-        if noun[-1] == "y" and noun[-2] not in "aeou"
-        else f"{count:,} {noun}s"
-    )
+    if noun[-1] == "y" and noun[-2] not in "aeou":
+        return f"{count:,} {noun[:-1]}ies"
+    return f"{count:,} {noun}s"
 
 
 def human_bytes(count: float) -> str:
@@ -52,6 +61,19 @@ def human_bytes(count: float) -> str:
     return f"{count / 1024**power:,.1f} {units[power - 1]}"
 
 
+def human_seconds(seconds: float) -> str:
+    """Return a time in the unit that suits it.
+
+    >>> human_seconds(0.00042), human_seconds(0.25), human_seconds(93), human_seconds(7200)
+    ('0.42 ms', '250 ms', '93.0 s', '120 min')
+    """
+    if seconds < 0.01:
+        return f"{seconds * 1e3:.2f} ms"
+    if seconds < 1:
+        return f"{seconds * 1e3:.0f} ms"
+    return f"{seconds:.1f} s" if seconds < 600 else f"{seconds / 60:,.0f} min"
+
+
 def shape_text(shape: Sequence[int]) -> str:
     """Write a shape.
 
@@ -62,11 +84,11 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def cut_text(count: int, grid: Sequence[int] | None) -> str:
-    """Say in words how a tensor is cut.
+    """Describe how a tensor is cut.
 
     Args:
         count: How many chunks it has.
-        grid: Into how many parts each axis is cut; None if the chunks form no grid.
+        grid: Into how many parts each axis is cut; None if the chunks do not form a grid.
 
     >>> cut_text(8, (4, 2)), cut_text(4, (4,)), cut_text(3, None), cut_text(1, (1, 1))
     ('4 × 2 grid', '4 parts', '3 boxes', 'whole')
@@ -78,42 +100,8 @@ def cut_text(count: int, grid: Sequence[int] | None) -> str:
     return f"{shape_text(grid)} grid" if len(grid) > 1 else f"{count:,} parts"
 
 
-@attrs.frozen
-class Listing:
-    """The first rows of something long, under a title: as text, and as HTML for a notebook.
-
-    >>> print(Listing("Sizes", ("name", "bytes"), [("w", 64)], count=3).text())
-    Sizes
-    name  bytes
-    w        64
-    … 2 more
-    """
-
-    title: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[object]]
-    count: int
-
-    @property
-    def _more(self) -> list[str]:
-        left = self.count - len(self.rows)
-        return [f"… {left:,} more"] if left > 0 else []
-
-    def text(self) -> str:
-        """Return it as lines of text."""
-        lines = [table(self.head, self.rows)] if self.rows else []
-        return "\n".join([self.title, *lines, *self._more])
-
-    def html(self) -> str:
-        """Return it as HTML, all text escaped."""
-        from .sheet import Sheet, Table  # loaded on demand
-
-        tables = [Table(tuple(self.head), self.rows)] if self.rows else []
-        return Sheet(self.title, tables, self._more).html()
-
-
 def are_quantities(cells: Iterable[object]) -> bool:
-    """Tell whether a column holds numbers, with or without a unit: they are set to the right.
+    """Return True if a column holds numbers, with or without a unit; they are right-aligned.
 
     >>> are_quantities([3, "1,024", "1.5 KiB", ""]), are_quantities(["w", 3]), are_quantities([""])
     (True, False, False)
@@ -123,7 +111,7 @@ def are_quantities(cells: Iterable[object]) -> bool:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return an aligned table; a column of quantities is set to the right.
+    """Return an aligned table; columns of quantities are right-aligned.
 
     >>> print(table(("key", "bytes"), [("w", 64), ("bias", "8 KiB")]))
     key   bytes
@@ -141,3 +129,121 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
         for row in cells
     ]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _rows(rows: Iterable[Iterable[object]]) -> tuple[tuple[object, ...], ...]:
+    return tuple(tuple(row) for row in rows)
+
+
+@attrs.frozen
+class Table:
+    """Rows under a head.
+
+    Attributes:
+        head: What each column holds.
+        rows: The cells; columns of quantities are right-aligned.
+        caption: A line above, if any.
+    """
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[object, ...], ...] = attrs.field(converter=_rows)
+    caption: str = ""
+
+    def text(self) -> str:
+        """Return the table as lines of text."""
+        lines = table(self.head, ([_words(cell) for cell in row] for row in self.rows))
+        return f"{_plain(self.caption)}\n{lines}" if self.caption else lines
+
+    def html(self) -> str:
+        """Return the table as HTML, all text escaped."""
+        caption = f'<caption style="text-align:left">{_escape(self.caption)}</caption>'
+        columns = [[row[i] for row in self.rows] for i in range(len(self.head))]
+        sides = ["right" if are_quantities(column) else "left" for column in columns]
+        head = "".join(map(_tag, ["th"] * len(sides), self.head, sides))
+        cells = ("".join(map(_tag, ["td"] * len(sides), row, sides)) for row in self.rows)
+        body = "".join(f"<tr>{row}</tr>" for row in cells)
+        return (
+            f'<table style="{_TABLE}">{caption if self.caption else ""}'
+            f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        )
+
+
+def _tables(tables: Iterable[Table]) -> tuple[Table, ...]:
+    return tuple(tables)
+
+
+def _notes(notes: Iterable[str]) -> tuple[str, ...]:
+    return tuple(notes)
+
+
+@attrs.frozen
+class Sheet:
+    """A title, tables and notes.
+
+    >>> sheet = Sheet(
+    ...     "Two keys", [Table(("key", "bytes"), [("<b>", 64), ("w", 8)])], ["That is all."]
+    ... )
+    >>> print(sheet.text())
+    Two keys
+    key  bytes
+    <b>     64
+    w        8
+    That is all.
+    >>> "&lt;b&gt;" in sheet.html()
+    True
+    """
+
+    title: str
+    tables: tuple[Table, ...] = attrs.field(default=(), converter=_tables)
+    notes: tuple[str, ...] = attrs.field(default=(), converter=_notes)
+
+    def text(self) -> str:
+        """Return everything as text."""
+        parts = [_plain(self.title), *(t.text() for t in self.tables), *map(_plain, self.notes)]
+        return "\n".join(parts)
+
+    def html(self) -> str:
+        """Return everything as one self-contained piece of HTML."""
+        notes = "".join(f"<li>{_escape(note)}</li>" for note in self.notes)
+        return (
+            f'<div style="{_SHEET}"><p><strong>{_escape(self.title)}</strong></p>'
+            f"{''.join(t.html() for t in self.tables)}{f'<ul>{notes}</ul>' if notes else ''}</div>"
+        )
+
+
+def listing(title: str, head: Sequence[str], rows: Iterable[Sequence[object]], count: int) -> Sheet:
+    """Show the first rows of something long, and how many more there are.
+
+    Args:
+        title: The line above.
+        head: What each column holds.
+        rows: The first rows.
+        count: How many rows there are in all.
+
+    >>> print(listing("Sizes", ("name", "bytes"), [("w", 64)], count=3).text())
+    Sizes
+    name  bytes
+    w        64
+    … 2 more
+    """
+    shown = Table(tuple(head), rows)
+    left = count - len(shown.rows)
+    return Sheet(title, [shown] if shown.rows else [], [f"… {left:,} more"] if left > 0 else [])
+
+
+def _plain(text: object) -> str:
+    """Return text on one line, with characters that cannot be printed spelled out."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))
+
+
+def _escape(text: object) -> str:
+    return _plain(text).translate(_ESCAPES)
+
+
+def _words(cell: object) -> str:
+    is_number = isinstance(cell, (int, float)) and not isinstance(cell, bool)
+    return f"{cell:,}" if is_number else _plain(cell)
+
+
+def _tag(name: str, cell: object, side: str) -> str:
+    return f'<{name} style="{_CELL}{side}">{_escape(_words(cell))}</{name}>'

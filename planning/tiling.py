@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from operator import index
-from typing import Any, overload
+from typing import Any, Final, overload
 
 import attrs
 import numpy as np
@@ -21,7 +21,39 @@ import numpy.typing as npt
 
 from .packing import Ints, readonly
 
-__all__ = ["Boxes", "Chunk", "Grid", "Tiling", "tile", "tile_chunks"]
+__all__ = [
+    "MAX_AXES",
+    "MAX_NUMEL",
+    "Boxes",
+    "Chunk",
+    "Grid",
+    "Tiling",
+    "shape_fault",
+    "tile",
+    "tile_chunks",
+]
+
+MAX_AXES: Final = 63
+"""The most axes of a tensor; numpy's arrays have 64, one of which is that of an element's bytes."""
+MAX_NUMEL: Final = 1 << 59
+"""The axes of a tensor, but for those of length 0, have a product of less than this.
+
+So every offset in bytes fits into 64 bits.
+"""
+
+
+def shape_fault(size: Sequence[int]) -> str | None:
+    """Return why no checkpoint holds a tensor of this shape; None if one can.
+
+    >>> shape_fault((4, 0)), shape_fault((1,) * 64)
+    (None, 'has 64 axes, and a checkpoint holds tensors of at most 63; reshape it')
+    """
+    if len(size) > MAX_AXES:
+        most = f"a checkpoint holds tensors of at most {MAX_AXES}"
+        return f"has {len(size)} axes, and {most}; reshape it"
+    if math.prod([max(n, 1) for n in size]) >= MAX_NUMEL:
+        return "has a shape that no checkpoint holds: the product of its axes is 2^59 or more"
+    return None
 
 
 def as_ints(values: Iterable[int]) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ a rank's plan is put together from layouts when somebody asks for it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from operator import index as as_index
@@ -19,18 +18,17 @@ from .catalog import Catalog, Head, column, padded
 from .check import layout_issues
 from .columns import WriteItems
 from .errors import Issue, PlanError, RefusedError
-from .flatten import flatten, is_tensor
-from .frozen import FrozenDict, freeze
+from .flatten import flatten, is_tensor, nesting_data
+from .frozen import FrozenDict
 from .items import TensorProperties, WriteItemType
-from .layout import Mesh, Only, Replicate, Shard, StridedShard, TensorSpec
+from .layout import Mesh, Only, Replicate, Shard, StridedShard, TensorSpec, as_mesh
 from .metadata import Entries, Layout, Metadata
 from .overlap import fills
 from .packing import Ints, readonly
 from .placed import SpecLayout, spread
 from .records import SavePlan
-from .text import Listing, counted, human_bytes
-from .tiling import Grid, Tiling, tile
-from .world import TOO_LARGE
+from .text import Sheet, counted, human_bytes, listing
+from .tiling import Grid, Tiling, shape_fault, tile
 
 __all__ = ["WorldPlans", "world_metadata", "world_plans"]
 
@@ -93,7 +91,7 @@ class WorldPlans(Sequence[SavePlan]):
         row, nth = spread(counts[self.layout_numbers])
         at = (np.cumsum(counts) - counts)[self.layout_numbers][row] + nth
         items = WriteItems(self.catalog, readonly(row), readonly(offsets[at]), readonly(sizes[at]))
-        return SavePlan(items, planner_data=self.planner_data)
+        return SavePlan(items, None, self.planner_data, rank, len(self), held=items)
 
     def __len__(self) -> int:
         return len(self.mesh)
@@ -130,7 +128,7 @@ class WorldPlans(Sequence[SavePlan]):
         return WorldPlans, self._key
 
     @property
-    def _listing(self) -> Listing:
+    def _sheet(self) -> Sheet:
         nbytes, tensors = ([0] * len(self.layouts) for _ in range(2))
         for name, number in self.layout_of.items():
             nbytes[number] += self.specs[name].nbytes
@@ -146,13 +144,13 @@ class WorldPlans(Sequence[SavePlan]):
             f"{human_bytes(sum(nbytes))}"
         )
         head = ("shape", "placements", "tensors", "bytes")
-        return Listing(title, head, rows, len(self.layouts))
+        return listing(title, head, rows, len(self.layouts))
 
     def __repr__(self) -> str:
-        return self._listing.text()
+        return self._sheet.text()
 
     def _repr_html_(self) -> str:
-        return self._listing.html()
+        return self._sheet.html()
 
 
 def world_plans(specs: Mapping[Any, Any], mesh: Mesh) -> WorldPlans:
@@ -182,6 +180,7 @@ def world_plans(specs: Mapping[Any, Any], mesh: Mesh) -> WorldPlans:
             shape; every such key is told.
         RefusedError: A tensor is no `TensorSpec`, or a placement none that can be saved.
     """
+    as_mesh(mesh)
     flat, paths = flatten(specs)
     tensors = {name: flat[name] for name in sorted(flat) if is_tensor(flat[name])}
     refused = [
@@ -197,7 +196,7 @@ def world_plans(specs: Mapping[Any, Any], mesh: Mesh) -> WorldPlans:
             if not isinstance(placement, (Shard, StridedShard, Replicate, Only))
         ]
     if refused:
-        raise RefusedError("; ".join(refused))
+        raise RefusedError(*refused)
     issues = [
         Issue(kind, name, f"`{name}` {text}")
         for name, spec in tensors.items()
@@ -205,17 +204,16 @@ def world_plans(specs: Mapping[Any, Any], mesh: Mesh) -> WorldPlans:
     ]
     if issues:
         raise PlanError(issues)
-    nested = {name: path for name, path in paths.items() if path != (("dict", name),)}
     values = tuple(name for name in sorted(flat) if name not in tensors)
-    data = freeze({"paths": nested}) if nested else None
-    return WorldPlans(mesh, FrozenDict(tensors), values, data)
+    return WorldPlans(mesh, FrozenDict(tensors), values, nesting_data(flat, paths))
 
 
 def _misfits(spec: TensorSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
     """Say what keeps a spec from lying on a mesh."""
     shape, placements = spec.shape, spec.placements
-    if math.prod(shape) > TOO_LARGE:
-        yield "too_large", f"has an impossible shape: {shape} overflows 64 bits"
+    fault = shape_fault(shape)
+    if fault is not None:
+        yield "too_large", fault
     if placements and len(placements) != len(mesh.shape):
         yield "shape", f"has {len(placements)} placements, which do not fit {mesh!r}"
         return

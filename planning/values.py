@@ -29,7 +29,7 @@ from .layout import (
     local_runs,
     nested_runs,
 )
-from .tiling import Chunk, as_ints
+from .tiling import Chunk, as_ints, shape_fault
 
 __all__ = [
     "Held",
@@ -80,6 +80,9 @@ def held(name: str, value: Any, mesh: Mesh | None = None, rank: int = 0) -> Held
         )
     properties = _properties(name, value)
     size = as_ints(value.shape)
+    fault = shape_fault(size)
+    if fault is not None:
+        raise RefusedError(f"`{name}` {fault}")
     chunks = _chunks(name, value, mesh, rank)
     if chunks is None or (0 in size and not is_elsewhere(value, mesh, rank)):
         whole = Chunk([0] * len(size), size)  # an empty tensor has one empty chunk, on every rank

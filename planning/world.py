@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import Any, Final
+from typing import Any
 
 import attrs
 import numpy as np
@@ -13,17 +12,14 @@ import numpy.typing as npt
 
 from .catalog import Catalog, column, padded
 from .columns import WriteItems
-from .errors import Issue, span
+from .errors import Issue, listed, span
 from .items import TensorProperties
 from .metadata import Layout
 from .packing import Ints
 from .records import SavePlan
-from .tiling import tile
+from .tiling import shape_fault, tile
 
 __all__ = ["Rows", "World"]
-
-# Element counts past this would overflow the arithmetic below.
-TOO_LARGE: Final = 1 << 61
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -40,6 +36,8 @@ class Rows:
         flat: Which item each row is, in that numbering.
         offsets, sizes: The chunk, in the global frame, padded.
         issues: Faults for which no rows can be made: tensors on which ranks disagree.
+        source: Which source in the state dict each item has, in the numbering of ``flat``; None
+            where every name has one source only.
     """
 
     names: tuple[str, ...]
@@ -52,6 +50,7 @@ class Rows:
     offsets: Ints
     sizes: Ints
     issues: tuple[Issue, ...]
+    source: Ints | None = None
 
     def __len__(self) -> int:
         return len(self.flat)
@@ -100,6 +99,20 @@ class Rows:
             at = np.flatnonzero(same)
             same[at] = (self.sizes[at] == self.sizes[at - 1]).all(axis=1)
         return same
+
+    @cached_property
+    def clashes(self) -> npt.NDArray[np.bool_]:
+        """Which rows repeat the row before but come from another source: they are no replicas."""
+        clash = np.zeros(len(self), bool)
+        if self.source is not None and len(self):
+            source = self.source[self.flat]
+            clash[1:] = self.repeats[1:] & (source[1:] != source[:-1])
+        return clash
+
+    @property
+    def faulty(self) -> bool:
+        """Whether ranks disagree, so that nobody can say who writes what."""
+        return bool(self.issues) or bool(self.clashes.any())
 
     @cached_property
     def nbytes(self) -> Ints:
@@ -156,11 +169,16 @@ class World(tuple[SavePlan, ...]):
         plans = []
         for plan, low, high in zip(self, edges[:-1], edges[1:], strict=True):
             mine = kept[low:high]
-            plans.append(plan if mine.all() else attrs.evolve(plan, items=plan.items.take(mine)))
+            if not mine.all():
+                plan = attrs.evolve(plan, items=plan.items.take(mine), held=plan.holds)
+            plans.append(plan)
         world = World(plans)
         position = np.concatenate([[0], np.cumsum(kept)])  # of each kept item among all kept ones
         view = rows.take(mask)
-        view = attrs.evolve(view, first=position[rows.first], flat=position[view.flat])
+        source = None if rows.source is None else rows.source[kept]
+        view = attrs.evolve(
+            view, first=position[rows.first], flat=position[view.flat], source=source
+        )
         world.__dict__["rows"] = view  # sorted already: no second sort
         return world
 
@@ -190,11 +208,26 @@ def _sort(world: World) -> Rows:
         offsets=offsets[order],
         sizes=sizes[order],
         issues=table.issues,
+        source=_sources(world) if table.mixed else None,
     )
     outside = np.zeros(len(rows), bool)
     for axis in range(shape.shape[1]):
         outside |= rows.offsets[:, axis] + rows.sizes[:, axis] > rows.spread(shape[:, axis])
     return _by_place(_drop_strays(rows, outside) if outside.any() else rows)
+
+
+def _sources(world: World) -> Ints:
+    """Number the source of every item of every rank, in order of rank."""
+    numbers: dict[str, int] = {}
+    by_catalog: dict[int, Ints] = {}
+    parts = [column([])]
+    for plan in world:
+        catalog = plan.items.catalog
+        if id(catalog) not in by_catalog:
+            found = [numbers.setdefault(name, len(numbers)) for name in catalog.sources]
+            by_catalog[id(catalog)] = column(found)
+        parts.append(by_catalog[id(catalog)][plan.items.row])
+    return np.concatenate(parts)
 
 
 def _lay_out(world: World, table: _Table, width: int) -> tuple[Ints, Ints, Ints]:
@@ -261,6 +294,7 @@ class _Table:
         names, props, prop, shapes, issues: As in `Rows`.
         which: Per plan, which distinct catalog it has.
         numbering: Per distinct catalog, the tensor that each of its rows is.
+        mixed: Whether some name has several sources in the state dict.
     """
 
     names: tuple[str, ...]
@@ -270,6 +304,7 @@ class _Table:
     issues: tuple[Issue, ...]
     which: list[int]
     numbering: list[Ints]
+    mixed: bool
 
 
 def _merge_catalogs(plans: list[WriteItems]) -> _Table:
@@ -277,9 +312,12 @@ def _merge_catalogs(plans: list[WriteItems]) -> _Table:
     which, catalogs, used = _distinct_catalogs(plans)
     variants: dict[str, dict[_Variant, list[tuple[int, int]]]] = {}
     properties: dict[str, TensorProperties | None] = {}
+    sources: dict[str, str] = {}
+    mixed = False
     for number, (catalog, mask) in enumerate(zip(catalogs, used, strict=True)):
         for row in np.flatnonzero(mask).tolist():
-            name, _, _, props, size = catalog.heads[row]
+            name, source, _, props, size = catalog.heads[row]
+            mixed |= sources.setdefault(name, source) != source
             variant = (props is None, "" if props is None else props.dtype, size)
             variants.setdefault(name, {}).setdefault(variant, []).append((number, row))
             known = properties.setdefault(name, props)
@@ -290,15 +328,17 @@ def _merge_catalogs(plans: list[WriteItems]) -> _Table:
     names = tuple(sorted(variants))
     shapes = tuple(next(iter(variants[name]))[2] for name in names)
     issues = list(_conflicts(variants, which, plans))
-    sizes = np.array([float(math.prod(s)) for s in shapes])
-    for tensor in np.flatnonzero(sizes > TOO_LARGE).tolist():
-        text = f"`{names[tensor]}` has an impossible shape: {shapes[tensor]} overflows 64 bits"
-        issues.append(Issue("too_large", names[tensor], text))
+    faults = {shape: shape_fault(shape) for shape in set(shapes)}
+    issues += [
+        Issue("too_large", name, f"`{name}` {faults[shape]}")
+        for name, shape in zip(names, shapes, strict=True)
+        if faults[shape]
+    ]
     number_of = {name: n for n, name in enumerate(names)}
     numbering = [column([number_of.get(name, -1) for name in c.names]) for c in catalogs]
     distinct = tuple(sorted({p for p in properties.values() if p is not None}))
     prop = column([-1 if (p := properties[n]) is None else distinct.index(p) for n in names])
-    return _Table(names, distinct, prop, shapes, tuple(issues), which, numbering)
+    return _Table(names, distinct, prop, shapes, tuple(issues), which, numbering, mixed)
 
 
 def _distinct_catalogs(
@@ -345,7 +385,7 @@ def _conflicts(
             who = sorted({rank for some in held for rank in some})
             what = "a value that is no tensor" if is_bytes else f"{dtype} of shape {list(size)}"
             told.append((who, f"{span(who)}: {what}"))
-        listing = "; ".join(text for _, text in sorted(told))
+        listing = listed([text for _, text in sorted(told)], quote="", between="; ")
         everyone = sorted({rank for who, _ in told for rank in who})
         text = f"`{name}` is not the same tensor everywhere ({listing}); give them different names"
         yield Issue("conflict", name, text, everyone)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .dist import CheckpointError
     from .loading import load
     from .opening import open_checkpoint
+    from .per_rank import PerRank
     from .planning import metadata_of
     from .restoring import restore
     from .retention import latest, prune
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointError",
+    "PerRank",
     "__version__",
     "as_torch_load_planner",
     "as_torch_save_planner",
@@ -54,6 +56,7 @@ __all__ = [
 
 _HOMES = {
     "CheckpointError": "dist",
+    "PerRank": "per_rank",
     "as_torch_load_planner": "adapters",
     "as_torch_save_planner": "adapters",
     "as_torch_storage_reader": "adapters",
@@ -76,12 +79,18 @@ _HOMES = {
 }
 
 
+_WITHOUT_TORCH = {"latest", "prune", "verify"}
+
+
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return import_module("importlib.metadata").version("shardplan")
     if name not in _HOMES:
         raise AttributeError(f"module 'shardplan' has no attribute {name!r}")
-    value = getattr(import_module(f"shardplan.{_HOMES[name]}"), name)
+    from .planning.extras import named_extras
+
+    with named_extras(f"shardplan.{name}", with_torch=name not in _WITHOUT_TORCH):
+        value = getattr(import_module(f"shardplan.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
 

@@ -13,22 +13,25 @@ import hashlib
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final, Literal
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
-from shardplan.dist import Comm, all_reduce, reduce_scatter
+from shardplan.dist import Comm, all_reduce, decode_json, encode_json, reduce_scatter
 from shardplan.io.values import store_values
 from shardplan.planning import (
     Issue,
     Metadata,
     Pass,
+    Passes,
     PlanError,
     SavePlan,
     WorldPlans,
+    chain,
     decode_plan,
     decode_plans,
     derive_plans,
@@ -38,12 +41,19 @@ from shardplan.planning import (
     global_plan,
     local_plan,
 )
-from shardplan.planning.flatten import is_tensor
+from shardplan.planning.columns import WriteItems
+from shardplan.planning.completeness import dropped_names
+from shardplan.planning.errors import span
+from shardplan.planning.flatten import Path, is_tensor
 from shardplan.planning.packing import pack, unpack
+from shardplan.planning.passes import Stages
+from shardplan.planning.save import DEFAULT_PASSES
 
-from .layouts import holds_objects, layout_key, whole_layout
+from .layouts import holds_objects, layout_key, on_meta, whole_layout
+from .passing import run_together
+from .per_rank import per_rank_names
 from .ranks import fail_alike, told_apart
-from .replicas import compare_replicas, replica_sums
+from .replicas import compare_replicas, differences, digests, replica_sums, tag_of
 from .reports import Stopwatch
 
 __all__ = ["Agreement", "PlanCache", "agree", "default_cache"]
@@ -63,6 +73,8 @@ class Agreement:
         how: How it came to be: see the module.
         tag: A fingerprint of the whole plan, the same on all ranks.
         plans, metadata: The whole plan; only the coordinator is sure to have it.
+        dropped: The names in the state dict of what the planner left out on all ranks; only the
+            coordinator is sure to know them.
     """
 
     plan: SavePlan
@@ -70,6 +82,7 @@ class Agreement:
     tag: str
     plans: Sequence[SavePlan] | None = None
     metadata: Metadata | None = None
+    dropped: tuple[str, ...] = ()
 
 
 class PlanCache:
@@ -121,7 +134,7 @@ def agree(
     comm: Comm,
     state: Callable[[], Mapping[Any, Any]],
     *,
-    planner: Pass[SavePlan] | None,
+    planner: Passes[SavePlan] | None,
     watch: Stopwatch,
     cache: PlanCache | None = None,
     verify_replicas: bool = False,
@@ -132,7 +145,8 @@ def agree(
     Args:
         comm: The ranks.
         state: Returns this rank's state dict; called once.
-        planner: The pass to apply to each rank's plan, if any.
+        planner: The passes to apply, if any. Rank passes that come before the first world pass run
+            on each rank; that one, and what comes after it, on the coordinator.
         watch: Gets the seconds of the phases open, plan and exchange.
         cache: Where to look for a plan made before, and to keep this one.
         verify_replicas: Whether to compare what several ranks claim to hold alike; then plans are
@@ -153,41 +167,81 @@ def agree(
             offer.prepare(watch, derive=False)
             found = offer.cached
             if found is None:
-                plans, metadata = global_plan((offer.local,))
-                found = offer.keep(Agreement(plans[0], "alone", "", plans, metadata))
+                whole = _Whole.of((offer.local,), offer.last)
+                found = offer.keep(Agreement(whole.plans[0], "alone", "", *whole.parts))
             else:
                 found = attrs.evolve(found, how="cached")
         return offer.sd, found, offer.save_id
-    with watch.phase("exchange"):
-        save_id, way, apart = all_reduce(
-            comm,
-            _STEP,
-            lambda: offer.make(watch, derive=not verify_replicas),
-            lambda offers: _compared(offers, comm),
-        )
-    if apart:
-        text = f"ranks were told to save to different places ({apart}); give all the same"
-        fail_alike(comm, _STEP, ValueError(text))
+    save_id, way, speakers = _exchange(comm, offer, watch, verify_replicas)
+    if offer.stages.needs_all:
+        with watch.phase("exchange"):
+            offer.take(run_together(comm, offer.stages, lambda: offer.local, watch))
+        _, way, speakers = _exchange(comm, offer, watch, verify_replicas)
     if way == "cached" and offer.cached is not None and not verify_replicas:
         found = attrs.evolve(offer.cached, how="cached")
     elif way == "derived" and offer.derived is not None and not verify_replicas:
         found = offer.keep(offer.derived)
     else:
         found = offer.keep(_gather(comm, offer, watch, verify_replicas=verify_replicas))
+    if speakers:
+        with watch.phase("exchange"):
+            _refuse_differences(comm, offer, speakers)
     return offer.sd, found, save_id
 
 
-def _compared(offers: Sequence[tuple[str, str, str, str]], comm: Comm) -> tuple[str, str, str]:
-    """Return, given what each rank offers: the save's name, a way to the plan, what is wrong.
+def _exchange(
+    comm: Comm, offer: _Offer, watch: Stopwatch, verify_replicas: bool
+) -> tuple[str, str, tuple[int, ...]]:
+    """Compare what all ranks offer: see `_compared`; where they cannot go together, raise."""
+    with watch.phase("exchange"):
+        save_id, way, apart, planners, speakers = all_reduce(
+            comm,
+            _STEP,
+            lambda: offer.make(watch, verify_replicas=verify_replicas),
+            lambda offers: _compared(offers, comm),
+        )
+    if apart:
+        text = f"ranks were told to save to different places ({apart}); give all the same"
+        fail_alike(comm, _STEP, ValueError(text))
+    if planners:
+        text = f"ranks were given different passes over the plans of all ranks ({planners})"
+        fail_alike(comm, _STEP, ValueError(f"{text}; give all the same"))
+    return save_id, way, speakers
+
+
+def _compared(
+    offers: Sequence[tuple[str, str, str, str, str, str]], comm: Comm
+) -> tuple[str, str, str, str, tuple[int, ...]]:
+    """Return, given what each rank offers: the save's name, a way to the plan, what differs.
+
+    That is: where ranks save to, and which passes they have for the coordinator to run. Last come
+    the places of the ranks that are to say what they hold: the first of each sort, where there are
+    several.
 
     >>> from shardplan.dist import solo
-    >>> _compared([("save", "", "f00", "here")], solo())
-    ('save', 'derived', '')
+    >>> _compared([("save", "", "f00", "here", "", "a5")], solo())
+    ('save', 'derived', '', '', ())
     """
-    names, cached, derived, places = zip(*offers, strict=True)
+    names, cached, derived, *texts, held = zip(*offers, strict=True)
     ways = {"cached": set(cached), "derived": set(derived)}
     sure = [way for way, tags in ways.items() if len(tags) == 1 and "" not in tags]
-    return names[comm.coordinator], (*sure, "gathered")[0], told_apart(comm.ranks, places)
+    sorts = dict(zip(reversed(held), reversed(range(len(held))), strict=True))
+    speakers = tuple(sorted(sorts.values())) if len(sorts) > 1 else ()
+    places, planners = (told_apart(comm.ranks, text) for text in texts)
+    return names[comm.coordinator], (*sure, "gathered")[0], places, planners, speakers
+
+
+def _refuse_differences(comm: Comm, offer: _Offer, speakers: Sequence[int]) -> None:
+    """Raise, on all ranks, if some hold different values or small tensors under one name."""
+
+    def compare(held: list[tuple[str, Mapping[str, int]]]) -> list[tuple[str, str, list[int]]]:
+        tags, tables = zip(*held, strict=True)
+        return [(i.fqn, i.message, list(i.ranks)) for i in differences(comm.ranks, tags, tables)]
+
+    table = offer.table if comm.rank in speakers else {}
+    found = all_reduce(comm, "compare values", lambda: (offer.held, table), compare)
+    if found:
+        fail_alike(comm, _STEP, PlanError([Issue("conflict", *fields) for fields in found]))
 
 
 class _Offer:
@@ -197,11 +251,12 @@ class _Offer:
         self,
         comm: Comm,
         state: Callable[[], Mapping[Any, Any]],
-        planner: Pass[SavePlan] | None,
+        planner: Passes[SavePlan] | None,
         cache: PlanCache,
         first: Callable[[], str],
     ) -> None:
         self.comm, self.state, self.planner = comm, state, planner
+        self.stages = Stages.of(planner)
         self.cache, self.first = cache, first
         self.save_id = secrets.token_hex(6)
         self.place = ""
@@ -209,22 +264,59 @@ class _Offer:
         self.key: Hashable = None
         self.cached: Agreement | None = None
         self.derived: Agreement | None = None
-        self._local: SavePlan | None = None
+        self.table: Mapping[str, int] = {}
+        self.held = ""
+        self._begun = False
+        self._run: tuple[SavePlan, SavePlan] | None = None
 
-    def make(self, watch: Stopwatch, derive: bool) -> tuple[str, str, str, str]:
-        """Return what to tell the others: a name, tags of the plans it could use, and where to."""
+    def make(
+        self, watch: Stopwatch, *, verify_replicas: bool
+    ) -> tuple[str, str, str, str, str, str]:
+        """Return a name, tags of usable plans, where to, passes to run together, what is held."""
         with watch.phase("plan"):
-            self.prepare(watch, derive)
-        tags = (a.tag if a is not None else "" for a in (self.cached, self.derived))
-        return (self.save_id, *tags, self.place)  # type: ignore[return-value]
+            if self._waits:
+                self._begin(watch)
+            else:
+                self.prepare(watch, derive=not verify_replicas)
+        if not self._waits:
+            with watch.phase("verify"):
+                self._compare()
+        cached, derived = (a.tag if a is not None else "" for a in (self.cached, self.derived))
+        return self.save_id, cached, derived, self.place, self.stages.rest_text, self.held
+
+    @property
+    def _waits(self) -> bool:
+        """Whether passes that need all plans are still to be run."""
+        return self.stages.needs_all and self.comm.world_size > 1 and self._run is None
+
+    def take(self, plans: tuple[SavePlan, SavePlan]) -> None:
+        """Take what passes over the plans of all ranks made of this one's: see `run_together`."""
+        self._run = plans
+
+    @property
+    def last(self) -> tuple[Pass[SavePlan], ...]:
+        """The passes that are left for `global_plan`."""
+        return () if self._run is not None else self.stages.rest
+
+    def _compare(self) -> None:
+        """Look at what must be the same on all ranks that hold it."""
+        # Without a planner, nothing has to be planned to know what is stored.
+        plan = None if self.planner is None else self.shared
+        self.table = digests(self.flat, plan, own=per_rank_names(self.sd, self._flattened[1]))
+        self.held = tag_of(self.table)
+
+    def _begin(self, watch: Stopwatch) -> None:
+        """Look at where to save to, and at the state dict."""
+        if not self._begun:
+            with watch.phase("open"):
+                self.place = self.first()
+            self.sd, self._begun = self.state(), True
 
     def prepare(self, watch: Stopwatch, derive: bool) -> None:
         """Look for a known plan; if there is none, plan this rank's part."""
-        with watch.phase("open"):
-            self.place = self.first()
-        self.sd = self.state()
+        self._begin(watch)
         # A planner may look at anything, so that it is asked every time.
-        key = layout_key(self.sd) if self.planner is None else fingerprint(self.local)
+        key = layout_key(self.sd) if self.planner is None else self._planned()
         ranks = (tuple(self.comm.ranks), self.comm.rank, self.comm.coordinator)
         self.key = None if key is None else _Key(key, ranks)
         self.cached = None if self.key is None else self.cache.get(self.key)
@@ -236,16 +328,70 @@ class _Offer:
             self.derived = self._derive()
 
     @cached_property
+    def _flattened(self) -> tuple[Mapping[str, Any], Mapping[str, Path]]:
+        """The state dict, flattened, and the way to each value."""
+        return flatten(self.sd)
+
+    @property
     def flat(self) -> Mapping[str, Any]:
         """The state dict, flattened."""
-        return flatten(self.sd)[0]
+        return self._flattened[0]
+
+    def _planned(self) -> Hashable | None:
+        """Return all that a plan depends on, if there is a planner; None if nobody can tell."""
+        if self.stages.needs_all and self._run is None:
+            return None
+        texts = [repr(step) for step in self.last]
+        return fingerprint(self.local), fingerprint(self.own), *texts
+
+    @cached_property
+    def own(self) -> SavePlan:
+        """This rank's plan, before any pass."""
+        comm = self.comm
+        return attrs.evolve(local_plan(self.sd), rank=comm.rank, world_size=comm.world_size)
+
+    @cached_property
+    def passed(self) -> SavePlan:
+        """This rank's plan, after the passes that look at it alone."""
+        return chain(*self.stages.own)((self.own,))[0]
+
+    @cached_property
+    def _present(self) -> SavePlan:
+        """The same without what is on the meta device: this rank does not hold that."""
+        plan = self.passed
+        if not self._meta:
+            return plan
+        items, held = (part.take(~self._is_meta(part)) for part in (plan.items, plan.holds))
+        return attrs.evolve(plan, items=items, held=held)
 
     @property
     def local(self) -> SavePlan:
-        """This rank's plan, passed through the planner."""
-        if self._local is None:
-            self._local = _passed(self.planner, local_plan(self.sd))
-        return self._local
+        """The same after the passes that need the plans of all ranks, once these were run."""
+        return self._present if self._run is None else self._run[0]
+
+    @property
+    def shared(self) -> SavePlan:
+        """The same with what such passes gave to another rank: what to compare between ranks."""
+        return self.local if self._run is None else self._run[1]
+
+    @property
+    def meta_names(self) -> list[str]:
+        """The names, in the state dict, of tensors to save that are on the meta device here."""
+        items = self.passed.items
+        rows = items.row[self._is_meta(items)].tolist() if self._meta else ()
+        return sorted({items.catalog.sources[row] for row in rows})
+
+    @cached_property
+    def _meta(self) -> frozenset[str]:
+        """Tensors of the state dict that other ranks may hold, but not this one."""
+        if self.comm.world_size == 1:
+            return frozenset()  # refused when they are written
+        return frozenset(name for name, value in self.flat.items() if on_meta(value))
+
+    def _is_meta(self, items: WriteItems) -> npt.NDArray[np.bool_]:
+        """Return which items of a plan are of such tensors."""
+        mask = np.array([source in self._meta for source in items.catalog.sources], bool)
+        return mask[items.row]
 
     def keep(self, agreement: Agreement) -> Agreement:
         """Remember an agreement for the next save."""
@@ -254,23 +400,52 @@ class _Offer:
         return agreement
 
     def _derive(self) -> Agreement | None:
-        own = local_plan(self.sd)
-        if self.planner is None:
-            self._local = own
-        whole = whole_layout(self.flat, own, self.comm)
+        if self.stages.needs_all or self._meta:
+            return None
+        whole = whole_layout(self.flat, self.own, self.comm)
         if whole is None:
             return None
-        plans: Sequence[SavePlan]
         if self.planner is None:
-            plans, metadata = derive_plans(whole)
-        elif len(whole) * len(own.items) > _DERIVED_ITEMS:
+            planned = _Whole(*derive_plans(whole))
+        elif len(whole) * len(self.own.items) > _DERIVED_ITEMS:
             return None  # a pass may do anything: every rank's plan would have to be made
         else:
-            plans, metadata = global_plan([_passed(self.planner, plan) for plan in whole])
-        tag = _tag([_described(whole), fingerprint(metadata)])
+            planned = _Whole.of(chain(*self.stages.own)(tuple(whole)), self.last)
+        tag = _tag([_described(whole), fingerprint(planned.metadata), *self._made(planned)])
         mine = self.comm.rank == self.comm.coordinator
-        known = (plans, metadata) if mine else (None, None)
-        return Agreement(plans[self.comm.rank], "derived", tag, *known)
+        known = planned.parts if mine else ()
+        return Agreement(planned.plans[self.comm.rank], "derived", tag, *known)
+
+    def _made(self, planned: _Whole) -> Iterator[bytes]:
+        """Distinguish plans that this rank's planner makes for all ranks, and others' do not."""
+        seen: dict[int, int] = {}
+        for plan in planned.plans if self.planner is not None else ():
+            items, catalog = plan.items, plan.items.catalog
+            yield repr(seen.get(id(catalog), catalog.content)).encode()
+            seen.setdefault(id(catalog), len(seen))
+            columns = (items.row, items.offsets, items.sizes, items.shard_offsets)
+            yield b"".join(column.tobytes() for column in columns)
+
+
+@attrs.frozen(eq=False)
+class _Whole:
+    """The plan of all ranks, what describes it, and what it leaves out; see `Agreement`."""
+
+    plans: Sequence[SavePlan]
+    metadata: Metadata
+    dropped: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, plans: Sequence[SavePlan], last: Sequence[Pass[SavePlan]]) -> _Whole:
+        """Decide who writes what, given each rank's plan, and the passes that are left."""
+        done, metadata = global_plan(plans, [*last, *DEFAULT_PASSES])
+        dropped = dropped_names(done)
+        return cls(tuple(attrs.evolve(plan, held=None) for plan in done), metadata, dropped)
+
+    @property
+    def parts(self) -> tuple[Sequence[SavePlan], Metadata, tuple[str, ...]]:
+        """What an agreement holds of it."""
+        return self.plans, self.metadata, self.dropped
 
 
 @attrs.frozen(cache_hash=True)
@@ -285,19 +460,17 @@ def _described(whole: WorldPlans) -> str:
     return repr((whole.mesh, dict(whole.specs), whole.values, whole.planner_data))
 
 
-def _passed(planner: Pass[SavePlan] | None, plan: SavePlan) -> SavePlan:
-    return plan if planner is None else planner((plan,))[0]
-
-
 def _gather(comm: Comm, offer: _Offer, watch: Stopwatch, *, verify_replicas: bool) -> Agreement:
     """Have the coordinator plan for all."""
-    whole: list[tuple[Sequence[SavePlan], Metadata]] = []
+    whole: list[_Whole] = []
 
     def own() -> bytes:
-        parts = {"plan": encode_plan(offer.local)}
+        parts = {"plan": encode_plan(offer.local), "meta": encode_json(offer.meta_names)}
         if verify_replicas:
             with watch.phase("verify"):
-                parts["sums"] = replica_sums(offer.flat, offer.local).astype("<u8").tobytes()
+                if offer.shared is not offer.local:
+                    parts["shared"] = encode_plan(offer.shared)
+                parts["sums"] = replica_sums(offer.flat, offer.shared).astype("<u8").tobytes()
         return pack({}, parts)
 
     def plan_all(blobs: list[bytes]) -> list[bytes]:
@@ -305,22 +478,63 @@ def _gather(comm: Comm, offer: _Offer, watch: Stopwatch, *, verify_replicas: boo
             parts = [unpack(blob)[1] for blob in blobs]
             plans = decode_plans(part["plan"] for part in parts)
             if verify_replicas:
+                shared = decode_plans(part.get("shared", part["plan"]) for part in parts)
                 sums = [np.frombuffer(part["sums"], "<u8") for part in parts]
-                compare_replicas(plans, sums, comm.ranks)  # type: ignore[arg-type]
+                compare_replicas(shared, sums, comm.ranks)  # type: ignore[arg-type]
             try:
-                done, metadata = global_plan(plans)  # type: ignore[arg-type]
+                meta = _meta_holders(decode_json(part["meta"]) for part in parts)
+                done = _plan_all(plans, offer.last, meta)  # type: ignore[arg-type]
             except PlanError as error:
                 raise PlanError(_renumbered(error.issues, comm.ranks)) from None
-            whole.append((done, metadata))
+            whole.append(done)
             tag = _tag([part["plan"] for part in parts]).encode()
-            return [tag + encode_plan(plan) for plan in done]
+            return [tag + encode_plan(plan) for plan in done.plans]
 
     with watch.phase("exchange"):
         mine = reduce_scatter(comm, _STEP, own, plan_all, encode=bytes, decode=bytes)
-    plans, metadata = whole[0] if whole else (None, None)
-    plan = plans[comm.rank] if plans is not None else decode_plan(mine[_TAG:])
+    plan = whole[0].plans[comm.rank] if whole else decode_plan(mine[_TAG:])
     assert isinstance(plan, SavePlan)
-    return Agreement(plan, "gathered", mine[:_TAG].decode(), plans, metadata)
+    return Agreement(plan, "gathered", mine[:_TAG].decode(), *(whole[0].parts if whole else ()))
+
+
+def _meta_holders(names: Iterable[Sequence[str]]) -> dict[str, list[int]]:
+    """Return, given the tensors that are on the meta device on each rank, the ranks of each.
+
+    >>> _meta_holders([["a"], ["a", "b"]])
+    {'a': [0, 1], 'b': [1]}
+    """
+    holders: dict[str, list[int]] = {}
+    for rank, here in enumerate(names):
+        for name in here:
+            holders.setdefault(name, []).append(rank)
+    return holders
+
+
+def _plan_all(
+    plans: Sequence[SavePlan], last: Sequence[Pass[SavePlan]], meta: Mapping[str, Sequence[int]]
+) -> _Whole:
+    """Plan for all ranks; say which of them have a tensor on the meta device that nobody holds."""
+    text = "{} {} it on the meta device, without elements: materialise it first, or leave it out"
+    why = {k: text.format(span(who), "has" if len(who) == 1 else "have") for k, who in meta.items()}
+    try:
+        whole = _Whole.of(plans, last)
+    except PlanError as error:
+        pairs = (zip(p.items.catalog.names, p.items.catalog.sources, strict=True) for p in plans)
+        source = {name: source for some in pairs for name, source in some if source in why}
+        known = [
+            attrs.evolve(issue, message=f"{issue.message}; {why[source[issue.fqn]]}")
+            if issue.kind == "gap" and issue.fqn in source
+            else issue
+            for issue in error.issues
+        ]
+        raise PlanError(known) from None
+    pieces = ((p.holds.catalog.sources, np.unique(p.holds.row)) for p in (plans if meta else ()))
+    held = {sources[row] for sources, rows in pieces for row in rows.tolist()}
+    lost = [name for name in meta if name not in held]
+    if lost:
+        issues = [Issue("gap", n, f"no rank holds `{n}`: {why[n]}", meta[n]) for n in lost]
+        raise PlanError(issues)
+    return whole
 
 
 def _renumbered(issues: Sequence[Issue], ranks: Sequence[int]) -> list[Issue]:

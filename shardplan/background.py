@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import logging
 import os
+import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, Final
 
@@ -18,15 +21,16 @@ from shardplan.dist import CheckpointError, Comm
 from shardplan.io.pool import Pool
 from shardplan.io.progress import Tell
 from shardplan.io.stores import Store
-from shardplan.planning import Pass, SavePlan
+from shardplan.planning import Passes, SavePlan
 
 from .agreement import PlanCache
-from .ranks import JobComm
+from .per_rank import part
+from .ranks import JobComm, Place, as_comm, place_of
 from .refusing import by_name
-from .reports import SaveReport, Stopwatch
+from .reports import SaveReport, Stopwatch, place_name
 from .saving import save_state
 from .snapshots import Buffers
-from .stateful import expand
+from .stateful import State, expand
 
 __all__ = ["SaveFuture", "async_save"]
 
@@ -45,6 +49,7 @@ class SaveFuture(Future[SaveReport]):
 
     def __init__(self, path: str) -> None:
         super().__init__()
+        self.set_running_or_notify_cancel()  # other ranks count on it: it cannot be cancelled
         self.path = path
         self.blocked = 0.0
         self.told = False
@@ -81,10 +86,10 @@ class SaveFuture(Future[SaveReport]):
 
 
 def async_save(
-    state_dict: Mapping[Any, Any],
+    state_dict: State,
     path: str | os.PathLike[str] | Store,
     *,
-    planner: Pass[SavePlan] | None = None,
+    planner: Passes[SavePlan] | None = None,
     format: str = "safetensors",
     comm: Comm | None = None,
     overwrite: bool = False,
@@ -129,96 +134,156 @@ def async_save(
     """
     saver, job = _saver_of(comm)
     start = time.perf_counter()
-    future, watch = SaveFuture(str(getattr(path, "url", path))), Stopwatch()
+    future, watch = SaveFuture(place_name(path)), Stopwatch()
     with saver.lock:
-        with saver.staying(future, job.held):
+        turn, held = threading.Lock(), job.held
+        try:
             earlier = saver.settle()
-        comm = job.take()
-        options = {
-            "planner": planner,
-            "format": format,
-            "comm": comm,
-            "overwrite": overwrite,
-            "verify_replicas": verify_replicas,
-            "profile": False,
-            "progress": progress,
-            "pool": pool,
-            "cache": cache,
-            "watch": watch,
-        }
-        with saver.staying(future, comm):
+            held = None  # whoever cannot make connections says so itself
+            held = job.take()
+            options = {
+                "planner": planner,
+                "format": format,
+                "comm": held,
+                "overwrite": overwrite,
+                "verify_replicas": verify_replicas,
+                "profile": False,
+                "progress": progress,
+                "pool": pool,
+                "cache": cache,
+                "watch": watch,
+            }
             with watch.phase("stage"):
-                state = saver.snapshot(state_dict, watch) if earlier is None else _failing(earlier)
+                snapshot = saver.snapshot(state_dict, place_of(held), earlier, watch)
             future.told = earlier is not None
-            saver.start(future, lambda: _run(future, state, path, options))
+            saver.line.put(lambda: saver.run(turn, future, snapshot, path, options))
+        except BaseException as error:
+            saver.stay_away(turn, held, error)
+            raise
     future.blocked = time.perf_counter() - start
     if earlier is not None:
         raise earlier
     return future
 
 
-class _Saver:
-    """What saves in the background have in common; only who has the lock may use it."""
+class _Line:
+    """Jobs that threads do one after the other, in order; an interrupt cannot lose any of them.
+
+    A thread serves all jobs that are in line. If the call that starts it is interrupted, it serves
+    them nevertheless, or the next one does. What the interrupted thread shares with others are
+    queues and locks of the interpreter, which no interrupt leaves half done.
+    """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.buffers = Buffers()
+        self._jobs: deque[Callable[[], object]] = deque()
+        self._serving = threading.Lock()
+
+    def put(self, job: Callable[[], object]) -> None:
+        """Have a job done; if this is interrupted, it may be done now, later, or not at all."""
+        self._jobs.append(job)
+        started = queue.SimpleQueue[BaseException | None]()
+        _thread.start_new_thread(self._start, (started,))
+        error = started.get()
+        if error is not None:
+            raise error
+
+    def drain(self) -> None:
+        """Return once all jobs before this call are done."""
+        done = queue.SimpleQueue[None]()
+        self.put(lambda: done.put(None))
+        done.get()
+
+    def _start(self, started: queue.SimpleQueue[BaseException | None]) -> None:
+        """Start a thread that an exiting interpreter waits for, where no signal interrupts it."""
+        try:
+            threading.Thread(target=self._serve, name="shardplan-save", daemon=False).start()
+        except BaseException as error:
+            started.put(error)
+        else:
+            started.put(None)
+
+    def _serve(self) -> None:
+        with self._serving:
+            while self._jobs:
+                self._jobs.popleft()()
+
+
+@attrs.frozen(eq=False)
+class _Snapshot:
+    """A copy of a state dict.
+
+    Attributes:
+        state: Returns it, or raises why there is none.
+        buffers: The memory that it is in; nothing else may use it until the copy was written.
+    """
+
+    state: Callable[[], Mapping[Any, Any]]
+    buffers: Buffers
+
+
+class _Saver:
+    """What saves in the background have in common; only who has the lock may use it.
+
+    Attributes:
+        lock: Who has it may begin a save. A thread that was interrupted may have it still, and may
+            be the handler of a signal that came in a call of its own: it can take it again.
+        line: The saves, one after the other.
+        spare: Memory that no save uses.
+        last: The save that was begun last.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.line = _Line()
+        self.spare = Buffers()
         self.last: SaveFuture | None = None
 
-    def snapshot(
-        self, state_dict: Mapping[Any, Any], watch: Stopwatch
-    ) -> Callable[[], Mapping[Any, Any]]:
-        """Copy a state dict; if that fails, let the save fail, on all ranks."""
-        try:
-            state = expand(state_dict)
-        except Exception as error:
-            return _failing(error)
-        try:
-            copied = self.buffers.copy(state)
-            watch.count("stage", self.buffers.nbytes)
-        except Exception as error:
-            return _failing(by_name(error, state))
-        return lambda: copied
-
     def settle(self) -> BaseException | None:
-        """Wait for the save before, if there is one; return its error if nobody has had it.
+        """Wait for the saves before, if there are any; return the last one's untold error.
 
         Other ranks may have had it, and save now: this one must take part, if only to fail.
         """
+        self.line.drain()
         return None if self.last is None else self.last.settle()
 
-    def start(self, future: SaveFuture, run: Callable[[], None]) -> None:
-        """Have a save run in a thread; from here on it cannot be cancelled."""
-        thread = threading.Thread(target=run, name="shardplan-save", daemon=False)
-        future.set_running_or_notify_cancel()
-        before, self.last = self.last, future
+    def snapshot(
+        self, state_dict: State, place: Place, earlier: BaseException | None, watch: Stopwatch
+    ) -> _Snapshot:
+        """Copy a state dict; if that fails, or a save has, let the save fail, on all ranks."""
+        buffers, self.spare = self.spare, Buffers()  # only who has written it out gives it back
+        if earlier is not None:
+            return _Snapshot(_failing(earlier), buffers)
         try:
-            thread.start()
-        finally:
-            if thread.ident is None:  # else it runs, though this thread was interrupted
-                self.last = before
-
-    @contextlib.contextmanager
-    def staying(self, future: SaveFuture, comm: Comm | None) -> Iterator[None]:
-        """If this rank cannot begin its save, tell the others, once the one before is done."""
+            state = part(expand(state_dict), place)
+        except Exception as error:
+            return _Snapshot(_failing(error), buffers)
         try:
-            yield
-        except BaseException as error:
-            if self.last is not future:
-                self._leave(future, comm, error)
-            raise
+            copied = buffers.copy(state)
+            watch.count("stage", buffers.nbytes)
+        except Exception as error:
+            return _Snapshot(_failing(by_name(error, state)), buffers)
+        return _Snapshot(lambda: copied, buffers)
 
-    def _leave(self, future: SaveFuture, comm: Comm | None, error: BaseException) -> None:
-        def leave(_: object) -> None:
-            if comm is not None:
-                comm.leave(f"left the save: {type(error).__name__}: {error}".rstrip(": "))
-            future.set_exception(error)
+    def run(
+        self,
+        turn: threading.Lock,
+        future: SaveFuture,
+        snapshot: _Snapshot,
+        path: str | os.PathLike[str] | Store,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Save, unless the call that asked for it was interrupted and took this turn."""
+        if turn.acquire(blocking=False):
+            self.last = future
+            _run(future, snapshot.state, path, options)
+            self.spare = snapshot.buffers
 
-        before, self.last, future.told = self.last, future, True
-        if before is None:
-            leave(None)
-        else:
-            before.add_done_callback(leave)
+    def stay_away(self, turn: threading.Lock, comm: Comm | None, error: BaseException) -> None:
+        """Tell the other ranks that this one does not save, unless a thread has begun to."""
+        if turn.acquire(blocking=False) and comm is not None:
+            reason = f"left the save: {type(error).__name__}: {error}".rstrip(": ")
+            with contextlib.suppress(RuntimeError):  # there are no more threads: the next one tells
+                self.line.put(lambda: comm.leave(reason))  # when the saves before are done
 
 
 def _failing(error: BaseException) -> Callable[[], Mapping[Any, Any]]:
@@ -252,6 +317,7 @@ def _saver_of(comm: Comm | None) -> tuple[_Saver, _Given | JobComm]:
     """Return what saves for some ranks, made when it is first needed, and who has their comm."""
     if comm is None:
         return _own, _job
+    as_comm(comm)
     with _savers_lock:
         return _savers.setdefault(comm, _Saver()), _Given(comm)
 

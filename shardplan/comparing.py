@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 import attrs
 import numpy as np
 
-from shardplan.io.compare import TensorDiff, compare_tensors, same_value
+from shardplan.io.compare import TensorDiff, compare_tensors, named_errors, same_value
 from shardplan.io.errors import FormatError
 from shardplan.io.manifest import FileTable
 from shardplan.io.native import NativeSource
@@ -19,9 +19,8 @@ from shardplan.io.progress import Progress, Tell
 from shardplan.io.read import Reader
 from shardplan.io.sources import locate, open_source
 from shardplan.io.stores import MissingFileError, Store
-from shardplan.planning import BytesMetadata, TensorMetadata, check
-from shardplan.planning.sheet import Sheet, Table, human_seconds
-from shardplan.planning.text import counted, human_bytes
+from shardplan.planning import BytesMetadata, PlanError, TensorMetadata, check
+from shardplan.planning.text import Sheet, Table, counted, human_bytes, human_seconds
 
 from .freshness import ATTEMPTS, STOPPED, begins_anew
 from .reports import logged
@@ -68,8 +67,8 @@ class CheckpointDiff:
         keys: How many keys both have.
         bytes_read: How many bytes of tensors were read to tell, of both.
         seconds: How long it took.
-        by_checksum: How many keys were compared by checksums that were written down, at least in
-            part: nobody looked at what is on the disk.
+        by_checksum: How many keys were compared by the checksums recorded when they were saved, at
+            least in part: their bytes were not read.
         values: Whether values were compared at all, beside names, shapes and dtypes.
     """
 
@@ -159,7 +158,7 @@ def diff(
     start = time.perf_counter()
     pool = pool or default_pool()
     for left in reversed(range(ATTEMPTS)):
-        sides = [Reader(open_source(path, pool=pool), pool) for path in (a, b)]
+        sides = [_open(path, pool) for path in (a, b)]
         try:
             for side in sides:
                 _check_side(side)
@@ -182,8 +181,19 @@ def diff(
     return logged(report, f"{report.a} and {report.b}")
 
 
+def _open(path: str | os.PathLike[str] | Store, pool: Pool) -> Reader:
+    try:
+        return Reader(open_source(path, pool=pool), pool)
+    except FormatError as error:
+        raise error.within(locate(path)[0].url) from error.__cause__
+
+
 def _check_side(side: Reader) -> None:
-    check(side.metadata)
+    try:
+        check(side.metadata)
+    except PlanError as error:
+        error.add_note(f"the checkpoint is {side.store.url}")
+        raise
     if isinstance(side.source, NativeSource):
         _check_sizes(side.store, side.source.manifest.files)
 
@@ -282,7 +292,10 @@ def _stored_alike(a: Reader, b: Reader, name: str) -> bool:
 def _values(a: Reader, b: Reader, names: list[str]) -> Iterator[Change]:
     """Compare values that are no tensors."""
     for name in names:
-        old, new = a.value(name), b.value(name)
+        with named_errors(a):
+            old = a.value(name)
+        with named_errors(b):
+            new = b.value(name)
         if not same_value(old, new):
             yield Change(name, "values", old, new)
 
@@ -294,31 +307,32 @@ def _told(entry: TensorMetadata | BytesMetadata) -> str:
 
 
 def taken_on_trust(found: CheckpointDiff) -> str:
-    """Say what was not read to tell; nothing if all was.
+    """Say what was not read; nothing if all was.
 
     >>> taken_on_trust(CheckpointDiff("a", "b", (), keys=3, by_checksum=2))
-    '2 of 3 by the checksums that were written down'
+    '2 of 3 keys compared by recorded checksums: their bytes were not read'
     """
     if not found.values:
-        return "by names, shapes and dtypes only"
+        return "values were not compared: only names, shapes and dtypes"
     if not found.by_checksum:
         return ""
-    many = "" if found.by_checksum == found.keys else f"{found.by_checksum:,} of {found.keys:,} "
-    return f"{many}by the checksums that were written down"
+    keys = counted(found.keys, "key")
+    some = keys if found.by_checksum == found.keys else f"{found.by_checksum:,} of {keys}"
+    return f"{some} compared by recorded checksums: their bytes were not read"
 
 
 def _sheet(found: CheckpointDiff) -> Sheet:
-    read = f"{human_bytes(found.bytes_read)} of tensors read in {human_seconds(found.seconds)}"
-    cost = "; ".join(filter(None, (taken_on_trust(found), read)))
+    cost = f"{human_bytes(found.bytes_read)} of tensors read in {human_seconds(found.seconds)}"
+    trust = list(filter(None, [taken_on_trust(found)]))
     if not found.changes:
-        return Sheet(f"No difference: {counted(found.keys, 'key')}, {cost}")
+        return Sheet(f"No difference: {counted(found.keys, 'key')}, {cost}", notes=trust)
     changed = len({change.key for change in found.changed})
     counts = len(found.added), len(found.removed), changed, found.keys - changed
     title = "{:,} added, {:,} removed, {:,} changed, {:,} equal; {}".format(*counts, cost)
     rows = [_row(change) for change in found.changes[:_SHOWN]]
     more = len(found.changes) - _SHOWN
     head = ("", "key", "what", "before", "after", "where")
-    sides = [f"before: {found.a}", f"after: {found.b}"]
+    sides = [f"before: {found.a}", f"after: {found.b}", *trust]
     notes = [f"… {more:,} more", *sides] if more > 0 else sides
     return Sheet(title, [Table(head, rows)], notes)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 import attrs
@@ -19,13 +20,14 @@ from shardplan.io.sources import Source, open_source
 from shardplan.io.stores import Store
 from shardplan.io.torchsave_write import TorchWriter
 from shardplan.io.writers import open_target
-from shardplan.planning import Mesh, Pass, SavePlan
+from shardplan.planning import Mesh, Passes, SavePlan, fingerprint
+from shardplan.planning.errors import listed
 from shardplan.planning.text import counted, human_bytes
 
-from .ranks import default_comm, take_step
-from .reports import Stopwatch, logged, sheet_of, times_text
+from .ranks import as_comm, take_step, told_apart
+from .reports import Stopwatch, dropped_text, logged, sheet_of, times_text
 from .streaming import Budget, Done, Job
-from .targets import Placements, plan_target
+from .targets import Placements, Target, plan_target
 
 __all__ = ["ConvertReport", "convert", "dcp_to_torch_save", "torch_save_to_dcp"]
 
@@ -51,6 +53,7 @@ class ConvertReport:
         tied: Names that share another's elements, and those others. Some formats store them once.
         notes: What was odd about the old checkpoint, and yet no error.
         leftovers: Files of the checkpoint that was replaced which could not be removed.
+        dropped: Names in the old checkpoint of what the planner left out.
     """
 
     path: str
@@ -66,6 +69,7 @@ class ConvertReport:
     tied: Mapping[str, str] = attrs.field(factory=dict)
     notes: tuple[str, ...] = ()
     leftovers: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
 
     @property
     def _told(self) -> str:
@@ -78,10 +82,12 @@ class ConvertReport:
     @property
     def _remarks(self) -> Iterator[str]:
         if self.left_out:
-            yield f"left out, as {self.format} holds only tensors: {_some(self.left_out)}"
+            names = listed(self.left_out, quote="")
+            yield f"left out, as {self.format} holds only tensors: {names}"
         if self.tied:
             pairs = [f"{name} = {kept}" for name, kept in self.tied.items()]
-            yield f"tied weights: {_some(pairs)}"
+            yield f"tied weights: {listed(pairs, quote='')}"
+        yield from dropped_text(self.dropped, "converted")
         yield from self.notes
 
     def __repr__(self) -> str:
@@ -91,20 +97,15 @@ class ConvertReport:
         return sheet_of(self._told, self.seconds, notes=self._remarks).html()
 
 
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return ", ".join(names[:8]) + more
-
-
 def convert(
     src: Path,
     dst: Path,
     *,
     format: str = "safetensors",
-    planner: Pass[SavePlan] | None = None,
+    planner: Passes[SavePlan] | None = None,
     mesh: Mesh | None = None,
     placements: Placements | None = None,
-    max_memory: int = 1 << 30,
+    max_memory: int | str = 1 << 30,
     overwrite: bool = False,
     max_shard_size: int | str | None = None,
     verify: bool = True,
@@ -122,14 +123,16 @@ def convert(
         src: The checkpoint to read, of any format: a folder, or a file if it is a single one.
         dst: Where to write, on a disk or in an object store.
         format: What to write: see `shardplan.io.writers.WRITERS`.
-        planner: A pass over the plan, such as ``chain(select("model.*"), cast("bfloat16"))``.
+        planner: A pass, or a list of them, such as ``[select("model.*"), cast("bfloat16")]``. The
+            ranks that passes see are those of ``mesh``, or a single one.
         mesh: The ranks to shard for: files will be as these ranks would have written them. If left
             out, tensors stay cut as they are, or become whole where the format wants it.
         placements: How tensors lie on the mesh: placements for all tensors; or by shell-style
             pattern of their names, where the first that fits counts and other tensors are not cut;
             or a function of name and shape. By default, all are cut along their first axis.
-        max_memory: Bytes of memory to use at most, beside what Python and torch take themselves;
-            128 MiB at least, and 64 MiB more for each of the two that is in an object store.
+        max_memory: Bytes of memory to use at most, as a number or as ``"2GiB"``, beside what Python
+            and torch take themselves; 128 MiB at least, and 64 MiB more for each of the two that is
+            in an object store.
         overwrite: Whether a checkpoint that is there may be replaced.
         max_shard_size: The most bytes of a file, as a number or as ``"5GB"``; a tensor that is
             larger has a file to itself. Not for a mesh, nor for ``"torch"``.
@@ -165,17 +168,18 @@ def convert(
             nevertheless, and nothing of it was removed.
         CheckpointError: With several processes, any of these; it tells where.
     """
-    comm = default_comm() if comm is None else comm
+    comm = as_comm(comm)
     watch = Stopwatch()
     job: list[Job] = []
 
-    def prepare() -> str:
+    def prepare() -> tuple[str, str]:
         limit = _shard_limit(max_shard_size, format, mesh)
         store, writer = open_target(dst, format)
         with watch.phase("open"):
             source = open_source(src, pool=pool)
-            _refuse_same(source, store, getattr(writer, "file", None))
-        _check_memory(max_memory, source.store.staging + store.staging)
+            _refuse_same(source, store, writer.file)
+        memory = parse_size(max_memory)
+        _check_memory(memory, source.store.staging + store.staging)
         with watch.phase("plan"):
             target = plan_target(
                 source,
@@ -192,14 +196,30 @@ def convert(
                 writer.leave_out, writer.remarks = True, getattr(source, "remarks", {})
             if comm.rank == comm.coordinator:
                 writer.refuse(store, overwrite)
-        budget = Budget.of(max_memory, source.store, store)
+        budget = Budget.of(memory, source.store, store)
         job.append(Job(Reader(source, pool), store, format, writer, target, budget, verify))
-        return secrets.token_hex(6)
+        alike = planner is None or comm.world_size == 1
+        return secrets.token_hex(6), "" if alike else _digest(target)
 
-    save_id = take_step(comm, "open", prepare, lambda ids: ids[comm.coordinator])
+    def agreed(offers: list[tuple[str, str]]) -> str:
+        apart = told_apart(comm.ranks, [digest for _, digest in offers])
+        if apart:
+            raise ValueError(
+                f"the planner gives processes different plans (digests: {apart}); its passes must "
+                "not depend on the process that runs them: `plan.rank` is the rank of the mesh"
+            )
+        return offers[comm.coordinator][0]
+
+    save_id = take_step(comm, "open", prepare, agreed)
     done = job[0].run(comm, save_id, overwrite, watch, progress, pool)
     report, loud = _report(job[0], done, watch), comm.rank == comm.coordinator
     return logged(report, report.path, loud=loud, left=report.leftovers)
+
+
+def _digest(target: Target) -> str:
+    """Return a short text that differs if what will be written does."""
+    parts = [fingerprint(target.metadata), *map(fingerprint, target.plans)]
+    return hashlib.blake2b(" ".join(parts).encode(), digest_size=6).hexdigest()
 
 
 def _check_memory(max_memory: int, staging: int) -> None:
@@ -225,10 +245,13 @@ def _shard_limit(size: int | str | None, format: str, mesh: Mesh | None) -> int 
 
 
 def _refuse_same(source: Source, target: Store, file: str | None) -> None:
-    """Refuse to write over what is read; ``file`` is what is written, if it is a single file."""
+    """Refuse to write over what is read; ``file`` is what is written, if it is a single file.
+
+    A file of `torch.save` may lie in the folder that becomes a checkpoint: it stays there.
+    """
     if _real(source.store.url) != _real(target.url):
         return
-    if file is None or file in source.files:
+    if file in source.files or (file is None and source.format != "torch"):
         raise ValueError(f"{target.url} cannot be converted into itself; choose another place")
 
 
@@ -254,6 +277,7 @@ def _report(job: Job, done: Done, watch: Stopwatch) -> ConvertReport:
         tied=dict(job.target.tied),
         notes=tuple(getattr(job.reader.source, "notes", ())),
         leftovers=done.leftovers,
+        dropped=job.target.dropped,
     )
 
 
@@ -283,7 +307,8 @@ def torch_save_to_dcp(
 
     Args:
         torch_save_path: The file; any other checkpoint will do as well.
-        dcp_dir: The folder to write; a checkpoint that is there is replaced.
+        dcp_dir: The folder to write; a checkpoint that is there is replaced. The file may lie in
+            it, and stays there.
         comm: The processes that share the work; by default this one alone, as with torch's
             function: one rank of a job may call it by itself.
     """

@@ -8,7 +8,7 @@ from typing import Final
 
 from shardplan.io.sources import Source
 from shardplan.planning import Grid, TensorMetadata
-from shardplan.planning.text import Listing, counted, cut_text, human_bytes, shape_text
+from shardplan.planning.text import Sheet, counted, cut_text, human_bytes, listing, shape_text
 
 __all__ = ["describe"]
 
@@ -16,7 +16,7 @@ _SHOWN: Final = 12
 _HEAD: Final = ("name", "shape", "dtype", "bytes", "sharding")
 
 
-def describe(source: Source, name: str | None = None) -> Listing:
+def describe(source: Source, name: str | None = None) -> Sheet:
     """Describe a checkpoint, or one of its tensors, in the words of ``shardplan inspect``.
 
     Args:
@@ -34,9 +34,9 @@ def describe(source: Source, name: str | None = None) -> Listing:
     """
     entries = source.metadata.state_dict_metadata
     if name is not None:
-        return Listing(f"Tensor {name} of {source.store.url}", _HEAD, [_row(source, name)], 1)
+        return listing(f"Tensor {name} of {source.store.url}", _HEAD, [_row(source, name)], 1)
     rows = [_row(source, name) for name in entries.names[:_SHOWN]]
-    return Listing(_title(source), _HEAD, rows, len(entries))
+    return listing(_title(source), _HEAD, rows, len(entries))
 
 
 def _title(source: Source) -> str:

@@ -20,6 +20,8 @@ from shardplan.planning.packing import Ints
 from shardplan.planning.reads import ReadItems
 
 from .opening import SavedTensor
+from .per_rank import PerRank
+from .stateful import State
 
 __all__ = ["destinations", "refuse_fixed", "refuse_shared"]
 
@@ -70,7 +72,7 @@ def refuse_shared(flat: Mapping[str, Any], items: ReadItems, reader: Reader) -> 
     _refuse_shared(reader, items, keys, shards)
 
 
-def refuse_fixed(sd: Mapping[Any, Any], paths: Mapping[str, Any], names: Sequence[str]) -> None:
+def refuse_fixed(sd: State, paths: Mapping[str, Any], names: Sequence[str]) -> None:
     """Refuse to replace values in containers that cannot change.
 
     Args:
@@ -93,6 +95,8 @@ def refuse_fixed(sd: Mapping[Any, Any], paths: Mapping[str, Any], names: Sequenc
         holder: Any = sd
         node: Any = sd
         for kind, key in paths[name]:
+            if isinstance(node, PerRank):
+                break  # another takes its place
             if not isinstance(node, (Mapping, list, tuple)):
                 holder = {}  # it keeps its own state, and is given all of it
                 break

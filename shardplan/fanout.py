@@ -363,7 +363,7 @@ def add_stats(a: ReadStats, b: ReadStats) -> ReadStats:
     """Add up what two reads took.
 
     >>> add_stats(ReadStats(1, 2, 3, 4), ReadStats(1, 1, 1, 1))
-    ReadStats(bytes_needed=2, bytes_read=3, requests=4, verified=5)
+    ReadStats(bytes_needed=2, bytes_read=3, requests=4, verified=5, unverified=0)
     """
     pairs = zip(attrs.astuple(a), attrs.astuple(b), strict=True)
     return ReadStats(*(x + y for x, y in pairs))

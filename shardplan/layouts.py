@@ -24,7 +24,7 @@ from shardplan.planning.errors import PlanError, RefusedError
 from shardplan.planning.flatten import _is_leaf, is_tensor
 from shardplan.planning.values import kind_of, placement_of, spec_of
 
-__all__ = ["holds_objects", "layout_key", "whole_layout"]
+__all__ = ["holds_objects", "layout_key", "on_meta", "whole_layout"]
 
 _TEXT: Final = frozenset((str,))
 _MIXED: Final = (np.ndarray, Mapping, list, tuple)  # of which each must be looked at, or into
@@ -83,6 +83,7 @@ def _values(values: Iterable[Any]) -> tuple[Hashable, ...]:
         tuple([value._spec for value in placed]),  # which keeps its hash, and renews it if it must
         tuple([one.shape for one in local]),
         tuple([value.requires_grad for value in placed]),
+        tuple([getattr(one, "is_meta", False) for one in local]),
         tuple([_key(value) for value in others]),
     )
 
@@ -90,7 +91,7 @@ def _values(values: Iterable[Any]) -> tuple[Hashable, ...]:
 def _key(value: Any) -> Hashable:
     """Return the key of a value that is no DTensor; None for all that are saved as a whole."""
     if isinstance(value, Mapping):
-        return _entries(value) if value else None
+        return _entries(value)
     if isinstance(value, (list, tuple)):
         return None if _is_leaf(value) else (type(value).__name__, _values(value))
     if not is_tensor(value):
@@ -98,7 +99,21 @@ def _key(value: Any) -> Hashable:
     kind = kind_of(value)
     if kind is None:
         raise _UntoldError
-    return kind
+    return kind, getattr(value, "is_meta", False)
+
+
+def on_meta(value: Any) -> bool:
+    """Tell whether a value is a tensor of which this rank has the shape, but not the elements.
+
+    >>> on_meta(np.zeros(2)), on_meta("text")
+    (False, False)
+    """
+    if not is_tensor(value):
+        return False
+    if hasattr(value, "local_shards"):
+        shards = [shard.tensor for shard in value.local_shards()]
+        return bool(shards) and all(shard.is_meta for shard in shards)
+    return bool(getattr(getattr(value, "_local_tensor", value), "is_meta", False))
 
 
 def holds_objects(sd: Mapping[Any, Any]) -> bool:

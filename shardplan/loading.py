@@ -22,7 +22,9 @@ from shardplan.io.stores import Store
 from shardplan.io.values import StoredValue
 from shardplan.planning import (
     LoadPlan,
+    Metadata,
     Pass,
+    Passes,
     PlanError,
     SavePlan,
     chain,
@@ -39,29 +41,43 @@ from shardplan.planning import (
 )
 from shardplan.planning import share_reads as share_pass
 from shardplan.planning.blocks import BLOCK_BYTES
-from shardplan.planning.load import Strict
+from shardplan.planning.completeness import with_replicas
+from shardplan.planning.load import Strict, strict_patterns, whole_names
+from shardplan.planning.passes import Stages
 
 from .announcing import announce
 from .destinations import destinations, refuse_fixed
 from .fanout import MIN_SHARED
 from .freshness import ATTEMPTS, STOPPED, begins_anew
-from .nested import put
+from .memory import blanks, refuse_unfillable, tied_names
+from .nested import put, refilled
 from .parcels import value_names, values_read
+from .passing import run_together
+from .per_rank import part, unpart
 from .profiling import profiled
-from .ranks import Counted, default_comm, host_name, take_step
+from .ranks import Counted, as_comm, host_name, place_of, take_step
 from .reading import Outcome, SharedRead, noting, overwritten, read_rank
-from .reports import LoadReport, RankReport, Stopwatch, logged, rank_report, slowest_ranks
-from .stateful import expand, give_back
+from .reports import (
+    LoadReport,
+    RankReport,
+    Stopwatch,
+    logged,
+    place_name,
+    rank_report,
+    slowest_ranks,
+)
+from .resizing import Resized, resize, without_other_ranks
+from .stateful import State, expand, give_back
 from .wishes import Wish, fetched_bytes, gap_of, heed, judged, named, nbytes_of, tensor_bytes
 
 __all__ = ["load"]
 
 
 def load(
-    state_dict: Mapping[Any, Any],
+    state_dict: State,
     path: str | os.PathLike[str] | Store,
     *,
-    planner: Pass[SavePlan] | None = None,
+    planner: Passes[SavePlan] | None = None,
     strict: Strict = True,
     dtype: Literal["same", "cast"] = "same",
     shape: Literal["same", "overlap"] = "same",
@@ -80,15 +96,23 @@ def load(
 
     Args:
         state_dict: Tensors to fill, and other values to replace, nested in any way. Objects with
-            ``state_dict()`` and ``load_state_dict()`` are given their state.
+            ``state_dict()`` and ``load_state_dict()``, in it or in its place, get their state. A
+            tensor on the meta device is replaced: by a DTensor on the same mesh, or by a tensor
+            on torch's default device. In a module, which would not take it, it is refused. A
+            `PerRank` gets the state that this rank saved.
         path: The checkpoint.
-        planner: The pass it was saved with.
+        planner: The pass, or the list of passes, that it was saved with. Each rank fills all that
+            it holds, whoever saved it: passes that only choose who writes, such as
+            `dedup_replicas`, are skipped where that makes no difference. For any other world pass,
+            the coordinator gets the plans of all ranks. What passes drop is not filled, and
+            reported.
         strict: Whether everything must be filled: True, False, or patterns of names that must be.
             A pattern that matches no name on any rank is a mistake.
         dtype: ``"same"`` takes another stored dtype for a mistake, ``"cast"`` for a wish to cast.
         shape: ``"same"`` takes another shape for a mistake; ``"overlap"`` fills what both have.
         format: What wrote the checkpoint; found out if left out.
-        comm: The ranks; by default all of torch's process group, or this process alone.
+        comm: The ranks; by default all of torch's process group, or this process alone (which is
+            refused under torchrun: pass ``comm=solo()`` if it is meant).
         share_reads: Whether bytes that several ranks need are read by one of them and sent to the
             others. ``"auto"`` does so where that is cheaper: not from a disk of the same machine.
         verify: Whether to check what is read whole against its checksums.
@@ -119,24 +143,38 @@ def load(
             ``own`` is this rank's error. A rank without one may have filled all of its tensors or
             none, and where ranks read for each other, with whatever they read.
     """
-    comm = default_comm() if comm is None else comm
+    comm = as_comm(comm)
     if share_reads not in (True, False, "auto"):
         raise ValueError(f'share_reads must be True, False or "auto", not {share_reads!r}')
-    watch = Stopwatch()
+    watch, stages = Stopwatch(), Stages.of(planner, load=True)
     with profiled(profile and comm.rank == comm.coordinator) as hot:
         for left in reversed(range(ATTEMPTS if comm.world_size == 1 else 1)):
             task = _Load(comm, path, format, pool, watch)
 
             def plan(task: _Load = task) -> LoadPlan:
-                local = task.local(state_dict, planner or chain())
+                local = task.local(state_dict, stages)
                 must = task.patterns(strict, local)
-                found = load_plan(task.metadata, local, strict=must, dtype=dtype, shape=shape)
+                task.tied = tied_names(local, task.flat, task.metadata)
+                task.resize(local, must, verify)
+                found = load_plan(
+                    task.metadata,
+                    local,
+                    strict=must,
+                    dtype=dtype,
+                    shape=shape,
+                    optional={*task.tied, *task.resized.names},
+                )
+                task.blanks = blanks(task.flat, found)
+                refuse_unfillable(task.parted(state_dict), task.paths, found, task.blanks)
                 names = [dest for dest, _ in value_names(found.items)]
-                refuse_fixed(state_dict, task.paths, names)
+                refuse_fixed(state_dict, task.paths, [*names, *task.blanks])
+                task.flat = {**task.flat, **task.blanks}
                 task.dest = destinations(task.flat, found.items, task.reader)
                 return found
 
             try:
+                if stages.rest and comm.world_size > 1:
+                    task.run_passes(state_dict, stages)
                 noting(path, task.plan_with)(plan, share_reads)
                 report = task.run(verify, state_dict, progress)
                 break
@@ -161,11 +199,18 @@ class _Load:
         self.comm, self.watch = Counted(comm, partial(watch.count, "exchange")), watch
         self._path, self._format, self._pool = path, format, pool
         self.reader: Reader | None = None
+        self.metadata = Metadata({})
         self.told: Mapping[str, StoredValue] | None = None
         self.sd: Mapping[Any, Any] = {}
         self.flat: Mapping[str, Any] = {}
         self.dest: Callable[[int], torch.Tensor] | None = None
+        self.tied: Mapping[str, str] = {}
+        self.resized = Resized((), frozenset())
+        self.blanks: Mapping[str, Any] = {}  # what takes the place of tensors on the meta device
+        self._local: SavePlan | None = None  # once passes that need all plans were run
+        self._alone = False  # whether one rank reads for all
         self.paths: Mapping[str, Any] = {}
+        self._whole: frozenset[str] = frozenset()
         self.needed = self._tensor_bytes = 0
         self._unmatched: tuple[str, ...] = ()
 
@@ -185,18 +230,53 @@ class _Load:
             self.reader, self.metadata = Reader(source, self._pool), source.metadata
             return source.format
 
-    def local(self, state_dict: Mapping[Any, Any], planner: Pass[SavePlan]) -> SavePlan:
-        """Plan what this rank holds."""
-        self.sd = expand(state_dict)
+    def local(self, state_dict: State, stages: Stages[SavePlan]) -> SavePlan:
+        """Plan what this rank holds, and where that is in the checkpoint."""
+        if self._local is not None:
+            return self._local
+        own = self._own_plan(state_dict, stages)
+        return with_replicas(chain(*stages.rest)((own,)))[0]
+
+    def _own_plan(self, state_dict: State, stages: Stages[SavePlan]) -> SavePlan:
+        """Plan what this rank holds, up to the first pass that needs all plans."""
+        self.sd = self.parted(expand(state_dict))
         self.flat, self.paths = flatten(self.sd)
-        return planner((local_plan(self.sd),))[0]
+        self._whole = whole = whole_names(self.flat, self.paths, self.metadata)
+        if whole:
+            self.flat, self.paths = flatten(self.sd, whole=whole)
+        plan = local_plan(self.sd, whole=whole)
+        plan = attrs.evolve(plan, rank=self.comm.rank, world_size=self.comm.world_size)
+        return chain(*stages.own)((plan,))[0]
+
+    def run_passes(self, state_dict: State, stages: Stages[SavePlan]) -> None:
+        """Open the checkpoint, and run the passes that need the plans of all ranks."""
+
+        def own() -> SavePlan:
+            if not self._alone:
+                self.open()
+            return self._own_plan(state_dict, stages)
+
+        with self.watch.phase("exchange"):
+            self._alone = self._open_on_one()
+            _, self._local = run_together(self.comm, stages, noting(self._path, own), self.watch)
+
+    def parted(self, state: Any) -> Any:
+        """Return a state dict with this rank's own of what each rank has its own of."""
+        return part(state, place_of(self.comm))
+
+    def resize(self, local: SavePlan, strict: Strict, verify: bool) -> None:
+        """Make this rank's own of what was saved on another number of ranks."""
+        place = place_of(self.comm)
+        self.resized = resize(
+            self.sd, local, self.metadata, self.reader, place, strict=strict, verify=verify
+        )
 
     def patterns(self, strict: Strict, local: SavePlan) -> Strict:
         """Return what of ``strict`` concerns this rank: others may hold what the rest matches."""
         if self.comm.world_size == 1 or isinstance(strict, (bool, int)):
             return strict
         names = local.items.catalog.names
-        wanted = (strict,) if isinstance(strict, str) else tuple(strict)
+        wanted = strict_patterns(strict)
         here = tuple(p for p in wanted if any(fnmatchcase(name, p) for name in names))
         self._unmatched = tuple(p for p in wanted if p not in here)
         return here
@@ -217,17 +297,18 @@ class _Load:
             fetched = fetched_bytes(self.plan, self.metadata, gap) if gap else self._tensor_bytes
             names, size = named(self.plan, self.metadata)
             wish = Wish(fetched, names, size, host_name(), local, len(self.plan.items))
-            place = str(getattr(self._path, "url", self._path))
+            place = place_name(self._path)
             return (self._identity(), place, self._unmatched, *attrs.astuple(wish))
 
         def offer() -> tuple[Any, ...] | None:
-            if self._is_file():
-                return None  # let one rank look at it first
-            self.open()
+            if self._local is None:
+                if self._is_file():
+                    return None  # let one rank look at it first
+                self.open()
             return wish()
 
         def second_offer() -> tuple[Any, ...]:
-            if not alone:
+            if not self._alone:
                 self.open()
             return wish()
 
@@ -236,14 +317,13 @@ class _Load:
                 return None
             return judged(self.comm.ranks, offers, share, tensor_bytes(self.metadata))
 
-        alone = False
         with self.watch.phase("exchange"):
             found = all_reduce(self.comm, "plan", noting(self._path, offer), verdict)
             if found is None:
-                alone = self._open_on_one()
+                self._alone = self._open_on_one()
                 found = all_reduce(self.comm, "plan", noting(self._path, second_offer), verdict)
         heed(self.comm, found)
-        if alone:
+        if self._alone:
             self._share(read_on(self.comm.coordinator))
         elif found["share"]:
             least = 1 if share is True else MIN_SHARED
@@ -318,7 +398,7 @@ class _Load:
             )
         self.plan = cast(LoadPlan, decode_plan(mine))
 
-    def run(self, verify: bool, state_dict: Mapping[Any, Any], progress: Tell | None) -> LoadReport:
+    def run(self, verify: bool, state_dict: State, progress: Tell | None) -> LoadReport:
         """Read on all ranks; once all have read, hand over what was read; report what each did."""
         everyone: list[RankReport] = []
         results: list[Outcome] = []
@@ -329,27 +409,35 @@ class _Load:
                 results.append(self._read(verify, sums, progress))
                 self._settle(sums)
             own = attrs.astuple(self._own(results[0]))
-            return (self.sd is not state_dict, own, sums.pack())
+            unverified = results[0].stats.unverified - sums.nbytes
+            return (self.sd is not state_dict, own, sums.pack(), unverified)
 
         def summary(told: list[tuple[Any, ...]]) -> dict[str, Any]:
-            for _, own, parts in told:
+            for _, own, parts, _ in told:
                 everyone.append(RankReport(*own))
                 common.unpack(parts)
             self._settle(common)
             slowest = slowest_ranks(everyone) if comm.world_size > 1 else {}
             total = sum(one.nbytes for one in everyone)
-            return {"total": total, "slowest": slowest, "stateful": any(s for s, *_ in told)}
+            return {
+                "total": total,
+                "slowest": slowest,
+                "stateful": any(s for s, *_ in told),
+                "unverified": sum(nbytes for *_, nbytes in told) - common.nbytes,
+            }
 
         with self.watch.phase("wait"):  # for the other ranks, as far as it is nothing else
             done = take_step(comm, "read", noting(self._path, read), noting(self._path, summary))
-        for name, value in results[0].values.items():
+        for name, value in {**self.blanks, **results[0].values}.items():
+            value = refilled(self.flat[name], value) if name in self._whole else value
             put(self.sd, self.paths[name], value)
+        self.resized.put(self.sd)
         if done["stateful"]:
             self._give_back(state_dict)
         stats, keys = results[0].stats, self.plan.report
         return LoadReport(
             keys.missing,
-            keys.unexpected,
+            without_other_ranks(keys.unexpected, self.flat),
             keys.mismatched,
             self.needed,
             stats.bytes_read,
@@ -362,6 +450,9 @@ class _Load:
             tuple(everyone) if self._mine else (self._own(results[0]),),
             phase_bytes=self.watch.nbytes,
             bytes_sent=results[0].sent,
+            tied=self.tied,
+            dropped=keys.dropped,
+            bytes_unverified=done["unverified"],
         )
 
     def _own(self, done: Outcome) -> RankReport:
@@ -390,11 +481,12 @@ class _Load:
                 many = self.comm.world_size > 1
                 raise overwritten(error, self._wanted, together=many) from None
 
-    def _give_back(self, state_dict: Mapping[Any, Any]) -> None:
+    def _give_back(self, state_dict: State) -> None:
         """Hand stateful values their state: another step, for any of them may refuse it."""
 
         def give() -> None:
             with self.watch.phase("hand over"):
+                unpart(self.sd, self.sd)
                 give_back(state_dict, self.sd)
 
         take_step(self.comm, "load_state_dict", give, lambda told: None)

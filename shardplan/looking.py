@@ -11,10 +11,10 @@ import attrs
 
 from shardplan.io.commit import find_manifest
 from shardplan.io.dcp_metadata import METADATA
+from shardplan.io.dcp_ranks import FIRST_RANK, rank_metadata
 from shardplan.io.errors import FormatError
 from shardplan.io.folders import FolderStore
 from shardplan.io.leftovers import spoken_of, strays
-from shardplan.io.local import LocalStore
 from shardplan.io.manifest import Manifest, decode_manifest
 from shardplan.io.pool import default_pool
 from shardplan.io.replacing import find_older
@@ -31,6 +31,7 @@ __all__ = [
     "look_at",
     "made",
     "open_run",
+    "refuse_missing",
     "within",
 ]
 
@@ -125,7 +126,7 @@ def _strays(store: Store, found: Sequence[Entry], manifest: Manifest | None) -> 
 def made(store: Store) -> float | None:
     """Return when a checkpoint was made; None if there is none that can be read.
 
-    Our own say it. Of one of torch.distributed.checkpoint it is when its `.metadata` was written.
+    Our own say it. Of one of torch.distributed.checkpoint it is when its metadata was written.
     """
     try:
         data = find_manifest(store)
@@ -133,8 +134,9 @@ def made(store: Store) -> float | None:
             return decode_manifest(data).created
     except FormatError:
         return None
-    found = (e.written for e in store.entries(recursive=False) if e.name == METADATA)
-    return next(found, None)
+    found = {entry.name: entry.written for entry in store.entries(recursive=False)}
+    ranks = [found[name] for name in rank_metadata(found)] if FIRST_RANK in found else []
+    return found.get(METADATA, max(ranks, default=None))
 
 
 def is_whole(store: Store) -> bool:
@@ -163,18 +165,32 @@ def _is_complete(manifest: Manifest, found: Iterable[Entry]) -> bool:
 
 
 def open_run(path: str | os.PathLike[str] | Store) -> Store:
-    """Open a folder that holds checkpoints.
+    """Open a folder that holds checkpoints; it need not be there yet.
 
     Raises:
-        MissingFileError: It is a path on the disk, and not there. (A store that is open may be
-            made yet, and in a bucket no folder is there without a file in it.)
+        StoreError: It is a file.
     """
     store = open_store(path)
-    if store is not path and isinstance(store, LocalStore) and not os.path.isdir(store.url):
+    root = store.locate()
+    if root is not None and os.path.isfile(root):
+        reason, remedy = "it is a file", "give the folder that holds the checkpoints"
+        raise StoreError("list", store.url, reason, remedy=remedy, kind="path")
+    return store
+
+
+def refuse_missing(path: str | os.PathLike[str] | Store, store: Store) -> None:
+    """Refuse a path to a folder that is not there: it is probably misspelt.
+
+    An open store may be made yet, and in a bucket no folder is there without a file in it.
+
+    Raises:
+        MissingFileError: There is no such folder.
+    """
+    root = store.locate()
+    if store is not path and root is not None and not os.path.isdir(root):
         raise MissingFileError(
             "list", store.url, "there is no such folder", remedy="check the path", kind="missing"
         )
-    return store
 
 
 def contents(store: Store) -> tuple[list[str], list[str]]:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from shardplan.io.arrays import empty, flip, to_numpy, torch_dtype, window
+from shardplan.io.pieces import Lazy
 from shardplan.io.pool import Pool
 from shardplan.io.read import Reader
 from shardplan.io.sources import open_source
@@ -142,7 +143,7 @@ class Axis:
         return abs(self.step) * (self.count - 1) + 1
 
 
-class SavedTensor:
+class SavedTensor(Lazy):
     """A tensor in a checkpoint; indexing it reads the elements asked for.
 
     What lies between them is read, too, where that is cheaper, and dropped piece by piece.

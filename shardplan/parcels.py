@@ -38,10 +38,19 @@ def value_names(items: ReadItems) -> list[tuple[str, str]]:
     return [(items.names[items.dest[r]], items.names[items.storage[r]]) for r in rows]
 
 
-def values_read(reader: Reader, names: Sequence[str]) -> ReadStats:
-    """Say what it takes to read some values once; those kept with the metadata take nothing."""
-    sizes = [size for size in map(reader.source.value_bytes, names) if size]
-    return ReadStats(sum(sizes), sum(sizes), len(sizes))
+def values_read(reader: Reader, names: Sequence[str], *, verify: bool = True) -> ReadStats:
+    """Return what it takes to read some values once; those kept with the metadata take nothing.
+
+    Args:
+        reader: The checkpoint.
+        names: The values, by name in the checkpoint; read already, or ``unverified`` is too large.
+        verify: Whether they are compared with their checksums.
+    """
+    source = reader.source
+    sizes = {name: size for name in names if (size := source.value_bytes(name))}
+    total = sum(sizes.values())
+    checked = sum(size for name, size in sizes.items() if verify and source.has_value_sum(name))
+    return ReadStats(total, total, len(sizes), 0, total - checked)
 
 
 class Parcels:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, NoReturn
 
 import attrs
@@ -20,21 +22,47 @@ from shardplan.dist import (
     torch_comm,
 )
 from shardplan.dist.comm import Reduce
-from shardplan.planning.errors import span
+from shardplan.planning.errors import listed, span
 from shardplan.planning.flatten import leaves
 
 __all__ = [
     "Counted",
     "JobComm",
+    "as_comm",
+    "Place",
     "default_comm",
     "device_of",
     "fail_alike",
     "host_name",
     "normal_device",
+    "own_place",
+    "place_of",
     "take_step",
     "told_apart",
     "world_group",
 ]
+
+
+@attrs.frozen
+class Place:
+    """Where a rank is among all ranks.
+
+    Attributes:
+        rank: Its number.
+        ranks: How many there are.
+    """
+
+    rank: int
+    ranks: int
+
+    @property
+    def label(self) -> str:
+        """The key under which the rank's own state is saved.
+
+        >>> Place(3, 8).label
+        'rank_3_of_8'
+        """
+        return f"rank_{self.rank}_of_{self.ranks}"
 
 
 @attrs.define(eq=False)
@@ -61,15 +89,18 @@ class JobComm:
 
         Raises:
             CheckpointError: It was lost, and not all ranks came to go on, or not in the same call.
+            RuntimeError: A launcher started several ranks, and there is no process group.
         """
         with self._lock:
             group = world_group()
             if group is None:
+                _refuse_missing_group()
                 self.held = self._group = None
                 return solo()
             self._calls += 1
             if self.held is None or self._group is not group:
-                self.held, self._calls = torch_comm(group, private=self.private), 1
+                with _named_step("make connections"):
+                    self.held, self._calls = torch_comm(group, private=self.private), 1
                 self._group = group
             elif self.held.lost:
                 self._go_on()
@@ -77,10 +108,8 @@ class JobComm:
 
     def _go_on(self) -> None:
         step = "go on after a rank was lost"
-        try:
+        with _named_step(step):
             comm = self.held = torch_comm(self._group, private=True, fresh=True)
-        except LostRanksError as error:
-            raise CheckpointError(error.failures(step)) from None
         most, behind = all_reduce(comm, step, lambda: self._calls, _behind)
         self._calls = most
         if behind:
@@ -89,6 +118,15 @@ class JobComm:
                 Failure(comm.ranks[place], step, "RuntimeError", text.format(missing))
                 for place, missing in behind
             )
+
+
+@contextmanager
+def _named_step(step: str) -> Iterator[None]:
+    """Raise lost ranks as the failures of a step."""
+    try:
+        yield
+    except LostRanksError as error:
+        raise CheckpointError(error.failures(step)) from None
 
 
 def _behind(calls: list[int]) -> tuple[int, list[tuple[int, int]]]:
@@ -104,6 +142,20 @@ def _behind(calls: list[int]) -> tuple[int, list[tuple[int, int]]]:
 _job: Final = JobComm(private=False)
 
 
+def as_comm(comm: Comm | None) -> Comm:
+    """Return a comm that a caller passed; by default, `default_comm`.
+
+    Raises:
+        TypeError: It is something else, such as a process group of torch.
+    """
+    if comm is not None and not hasattr(comm, "coordinator"):  # which torch's groups lack
+        kind = type(comm).__name__
+        raise TypeError(
+            f"comm is a {kind}; for a process group, pass shardplan.dist.torch_comm(it)"
+        )
+    return default_comm() if comm is None else comm
+
+
 def default_comm() -> Comm:
     """Return the comm of all ranks of the job; that of one rank where there is no process group.
 
@@ -111,8 +163,32 @@ def default_comm() -> Comm:
 
     >>> default_comm().world_size
     1
+
+    Raises:
+        RuntimeError: A launcher started several ranks, and there is no process group.
     """
     return _job.take()
+
+
+def _launched() -> Place | None:
+    """Return where torchrun, or what sets its variables, has put this process; None if nowhere."""
+    rank, ranks = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if not rank.isdecimal() or not ranks.isdecimal() or int(ranks) < 2:
+        return None
+    return Place(int(rank), int(ranks))
+
+
+def _refuse_missing_group() -> None:
+    """Refuse to work alone in a process that a launcher started as one of several."""
+    place = _launched()
+    if place is not None:
+        raise RuntimeError(
+            f"this process is rank {place.rank} of {place.ranks} (RANK and WORLD_SIZE in its "
+            "environment), but torch.distributed has no process group here, so every rank would "
+            "work alone, and the last one to save would win; call "
+            "torch.distributed.init_process_group() first, or pass comm=shardplan.dist.solo() if "
+            "this process is meant to work alone"
+        )
 
 
 def world_group() -> Any:
@@ -121,6 +197,27 @@ def world_group() -> Any:
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None
     return dist.group.WORLD
+
+
+def place_of(comm: Comm) -> Place:
+    """Return where this rank is among all ranks of a comm.
+
+    >>> place_of(solo())
+    Place(rank=0, ranks=1)
+    """
+    return Place(comm.rank, comm.world_size)
+
+
+def own_place() -> Place:
+    """Return where this process is in the job, without asking any other.
+
+    >>> own_place()
+    Place(rank=0, ranks=1)
+    """
+    group = world_group()
+    if group is None:
+        return _launched() or Place(0, 1)
+    return Place(group.rank(), group.size())
 
 
 def take_step(
@@ -145,13 +242,14 @@ def told_apart(ranks: Sequence[int], values: Sequence[str]) -> str:
     sides: dict[str, list[int]] = {}
     for rank, value in zip(ranks, values, strict=True):
         sides.setdefault(value, []).append(rank)
-    told = (f"{span(who)}: {value}" for value, who in sides.items())
-    return "; ".join(told) if len(sides) > 1 else ""
+    told = [f"{span(who)}: {value}" for value, who in sides.items()]
+    return listed(told, quote="", between="; ") if len(sides) > 1 else ""
 
 
 def fail_alike(comm: Comm, step: str, error: Exception) -> NoReturn:
     """Raise one error on a rank that knows all others to raise it, too."""
-    failures = [Failure(rank, step, type(error).__name__, str(error)) for rank in comm.ranks]
+    kind, text = type(error).__name__, str(error)
+    failures = [Failure(rank, step, kind, text, expected=True) for rank in comm.ranks]
     raise CheckpointError(failures, error)
 
 

@@ -22,6 +22,7 @@ from shardplan.planning.reads import ReadItems
 from .destinations import destinations, refuse_shared
 from .fanout import FanOut, add_stats
 from .parcels import Parcels, loaded, value_names, values_read
+from .reports import place_name
 from .wishes import nbytes_of
 
 __all__ = ["Outcome", "SharedRead", "noting", "overwritten", "read_rank"]
@@ -70,7 +71,8 @@ def read_rank(
         progress: Called with the bytes of tensors done, and in all.
     """
     values = reader.values(plan, verify=verify)
-    stats = values_read(reader, [name for _, name in value_names(plan.items)])
+    names = [name for _, name in value_names(plan.items)]
+    stats = values_read(reader, names, verify=verify)
     dest = destinations(flat, plan.items, reader) if dest is None else dest
     told = Progress(nbytes_of(plan, reader.metadata), progress)
     filled = reader.fill(plan.items, dest, verify=verify, sums=sums, progress=told)
@@ -94,7 +96,7 @@ def noting(place: object, work: Callable[P, T]) -> Callable[P, T]:
         try:
             return work(*args, **options)
         except (FormatError, LoadError, PlanError) as error:
-            error.add_note(f"the checkpoint is {getattr(place, 'url', place)}")
+            error.add_note(f"the checkpoint is {place_name(place)}")
             raise
 
     return run
@@ -191,7 +193,8 @@ class SharedRead:
                 values |= loaded(stored, here, self.place)
         except Exception as error:
             failed.append(error)
-        stats = values_read(self.reader, [*(name for _, name in alone), *parcels.read])
+        names_read = [*(name for _, name in alone), *parcels.read]
+        stats = values_read(self.reader, names_read, verify=verify)
         return Outcome(stats, values, parcels.sent, parcels.received)
 
     def _value(self, name: str, verify: bool) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,8 +14,8 @@ import attrs
 
 from shardplan.dist import Comm
 from shardplan.planning import Issue
-from shardplan.planning.sheet import Sheet, Table, human_seconds
-from shardplan.planning.text import counted, human_bytes
+from shardplan.planning.errors import listed
+from shardplan.planning.text import Sheet, Table, counted, human_bytes, human_seconds
 
 from .ranks import device_of
 
@@ -24,7 +25,9 @@ __all__ = [
     "RankReport",
     "SaveReport",
     "Stopwatch",
+    "dropped_text",
     "logged",
+    "place_name",
     "rank_report",
     "sheet_of",
     "slowest_ranks",
@@ -86,6 +89,7 @@ class SaveReport:
         ranks: What each rank did; on the coordinator all of them, elsewhere this one alone.
         profile: If asked for, the coordinator's hottest functions: name, calls, own seconds.
         phase_bytes: This rank's bytes by phase; see `RankReport`.
+        dropped: The keys, on any rank, of what the planner left out: they were not saved.
     """
 
     path: str
@@ -99,6 +103,7 @@ class SaveReport:
     ranks: tuple[RankReport, ...] = ()
     profile: tuple[tuple[str, int, float], ...] = ()
     phase_bytes: Mapping[str, int] = attrs.field(factory=dict)
+    dropped: tuple[str, ...] = ()
 
     @property
     def _told(self) -> str:
@@ -106,10 +111,11 @@ class SaveReport:
 
     def __repr__(self) -> str:
         text = f"{self._told} (plan {self.how}), {times_text(self.seconds)}"
-        return "\n".join([text, *_slowest(self.slowest), *_hottest(self.profile)])
+        notes = dropped_text(self.dropped, "saved")
+        return "\n".join([text, *notes, *_slowest(self.slowest), *_hottest(self.profile)])
 
     def _repr_html_(self) -> str:
-        phases = (self.seconds, self.slowest, self.profile)
+        phases = (self.seconds, self.slowest, self.profile, dropped_text(self.dropped, "saved"))
         return sheet_of(self._told, *phases, nbytes=self.phase_bytes).html()
 
 
@@ -134,6 +140,11 @@ class LoadReport:
         profile: If asked for, the coordinator's hottest functions: name, calls, own seconds.
         phase_bytes: This rank's bytes by phase; see `RankReport`.
         bytes_sent: Bytes that this rank sent to others.
+        tied: Names that are not in the checkpoint, but share memory with one that is, by name.
+        dropped: This rank's keys that the planner left out: they were not filled.
+        bytes_unverified: Bytes that all ranks together read and nobody compared with a checksum: of
+            chunks that were not read whole, of formats that have none, or all if ``verify`` was
+            false.
     """
 
     missing: tuple[str, ...]
@@ -151,6 +162,9 @@ class LoadReport:
     profile: tuple[tuple[str, int, float], ...] = ()
     phase_bytes: Mapping[str, int] = attrs.field(factory=dict)
     bytes_sent: int = 0
+    tied: Mapping[str, str] = attrs.field(factory=dict)
+    dropped: tuple[str, ...] = ()
+    bytes_unverified: int = 0
 
     @property
     def amplification(self) -> float:
@@ -168,15 +182,39 @@ class LoadReport:
             moved = (self.bytes_needed, self.bytes_read, self.bytes_received, self.bytes_sent)
             needed, fetched, received, sent = map(human_bytes, moved)
             read = f"loaded {needed}: read {fetched}, received {received}, sent {sent}"
+        if self.bytes_unverified:
+            read += f", {human_bytes(self.bytes_unverified)} not verified"
         return f"{read}; {counts}"
 
     def __repr__(self) -> str:
         text = f"{self._told}; {times_text(self.seconds)}"
-        return "\n".join([text, *_slowest(self.slowest), *_hottest(self.profile)])
+        notes = dropped_text(self.dropped, "filled")
+        return "\n".join([text, *notes, *_slowest(self.slowest), *_hottest(self.profile)])
 
     def _repr_html_(self) -> str:
-        phases = (self.seconds, self.slowest, self.profile)
+        phases = (self.seconds, self.slowest, self.profile, dropped_text(self.dropped, "filled"))
         return sheet_of(self._told, *phases, nbytes=self.phase_bytes).html()
+
+
+def place_name(place: object) -> str:
+    """Return a path or a store as text; anything else by its type, since it may be long.
+
+    >>> place_name("runs/step-7"), place_name({"w": 1})
+    ('runs/step-7', 'a dict')
+    """
+    if isinstance(place, (str, os.PathLike)):
+        return os.fspath(place)
+    return str(getattr(place, "url", f"a {type(place).__name__}"))
+
+
+def dropped_text(names: Sequence[str], verb: str) -> list[str]:
+    """Say what a planner left out, in a line, if it did.
+
+    >>> dropped_text(["a", "b"], "saved")
+    ['not saved, as the planner drops them: a, b']
+    """
+    text = f"not {verb}, as the planner drops them: {listed(names, quote='')}"
+    return [text] if names else []
 
 
 def logged(report: T, place: object = "", *, loud: bool = True, left: Sequence[str] = ()) -> T:
@@ -188,12 +226,12 @@ def logged(report: T, place: object = "", *, loud: bool = True, left: Sequence[s
         loud: Whether this is news; what all ranks do alike is news on one of them.
         left: Files that no checkpoint needs any more, and that are still there.
     """
-    where = str(getattr(place, "url", place))
+    where = place_name(place)
     told = f"{where}: " if where else ""
     LOG.log(logging.INFO if loud else logging.DEBUG, "%s%s", told, repr(report).splitlines()[0])
     if left and loud:
         count = counted(len(left), "file")
-        LOG.warning("%s%s left over; prune removes them: %s", told, count, ", ".join(left[:8]))
+        LOG.warning("%s%s left over; prune removes them: %s", told, count, listed(left, quote=""))
     return report
 
 

@@ -27,18 +27,24 @@ from shardplan.planning import (
 )
 from shardplan.planning.errors import nearest_names
 from shardplan.planning.flatten import is_tensor
+from shardplan.planning.load import whole_names
 from shardplan.planning.metadata import TensorMetadata
 
 from .freshness import ATTEMPTS, STOPPED, begins_anew, plain_errors
+from .memory import blank_like, tied_names
+from .per_rank import part, unpart
+from .ranks import own_place
 from .reading import read_rank
 from .reports import LOG
+from .resizing import resize
+from .stateful import State, expand
 
 __all__ = ["restore"]
 
 
 def restore(
     path: str | os.PathLike[str] | Store,
-    target: Mapping[Any, Any] | None = None,
+    target: State | None = None,
     *,
     keys: Iterable[str] | None = None,
     device: Any = "cpu",
@@ -54,8 +60,9 @@ def restore(
         path: The checkpoint.
         target: What to make, nested in any way: meta tensors, `TensorSpec`s, or anything else with
             a shape and a dtype; other leaves stand for values that are no tensors. A DTensor stands
-            for one on the same mesh, of which this rank reads its own part. Everything that was
-            saved if left out.
+            for one on the same mesh, of which this rank reads its own part; an object with
+            ``state_dict()`` and ``load_state_dict()`` for its state, and is not changed. Everything
+            that was saved if left out.
         keys: Shell-style patterns of the flattened names to read; everything if left out.
         device: Where new tensors are made; DTensors are made where their mesh is.
         dtype: Whether tensors of ``target`` may have another dtype than the saved ones: ``"cast"``.
@@ -97,7 +104,7 @@ def restore(
 
 def _restore(
     reader: Reader,
-    target: Mapping[Any, Any] | None,
+    target: State | None,
     keys: Iterable[str] | None,
     device: Any,
     dtype: Literal["same", "cast"],
@@ -105,19 +112,43 @@ def _restore(
     progress: Tell | None,
 ) -> dict[Any, Any]:
     """Make a new state dict of a checkpoint; all is planned before memory is asked for."""
-    every, paths = _everything(reader.metadata) if target is None else flatten(target)
+    metadata = reader.metadata
+    place = own_place()
+    nested = {} if target is None else part(expand(target), place)
+    every, paths = _everything(metadata) if target is None else _flat(nested, metadata)
     wanted = _matching(every, keys)
-    specs = {name: _spec(leaf) if is_tensor(leaf) else None for name, leaf in wanted.items()}
-    plan = load_plan(reader.metadata, local_plan(specs), dtype=dtype)
-    flat = {name: None if spec is None else _blank(spec, device) for name, spec in specs.items()}
+    specs = {name: _spec(leaf) for name, leaf in wanted.items()}
+    local = local_plan(specs)
+    tied = tied_names(local, wanted, metadata)
+    resized = resize(nested, local, metadata, reader, place, strict=True, verify=verify)
+    optional = {*tied, *resized.names}
+    plan = load_plan(metadata, local, dtype=dtype, optional=optional)
+    flat = {name: _blank(spec, device) for name, spec in specs.items() if name not in tied}
+    flat |= {name: flat[kept] for name, kept in tied.items()}
     done = read_rank(reader, flat, plan, verify=verify, progress=progress)
     nbytes = done.stats.bytes_read
     LOG.info("%s: restored %d names, %d bytes", reader.store.url, len(flat), nbytes)
-    return unflatten({**flat, **done.values}, paths)
+    made = unflatten({**flat, **done.values}, paths)
+    resized.put(made)
+    unpart(made, nested)
+    return made
+
+
+def _flat(
+    nested: Mapping[Any, Any], metadata: Metadata
+) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """Flatten a target; what the checkpoint keeps as one value is one."""
+    flat, paths = flatten(nested)
+    whole = whole_names(flat, paths, metadata)
+    if whole:
+        flat, paths = flatten(nested, whole=whole)
+    return {name: None if name in whole else leaf for name, leaf in flat.items()}, paths
 
 
 def _spec(leaf: Any) -> Any:
-    """Return what is to be made like a leaf: a DTensor, or a whole tensor."""
+    """Return what is to be made like a leaf: a DTensor, a whole tensor, or some value."""
+    if not is_tensor(leaf):
+        return {} if isinstance(leaf, Mapping) and not leaf else None
     if isinstance(leaf, torch.Tensor) and hasattr(leaf, "placements"):
         return leaf
     if isinstance(leaf, TensorSpec) and not leaf.placements:
@@ -125,21 +156,11 @@ def _spec(leaf: Any) -> Any:
     return TensorSpec(tuple(leaf.shape), dtype_name(leaf.dtype))
 
 
-def _blank(spec: Any, device: Any) -> torch.Tensor:
-    """Return a new tensor; a DTensor where its like is, with memory for this rank's part."""
+def _blank(spec: Any, device: Any) -> Any:
+    """Return a new tensor, or what stands for a value until it is read."""
     if isinstance(spec, TensorSpec):
         return empty(spec.shape, spec.dtype, device)
-    local = spec.to_local()
-    device = spec.device_mesh.device_type if local.is_meta else local.device
-    blank: torch.Tensor = type(spec).from_local(
-        torch.empty_like(local, device=device, requires_grad=False),
-        spec.device_mesh,
-        spec.placements,
-        run_check=False,
-        shape=spec.shape,
-        stride=spec.stride(),
-    )
-    return blank
+    return blank_like(spec, device) if is_tensor(spec) else spec
 
 
 def _everything(metadata: Metadata) -> tuple[dict[str, Any], Mapping[str, Any]]:
@@ -162,6 +183,8 @@ def _matching(wanted: Mapping[str, Any], keys: Iterable[str] | None) -> Mapping[
     if keys is None:
         return wanted
     patterns = [keys] if isinstance(keys, str) else list(keys)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"keys are patterns of names, such as 'model.*', not {patterns!r}")
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in wanted):
             near = nearest_names(pattern, wanted)

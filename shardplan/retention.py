@@ -13,15 +13,24 @@ from shardplan.io.commit import find_manifest
 from shardplan.io.errors import FormatError
 from shardplan.io.folders import FolderStore
 from shardplan.io.leftovers import MIN_AGE, by_save
-from shardplan.io.local import LocalStore
 from shardplan.io.manifest import MANIFEST, decode_manifest
 from shardplan.io.progress import Tell
 from shardplan.io.stores import Entry, Store
 from shardplan.io.torchsave import find as is_torch_file
-from shardplan.planning.sheet import Sheet, Table
-from shardplan.planning.text import counted
+from shardplan.planning.text import Sheet, Table, counted
 
-from .looking import Look, by_age, contents, is_whole, look, look_at, made, open_run, within
+from .looking import (
+    Look,
+    by_age,
+    contents,
+    is_whole,
+    look,
+    look_at,
+    made,
+    open_run,
+    refuse_missing,
+    within,
+)
 from .reports import logged
 from .verifying import verify as check
 
@@ -50,8 +59,9 @@ def latest(path: str | os.PathLike[str] | Store) -> str | Store | None:
 
     Returns:
         What opens the checkpoint: for a path, ``path`` and the folder in it; for a store, a store,
-        with the same options. None if there is none. Of checkpoints made at the same time, that of
-        the last name, numbers counted as such: ``step-10`` comes after ``step-9``.
+        with the same options. None if there is none, as before the first save of a run, when not
+        even the folder may be there. Of checkpoints made at the same time, that of the last name,
+        numbers counted as such: ``step-10`` comes after ``step-9``.
 
     >>> import tempfile, torch
     >>> from shardplan import save
@@ -62,11 +72,14 @@ def latest(path: str | os.PathLike[str] | Store) -> str | Store | None:
     '/step-100'
 
     Raises:
-        MissingFileError: There is no such folder on the disk.
+        StoreError: The path is that of a file, or the store fails.
+        ValueError: The folder is itself a checkpoint, and holds none.
     """
     store = open_run(path)
     found = look_at(store, contents(store)[0], made, None)
     dated = [(when, name) for name, when in found.items() if when is not None]
+    if not dated and made(store) is not None:
+        raise ValueError(f"{store.url} is a checkpoint; latest takes the folder that holds several")
     for _, name in sorted(dated, key=by_age, reverse=True):
         if is_whole(within(store, name)):
             return FolderStore(store, name) if store is path else f"{store.url.rstrip('/')}/{name}"
@@ -167,6 +180,7 @@ def prune(
     """
     _check_wish(keep_last, min_age)
     store = open_run(path)
+    refuse_missing(path, store)
     inner, loose = contents(store)
     found = look_at(store, ["", *inner], look, Look(denied=True))
     whole = _whole(found)
@@ -223,8 +237,10 @@ def _check_wish(keep_last: int, min_age: float) -> None:
         )
     if isinstance(min_age, bool) or not hasattr(min_age, "__float__"):
         raise TypeError(f"min_age says how many seconds, as a number; not {min_age!r}")
-    if keep_last < 1 or not min_age >= 0:
-        raise ValueError(f"keep_last must be at least 1, min_age 0; not {keep_last}, {min_age}")
+    if keep_last < 1:
+        raise ValueError(f"keep_last must be at least 1, not {keep_last}")
+    if not min_age >= 0:
+        raise ValueError(f"min_age must be at least 0 seconds, not {min_age}")
 
 
 def _whole(found: Mapping[str, Look]) -> list[str]:
@@ -291,20 +307,12 @@ def _remove(store: Store, name: str, save_id: str | None) -> Literal["removed", 
         return "replaced"  # by what nobody can read
     if manifest.save_id != save_id:
         return "replaced"
-    if not _delete(store, f"{name}/{MANIFEST}", data):
+    if not store.delete_same(f"{name}/{MANIFEST}", data):
         return _remove(store, name, save_id)  # look again: something came between
     _LOG.info("removed %s of %s", name, store.url)
     store.sync()
     store.delete([f"{name}/{file}" for file in manifest.files.names])
     return "removed"
-
-
-def _delete(store: Store, file: str, data: bytes) -> bool:
-    """Delete a file, if it still holds these bytes, as far as the store can do that in one step."""
-    if isinstance(store, LocalStore):
-        return store.delete_same(file, data)
-    store.delete([file])
-    return True
 
 
 def _tidy(

@@ -15,23 +15,24 @@ from shardplan.io.pool import Pool
 from shardplan.io.progress import Progress, Tell
 from shardplan.io.stores import Store
 from shardplan.io.writers import Part, Writer, open_target
-from shardplan.planning import Pass, SavePlan
+from shardplan.planning import Passes, SavePlan
 
 from .agreement import Agreement, PlanCache, agree
+from .per_rank import part
 from .profiling import profiled
-from .ranks import Counted, default_comm, take_step
+from .ranks import Counted, as_comm, place_of, take_step
 from .refusing import REFUSALS, with_others
 from .reports import RankReport, SaveReport, Stopwatch, logged, rank_report, slowest_ranks
-from .stateful import expand
+from .stateful import State, expand
 
 __all__ = ["save", "save_state"]
 
 
 def save(
-    state_dict: Mapping[Any, Any],
+    state_dict: State,
     path: str | os.PathLike[str] | Store,
     *,
-    planner: Pass[SavePlan] | None = None,
+    planner: Passes[SavePlan] | None = None,
     format: str = "safetensors",
     comm: Comm | None = None,
     overwrite: bool = False,
@@ -49,17 +50,21 @@ def save(
 
     Args:
         state_dict: Tensors and other values, nested in any way. Objects with ``state_dict()`` and
-            ``load_state_dict()`` are saved as the state they return.
+            ``load_state_dict()``, in it or in its place, are saved as the state they return. What
+            is meant to differ between ranks is a `PerRank`; all else that several ranks have under
+            one name must be the same.
         path: A folder that will hold the checkpoint, on a disk or in an object store; for a format
             that is a single file, that file.
-        planner: A pass over the plan, such as ``chain(rename(...), cast("bfloat16"))``. Load with
-            the same one.
+        planner: A pass, or a list of them, such as ``[rename(...), cast("bfloat16")]``. Load with
+            the same one. Each is given what its scope says: see `shardplan.planning.passes`.
         format: What to write; see `shardplan.io.writers.WRITERS`.
-        comm: The ranks; by default all of torch's process group, or this process alone.
+        comm: The ranks; by default all of torch's process group, or this process alone (which is
+            refused under torchrun: pass ``comm=solo()`` if it is meant).
         overwrite: Whether a checkpoint that is there may be replaced. It can be loaded up to the
             instant at which the new one can.
-        verify_replicas: Whether to compare what several ranks claim to hold alike, bit by bit,
-            before anything is written. It costs a pass over all such tensors.
+        verify_replicas: Whether to compare all that several ranks claim to hold alike, bit by bit,
+            before anything is written. It costs a pass over all such tensors. Values, and plain
+            tensors of up to 64 KiB, are always compared.
         profile: Whether the coordinator's report tells its hottest functions.
         progress: Called as ``progress(done_bytes, total_bytes)``, from one thread at a time, with
             ever more bytes of this process's tensors done, and all of them in the end. What it
@@ -68,7 +73,7 @@ def save(
         cache: Plans made before; by default those of this process.
 
     Returns:
-        What was written, and how long it took, by phase and by rank.
+        What was written, what the planner left out, and how long it took, by phase and by rank.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -79,17 +84,23 @@ def save(
     Raises:
         ExistsError: There is a checkpoint, and ``overwrite`` is false.
         ValueRefusedError: Some values cannot be stored safely; all are named, nothing was written.
-        PlanError, RefusedError: There is no correct plan.
+        PlanError, RefusedError: There is no correct plan, or ranks hold different values under one
+            name.
         StoreError: The store failed; what was there before is intact.
         CheckpointError: On many ranks, any of these; it tells what happened on which rank.
     """
+    ranks = as_comm(comm)
+
+    def state() -> Mapping[Any, Any]:
+        return part(expand(state_dict), place_of(ranks))
+
     try:
         return save_state(
-            lambda: expand(state_dict),
+            state,
             path,
             planner=planner,
             format=format,
-            comm=default_comm() if comm is None else comm,
+            comm=ranks,
             overwrite=overwrite,
             verify_replicas=verify_replicas,
             profile=profile,
@@ -100,7 +111,7 @@ def save(
         )
     except REFUSALS as error:
         if planner is None:  # else nobody knows what it would have left out
-            raise with_others(error, state_dict) from error.__cause__
+            raise with_others(error, state()) from error.__cause__
         raise
 
 
@@ -108,7 +119,7 @@ def save_state(
     state: Callable[[], Mapping[Any, Any]],
     path: str | os.PathLike[str] | Store,
     *,
-    planner: Pass[SavePlan] | None,
+    planner: Passes[SavePlan] | None,
     format: str,
     comm: Comm,
     overwrite: bool,
@@ -125,8 +136,8 @@ def save_state(
 
     def begin() -> str:
         store, writer = open_target(path, format)
-        most = getattr(writer, "max_ranks", comm.world_size)
-        if most < comm.world_size:
+        most = writer.max_ranks
+        if most is not None and most < comm.world_size:
             raise ValueError(
                 f"{comm.world_size} ranks cannot save as {format!r}, which {most} can; save with "
                 f'format="safetensors", and make {format!r} of that with `convert`, on as many '
@@ -222,6 +233,7 @@ class SaveTask:
                 "files": sum(part.files for part in told),
                 "nbytes": sum(part.nbytes for part in told),
                 "leftovers": left,
+                "dropped": self.agreement.dropped,
                 "slowest": slowest_ranks(everyone) if comm.world_size > 1 else {},
             }
 
@@ -243,6 +255,7 @@ class SaveTask:
             {phase: tuple(found) for phase, found in done["slowest"].items()},
             tuple(everyone) or (self._own(watch, parts[0]),),
             phase_bytes=watch.nbytes,
+            dropped=tuple(done["dropped"]),
         )
 
     def _own(self, watch: Stopwatch, part: Part) -> RankReport:
@@ -250,7 +263,7 @@ class SaveTask:
 
 
 def _surely_failed(error: BaseException) -> bool:
-    """Tell whether no rank can still commit, or have done so unnoticed.
+    """Return True if no rank has committed or still can.
 
     Ranks that were lost may know nothing of the failure, a store may carry out late what it seemed
     to refuse, and an interrupt may come at any time.

@@ -131,6 +131,11 @@ class Shards:
     _chunks: Sequence[Chunk]
     _shards: Sequence[torch.Tensor]
 
+    @property
+    def is_meta(self) -> bool:
+        """Whether no shard has elements."""
+        return bool(self._shards) and all(shard.is_meta for shard in self._shards)
+
     def __create_chunk_list__(self) -> Sequence[Chunk]:
         """Say which chunks are here."""
         return self._chunks

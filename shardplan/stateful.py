@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, cast
+
+import attrs
 
 from shardplan.planning.flatten import is_tensor
 
-__all__ = ["expand", "give_back", "is_stateful"]
+from .nested import remade, replaced, sort_key
+from .per_rank import PerRank
+
+__all__ = ["State", "Stateful", "expand", "give_back", "is_stateful"]
+
+
+class Stateful(Protocol):
+    """An object that returns its state and takes it back, as modules and optimizers do."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take a state."""
+
+
+State = Mapping[Any, Any] | Stateful
+"""What can be saved and loaded: a state dict, or one object that keeps its own state."""
 
 
 def is_stateful(value: Any) -> bool:
@@ -17,11 +36,11 @@ def is_stateful(value: Any) -> bool:
     return all(callable(getattr(value, m, None)) for m in ("state_dict", "load_state_dict"))
 
 
-def expand(state_dict: Mapping[Any, Any]) -> Mapping[Any, Any]:
+def expand(state_dict: State) -> Mapping[Any, Any]:
     """Return a state dict with the state of stateful values in their place.
 
-    Values are asked in order of their keys, the same on all ranks, for some of them communicate.
-    The very state dict comes back if it holds no such value.
+    A stateful object stands for its state. Values are asked in order of their keys, the same on all
+    ranks, for some of them communicate. The very state dict comes back if it holds no such value.
 
     >>> class Counter:
     ...     def state_dict(self):
@@ -33,9 +52,10 @@ def expand(state_dict: Mapping[Any, Any]) -> Mapping[Any, Any]:
     {'counter': {'count': 3}, 'step': 7}
     """
     try:
-        return _expand(state_dict) if _is_mapping(state_dict) else state_dict
+        expanded: Mapping[Any, Any] = replaced(state_dict, _state_of)
+        return expanded
     except RecursionError:
-        return state_dict  # planning says what is wrong with it
+        return cast(Mapping[Any, Any], state_dict)  # planning says what is wrong with it
     except _RaisedError as raised:
         raise raised.error from None
 
@@ -48,56 +68,20 @@ class _RaisedError(Exception):
         self.error = error
 
 
-def _is_mapping(value: object) -> bool:
-    return isinstance(value, Mapping)
-
-
-def _expand(state_dict: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    changed: dict[Any, Any] = {}
-    examples = {type(value): value for value in state_dict.values()}  # there are mostly a few
-    tensors = {kind for kind, value in examples.items() if is_tensor(value)}
-    if tensors.issuperset(examples):
-        return state_dict
-    kept = [key for key, value in state_dict.items() if type(value) not in tensors]
-    for key in sorted(kept, key=_order):
-        value = state_dict[key]
-        inner = _expand_value(value)
-        if inner is not value:
-            changed[key] = inner
-    if not changed:
-        return state_dict
-    return {key: changed.get(key, value) for key, value in state_dict.items()}
-
-
-def _order(key: Any) -> tuple[str, str]:
-    return str(key), type(key).__name__
-
-
-def _expand_value(value: Any) -> Any:
-    """Return a value with the state of what is stateful in it; the very value if nothing is."""
-    if is_stateful(value):
-        try:
-            return value.state_dict()
-        except RecursionError as error:  # which is not that the state dict contains itself
-            raise _RaisedError(error) from error
-    if isinstance(value, Mapping):
-        return _expand(value)
-    if isinstance(value, (list, tuple)):
-        entries = [_expand_value(entry) for entry in value]
-        return _remade(value, entries)
-    return value
-
-
-def _remade(value: Any, entries: list[Any]) -> Any:
-    """Return a list or tuple of such entries; the very one if it has these already."""
-    if all(new is old for new, old in zip(entries, value, strict=True)):
+def _state_of(value: Any) -> Any:
+    """Return the state of a stateful value, also of one of each rank; the very value if none."""
+    if isinstance(value, PerRank):
+        inner = replaced(value.value, _state_of)
+        return value if inner is value.value else attrs.evolve(value, value=inner)
+    if not is_stateful(value):
         return value
-    if isinstance(value, list):
-        return entries
-    return value._make(entries) if hasattr(value, "_make") else tuple(entries)
+    try:
+        return value.state_dict()
+    except RecursionError as error:  # which is not that the state dict contains itself
+        raise _RaisedError(error) from error
 
 
-def give_back(state_dict: Mapping[Any, Any], loaded: Mapping[Any, Any]) -> None:
+def give_back(state_dict: State, loaded: Mapping[Any, Any]) -> None:
     """Hand every stateful value its state, after a load has filled what `expand` returned.
 
     Other values that were replaced inside an expanded copy are put where they came from.
@@ -125,15 +109,17 @@ def _give(value: Any, new: Any) -> Any:
     if is_stateful(value):
         value.load_state_dict(new)
         return value
+    if isinstance(value, PerRank):
+        return attrs.evolve(value, value=_give(value.value, new.value))
     if not _holds_stateful(value):
         return new
     if not isinstance(value, Mapping):
         entries = [_give(*pair) for pair in zip(value, new, strict=True)]
         if not isinstance(value, list):
-            return _remade(value, entries)
+            return remade(value, entries)
         value[:] = entries
         return value
-    for key in sorted(value, key=_order):
+    for key in sorted(value, key=sort_key):
         old = value[key]
         got = _give(old, new[key])
         if got is not old:
@@ -142,8 +128,9 @@ def _give(value: Any, new: Any) -> Any:
 
 
 def _holds_stateful(value: Any) -> bool:
+    """Tell whether something in a value is given its state, or is replaced by rank."""
     if isinstance(value, Mapping):
-        return any(is_stateful(v) or _holds_stateful(v) for v in value.values())
+        return any(_holds_stateful(inner) for inner in value.values())
     if isinstance(value, (list, tuple)):
-        return any(is_stateful(v) or _holds_stateful(v) for v in value)
-    return False
+        return any(_holds_stateful(inner) for inner in value)
+    return isinstance(value, PerRank) or is_stateful(value)

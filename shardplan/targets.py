@@ -19,7 +19,7 @@ from shardplan.io.sources import Source, Spot
 from shardplan.planning import (
     Mesh,
     Metadata,
-    Pass,
+    Passes,
     SavePlan,
     Shard,
     TensorSpec,
@@ -30,10 +30,12 @@ from shardplan.planning import (
 )
 from shardplan.planning.catalog import Catalog, Head, column, padded
 from shardplan.planning.columns import WriteItems
+from shardplan.planning.completeness import dropped_names
 from shardplan.planning.files import assign_files
-from shardplan.planning.layout import Placement
+from shardplan.planning.layout import Placement, as_mesh
 from shardplan.planning.metadata import TensorMetadata
 from shardplan.planning.packing import Ints, readonly
+from shardplan.planning.save import DEFAULT_PASSES
 
 __all__ = ["Placements", "Target", "nbytes_of", "plan_target", "tied_names", "write_order"]
 
@@ -59,19 +61,21 @@ class Target:
         metadata: What the checkpoint will hold.
         tied: Names that share another's elements, and those others.
         left_out: Names of values that the format cannot carry.
+        dropped: Names in the source of what the planner left out.
     """
 
     plans: tuple[SavePlan, ...]
     metadata: Metadata
     tied: Mapping[str, str]
     left_out: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
 
 
 def plan_target(
     source: Source,
     format: str,
     *,
-    planner: Pass[SavePlan] | None = None,
+    planner: Passes[SavePlan] | None = None,
     mesh: Mesh | None = None,
     placements: Placements | None = None,
     max_shard_size: int | None = None,
@@ -85,7 +89,7 @@ def plan_target(
     Args:
         source: What to convert.
         format: What to.
-        planner: A pass over the plans.
+        planner: A pass over the plans, or a list of them.
         mesh: The ranks to shard for.
         placements: How tensors lie on the mesh; by default all are cut along their first axis,
             over all axes of the mesh.
@@ -97,6 +101,8 @@ def plan_target(
         ValueError: What was asked for does not go together.
     """
     whole = format in _WHOLE
+    if mesh is not None:
+        as_mesh(mesh)
     if mesh is None and placements is not None:
         raise ValueError("placements need a mesh to lie on; pass mesh=Mesh(dp=4), say")
     if mesh is not None and whole:
@@ -106,15 +112,17 @@ def plan_target(
         local: Sequence[SavePlan] = (_held(metadata, whole),)
     else:
         local = _sharded(metadata, mesh, placements)
-    plans, described = global_plan((planner or chain())(tuple(local)))
+    plans, described = global_plan(local, chain(planner or (), *DEFAULT_PASSES))
+    dropped = dropped_names(plans)
     described = attrs.evolve(described, planner_data=_planner_data(metadata, described))
-    plans = tuple(attrs.evolve(plan, items=_from_whole(plan.items)) for plan in plans)
+    plans = tuple(attrs.evolve(plan, items=_from_whole(plan.items), held=None) for plan in plans)
     ties = _renamed(tied_names(source), plans)
     if format == "hf":
-        return _hf_target(plans[0], described, ties, max_shard_size)
+        target = _hf_target(plans[0], described, ties, max_shard_size)
+        return attrs.evolve(target, dropped=dropped)
     if mesh is None and not whole:
         plans = _cut(source, plans[0], max_shard_size, processes)
-    return Target(plans, described, ties)
+    return Target(plans, described, ties, dropped=dropped)
 
 
 def _held(metadata: Metadata, whole: bool) -> SavePlan:
@@ -141,7 +149,7 @@ def _held(metadata: Metadata, whole: bool) -> SavePlan:
     items = WriteItems(
         catalog, column(row), padded(offsets, 0, catalog.axes), padded(sizes, 1, catalog.axes)
     )
-    return SavePlan(items, planner_data=_paths(metadata))
+    return SavePlan(items, planner_data=_paths(metadata), held=items)
 
 
 def _sharded(metadata: Metadata, mesh: Mesh, placements: Placements | None) -> tuple[SavePlan, ...]:
@@ -170,15 +178,14 @@ def _placed(
 
 
 def _paths(metadata: Metadata) -> dict[str, Any] | None:
-    data = metadata.planner_data
-    paths = data.get("paths") if isinstance(data, Mapping) else None
-    return {"paths": paths} if paths else None
+    data = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    return {key: data[key] for key in ("paths", "empty") if data.get(key)} or None
 
 
 def _planner_data(old: Metadata, new: Metadata) -> Any:
-    """Keep what planners left in the source, beside the paths, which may have changed."""
+    """Keep what planners left in the source, beside nested keys, which may have changed."""
     theirs = dict(old.planner_data) if isinstance(old.planner_data, Mapping) else {}
-    theirs.pop("paths", None)
+    theirs = {key: part for key, part in theirs.items() if key not in ("paths", "empty")}
     return {**theirs, **(new.planner_data or {})} or None
 
 
@@ -212,7 +219,8 @@ def _renamed(tied: Mapping[str, str], plans: Sequence[SavePlan]) -> dict[str, st
         return {}
     found: dict[str, tuple[str, str]] = {}
     for plan in plans:
-        for name, source, _, properties, _ in plan.items.catalog.heads:
+        for row in np.unique(plan.items.row).tolist():
+            name, source, _, properties, _ = plan.items.catalog.heads[row]
             if properties is not None:
                 found[source] = (name, properties.dtype)
     groups: dict[tuple[str, str], str] = {}

@@ -19,8 +19,7 @@ from shardplan.io.sources import detect, locate, open_source
 from shardplan.io.stores import Store, StoreError
 from shardplan.io.verify import Findings, check_files, check_manifest
 from shardplan.io.verify_foreign import Foreign, check_foreign, check_headers
-from shardplan.planning.sheet import Sheet, Table, human_seconds
-from shardplan.planning.text import human_bytes
+from shardplan.planning.text import Sheet, Table, human_bytes, human_seconds
 
 from .freshness import ATTEMPTS, is_another, save_of
 from .reports import logged

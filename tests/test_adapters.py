@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint import default_planner, planner_helpers
+from torch.distributed.checkpoint import default_planner, format_utils, planner_helpers
 from torch.distributed.checkpoint import filesystem as torch_files
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint import planner as torch_plans
@@ -74,6 +74,7 @@ from shardplan.planning import (
 )
 from shardplan.planning import strategies as plans_of
 from shardplan.planning.dtypes import ITEMSIZE
+from shardplan.stateful import expand
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
@@ -425,6 +426,121 @@ def test_an_empty_dict_that_torch_left_out_is_left_alone(tmp_path):
     assert got == {"optim": {"state": {}, "lr": 0.1}}
 
 
+def _adamw(steps):
+    model = torch.nn.Linear(2, 2)
+    optim = torch.optim.AdamW(model.parameters())
+    for _ in range(steps):
+        model(torch.ones(2)).sum().backward()
+        optim.step()
+    return {"model": model.state_dict(), "optim": optim.state_dict()}
+
+
+def _sgd():
+    model = torch.nn.Linear(2, 2)
+    return {"model": model, "optim": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+
+HOLLOW = {
+    "a plain SGD": _sgd,
+    "AdamW before its first step": lambda: _adamw(0),
+    "AdamW after one": lambda: _adamw(1) | {"extra": {}},
+    "only an empty dict": lambda: {"extra": {}},
+    "an empty dict on top": lambda: {"m": {"w": torch.ones(2)}, "e": {}, "s": {"n": 3, "l": [1]}},
+    "several": lambda: {"a": {"b": {}, "c": {"d": {}}}, "e": {}, "w": torch.ones(2), "s": {"n": 1}},
+    "in lists": lambda: {"l": [[{}], {"a": {}}], "k": [{}], "s": {"n": 1}, "n": [[]]},
+    "after tensors": lambda: {"l": [torch.ones(2), {}], "p": {"g": []}, "s": {"n": 1}},
+    "after dicts": lambda: {"l": [{"a": 1}, {}, [{}]], "s": {"n": 1}},
+    "no parameters": lambda: {"o": {"state": {}, "param_groups": [{"params": [], "lr": 0.1}]}},
+    "no groups": lambda: {"o": {"state": {}, "param_groups": []}, "s": {"n": {"m": 1}}},
+}
+
+
+def _from_torch_file(folder, sd, convert):
+    state = {k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in sd.items()}
+    torch.save(state, f"{folder}.pt")
+    convert(f"{folder}.pt", folder)
+
+
+def _converted(sd, folder):
+    shardplan.save(sd, f"{folder}-native")
+    shardplan.convert(f"{folder}-native", folder, format="dcp")
+
+
+TORCH_FILES = {  # savers of files that torch reads
+    "torch": lambda sd, p: dcp.save(sd, checkpoint_id=p),
+    "planner": lambda sd, p: dcp.save(sd, checkpoint_id=p, planner=as_torch_save_planner()),
+    "save": lambda sd, p: shardplan.save(sd, p, format="dcp"),
+    "convert": _converted,
+    "torch_save_to_dcp": lambda sd, p: _from_torch_file(p, sd, shardplan.torch_save_to_dcp),
+    "torch's own": lambda sd, p: _from_torch_file(p, sd, format_utils.torch_save_to_dcp),
+}
+OUR_FILES = {
+    "native": lambda sd, p: shardplan.save(sd, p),
+    "writer": lambda sd, p: dcp.save(sd, storage_writer=as_torch_storage_writer(p)),
+    "both": lambda sd, p: dcp.save(
+        sd, storage_writer=as_torch_storage_writer(p), planner=as_torch_save_planner()
+    ),
+}
+TORCH_READS = {
+    "torch": lambda sd, p: dcp.load(sd, checkpoint_id=p),
+    "planner": lambda sd, p: dcp.load(sd, checkpoint_id=p, planner=as_torch_load_planner()),
+}
+OUR_READS = {
+    "load": shardplan.load,
+    "reader": lambda sd, p: dcp.load(sd, storage_reader=as_torch_storage_reader(p)),
+    "both": lambda sd, p: dcp.load(
+        sd, storage_reader=as_torch_storage_reader(p), planner=as_torch_load_planner()
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOLLOW)
+@pytest.mark.parametrize("saver", [*TORCH_FILES, *OUR_FILES])
+def test_state_dicts_with_empty_dicts_go_from_every_writer_to_every_reader(tmp_path, case, saver):
+    make, folder = HOLLOW[case], tmp_path / "saved"
+    saved = make()
+    save = TORCH_FILES.get(saver) or OUR_FILES[saver]
+    save(saved, str(folder))
+    for load in (OUR_READS | (TORCH_READS if saver in TORCH_FILES else {})).values():
+        got = make()
+        load(got, str(folder))
+        inner = [expand(sd) for sd in (got, saved)]
+        assert_same(*inner)
+
+
+@pytest.mark.parametrize("saver", [*TORCH_FILES, *OUR_FILES])
+@pytest.mark.parametrize("before", [1, torch.ones(2), {"a": 1}], ids=["value", "tensor", "dict"])
+def test_our_readers_know_lists_that_torch_cannot_load_again(tmp_path, before, saver):
+    """torch loads no list that has an empty dict before anything else, not from its own files."""
+    sd = {"l": [{}, [{}], before, {}], "s": {"n": 1}}
+    (TORCH_FILES.get(saver) or OUR_FILES[saver])(sd, str(tmp_path / "saved"))
+    for read in (OUR_READS["load"], OUR_READS["both"]):
+        got = blank(sd)
+        read(got, str(tmp_path / "saved"))
+        assert_same(got, sd)
+
+
+@pytest.mark.parametrize("save", ["save", "planner", "convert", "torch_save_to_dcp"])
+def test_empty_dicts_are_kept_in_dcp_files_where_torch_does_not_see_them(tmp_path, save):
+    sd = {"m": {"w": torch.ones(2)}, "e": {}, "n": {3: {}}, "l": [{}, 1]}
+    TORCH_FILES[save](sd, str(tmp_path / "a"))
+    assert_same(shardplan.restore(tmp_path / "a"), sd)
+    names = dcp.FileSystemReader(tmp_path / "a").read_metadata().state_dict_metadata
+    assert sorted(names) == ["l.1", "m.w"]
+    assert shardplan.verify(tmp_path / "a").ok
+    shardplan.convert(tmp_path / "a", tmp_path / "b")
+    assert_same(shardplan.restore(tmp_path / "b"), sd)
+
+
+def test_state_that_only_the_checkpoint_has_is_not_passed_over(tmp_path):
+    shardplan.save(_adamw(1), tmp_path)
+    for read in (OUR_READS["load"], OUR_READS["both"]):
+        with pytest.raises(
+            BaseException, match=r"`optim\.state` is empty .* before its first step"
+        ):
+            read(_adamw(0), tmp_path)
+
+
 def test_a_load_that_is_not_strict_says_what_was_missing(tmp_path):
     dcp.save({"a": torch.ones(2), "c": 1}, checkpoint_id=tmp_path)
     got = {"a": torch.zeros(2), "b": torch.zeros(2)}
@@ -444,6 +560,43 @@ def test_another_dtype_is_a_mistake_unless_a_cast_is_asked_for(tmp_path):
     assert got["w"].tolist() == [0, 1, 2]
 
 
+def test_the_storage_says_of_itself_what_torch_s_own_does(tmp_path):
+    writer = as_torch_storage_writer(tmp_path / "a")
+    told = dcp.save({"w": torch.zeros(4)}, storage_writer=writer).storage_meta
+    assert (told.save_id, told.checkpoint_id) == (writer.save_id, str(tmp_path / "a"))
+    reader = as_torch_storage_reader(tmp_path / "a")
+    found = reader.read_metadata()
+    expected = torch_metadata.StorageMeta(str(tmp_path / "a"), writer.save_id, reader.load_id)
+    assert (found.storage_meta, found.version) == (expected, torch_files.CURRENT_DCP_VERSION)
+    assert (writer.path, reader.path) == (tmp_path / "a", tmp_path / "a")
+    first = writer.save_id, reader.load_id
+    writer.reset(tmp_path / "b")
+    reader.reset(tmp_path / "b")
+    assert {writer.save_id, reader.load_id}.isdisjoint(first)
+    assert (writer.path, reader.path) == (tmp_path / "b", tmp_path / "b")
+
+
+def test_the_storage_keeps_what_torch_said_of_a_checkpoint(tmp_path):
+    dcp.save({"w": torch.zeros(4)}, checkpoint_id=tmp_path)
+    theirs = dcp.FileSystemReader(tmp_path).read_metadata()
+    ours = as_torch_storage_reader(tmp_path).read_metadata()
+    assert ours.storage_meta.save_id == theirs.storage_meta.save_id
+    assert ours.storage_meta.checkpoint_id == str(theirs.storage_meta.checkpoint_id)
+    assert ours.version == theirs.version
+
+
+def test_a_writer_that_is_used_again_writes_other_files(tmp_path):
+    writer = as_torch_storage_writer(tmp_path, overwrite=True)
+    for step in range(2):
+        planner = default_planner.DefaultSavePlanner()
+        planner.set_up_planner({"w": torch.full((2,), step)}, writer.storage_meta(), True)
+        plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+        (plan,) = writer.prepare_global_plan(plans)
+        done = writer.write_data(planner.finish_plan(plan), planner).wait()
+        writer.finish(metadata, [done])
+        assert shardplan.restore(tmp_path)["w"].tolist() == [step, step]
+
+
 def test_asynchronous_saves_run_our_planner_and_our_storage(tmp_path):
     writer = as_torch_storage_writer(tmp_path)
     planner = as_torch_save_planner(rename({"w": "v"}))
@@ -461,8 +614,8 @@ class Custom:
     ("wanted", "told"),
     [
         ({"gone": torch.zeros(2)}, "`gone` is not in the checkpoint"),
-        ({"w": 1}, "`w` was saved as a tensor and is wanted as a value that is no tensor"),
-        ({"step": torch.zeros(2)}, "`step` was saved as a value that is no tensor and is wanted"),
+        ({"w": 1}, "`w` was saved as a tensor and is wanted as a non-tensor value"),
+        ({"step": torch.zeros(2)}, "`step` was saved as a non-tensor value and is wanted"),
         ({"w": torch.zeros(3)}, r"`w` was saved with shape \[2\] and is wanted with \[3\]"),
     ],
 )
@@ -492,9 +645,11 @@ def test_a_load_that_cannot_be_right_is_one_error_that_names_the_key(
 
 def test_tensors_that_cannot_be_filled_are_named_and_nothing_is_changed(tmp_path):
     dcp.save({"a": torch.ones(2), "b": torch.ones(2)}, checkpoint_id=tmp_path)
-    got = {"a": torch.zeros(2), "b": torch.zeros(2, device="meta")}
+    fixed = np.zeros(2, np.float32)
+    fixed.flags.writeable = False
+    got = {"a": torch.zeros(2), "b": fixed}
     error = only_failure(dcp.load, got, checkpoint_id=tmp_path, planner=as_torch_load_planner())
-    assert "`b` is on the meta device" in str(error)
+    assert "`b` is a numpy array that is read-only" in str(error)
     assert got["a"].tolist() == [0, 0]
 
 
@@ -903,8 +1058,36 @@ def test_on_four_ranks_everything_comes_back(told, case):
 
 
 @pytest.mark.slow
+def test_what_four_ranks_saved_each_by_itself_is_read_as_one_and_rank_by_rank(told):
+    right = {"loaded": [], "resharded": [], "own": True, "verified": True}
+    assert told["each_alone"] == [right] * 4
+
+
+@pytest.mark.slow
 def test_some_of_the_ranks_can_save_and_load_by_themselves(told):
     assert told["some_ranks"] == [{}, {"loaded": []}, {}, {"loaded": []}]
+
+
+@pytest.mark.slow
+def test_on_four_ranks_a_planner_means_the_same_to_torch_and_to_us(told):
+    names = {
+        "captured": [f"own.{rank}" for rank in range(4)],
+        "numbered": [f"own@{rank}of4" for rank in range(4)],
+        "counted": ["allx4", *(f"own{rank}x1" for rank in range(4)), "wx4"],
+    }
+    for rank in told["scopes"]:
+        for case, expected in names.items():
+            assert rank[case] == {"names": [expected] * 2, "wrong": [[], []], "missing": []}
+
+
+@pytest.mark.slow
+def test_passes_see_their_rank_in_the_process_group_that_the_planner_is_given(told):
+    for rank in (1, 3):
+        names, refused = told["scopes"][rank]["some"]
+        assert names == ["w@0of2", "w@1of2"]
+        ((error, text),) = refused.values()
+        assert error == "ValueError"
+        assert "give the planner the process_group" in text
 
 
 @pytest.mark.slow

@@ -241,18 +241,31 @@ def chunked_plain(rank):
 
 def test_a_value_that_cannot_be_stored_is_refused_on_any_rank_with_a_known_plan_too():
     saves = Saves("objects", world=2)
-    saves.save(lambda rank: {"w": torch.zeros(2), "s": [rank]})
-    assert saves.save(lambda rank: {"w": torch.ones(2), "s": [rank]})[0] == "cached"
+    saves.save(lambda rank: {"w": torch.zeros(2), "s": [7]})
+    assert saves.save(lambda rank: {"w": torch.ones(2), "s": [7]})[0] == "cached"
     for culprit in range(2):
 
         def bad(rank, culprit=culprit):
-            return {"w": torch.zeros(2), "s": [print] if rank == culprit else [rank]}
+            return {"w": torch.zeros(2), "s": [print] if rank == culprit else [7]}
 
         with pytest.raises(CheckpointError, match="`s`") as raised:
             saves.save(bad)
         assert {failure.rank for failure in raised.value.failures} == {culprit}
         assert {failure.type for failure in raised.value.failures} == {"ValueRefusedError"}
     assert shardplan.restore(saves.store)["w"].tolist() == [1, 1]
+
+
+def test_a_save_with_a_known_plan_plans_nothing_and_still_compares(monkeypatch):
+    saves = Saves("known", world=2)
+    saves.save(lambda rank: {"w": torch.zeros(2), "s": 7})
+
+    def never(*args, **options):
+        raise AssertionError("a plan was made")
+
+    monkeypatch.setattr("shardplan.agreement.local_plan", never)
+    assert saves.save(lambda rank: {"w": torch.ones(2), "s": 8})[0] == "cached"
+    with pytest.raises(CheckpointError, match="`s` differs"):
+        saves.save(lambda rank: {"w": torch.ones(2), "s": rank})
 
 
 class Once(dict):
@@ -493,3 +506,18 @@ def test_zeros_of_either_sign_are_different_names():
     shardplan.save({0.0: torch.ones(2)}, "memory://zero")
     shardplan.save({-0.0: torch.ones(2)}, "memory://minus")
     assert [repr(k) for k in shardplan.restore("memory://minus")] == ["-0.0"]
+
+
+def test_a_plan_for_an_empty_dict_is_not_used_for_a_value_in_its_place(tmp_path):
+    cache = PlanCache()
+
+    def save(held, name):
+        def fn(comm):
+            state = {"opt": {"state": held if comm.rank else {"w": torch.ones(2)}}}
+            return shardplan.save(state, tmp_path / name, comm=comm, cache=cache)
+
+        return run_ranks(2, fn)
+
+    save({}, "a")
+    with pytest.raises(CheckpointError, match=r"`opt\.state` is a value"):
+        save(None, "b")

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardplan
+from shardplan import background
 from shardplan.dist import CheckpointError, Failure, run_ranks, solo
 from shardplan.io.errors import ExistsError, ValueRefusedError
 from shardplan.io.stores import open_store
@@ -260,7 +261,8 @@ def test_an_interrupt_while_it_waits_for_the_save_before_leaves_that_one_alone(g
         first = shardplan.async_save({"w": torch.ones(1)}, gate, comm=comm)
         assert gate.writing.wait(10)
         if comm.rank == 1:
-            monkeypatch.setattr(first, "settle", interrupt)
+            line = background._savers[comm].line
+            monkeypatch.setattr(line, "drain", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 shardplan.async_save({"w": torch.zeros(1)}, gate, comm=comm)
             gate.open.set()
@@ -286,6 +288,65 @@ def test_a_call_that_was_interrupted_does_not_keep_the_next_one_from_saving(gate
         shardplan.async_save({"s": Interrupted()}, gate)
     shardplan.async_save({"w": torch.ones(2)}, gate).result(30)
     assert shardplan.restore(gate)["w"].tolist() == [1, 1]
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt at one of the bytecodes that a call executes on its own thread."""
+
+    FILES = (background.__file__, sys.modules[Buffers.__module__].__file__, threading.__file__)
+
+    def __init__(self, number):
+        self.left = number
+
+    def __call__(self, frame, event, argument):
+        if frame.f_code.co_filename not in self.FILES:
+            return None
+        frame.f_trace_opcodes = True
+        if event in ("opcode", "line"):
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self
+
+    def hits(self, call):
+        """Make a call; tell whether it was interrupted."""
+        sys.settrace(self)
+        try:
+            call()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(None)
+        return False
+
+
+def slowly(plans):
+    """Take long enough for another save to begin meanwhile, if it may."""
+    time.sleep(0.005)
+    return plans
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1, 8))
+def test_wherever_ctrl_c_hits_every_checkpoint_has_its_own_elements(first):
+    hits, number = 0, first
+    while True:
+        stores = [open_store(f"memory://interrupted/{first}/{number}-{i}") for i in range(2)]
+        w = torch.full((4,), 1.0)
+        trial = Interrupter(number)
+        hit = trial.hits(
+            lambda store=stores[0], w=w: shardplan.async_save({"w": w}, store, planner=slowly)
+        )
+        w.fill_(2.0)
+        shardplan.async_save({"w": w}, stores[1], planner=slowly).result(30)
+        background._own.line.drain()
+        assert shardplan.restore(stores[1])["w"].unique().tolist() == [2.0]
+        if stores[0].exists("shardplan.json") or not hit:
+            assert shardplan.restore(stores[0])["w"].unique().tolist() == [1.0]
+        if not hit:
+            break
+        hits, number = hits + 1, number + 7
+    assert hits > 20
 
 
 # Errors
@@ -473,8 +534,6 @@ def test_if_no_thread_can_be_started_the_call_says_so_and_the_next_one_works(tmp
 
 def test_snapshots_go_when_the_comm_they_were_made_for_goes():
     import gc
-
-    from shardplan import background
 
     gc.collect()
     before = len(background._savers)

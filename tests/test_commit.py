@@ -628,9 +628,15 @@ def test_only_our_own_temporary_files_are_leftovers(tmp_path):
     assert all((tmp_path / f"{MANIFEST}.{name}").exists() for name in mine)
 
 
-@pytest.mark.parametrize("wrong", [{"keep_last": 0}, {"keep_last": 1, "min_age": -1}])
-def test_a_prune_of_nonsense_is_refused(tmp_path, wrong):
-    with pytest.raises(ValueError, match="keep_last must be at least 1, min_age 0"):
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"keep_last": 0}, "keep_last must be at least 1, not 0"),
+        ({"keep_last": 1, "min_age": -1}, "min_age must be at least 0 seconds, not -1"),
+    ],
+)
+def test_a_prune_of_nonsense_is_refused(tmp_path, wrong, text):
+    with pytest.raises(ValueError, match=text):
         shardplan.prune(tmp_path, **wrong)
 
 

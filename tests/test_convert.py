@@ -200,6 +200,29 @@ def test_what_makes_no_sense_is_refused(tmp_path):
     assert os.listdir(tmp_path) == ["a"]
 
 
+@pytest.mark.parametrize("format", ["dcp", "safetensors", "hf"])
+def test_a_torch_file_may_lie_in_the_folder_that_becomes_a_checkpoint(tmp_path, format):
+    torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
+    before = (tmp_path / "model.pt").read_bytes()
+    for _ in range(2):
+        shardplan.convert(tmp_path / "model.pt", tmp_path, format=format, overwrite=True)
+        assert shardplan.restore(tmp_path)["w"].tolist() == [1, 1]
+        assert (tmp_path / "model.pt").read_bytes() == before
+    with pytest.raises(ValueError, match="into itself"):
+        shardplan.convert(tmp_path / "model.pt", tmp_path / "model.pt", format="torch")
+
+
+def test_torch_s_two_converters_work_within_one_folder(tmp_path):
+    shardplan.save({"w": torch.ones(2), "e": {}}, tmp_path / "a", format="dcp")
+    for _ in range(2):
+        shardplan.dcp_to_torch_save(tmp_path / "a", tmp_path / "a" / "model.pt")
+        shardplan.torch_save_to_dcp(tmp_path / "a" / "model.pt", tmp_path / "a")
+    assert torch.load(tmp_path / "a" / "model.pt")["w"].tolist() == [1, 1]
+    target = {"w": torch.zeros(2), "e": {}}
+    dcp.load(target, checkpoint_id=tmp_path / "a")
+    assert target["w"].tolist() == [1, 1]
+
+
 @pytest.mark.parametrize("format", ["dcp", "torch"])
 def test_a_checkpoint_is_not_converted_into_itself_through_a_link(tmp_path, format):
     (tmp_path / "real").mkdir()
@@ -268,7 +291,7 @@ def test_the_two_functions_of_torch_are_called_by_one_rank_or_by_those_that_are_
     def never():
         raise AssertionError("other ranks, which do not call it, would be waited for")
 
-    monkeypatch.setattr("shardplan.converting.default_comm", never)
+    monkeypatch.setattr("shardplan.ranks.default_comm", never)
     torch.save({"w": torch.ones(4)}, tmp_path / "a.pt")
     shardplan.torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "b")
     shardplan.dcp_to_torch_save(tmp_path / "b", tmp_path / "c.pt")

@@ -16,9 +16,18 @@ from hypothesis import strategies as st
 import shardplan
 from shardplan.io import FormatError, copying, open_store
 from shardplan.io.ahead import Ahead
-from shardplan.io.copying import Block, Content, Seal, literal, threads_for, write_direct
+from shardplan.io.copying import (
+    PIECE,
+    Block,
+    Content,
+    FileContents,
+    Made,
+    Seal,
+    Stretch,
+    literal,
+    threads_for,
+)
 from shardplan.io.crc import combine_crc
-from shardplan.io.moving import PIECE, Stretch
 from shardplan.io.pool import Pool
 from shardplan.io.stores import StoreError
 from shardplan.io.testing import CountingStore
@@ -37,6 +46,7 @@ SD = {
 def small_tasks(monkeypatch):
     """As if all were large: a task is some kilobytes."""
     monkeypatch.setattr(copying, "_TASK", 5000)
+    monkeypatch.setattr(copying, "_SMALL", 0)
     monkeypatch.setattr(copying, "processors", lambda: 4)
 
 
@@ -50,6 +60,11 @@ def same(path, sd=SD):
     for name, tensor in sd.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor), name
+
+
+def write_direct(store, path, contents, *, nbytes, atomic=False, threads=1):
+    file = FileContents(lambda local: contents, threads)
+    store.write_contents(path, file, nbytes=nbytes, atomic=atomic)
 
 
 @given(st.binary(max_size=300), st.integers(0, 300))
@@ -139,31 +154,34 @@ def test_damage_that_is_copied_is_noticed_and_nothing_is_left(tmp_path, small_ta
 def test_a_source_that_is_not_all_there_is_told_by_name(tmp_path, harm):
     store = open_store(tmp_path)
     (tmp_path / "a").write_bytes(bytes(3 * PIECE))
-    stretch = Stretch(store, "a" if harm == "cut" else "b", PIECE, 3 * PIECE)
+    name = "a" if harm == "cut" else "b"
+    stretch = Stretch(store.locate(name), name, PIECE, 3 * PIECE)
     contents = [literal(b"head"), Content([Block([stretch])])]
     with pytest.raises(FormatError, match=r"a: it ends at byte|b: it is missing"):
         write_direct(store, "out", contents, nbytes=4 + 3 * PIECE, threads=2)
     assert store.list() == ("a",)
 
 
-@given(st.data())
-def test_any_contents_arrive_in_order(tmp_path_factory, data):
-    """Memory, stretches and seals of any size, in tasks of any size, by several threads."""
+@given(st.data(), st.sampled_from(["memory", "stretches", "made"]))
+def test_any_contents_arrive_in_order(tmp_path_factory, data, kind):
+    """Bytes and seals of any size, in tasks of any size, by several threads or in a stream."""
     folder = tmp_path_factory.mktemp("copying")
     store = open_store(folder)
     source = np.random.default_rng(0).integers(0, 256, 5000, np.uint8).tobytes()
     (folder / "a").write_bytes(source)
-    contents, expected, sums, seen = [], b"", [], []
+    contents, expected, sums = [], b"", []
+
+    def part(at, nbytes):
+        view = memoryview(source)[at : at + nbytes]
+        if kind == "memory" or data.draw(st.booleans()):
+            return view
+        return Made(nbytes, lambda: view) if kind == "made" else stretch_of(store, at, nbytes)
+
     for _ in range(data.draw(st.integers(1, 8))):
-        blocks, body = [], b""
-        for _ in range(data.draw(st.integers(0, 3))):
-            at, nbytes = data.draw(st.integers(0, 4000)), data.draw(st.integers(0, 1000))
-            text = source[at : at + nbytes]
-            seen.append(text)
-            memory = data.draw(st.booleans())
-            blocks.append(Block([memoryview(text) if memory else Stretch(store, "a", at, nbytes)]))
-            body += text
-        contents.append(Content(blocks, len(sums)))
+        ranges = st.tuples(st.integers(0, 4000), st.integers(0, 1000))
+        drawn = data.draw(st.lists(ranges, max_size=3))
+        body = b"".join(source[at : at + nbytes] for at, nbytes in drawn)
+        contents.append(Content([Block([part(*one)]) for one in drawn], len(sums)))
         sums.append(zlib.crc32(body))
         expected += body
         if data.draw(st.booleans()):
@@ -174,8 +192,28 @@ def test_any_contents_arrive_in_order(tmp_path_factory, data):
             expected += b"".join(sums[n].to_bytes(4, "big") for n in wanted)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copying, "_TASK", data.draw(st.sampled_from([1, 700, 1 << 20])))
+        patch.setattr(copying, "_SMALL", 0)
         write_direct(store, "out", contents, nbytes=len(expected), threads=3)
     assert (folder / "out").read_bytes() == expected
+    if kind != "stretches":
+        assert b"".join(FileContents(lambda local: contents).parts()) == expected
+
+
+def stretch_of(store, at, nbytes):
+    return Stretch(store.locate("a"), "a", at, nbytes)
+
+
+@pytest.mark.parametrize("length", [3, 5])
+def test_what_is_made_of_another_size_than_announced_is_refused(tmp_path, length):
+    store = open_store(tmp_path)
+    made = Content([Block([Made(4, lambda: memoryview(bytes(length)))])], 0)
+    seal = Seal(4, [0], lambda sums: bytes(length))
+    for contents in ([made], [Content([], 0), seal]):
+        with pytest.raises(ValueError, match=f"4 bytes were announced, and {length} were made"):
+            write_direct(store, "out", contents, nbytes=4)
+        with pytest.raises(ValueError, match=f"4 bytes were announced, and {length} were made"):
+            list(FileContents(lambda local, held=contents: held).parts())
+    assert store.list() == ()
 
 
 def test_what_one_thread_raises_stops_all_and_leaves_nothing(tmp_path, monkeypatch):
@@ -205,7 +243,7 @@ def test_a_copy_ends_early_when_what_it_is_a_part_of_fails(tmp_path, monkeypatch
         begun.set()
         time.sleep(0.005)
 
-    blocks = [Block([Stretch(store, "a", 0, 1 << 20)], tell) for _ in range(400)]
+    blocks = [Block([Stretch(store.locate("a"), "a", 0, 1 << 20)], tell) for _ in range(400)]
 
     def work(name):
         if name == "fails":
@@ -230,35 +268,50 @@ def test_threads_are_shared_among_the_files_that_are_written_at_once(monkeypatch
     monkeypatch.setattr(copying, "processors", lambda: 8)
     with Pool(max_workers=4) as pool:
         assert [threads_for(pool, files) for files in (1, 2, 3, 100)] == [8, 4, 2, 2]
-        assert pool.submit(lambda: threads_for(pool, 1)).result() == 2
+        assert pool.map(lambda _: threads_for(pool, 1), [0]) == [2]
 
 
-def test_a_copy_that_is_interrupted_while_its_threads_are_started_leaves_none_behind(monkeypatch):
+@pytest.mark.usefixtures("small_tasks")
+def test_a_copy_that_is_interrupted_while_its_threads_are_started_leaves_none_behind(
+    monkeypatch, tmp_path
+):
     """One that nobody knows of would write on, to a file that is closed by then."""
-    start, begun, ended = threading.Thread.start, [], []
+    start, started, store = threading.Thread.start, [], open_store(tmp_path)
 
     def interrupted(thread):
+        started.append(thread)
         start(thread)
         signal.raise_signal(signal.SIGINT)
-
-    class Slow(copying._Work):
-        def __init__(self):
-            self._tasks, self._stopped = [copying._Task(0, [])] * 2, False
-
-        def _drain(self):
-            begun.append(1)
-            deadline = time.monotonic() + 5
-            while not self._stopped and time.monotonic() < deadline:
-                time.sleep(0.01)
-            ended.append(1)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     try:
-        work = Slow()
         with pytest.raises(KeyboardInterrupt):
-            work.run(2)
-        assert work._stopped
-        assert len(begun) == len(ended)
+            write_direct(store, "out", [literal(bytes(5000))] * 9, nbytes=45000, threads=2)
     finally:
         signal.signal(signal.SIGINT, before)
+    for thread in started:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in started)
+    assert store.list() == ()
+
+
+@pytest.mark.usefixtures("small_tasks")
+def test_a_copy_that_is_interrupted_half_way_stops_all_of_its_threads(tmp_path):
+    store, read = open_store(tmp_path), []
+
+    def interrupt():
+        read.append(1)
+        if len(read) == 3:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        time.sleep(0.05)
+
+    contents = [Content([Block([memoryview(bytes(5000))], interrupt)])] * 100
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            write_direct(store, "out", contents, nbytes=500_000, threads=2)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(read) < 50
+    assert store.list() == ()

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import random
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -14,6 +15,7 @@ import warnings
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -31,17 +33,22 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import shardplan
 from shardplan.adapters.values import UnsafeValueError, load_value
-from shardplan.io.dcp_metadata import METADATA, parse_metadata
+from shardplan.io import dcp_ranks
+from shardplan.io.dcp_metadata import METADATA, Described, parse_metadata
 from shardplan.io.errors import ExistsError, FormatError, UnsureCommitError, ValueRefusedError
 from shardplan.io.pool import Pool
 from shardplan.io.read import Reader
 from shardplan.io.sources import open_source
 from shardplan.io.stores import open_store
 from shardplan.io.testing import CountingStore, FaultyStore, InjectedError
-from shardplan.io.torchpickles import load_plain
+from shardplan.io.torchpickles import Storages, load_nested
 from shardplan.io.writers import find_writer
 from shardplan.planning import (
+    Chunk,
+    Metadata,
     PlanError,
+    TensorMetadata,
+    TensorProperties,
     flatten,
     global_plan,
     load_plan,
@@ -50,6 +57,7 @@ from shardplan.planning import (
 )
 from shardplan.planning.dtypes import ITEMSIZE
 from shardplan.planning.strategies import tensor_specs
+from shardplan.planning.tiling import tile_chunks
 from shardplan.reading import read_rank
 
 pytestmark = [
@@ -239,12 +247,16 @@ def test_damaged_headers_of_safetensors_items_are_refused(tmp_path, damage):
         shardplan.restore(tmp_path)
 
 
+def load_value_pickle(data):
+    return load_nested(data, Storages())
+
+
 @pytest.mark.parametrize(
     ("read", "name", "shared"),
     [
-        (parse_metadata, b"torch\nSize\n", b"]" + b"(" + b"K\x01" * 1000 + b"e"),
-        (load_plain, b"builtins\nset\n", b"](" + b"".join(b"K%c" % n for n in range(200)) + b"e"),
-        (load_plain, b"builtins\nbytearray\n", b"B" + (1000).to_bytes(4, "little") + b"x" * 1000),
+        (parse_metadata, b"builtins\nset\n", b"]" + b"(" + b"K\x01" * 1000 + b"e"),
+        (load_value_pickle, b"builtins\nset\n", b"](" + bytes(range(75, 76)) * 400 + b"e"),
+        (load_value_pickle, b"builtins\nbytearray\n", b"B\xe8\x03\x00\x00" + b"x" * 1000),
     ],
 )
 def test_a_pickle_that_copies_one_object_again_and_again_is_refused(read, name, shared):
@@ -271,6 +283,132 @@ def test_torch_2_3_kept_dicts_whole_and_they_are_opened(tmp_path, monkeypatch):
     blank = {"model": {"w": torch.zeros(2)}, "extra": {"lr": 0, "seen": {"a": 0}}, "list": 0}
     shardplan.load(blank, tmp_path)
     assert raw(blank) == raw(sd)
+    for reader in (dcp.FileSystemReader, shardplan.as_torch_storage_reader):
+        blank = {"model": {"w": torch.zeros(2)}, "extra": {"lr": 0, "seen": {"a": 0}}, "list": 0}
+        planner = shardplan.as_torch_load_planner()
+        dcp.load(blank, storage_reader=reader(tmp_path), planner=planner)
+        assert raw(blank) == raw(sd)
+
+
+class Alone(dcp.FileSystemWriter):
+    """Writes as some rank of a save without collectives does, without the other ranks."""
+
+    def __init__(self, path, rank):
+        super().__init__(path)
+        self.number = rank
+
+    def set_up_storage_writer(self, is_coordinator, *args, **kwargs):
+        super().set_up_storage_writer(True, rank=self.number, use_collectives=False)
+
+
+def save_alone(folder, *states):
+    for rank, sd in enumerate(states):
+        dcp.save(sd, storage_writer=Alone(folder, rank), use_collectives=False)
+
+
+def test_chunks_of_many_ranks_are_tiled_once_when_their_files_are_merged(monkeypatch):
+    """Tiling after each rank would look at all chunks so far, again and again."""
+    tiled = []
+
+    def counted(chunks):
+        chunks = list(chunks)
+        tiled.append(len(chunks))
+        return tile_chunks(chunks)
+
+    monkeypatch.setattr(dcp_ranks, "tile_chunks", counted)
+    parts = {}
+    for rank in range(50):
+        chunks = [Chunk((0,), (2,)), Chunk((2 + rank,), (1,))]
+        entry = TensorMetadata(TensorProperties(), (52,), chunks)
+        parts[f"__{rank}.metadata"] = Described(Metadata({"w": entry}), (), {}, False)
+    merged = dcp_ranks.merge_ranks(parts).metadata.state_dict_metadata["w"]
+    assert tiled == [51]
+    assert [c.offsets for c in merged.chunks] == [(0,), *((i,) for i in range(2, 52))]
+
+
+def test_what_ranks_saved_each_by_itself_is_one_checkpoint(tmp_path):
+    folder = tmp_path / "run" / "step-1"
+    common = {"w": torch.arange(4.0), "step": 7, "s": {"lr": [0.1]}}
+    save_alone(folder, *(common | {"own": {rank: torch.full((2,), rank)}} for rank in range(3)))
+    assert METADATA not in os.listdir(folder)
+    own = {str(rank): torch.full((2,), rank) for rank in range(3)}
+    assert raw(shardplan.restore(folder)) == raw(common | {"own": own})
+    assert "own.2" in shardplan.open_checkpoint(folder)
+    assert shardplan.verify(folder).ok
+    assert shardplan.latest(tmp_path / "run") == str(folder)
+    shardplan.convert(folder, tmp_path / "native")
+    assert raw(shardplan.restore(tmp_path / "native")) == raw(common | {"own": own})
+    got = {"w": torch.zeros(4), "own": {"2": torch.zeros(2, dtype=torch.int64)}}
+    dcp.load(got, storage_reader=shardplan.as_torch_storage_reader(folder))
+    assert got["own"]["2"].tolist() == [2, 2]
+    assert list(shardplan.restore(folder / "__1.metadata")["own"]) == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"x": 1}, {"x": 2}),
+        ({"x": torch.ones(3)}, {"x": torch.zeros(3)}),
+        ({"x": torch.ones(3)}, {"x": torch.ones(4)}),
+        ({"x": torch.ones(3)}, {"x": torch.ones(3).double()}),
+        ({"x": torch.ones(3)}, {"x": 1}),
+        ({"x": {"y": 1}}, {"x": 1}),
+        ({"x": [torch.ones(1)]}, {"x": {"0": torch.ones(1)}}),
+    ],
+)
+def test_what_ranks_saved_each_by_itself_and_differs_is_never_chosen_from(tmp_path, one, other):
+    save_alone(tmp_path, one | {"w": torch.ones(2)}, other | {"w": torch.ones(2)})
+    with pytest.raises(FormatError, match=r"`x.*(differs|different|nested|is a value)"):
+        shardplan.restore(tmp_path)
+    for rank, mine in enumerate((one, other)):
+        got = shardplan.restore(tmp_path / f"__{rank}.metadata")
+        assert raw(got) == raw(mine | {"w": torch.ones(2)})
+
+
+def test_replicas_without_checksums_are_compared_by_their_bytes(tmp_path):
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        save_alone(tmp_path / "a", {"w": torch.ones(3)}, {"w": torch.ones(3)})
+        save_alone(tmp_path / "b", {"w": torch.ones(3)}, {"w": torch.zeros(3)})
+    finally:
+        torch.serialization.set_crc32_options(before)
+    assert shardplan.restore(tmp_path / "a")["w"].tolist() == [1, 1, 1]
+    with pytest.raises(FormatError, match="`w` differs between ranks"):
+        shardplan.restore(tmp_path / "b")
+
+
+def test_a_rank_that_never_finished_its_own_part_is_named(tmp_path):
+    save_alone(tmp_path, *({"w": torch.ones(2)} for _ in range(3)))
+    (tmp_path / "__1.metadata").unlink()
+    with pytest.raises(FormatError, match=r"__1\.metadata: it is missing, and __2\.metadata is"):
+        shardplan.open_checkpoint(tmp_path)
+    (tmp_path / "__0.metadata").unlink()
+    with pytest.raises(FormatError, match="there is no checkpoint"):
+        shardplan.open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("format", ["dcp", "safetensors", "hf"])
+def test_a_checkpoint_takes_the_place_of_what_ranks_saved_each_by_itself(tmp_path, format):
+    save_alone(tmp_path, *({"w": torch.ones(2)} for _ in range(2)))
+    with pytest.raises(ExistsError, match="dcp"):
+        shardplan.save({"w": torch.zeros(2)}, tmp_path, format=format)
+    shardplan.save({"w": torch.zeros(2)}, tmp_path, format=format, overwrite=True)
+    assert shardplan.restore(tmp_path)["w"].tolist() == [0, 0]
+    assert not [
+        name for name in os.listdir(tmp_path) if re.match(r"__\d+(_0\.distcp|\.meta)", name)
+    ]
+
+
+def test_damage_to_what_another_rank_saved_is_found(tmp_path):
+    save_alone(tmp_path, *({"w": torch.arange(100.0)} for _ in range(2)))
+    file = tmp_path / "__1_0.distcp"
+    data = bytearray(file.read_bytes())
+    at = data.find(torch.arange(100.0).numpy().tobytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+    report = shardplan.verify(tmp_path)
+    assert [fault.file for fault in report.faults] == ["__1_0.distcp"]
 
 
 def test_state_dicts_that_were_not_flattened_are_read(tmp_path):
@@ -652,6 +790,50 @@ BAD_METADATA = {
     ),
     "a compressed item": lambda f: set_info(f, "w", transform_descriptors=["stream.zstd"]),
 }
+
+
+KEYS = {
+    "tuple": (1, 2),
+    "nested tuple": (1, ("x", None)),
+    "frozenset": frozenset({1}),
+    "float": 1.5,
+    "bytes": b"x",
+    "none": None,
+    "bool": True,
+    "int": 7,
+    "text that looks like one": "(1, 2)",
+    "numpy": np.int64(3),
+}
+
+
+@pytest.mark.parametrize("kind", KEYS)
+@pytest.mark.parametrize("save", ["save", "convert", "planner"])
+def test_keys_that_are_not_text_are_kept_as_the_native_format_keeps_them(tmp_path, kind, save):
+    key = KEYS[kind]
+    sd = {"a": {key: {"w": torch.ones(2)}, "b": {key: 5}}, key: {}, "c": {key: {}}}
+    if save == "planner":
+        dcp.save(sd, checkpoint_id=tmp_path / "a", planner=shardplan.as_torch_save_planner())
+    elif save == "convert":
+        shardplan.save(sd, tmp_path / "native")
+        shardplan.convert(tmp_path / "native", tmp_path / "a", format="dcp")
+    else:
+        shardplan.save(sd, tmp_path / "a", format="dcp")
+    got = shardplan.restore(tmp_path / "a")
+    assert got["a"][key].pop("w").tolist() == [1, 1]
+    assert got == {"a": {key: {}, "b": {key: 5}}, key: {}, "c": {key: {}}}
+    target = {"a": {key: {"w": torch.zeros(2)}, "b": {key: 0}}}
+    shardplan.load(target, tmp_path / "a")
+    assert target["a"]["b"] == {key: 5}
+
+
+@pytest.mark.parametrize("key", [torch.float32, 1j, range(3)], ids=str)
+def test_keys_that_cannot_be_kept_are_refused_and_nothing_is_written(tmp_path, key):
+    sd = {"a": {key: torch.ones(2), "b": 1}}
+    with pytest.raises(ValueRefusedError, match=r"`a\..*` lies under the key .*cannot be kept"):
+        shardplan.save(sd, tmp_path / "a", format="dcp")
+    with pytest.raises(dcp.api.CheckpointException, match="lies under the key"):
+        dcp.save(sd, checkpoint_id=tmp_path / "b", planner=shardplan.as_torch_save_planner())
+    assert not [file for _, _, files in os.walk(tmp_path) for file in files]
 
 
 @pytest.mark.parametrize("fault", BAD_METADATA)

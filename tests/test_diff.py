@@ -3,6 +3,7 @@
 import collections
 import copy
 import itertools
+import re
 import tracemalloc
 
 import attrs
@@ -431,11 +432,13 @@ def test_what_was_only_compared_by_checksum_is_told(tmp_path):
     shardplan.save(sd, tmp_path / "b")
     found = diff(tmp_path / "a", tmp_path / "b")
     assert (found.by_checksum, found.bytes_read) == (2, 0)
-    assert "2 of 3 by the checksums that were written down; 0 B" in repr(found)
+    assert repr(found).endswith(
+        "2 of 3 keys compared by recorded checksums: their bytes were not read"
+    )
     found = diff(tmp_path / "a", tmp_path / "b", read=True)
     assert (bool(found), found.by_checksum, found.bytes_read) == (False, 0, 48)
     assert "checksum" not in repr(found)
-    assert "names, shapes and dtypes only" in repr(
+    assert "values were not compared: only names, shapes and dtypes" in repr(
         diff(tmp_path / "a", tmp_path / "b", values=False)
     )
 
@@ -446,5 +449,29 @@ def test_a_damaged_copy_is_found_by_reading_it(tmp_path):
     shardplan.save(sd, tmp_path / "b")
     flip_last(tmp_path / "b")
     assert not diff(tmp_path / "a", tmp_path / "b")
-    with pytest.raises(FormatError, match="`w`"):
+    with pytest.raises(FormatError, match="`w`") as caught:
         diff(tmp_path / "a", tmp_path / "b", read=True)
+    text = str(caught.value)
+    assert text.startswith(f"{tmp_path}/b/shard-")
+    assert text.endswith("this copy is damaged: use another, and see what verify says of it")
+    assert not re.search("filled|overwritten|load", text)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_what_stops_a_comparison_names_the_side(tmp_path, side):
+    places = [tmp_path / "a", tmp_path / "b"]
+    for place in places:
+        shardplan.save({"w": torch.ones(8), "value": b"x" * 100_000}, place)
+    bad = places[side]
+    (file,) = bad.glob("*.safetensors")
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b"xxxx", b"xyxx", 1))
+    with pytest.raises(FormatError, match=rf"^{bad}/shard-.*`value`"):
+        diff(*places, read=True)
+    file.write_bytes(data)
+    (bad / "shardplan.json").write_text("{}")
+    with pytest.raises(FormatError, match=rf"^{bad}/shardplan\.json"):
+        diff(*places)
+    (bad / "shardplan.json").unlink()
+    with pytest.raises(FormatError, match=rf"^{bad}: there is no checkpoint"):
+        diff(*places)

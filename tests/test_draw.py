@@ -440,9 +440,9 @@ def test_an_unknown_name_is_answered_with_the_nearest():
 
 
 def test_a_value_that_is_no_tensor_is_refused():
-    with pytest.raises(ValueError, match="no tensor"):
+    with pytest.raises(ValueError, match="non-tensor value"):
         draw_tiling(Metadata({"step": BytesMetadata()}), "step")
-    with pytest.raises(ValueError, match="no tensor"):
+    with pytest.raises(ValueError, match="non-tensor value"):
         draw_tiling(local_plan({"step": 7}), "step")
 
 
@@ -602,7 +602,7 @@ def test_load_plans_without_writers_are_refused():
     loads = [load_plan(SAVED, plan) for plan in THREE]
     with pytest.raises(ValueError, match="pass writers="):
         draw_traffic(loads)
-    with pytest.raises(ValueError, match="nobody wrote the chunk of `w` at"):
+    with pytest.raises(ValueError, match="nobody wrote a chunk that is read: `w`, read by rank 1"):
         traffic_matrix(loads, WRITTEN[:3])
 
 
@@ -750,7 +750,7 @@ def test_a_worlds_traffic_needs_writers_that_wrote_it():
     with pytest.raises(TypeError, match="pass writers_of"):
         draw_traffic(wanted)
     other = world_plans({"v": TensorSpec((4,))}, Mesh(dp=2))
-    with pytest.raises(ValueError, match="nobody wrote `v` as a tensor of shape"):
+    with pytest.raises(PlanError, match="`v` is not in the checkpoint"):
         traffic_matrix(other, writers)
 
 

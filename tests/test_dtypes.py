@@ -105,7 +105,7 @@ def test_a_lost_digit_is_no_exact_cast():
     assert is_exact_cast("int32", "float64")
 
 
-@pytest.mark.parametrize("wrong", ["float33", "str", object, None, np.dtype("U3"), np.longdouble])
+@pytest.mark.parametrize("wrong", ["float33", "str", object, np.dtype("U3"), np.longdouble])
 def test_other_dtypes_are_refused_with_those_that_are_known(wrong):
-    with pytest.raises(ValueError, match=r"unknown dtype .*; known ones are bfloat16, bool"):
+    with pytest.raises(ValueError, match=r"unknown dtype .*; known are bfloat16, bool"):
         dtype_name(wrong)

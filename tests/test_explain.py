@@ -31,8 +31,10 @@ from shardplan.planning import (
     itemsize,
     load_plan,
     local_plan,
+    read_on,
     resolve_overlaps,
     share_reads,
+    traffic_matrix,
 )
 from shardplan.planning.reports import CostModel, FileCost, RankCost, explain
 from shardplan.planning.reports.diff import PlanDiff, plan_diff
@@ -296,18 +298,18 @@ def test_small_blocks_give_the_same_sums(worlds):
     expected = explain(metadata, wanted, writers=saved)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reshard, "_BLOCK", 2)
-        patch.setattr(reshard, "_CROWDED", 1)
+        patch.setattr(reshard, "_alike", lambda tiling, boxes, _: (np.arange(len(boxes)),) * 2)
         assert explain(metadata, wanted, writers=saved) == expected
 
 
 @given(placed_worlds())
-def test_counting_by_axis_and_by_piece_give_the_same_sums(worlds):
+def test_counting_one_of_many_boxes_that_look_alike_gives_the_same_sums(worlds):
     from shardplan.planning.reports import reshard
 
     saved, metadata, _, wanted = worlds
     expected = explain(metadata, wanted, writers=saved)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reshard.Axes, "of", lambda *grids: None)
+        patch.setattr(reshard, "_BLOCK", 0)  # boxes are grouped however few there are
         assert explain(metadata, wanted, writers=saved) == expected
 
 
@@ -440,6 +442,18 @@ def test_shared_reads_need_the_same_bytes_and_send_what_they_do_not_read(world):
     assert report.totals.unique == report.totals.nbytes == alone.totals.unique
 
 
+@given(worlds())
+def test_the_matrix_counts_what_is_read_for_others_too(world):
+    saved, metadata, wanted = world
+    loads = tuple(load_plan(metadata, plan) for plan in wanted)
+    shared = read_on(0)(loads) if loads else loads
+    report = explain(metadata, shared, writers=saved)
+    matrix = traffic_matrix(shared, saved)
+    assert matrix.sum(axis=0).tolist() == [cost.nbytes for cost in report.ranks]
+    nbytes = {cost.file: cost.nbytes for cost in report.files}
+    assert matrix.sum(axis=1).tolist() == [nbytes.get(rank, 0) for rank in range(len(saved))]
+
+
 # Times and warnings
 
 
@@ -558,7 +572,7 @@ def test_what_is_not_known_is_said():
     assert report.files is None
     assert report.ranks[0].peers is None
     assert "pass writers= to see files and writers" in repr(report)
-    assert "by whom is not known" in repr(why(report, "w", (0,)))
+    assert "writer unknown" in repr(why(report, "w", (0,)))
 
 
 # Why
@@ -654,7 +668,7 @@ def test_why_refuses_what_is_not_there():
     for element in ((0,), (4, 0), (0, -1), (0, 0, 0)):
         with pytest.raises(IndexError, match=r"shape \[4, 2\]"):
             why(report, "w", element)
-    with pytest.raises(IndexError, match="no tensor"):
+    with pytest.raises(IndexError, match="`step` is a non-tensor value"):
         why(report, "step", (0,))
     holes = Metadata({"w": TensorMetadata(TensorProperties(), (4, 2), [Chunk((0, 0), (3, 2))])})
     with pytest.raises(NotFoundError, match=r"no saved chunk of `w` holds element \[3, 0\]"):

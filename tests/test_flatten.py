@@ -9,12 +9,15 @@ from hypothesis import given
 from shardplan.planning import (
     PlanError,
     TensorSpec,
+    drop,
     flatten,
     global_plan,
+    load_plan,
     local_plan,
     rename,
     unflatten,
 )
+from shardplan.planning.flatten import empty_names
 from shardplan.planning.strategies import state_dicts
 
 
@@ -133,7 +136,6 @@ def test_a_clash_of_a_list_and_a_dict_tells_which_is_which():
 
 
 PLACES = {
-    "empty dict": {},
     "empty list": [],
     "none": None,
     "number": 7,
@@ -150,6 +152,58 @@ def test_what_ranks_hold_in_one_place_as_a_value_and_as_a_dict_is_refused(place,
     with pytest.raises(PlanError, match=r"`a\.m.* on rank \d.*rename one of them") as caught:
         global_plan(plans)
     assert [issue.ranks for issue in caught.value.issues] == [(0, 1)]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_an_empty_dict_on_one_rank_gives_way_to_what_another_has_there(turned):
+    sides = [{"a": {"m": {"w": np.ones(2)}}, "e": {}}, {"a": {"m": {}}, "e": {}}]
+    plans = [local_plan(sd) for sd in (reversed(sides) if turned else sides)]
+    plans, metadata = global_plan(plans)
+    assert list(metadata.state_dict_metadata) == ["a.m.w", "e"]
+    assert metadata.planner_data["empty"] == ("a.m", "e")
+    assert sorted(i.index.fqn for plan in plans for i in plan.items) == ["a.m.w", "e"]
+    assert unflatten({"a.m.w": 1, "e": {}}, metadata.planner_data["paths"]) == {
+        "a": {"m": {"w": 1}},
+        "e": {},
+    }
+    for sd in sides:  # each rank's own state dict can be loaded again
+        load_plan(metadata, local_plan(sd))
+
+
+def test_an_empty_dict_is_not_missing_unless_the_checkpoint_has_something_inside_it():
+    metadata = global_plan([local_plan({"a": {"b": 1}, "ax": 2})])[1]
+    report = load_plan(metadata, local_plan({"a": {"b": 0}, "c": {}, "d": [{}, {"e": {}}]})).report
+    assert report.missing == ()
+    with pytest.raises(PlanError, match=r"`a` is empty .* the checkpoint has more below \(a\.b"):
+        load_plan(metadata, local_plan({"a": {}}))
+    assert load_plan(metadata, local_plan({"a": {}}), strict=False).report.missing == ("a",)
+    with pytest.raises(PlanError, match="`c` is not in the checkpoint"):
+        load_plan(metadata, local_plan({"c": []}))
+
+
+@pytest.mark.parametrize("passes", [rename({"a.b": "x"}), rename(lambda n: f"m.{n}"), drop("a.b")])
+def test_passes_know_empty_dicts_by_their_new_names(passes):
+    (plan,) = passes((local_plan({"a": {"b": {}}, "w": np.ones(2)}),))
+    names = {item.index.fqn for item in plan.items}
+    assert empty_names(plan.planner_data) == {n for n in names if not n.endswith("w")}
+    metadata = global_plan([local_plan({"x": np.ones(2)})])[1]
+    missing = load_plan(metadata, plan, strict=False).report.missing
+    assert set(missing) == {n for n in names if n.endswith("w")}
+
+
+def test_lists_are_opened_for_empty_dicts_as_torch_does_and_tuples_are_not():
+    sd = {"a": [{}, 1], "b": ({}, 1), "c": [[{}]], "d": ([{}],), "e": [], "f": [[]], "g": [({},)]}
+    names = ["a.0", "a.1", "b", "c.0.0", "d", "e", "f", "g"]
+    flat, paths = flatten(sd)
+    assert list(flat) == names
+    assert unflatten(flat, paths) == sd
+
+
+def test_containers_that_are_asked_for_whole_are_leaves():
+    sd = {"a": {"b": {"c": 1}, "d": [{"e": 2}]}}
+    flat, paths = flatten(sd, whole={"a.b", "a.d"})
+    assert flat == {"a.b": {"c": 1}, "a.d": [{"e": 2}]}
+    assert unflatten(flat, paths) == sd
 
 
 def test_ranks_may_hold_different_keys_of_one_dict():

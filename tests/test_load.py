@@ -143,7 +143,7 @@ def test_a_strict_pattern_that_matches_nothing_is_no_way_to_switch_strictness_of
 
 
 def test_a_state_dict_in_place_of_a_plan_is_told_how_to_become_one():
-    with pytest.raises(TypeError, match=r"not a dict; try local_plan\(it\)"):
+    with pytest.raises(TypeError, match=r"such as local_plan\(sd\); not a Metadata and a dict"):
         load_plan(saved(step=1), {"step": 1})
 
 
@@ -227,13 +227,13 @@ def test_an_overlap_still_refuses_holes_inside_what_both_have():
             TensorSpec((2,)),
             3,
             "type",
-            "saved as a tensor and is wanted as a value that is no tensor",
+            "saved as a tensor and is wanted as a non-tensor value",
         ),
         (
             3,
             TensorSpec((2,)),
             "type",
-            "saved as a value that is no tensor and is wanted as a tensor",
+            "saved as a non-tensor value and is wanted as a tensor",
         ),
         (TensorSpec((2,)), TensorSpec((2, 1)), "shape", "another number of axes"),
     ],

@@ -9,7 +9,7 @@ import torch
 import shardplan
 from shardplan.io import local
 from shardplan.io.local import LocalStore
-from shardplan.io.mapped import PAGE, can_map, map_ranges
+from shardplan.io.local_files import PAGE, can_map, map_ranges
 from shardplan.io.stores import StoreError
 from shardplan.planning import Chunk
 

@@ -35,9 +35,9 @@ from shardplan.planning import (
     split_chunks,
     split_reads,
     split_replicas,
+    world_pass,
 )
 from shardplan.planning.oracles import assert_read_once, assert_written_once
-from shardplan.planning.passes import _name
 from shardplan.planning.strategies import save_plans
 
 # Passes that keep every element, whatever the plans.
@@ -113,7 +113,12 @@ def test_a_plain_lambda_is_a_pass_and_one_that_loses_an_item_is_caught():
     specs = {"w": TensorSpec((4, 2), "float32", [Shard(0)])}
     plans = [local_plan(specs, mesh=mesh, rank=rank) for rank in range(2)]
     with pytest.raises(PlanError, match="no rank holds rows 2 to 4 of `w`"):
-        global_plan(plans, lambda plans: (plans[0], SavePlan([])))
+        global_plan(plans, lambda plans: plans if plans[0].rank == 0 else (SavePlan([]),))
+
+
+def test_a_plain_function_that_wants_all_plans_is_told_how_to_get_them():
+    with pytest.raises(ValueError, match=r"given a tuple of 1 plan and.*@world_pass"):
+        global_plan([SavePlan([])] * 2, lambda plans: (SavePlan([]),) * 2)
 
 
 def test_a_pass_that_writes_an_element_twice_is_caught():
@@ -123,6 +128,7 @@ def test_a_pass_that_writes_an_element_twice_is_caught():
 
 
 def test_a_pass_that_drops_a_rank_is_named():
+    @world_pass
     def shorten(plans):
         return plans[1:]
 
@@ -130,16 +136,35 @@ def test_a_pass_that_drops_a_rank_is_named():
         global_plan([SavePlan([])] * 2, chain(shorten))
 
 
-def test_a_chain_goes_by_the_names_of_its_passes():
+def test_a_pass_that_fails_inside_chains_is_named():
     twice = chain(chain(rename(str.upper), cast("float16"), shorter))
     with pytest.raises(ValueError, match="pass shorter was given a tuple of 2 plans"):
         twice((SavePlan([]),) * 2)
-    route = partition(has_a, {})
-    assert _name(chain(twice, chain(), route)) == (
-        "chain(chain(chain(rename, cast, shorter)), chain(), partition)"
+
+
+def test_planners_print_as_they_were_written():
+    planner = chain(
+        select("model.*"),
+        [rename({"a": "b"}, required=False), rename(str.upper)],
+        cast("bfloat16"),
+        split_replicas(8),
+        dedup_replicas(),
+        partition(has_a, {"a": split_chunks(8), "b": chain()}),
+    )
+    assert repr(planner) == (
+        "chain(select('model.*'), [rename({'a': 'b'}, required=False), rename(upper)], "
+        "cast('bfloat16'), split_replicas(min_bytes=8), dedup_replicas(), "
+        "partition(has_a, {'a': split_chunks(8), 'b': chain()}))"
     )
 
 
+def test_equal_planners_are_equal():
+    assert chain(select("a"), cast("int8")) == chain(select("a"), cast("int8"))
+    assert select("a") != select("a", required=False)
+    assert select("a") != drop("a")
+
+
+@world_pass
 def shorter(plans):
     return plans[1:]
 
@@ -206,10 +231,27 @@ def test_rename_takes_a_function_a_mapping_or_expressions():
     ]
 
 
-def test_renames_that_collide_are_refused_by_name_across_ranks():
-    plans = plan_of(a=((2,),)), plan_of(b=((2,),))
+def test_renames_that_collide_on_a_rank_are_refused_by_name():
     with pytest.raises(PlanError, match="rename gives `a`, `b` one name: `w`"):
-        rename(lambda _: "w")(plans)
+        rename(lambda _: "w")((plan_of(a=((2,),), b=((3,),)),))
+
+
+@pytest.mark.parametrize("passes", [(), [dedup_replicas()], [split_replicas(1), dedup_replicas()]])
+@pytest.mark.parametrize("held", [TensorSpec((2,)), 7])
+def test_two_values_that_get_one_name_on_two_ranks_are_not_taken_for_replicas(passes, held):
+    plans = local_plan({"a": held}), local_plan({"b": held})
+    with pytest.raises(PlanError, match="`w` stands for `a` of rank 0 and `b` of rank 1") as caught:
+        global_plan(plans, [rename(lambda _: "w"), *passes])
+    assert [issue.ranks for issue in caught.value.issues] == [(0, 1)]
+
+
+def test_parts_of_one_tensor_may_have_other_names_on_other_ranks():
+    specs = {"w": TensorSpec((4, 2), "float32", [Shard(0)])}
+    compiled = {"_orig_mod.w": specs["w"]}
+    mesh = Mesh(dp=2)
+    plans = [local_plan(sd, mesh=mesh, rank=r) for r, sd in enumerate([specs, compiled])]
+    clean = rename(lambda name: name.removeprefix("_orig_mod."))
+    assert_written_once(*global_plan(plans, [clean, dedup_replicas()]))
 
 
 @pytest.mark.parametrize(
@@ -240,9 +282,12 @@ def test_a_stage_without_matching_keys_passes_with_required_false():
     assert names(select("b", required=False)((plan,))) == [[]]
 
 
-def test_a_pattern_must_match_somewhere_but_not_on_every_rank():
+def test_a_pattern_must_match_on_every_rank_as_it_must_in_a_save():
     plans = plan_of(a=((2,),)), plan_of(b=((2,),))
-    assert names(select("b")(plans)) == [[], ["b"]]
+    with pytest.raises(PlanError, match="select: 'b' matches nothing on rank 0") as caught:
+        global_plan(plans, [select("b")])
+    assert caught.value.issues[0].ranks == (0,)
+    assert names(select("b", required=False)(plans)) == [[], ["b"]]
 
 
 def test_select_and_drop_take_functions_and_part_the_items():

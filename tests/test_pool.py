@@ -1,12 +1,16 @@
 """The pool keeps its budget, raises the first error once, and never waits for itself."""
 
+import gc
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +19,6 @@ from hypothesis import strategies as st
 
 import shardplan
 from shardplan.io.pool import Pool, StoppedError, check_stopped
-from shardplan.io.signals import undisturbed
 from shardplan.io.stores import open_store
 from shardplan.io.testing import CountingStore
 
@@ -35,6 +38,11 @@ class Gauge:
         with self.lock:
             self.now -= nbytes
         return nbytes
+
+
+def held(pool):
+    """Return the bytes in flight, as the pool prints them."""
+    return int(re.search(r"([0-9]+) of", repr(pool))[1])
 
 
 @given(st.lists(st.integers(0, 120), max_size=30), st.integers(1, 6))
@@ -134,26 +142,105 @@ def test_work_that_hands_in_work_does_not_wait_for_itself():
     with Pool(max_workers=1, max_bytes=10) as pool:
         inner = pool.map(lambda n: pool.map(lambda m: n * m, [1, 2], nbytes=10), [3, 4], nbytes=10)
         assert inner == [[3, 6], [4, 8]]
-        nested = pool.submit(lambda: pool.submit(lambda: 5, nbytes=10).result(), nbytes=10)
-        assert nested.result() == 5
 
 
-def test_a_cancelled_piece_of_work_gives_its_room_back():
-    gate = threading.Event()
-    with Pool(max_workers=1, max_bytes=100) as pool:
-        pool.submit(lambda: gate.wait(10), nbytes=50)
-        waiting = pool.submit(lambda: None, nbytes=50)
-        assert waiting.cancel()
-        assert pool.submit(lambda: gate.set(), nbytes=50).cancel()
+def test_work_that_comes_back_to_its_pool_through_another_does_not_wait_for_itself():
+    with Pool(max_workers=1, max_bytes=10) as outer, Pool(max_workers=1, max_bytes=10) as inner:
+
+        def there_and_back(n):
+            return inner.map(lambda m: outer.map(lambda k: n * m * k, [1, 2], nbytes=10), [1, 10])
+
+        found = outer.map(there_and_back, [3], nbytes=10)
+    assert found == [[[3, 6], [30, 60]]]
+
+
+def test_two_who_hand_in_work_take_turns():
+    begun, gate, order = threading.Event(), threading.Event(), []
+
+    def work(name):
+        begun.set()
+        gate.wait(10)
+        order.append(name)
+
+    with Pool(max_workers=1) as pool:
+        long = threading.Thread(target=pool.map, args=(work, ["long"] * 20))
+        long.start()
+        assert begun.wait(10)
+        short = threading.Thread(target=pool.map, args=(work, ["short"]))
+        short.start()
+        while pool._jobs.qsize() < 2:  # both stand in line
+            time.sleep(0.001)
         gate.set()
-    assert repr(pool).startswith("Pool(1 threads, 0 of 100 bytes")
+        short.join()
+        long.join()
+    assert order.index("short") <= 2
+
+
+def test_closing_a_pool_lets_what_is_under_way_finish():
+    begun, found = threading.Event(), []
+
+    def work(n):
+        begun.set()
+        time.sleep(0.01)
+        return n
+
+    with Pool(max_workers=2) as pool:
+        caller = threading.Thread(target=lambda: found.extend(pool.map(work, range(20))))
+        caller.start()
+        assert begun.wait(10)
+    caller.join(10)
+    assert found == [*range(20)]
+
+
+def test_the_threads_of_a_pool_that_nobody_holds_end():
+    def running():
+        return {t for t in threading.enumerate() if t not in before}
+
+    before = set(threading.enumerate())
+    assert Pool(max_workers=3).map(abs, range(9)) == [*range(9)]
+    gc.collect()
+    end = time.monotonic() + 10
+    while running() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not running()
+
+
+@pytest.mark.parametrize("here", [False, True])
+def test_a_pool_keeps_neither_work_nor_items_nor_results(here):
+    class Thing:
+        pass
+
+    kept = []
+
+    def keep(thing):
+        kept.append(weakref.ref(thing))
+        return thing
+
+    gc.disable()  # memory must be free at once, not when cycles are next looked for
+    try:
+        with Pool(max_workers=3) as pool:
+            work = partial(lambda own, item: own and item and keep(Thing()), keep(Thing()))
+            pool.map(work, [keep(Thing())] * 9, here=here)
+            del work
+            end = time.monotonic() + 10  # threads may be leaving the last piece of work
+            while any(ref() for ref in kept) and time.monotonic() < end:
+                time.sleep(0.01)
+            assert not any(ref() for ref in kept)
+    finally:
+        gc.enable()
+
+
+def test_the_handlers_of_signals_are_left_alone(monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda *_: pytest.fail("a handler was replaced"))
+    with Pool(max_workers=2) as pool:
+        assert pool.map(abs, [-1, 2, -3]) == [1, 2, 3]
 
 
 def test_a_closed_pool_says_so():
     with Pool() as pool:
         pass
     with pytest.raises(RuntimeError, match="closed"):
-        pool.submit(lambda: 1)
+        pool.map(abs, [1])
 
 
 @pytest.mark.parametrize("wrong", [{"max_workers": 0}, {"max_bytes": 0}])
@@ -164,7 +251,7 @@ def test_a_pool_of_nothing_is_refused(wrong):
 
 def test_negative_cost_is_refused():
     with Pool() as pool, pytest.raises(ValueError, match="-1"):
-        pool.submit(lambda: 1, nbytes=-1)
+        pool.map(abs, [1], nbytes=-1)
 
 
 def test_a_thread_that_outlives_the_program_s_end_still_gets_its_work_done():
@@ -207,12 +294,14 @@ def test_what_was_opened_before_a_fork_works_in_the_child(tmp_path):
         "shardplan.save({'w': torch.arange(9)}, sys.argv[1])\n"
         "checkpoint = shardplan.open_checkpoint(sys.argv[1], pool=pool)\n"
         "assert checkpoint['w'][3] == 3\n"
-        "pool.submit(gate.wait, nbytes=10)\n"  # the budget is used up when the fork comes
+        "long = dict(target=pool.map, args=(lambda _: gate.wait(), [0]), kwargs={'nbytes': 10})\n"
+        "threading.Thread(**long).start()\n"
+        "while '10 of 10' not in repr(pool): time.sleep(0.01)\n"  # the budget is used up
         "child = os.fork()\n"
         "if child == 0:\n"
         "    signal.alarm(20)\n"
         "    assert repr(pool).startswith('Pool(1 threads, 0 of'), pool\n"
-        "    os._exit(int(checkpoint['w'][7]) + pool.submit(lambda: 3, nbytes=10).result())\n"
+        "    os._exit(int(checkpoint['w'][7]) + pool.map(abs, [3], nbytes=10)[0])\n"
         "status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
         "gate.set()\n"
         "print(status)\n"
@@ -229,7 +318,7 @@ def test_a_pool_that_was_closed_before_a_fork_stays_closed():
     child = os.fork()
     if child == 0:
         try:
-            pool.submit(lambda: 1)
+            pool.map(abs, [1])
         except RuntimeError:
             os._exit(5)
         os._exit(0)
@@ -327,14 +416,14 @@ def test_work_that_is_done_here_keeps_to_the_budget_and_may_hand_in_more(items):
     seen = []
 
     def work(item):
-        seen.append((threading.current_thread(), pool._held_bytes))
+        seen.append((threading.current_thread(), held(pool)))
         return pool.map(lambda inner: inner + item, [1, 2], nbytes=100)  # more than there is
 
     with Pool(max_workers=2, max_bytes=100) as pool:
         found = pool.map(work, items, nbytes=100, here=True)
         assert found == [[item + 1, item + 2] for item in items]
         assert seen == [(threading.current_thread(), 100)] * len(items)
-        assert pool._held_bytes == 0
+        assert held(pool) == 0
         assert pool.map(lambda _: threading.current_thread(), range(2)) != [seen[0][0]] * 2
 
 
@@ -348,7 +437,7 @@ def test_what_work_that_is_done_here_raises_stops_the_rest_and_gives_its_memory_
     with Pool(max_workers=2, max_bytes=100) as pool:
         with pytest.raises(KeyboardInterrupt):
             pool.map(work, range(3), nbytes=60, here=True)
-        assert (done, pool._held_bytes) == ([0], 0)
+        assert (done, held(pool)) == ([0], 0)
 
 
 @pytest.mark.parametrize("number", ["SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1"])
@@ -376,26 +465,20 @@ except KeyboardInterrupt:
     assert (done.stdout, done.stderr) == ("interrupted True\n", "")
 
 
-def test_work_that_no_thread_can_be_started_for_is_done_here_and_only_once(monkeypatch):
-    """An executor keeps such work in line: done later, it would fill tensors that are in use."""
-    start, seen = threading.Thread.start, []
+def test_work_is_done_by_what_threads_can_be_started_and_only_once(monkeypatch):
+    start, started, seen = threading.Thread.start, [], []
 
     def limited(thread):
-        if len(pool._executor._threads) > 0:
+        if started:
             raise RuntimeError("can't start new thread")
+        started.append(thread)
         start(thread)
-
-    def work(item):
-        seen.append(item)
-        time.sleep(0.05 if threading.current_thread() is not threading.main_thread() else 0)
-        return item
 
     monkeypatch.setattr(threading.Thread, "start", limited)
     with Pool(max_workers=4, max_bytes=100) as pool:
-        assert pool.map(work, range(8), nbytes=10) == [*range(8)]
-        assert sorted(seen) == [*range(8)]
-        assert pool._held_bytes == 0
-    assert sorted(seen) == [*range(8)]
+        assert pool.map(seen.append, range(8), nbytes=10) == [None] * 8
+        assert seen == [*range(8)]
+        assert held(pool) == 0
 
 
 def test_work_that_no_thread_can_be_started_for_may_hand_in_more(monkeypatch):
@@ -406,43 +489,6 @@ def test_work_that_no_thread_can_be_started_for_may_hand_in_more(monkeypatch):
     with Pool(max_workers=2, max_bytes=100) as pool:
         found = pool.map(lambda i: pool.map(lambda j: (i, j), [0, 1], nbytes=80), [0, 1], nbytes=80)
     assert found == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
-
-
-def test_a_signal_that_comes_while_handlers_are_put_back_costs_no_other_its_handler(monkeypatch):
-    put, terms = signal.signal, []
-
-    def interrupted(number, handler):
-        put(number, handler)
-        if handler is signal.default_int_handler:
-            signal.raise_signal(signal.SIGINT)
-
-    before = put(signal.SIGINT, signal.default_int_handler)
-    other = put(signal.SIGTERM, lambda *_: terms.append("came"))
-    try:
-        with Pool(max_workers=2) as pool, monkeypatch.context() as patch:
-            patch.setattr(signal, "signal", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                pool.map(abs, range(3))
-        signal.raise_signal(signal.SIGTERM)
-        assert terms == ["came"]
-    finally:
-        put(signal.SIGINT, before)
-        put(signal.SIGTERM, other)
-
-
-def test_a_signal_that_was_put_off_comes_even_if_what_it_waited_for_failed():
-    def fail():
-        with undisturbed():
-            signal.raise_signal(signal.SIGINT)
-            raise MemoryError
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            fail()
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def test_a_pool_works_where_python_takes_another_thread_for_the_main_one():
@@ -480,8 +526,11 @@ def work(item):
 
 signal.signal(signal.SIGTERM, handler)
 with Pool(max_workers=2, max_bytes=100) as pool:
-    print(pool.map(work, range(3), nbytes=80), pool._held_bytes)
+    print(pool.map(work, range(3), nbytes=80), pool)
 """
     command = [sys.executable, "-P", "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr) == ("[0, 1]\n[0, 1, 2] 0\n", "")
+    assert (done.stdout, done.stderr) == (
+        "[0, 1]\n[0, 1, 2] Pool(2 threads, 0 of 100 bytes in flight, peak 80)\n",
+        "",
+    )

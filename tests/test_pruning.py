@@ -244,9 +244,7 @@ def test_a_root_that_may_not_be_read_is_an_error(tmp_path):
         shardplan.prune(Closed(open_store(tmp_path)), keep_last=1)
 
 
-def test_a_folder_that_is_not_there_is_an_error(tmp_path):
-    with pytest.raises(MissingFileError, match="no such folder"):
-        shardplan.latest(tmp_path / "nowhere")
+def test_a_folder_to_prune_that_is_not_there_is_an_error(tmp_path):
     with pytest.raises(MissingFileError, match="no such folder"):
         shardplan.prune(tmp_path / "nowhere", keep_last=1)
     assert run(tmp_path / "nowhere", "--keep-last", 1)[0] == 2

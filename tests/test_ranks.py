@@ -15,6 +15,7 @@ from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -22,15 +23,26 @@ from hypothesis import strategies as st
 
 import shardplan
 from shardplan.agreement import PlanCache
-from shardplan.dist import CheckpointError, run_ranks
+from shardplan.dist import CheckpointError, run_ranks, solo
 from shardplan.io.commit import assemble, publish
 from shardplan.io.errors import ExistsError, FormatError, ValueRefusedError
 from shardplan.io.pool import Pool
 from shardplan.io.stores import open_store
 from shardplan.io.testing import CountingStore, FaultyStore
 from shardplan.io.write import write_rank
-from shardplan.planning import Chunk, PlanError, cast, global_plan, local_plan, rename, select
+from shardplan.planning import (
+    Chunk,
+    PlanError,
+    cast,
+    chain,
+    global_plan,
+    local_plan,
+    rename,
+    select,
+    split_chunks,
+)
 from shardplan.planning.text import human_bytes
+from shardplan.replicas import COMPARED_BYTES, digests, replica_sums
 
 FOLDER = Path(__file__).parent / "ranks"
 
@@ -76,6 +88,25 @@ def load_on(world, layout, whole, store, **options):
         return report
 
     return run_ranks(world, fn, timeout=60)
+
+
+@pytest.mark.parametrize("format", ["safetensors", "dcp"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_empty_dict_on_some_ranks_is_filled_by_what_another_saves(tmp_path, world, format):
+    def state(rank, scale):
+        tensor = torch.full((2,), 1.0 * scale)
+        return {"stage": {"w": tensor, "n": scale} if rank == 1 else {}, "none": {}, "all": scale}
+
+    def fn(comm):
+        shardplan.save(state(comm.rank, 3), tmp_path / "a", format=format, comm=comm)
+        got = state(comm.rank, 0)
+        shardplan.load(got, tmp_path / "a", comm=comm)
+        return repr(got) == repr(state(comm.rank, 3))
+
+    assert run_ranks(world, fn, timeout=60) == [True] * world
+    got = shardplan.restore(tmp_path / "a")
+    assert got["stage"].pop("w").tolist() == [3, 3]
+    assert got == {"all": 3, "none": {}, "stage": {"n": 3}}
 
 
 # Every world and layout, to every other
@@ -402,11 +433,265 @@ def test_replicas_that_differ_are_named_with_the_ranks_on_either_side(store):
     with pytest.raises(CheckpointError) as caught:
         run_ranks(4, fn)
     text = str(caught.value)
-    assert "`w` at [0] is said to be the same everywhere, and is not" in text
-    assert "ranks 0, 1 and 3 against rank 2" in text
+    assert "`w` differs between ranks that save it: ranks 0, 1 and 3 against rank 2" in text
     assert "`lr`" in text
     assert "`same`" not in text
     assert store.list() == ()
+
+
+# Tensors on the meta device
+
+
+def staged(rank, real, size=4):
+    """Return a state of which a rank has only some elements: the rest is on the meta device."""
+    return {
+        name: torch.full((size,), float(holder))
+        if rank in holders
+        else torch.empty(size, device="meta")
+        for holder, (name, holders) in enumerate(real.items())
+    }
+
+
+@pytest.mark.parametrize("size", [4, 40_000])
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("planner", [None, rename({"a": "x"})])
+def test_a_rank_with_a_tensor_on_the_meta_device_does_not_hold_it(store, size, background, planner):
+    real = {"a": [0], "b": [1], "c": [2, 0], "d": [0, 1, 2]}
+
+    def fn(comm, real):
+        sd, cache = staged(comm.rank, real, size), caches[comm.rank]
+        options = {"comm": comm, "planner": planner, "cache": cache, "overwrite": True}
+        if background:
+            return shardplan.async_save(sd, store, **options).result(30).how
+        return shardplan.save(sd, store, **options).how
+
+    caches = [PlanCache() for _ in range(3)]
+    for every in (real, real, {name: [0, 1, 2] for name in real}, {**real, "a": [1]}):
+        run_ranks(3, lambda comm, every=every: fn(comm, every))
+        found = shardplan.restore(store)
+        names = ["x" if planner and name == "a" else name for name in real]
+        assert {n: found[n].unique().tolist() for n in names} == {
+            n: [float(i)] for i, n in enumerate(names)
+        }
+    assert shardplan.verify(store).ok
+
+
+def test_a_tensor_that_is_on_the_meta_device_everywhere_is_refused_with_its_ranks(store):
+    def fn(comm):
+        shardplan.save(staged(comm.rank, {"a": [0], "b": []}), store, comm=comm)
+
+    with pytest.raises(CheckpointError, match=r"no rank holds `b`: ranks 0-2 have it on the meta"):
+        run_ranks(3, fn)
+    assert store.list() == ()
+
+
+def test_a_planner_may_leave_out_what_is_on_the_meta_device_everywhere(store):
+    def fn(comm):
+        sd = staged(comm.rank, {"a": [0], "b": []})
+        shardplan.save(sd, store, comm=comm, planner=select("a"))
+
+    run_ranks(2, fn)
+    assert shardplan.restore(store)["a"].tolist() == [0, 0, 0, 0]
+
+
+STAGES = {0: "a", 1: "a", 2: "b", 3: "b"}  # two pipeline stages, with names of their own
+
+
+def state_of(rank, *, stages=False, **values):
+    """Return a rank's state: a tensor and a value of its stage, and what it has in common."""
+    stage = STAGES[rank] if stages else "all"
+    own = {f"{stage}.w": torch.full((3,), len(stage)), f"{stage}.lr": 0.1}
+    return {**own, "step": torch.tensor(7.0), "note": "x", **values}
+
+
+@pytest.mark.parametrize("stages", [False, True])
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize(
+    "change", [{"step": torch.tensor(8.0)}, {"note": "y"}, {"step": torch.tensor(-7.0)}]
+)
+def test_a_value_or_small_tensor_that_differs_is_named_however_the_plan_was_made(
+    store, change, known, stages
+):
+    caches = [PlanCache() for _ in range(4)]
+
+    def fn(comm, changed):
+        sd = state_of(comm.rank, stages=stages, **(change if comm.rank in changed else {}))
+        return shardplan.save(sd, store, comm=comm, cache=caches[comm.rank], overwrite=True).how
+
+    way = "gathered" if stages else "derived"
+    if known:
+        assert run_ranks(4, lambda comm: fn(comm, ())) == [way] * 4
+        assert run_ranks(4, lambda comm: fn(comm, ())) == ["cached"] * 4
+    with pytest.raises(CheckpointError) as caught:
+        run_ranks(4, lambda comm: fn(comm, (1, 2)))
+    (name,) = change
+    issues = caught.value.own.issues if caught.value.own else caught.value.__cause__.issues
+    assert [(i.kind, i.fqn, i.ranks) for i in issues] == [("conflict", name, (0, 1, 2, 3))]
+    text = f"`{name}` differs between ranks that save it: ranks 0 and 3 against ranks 1 and 2"
+    assert text.replace(" and ", ", ") in str(caught.value).replace(" and ", ", ")
+    assert "PerRank(value)" in str(caught.value)
+    assert run_ranks(4, lambda comm: fn(comm, (0, 1, 2, 3)))  # all have changed it alike
+
+
+def test_what_is_compared_is_what_would_be_stored(store):
+    """Under the names that passes give; and bits that a cast drops do not count."""
+    planner = chain(rename({"mine": "ours"}), cast("bfloat16"))
+
+    def fn(comm, last):
+        tiny = 2.0**-20 * comm.rank  # which bfloat16 has no room for beside 1
+        sd = {"mine": torch.tensor([1.0 + tiny, last if comm.rank else 2.0])}
+        shardplan.save(sd, store, comm=comm, planner=planner, overwrite=True)
+
+    run_ranks(2, lambda comm: fn(comm, 2.0))
+    assert shardplan.restore(store)["ours"].tolist() == [1, 2]
+    with pytest.raises(CheckpointError, match=r"`ours` differs.*rank 0 against rank 1"):
+        run_ranks(2, lambda comm: fn(comm, 3.0))
+
+
+def test_parts_of_a_small_tensor_that_a_planner_cuts_are_compared_part_by_part(store):
+    def fn(comm):
+        w = torch.arange(8.0)
+        w[6] += comm.rank
+        shardplan.save({"w": w}, store, comm=comm, planner=split_chunks(16))
+
+    with pytest.raises(CheckpointError, match=r"`w` at \[4\] differs.*rank 0 against rank 1"):
+        run_ranks(2, fn)
+
+
+@pytest.mark.parametrize("wrap", [lambda n: n, lambda n: [-n], lambda n: {"a": ({n},)}])
+def test_numbers_too_long_to_be_printed_are_compared(store, wrap):
+    def fn(comm, apart):
+        value = wrap(10**5000 + apart * comm.rank)
+        shardplan.save({"v": value}, store, comm=comm)
+
+    with pytest.raises(CheckpointError, match=r"`v.*differs"):
+        run_ranks(2, lambda comm: fn(comm, 1))
+    run_ranks(2, lambda comm: fn(comm, 0))
+
+
+def test_large_tensors_that_a_planner_cuts_into_small_parts_are_not_compared_unasked(store):
+    def fn(comm, verify):
+        w = torch.zeros(COMPARED_BYTES)
+        w[-1] = comm.rank
+        options = {"planner": split_chunks(1 << 12), "overwrite": True}
+        shardplan.save({"w": w}, store, comm=comm, verify_replicas=verify, **options)
+
+    run_ranks(2, lambda comm: fn(comm, False))
+    with pytest.raises(CheckpointError, match=r"`w` at \[\d+\] differs.*rank 0 against rank 1"):
+        run_ranks(2, lambda comm: fn(comm, True))
+
+
+class Closed:
+    """An object that cannot be looked into."""
+
+    def __reduce_ex__(self, protocol):
+        raise RuntimeError("keep out")
+
+
+@pytest.mark.parametrize("planner", [None, split_chunks(16)])
+def test_values_that_cannot_be_looked_into_are_refused_by_name_and_not_taken_for_equal(planner):
+    sd = {"a": 1, "odd": [Closed()]}
+    plan = None if planner is None else planner((local_plan(sd),))[0]
+    for look in (lambda: digests(sd, plan), lambda: replica_sums(sd, plan or local_plan(sd))):
+        with pytest.raises(ValueRefusedError, match="keep out") as caught:
+            look()
+        assert list(caught.value.reasons) == ["odd"]
+
+
+class Pair:
+    """An object of which torch is told that it may be loaded, and that holds a set."""
+
+    def __init__(self, names):
+        self.names = names
+
+
+def shared(twice):
+    """Return a list that holds one object twice, or two equal ones."""
+    text = "".join(["long", "er"])
+    other = text if twice else "".join(["long", "er"])
+    return [torch.device("cpu"), text, other]
+
+
+ALIKE = [
+    ({1, 2, 1000, "a"}, {"a", 1000, 2, 1}),
+    ([frozenset({(1, "b"), (2, "a")})], [frozenset({(2, "a"), (1, "b")})]),
+    ({torch.float32, torch.int8}, {torch.int8, torch.float32}),
+    (float("nan"), -float("nan")),
+    (shared(True), shared(False)),
+    (torch.tensor(float("nan")), torch.tensor(float("nan"))),
+    (torch.zeros(2, 3).T, torch.zeros(3, 2)),
+    (np.arange(3)[::-1], np.array([2, 1, 0])),
+    (Pair({"a", "b", "c"}), Pair({"c", "b", "a"})),
+]
+
+
+@pytest.mark.parametrize("pair", ALIKE, ids=lambda pair: type(pair[0]).__name__)
+def test_values_that_are_equal_are_not_taken_for_different_ones(store, pair):
+    with torch.serialization.safe_globals([Pair]):
+        run_ranks(2, lambda comm: shardplan.save({"v": pair[comm.rank]}, store, comm=comm))
+
+
+def test_the_order_of_keys_does_not_count(store):
+    sd = {"groups": [{"lr": 0.1, "betas": (1, 2)}], "b": {"x": 1, "y": {"z": 2}}}
+    back = {"b": {"y": {"z": 2}, "x": 1}, "groups": [{"betas": (1, 2), "lr": 0.1}]}
+    run_ranks(2, lambda comm: shardplan.save((sd, back)[comm.rank], store, comm=comm))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1, 1.0),
+        (1, True),
+        (0.0, -0.0),
+        ((1,), [1]),
+        (b"a", "a"),
+        ({1, 2}, {1, 3}),
+        ("", None),
+        (np.float32(1), np.float64(1)),
+        (torch.device("cpu"), torch.device("meta")),
+        (Pair({1}), Pair({2})),
+        ({"a": ()}, {"a": []}),
+        (10**30, 10**30 + 1),
+    ],
+)
+def test_values_that_come_back_different_are_different(store, one, other):
+    def fn(comm):
+        shardplan.save({"v": (one, other)[comm.rank]}, store, comm=comm)
+
+    safe = torch.serialization.safe_globals([Pair])
+    with safe, pytest.raises(CheckpointError, match=r"`v.*differs"):
+        run_ranks(2, fn)
+
+
+@pytest.mark.parametrize("nbytes", [COMPARED_BYTES, COMPARED_BYTES + 4])
+def test_plain_tensors_are_compared_up_to_a_size_and_larger_ones_if_asked(store, nbytes):
+    def fn(comm, verify):
+        w = torch.zeros(nbytes // 4)
+        w[-1] = comm.rank
+        shardplan.save({"w": w}, store, comm=comm, verify_replicas=verify, overwrite=True)
+
+    if nbytes > COMPARED_BYTES:
+        run_ranks(2, lambda comm: fn(comm, False))
+    for verify in {True, nbytes > COMPARED_BYTES}:
+        with pytest.raises(CheckpointError, match=r"`w` differs.*rank 0 against rank 1"):
+            run_ranks(2, lambda comm, verify=verify: fn(comm, verify))
+
+
+def test_ranks_that_disagree_about_a_shape_are_told_that(store):
+    def fn(comm):
+        shardplan.save({"w": torch.zeros(2 + comm.rank)}, store, comm=comm)
+
+    with pytest.raises(CheckpointError, match="shape"):
+        run_ranks(2, fn)
+
+
+def test_values_are_compared_in_the_background_too(store):
+    def fn(comm):
+        future = shardplan.async_save({"seed": comm.rank}, store, comm=comm)
+        return str(future.exception(30))
+
+    for text in run_ranks(2, fn):
+        assert "`seed` differs between ranks that save it: rank 0 against rank 1" in text
 
 
 def test_replicas_that_agree_pass_and_are_saved(store):
@@ -647,7 +932,7 @@ def test_all_ranks_that_fail_are_told_together(store):
 
 
 @pytest.mark.parametrize("format", ["safetensors", "dcp"])
-@pytest.mark.parametrize("held", [{}, None, torch.ones(2)], ids=["empty", "none", "tensor"])
+@pytest.mark.parametrize("held", [[], None, torch.ones(2)], ids=["list", "none", "tensor"])
 def test_ranks_that_do_not_nest_alike_do_not_replace_what_can_be_opened(tmp_path, held, format):
     shardplan.save({"good": torch.ones(2)}, tmp_path / "c", format=format)
 
@@ -1418,3 +1703,55 @@ def test_a_process_that_exits_or_stalls_is_named_by_all_and_the_checkpoint_is_wh
     save_on(2, "rows", {"w": torch.arange(6.0)}, open_store(path), overwrite=True)
     assert not named - {"shardplan.json"} & {file.name for file in path.iterdir()}
     load_on(3, "rows", {"w": torch.arange(6.0)}, open_store(path))
+
+
+SOLITARY = {
+    "save": lambda path, **o: shardplan.save({"w": torch.ones(2)}, f"{path}/new", **o),
+    "async_save": lambda path, **o: shardplan.async_save({"w": torch.ones(2)}, path / "n", **o),
+    "load": lambda path, **o: shardplan.load({"w": torch.zeros(2)}, path / "old", **o),
+    "convert": lambda path, **o: shardplan.convert(path / "old", path / "c", format="dcp", **o),
+}
+
+
+@pytest.mark.parametrize("name", SOLITARY)
+def test_a_process_of_torchrun_without_a_process_group_does_not_work_alone_unless_it_says_so(
+    name, tmp_path, monkeypatch
+):
+    shardplan.save({"w": torch.ones(2)}, tmp_path / "old")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2.*init_process_group\(\).*comm=.*solo\(\)"):
+        SOLITARY[name](tmp_path)
+    assert os.listdir(tmp_path) == ["old"]
+    done = SOLITARY[name](tmp_path, comm=solo())
+    if name == "async_save":
+        done.result()
+
+
+def test_reading_alone_and_the_command_line_are_not_refused_under_torchrun(tmp_path, monkeypatch):
+    shardplan.save({"w": torch.ones(2)}, tmp_path / "old")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert shardplan.restore(tmp_path / "old")["w"].tolist() == [1, 1]
+    assert shardplan.open_checkpoint(tmp_path / "old")["w"][0] == 1
+    assert shardplan.verify(tmp_path / "old").ok
+    shardplan.diff(tmp_path / "old", tmp_path / "old")
+    arguments = ["convert", str(tmp_path / "old"), str(tmp_path / "dcp"), "--format", "dcp"]
+    done = subprocess.run([sys.executable, "-m", "shardplan", *arguments], capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"WORLD_SIZE": "2"},
+        {"RANK": "0"},
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"RANK": "0", "WORLD_SIZE": "many"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"},
+    ],
+)
+def test_only_what_torchrun_sets_counts_as_torchrun(environment, tmp_path, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    shardplan.save({"w": torch.ones(2)}, tmp_path / "new")

@@ -313,7 +313,7 @@ def test_metadata_pickles_equal_tilings_once():
         (lambda: Chunk((0,), (1, 2)), "other rank"),
         (lambda: Chunk((-1,), (1,)), "negative"),
         (lambda: Chunk((0,), (-1,)), "negative"),
-        (lambda: TensorProperties("float33"), "unknown dtype 'float33'; known ones are"),
+        (lambda: TensorProperties("float33"), "unknown dtype 'float33'; nearest: float32"),
         (lambda: TensorWriteData(Chunk((0,), (1,)), TensorProperties(), (1, 1)), "other axes"),
         (lambda: WriteItem(MetadataIndex("w"), WriteItemType.SHARD), "`w`: a SHARD item needs"),
         (

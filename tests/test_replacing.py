@@ -14,6 +14,7 @@ from shardplan.dist import CheckpointError, run_ranks
 from shardplan.io import ExistsError, open_store
 from shardplan.io.errors import UnsureCommitError
 from shardplan.io.hf_index import INDEX, SINGLE
+from shardplan.io.pieces import Lazy
 from shardplan.io.replacing import find_older
 from shardplan.io.sources import detect
 from shardplan.io.stores import StoreError
@@ -285,7 +286,7 @@ def test_a_file_that_cannot_be_read_to_its_end_is_no_unsure_commit(tmp_path):
     """Nothing can have been committed that was never written to its end."""
     store, writer = open_target("memory://unsure-read/x.pt", "torch")
 
-    class Failing:
+    class Failing(Lazy):
         shape, dtype = (4,), torch.float32
 
         def read_box(self, offsets, sizes):

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 import shardplan
-from shardplan.planning import Mesh, Shard, TensorSpec, explain, world_metadata, world_plans
+from shardplan.planning import (
+    Mesh,
+    Shard,
+    TensorSpec,
+    explain,
+    global_plan,
+    local_plan,
+    world_metadata,
+    world_plans,
+)
 
 
 @pytest.fixture
@@ -46,6 +55,14 @@ def test_everything_has_html_that_escapes_names(tmp_path):
         html = value._repr_html_()
         assert "<table" in html
         assert "<b>" not in html.replace("</b>", "")
+
+
+def test_names_that_cannot_be_printed_are_spelled_out():
+    plan = local_plan({"a\nb\x1b[31m": TensorSpec((4,))})
+    _, metadata = global_plan([plan])
+    for text in (repr(plan), repr(metadata)):
+        assert "a\\nb\\x1b[31m" in text
+        assert "\x1b" not in text
 
 
 def test_numbers_with_units_are_set_to_the_right_and_names_to_the_left(cut):

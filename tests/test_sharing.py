@@ -24,6 +24,7 @@ from shardplan.planning import (
     local_plan,
     share_reads,
     split_reads,
+    world_pass,
     world_plans,
 )
 from shardplan.planning.oracles import assert_read_once
@@ -164,6 +165,7 @@ def test_sharing_twice_keeps_what_the_first_round_agreed():
 def test_a_pass_that_loses_a_read_is_caught_by_key_and_rank():
     _, before, _ = replicated(2, min_bytes=1)
 
+    @world_pass
     def lose(plans):
         return (plans[0], LoadPlan(plans[1].items[1:]))
 

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import struct
 import zipfile
 
 import pytest
@@ -12,8 +13,10 @@ from safetensors.torch import save_file
 
 import shardplan
 from shardplan import verify
+from shardplan.dist import run_ranks
 from shardplan.io import FormatError, verify_foreign
 from shardplan.io.hf_index import INDEX
+from shardplan.planning import Chunk
 
 SD = {
     "w": torch.arange(3000.0).reshape(30, 100),
@@ -200,3 +203,147 @@ def test_where_there_is_no_checkpoint_that_is_said(tmp_path):
     shardplan.save(SD, tmp_path / "step-1")
     with pytest.raises(FormatError, match=r"in folders of it; give one: .*step-1"):
         verify(tmp_path)
+
+
+# What a load verifies
+
+
+def of_save(format):
+    def make(folder):
+        path = folder / ("x.pt" if format == "torch" else format)
+        shardplan.save(SD, path, format=format)
+        return path
+
+    return make
+
+
+def blank():
+    return {name: torch.zeros_like(value) if name != "lr" else 0 for name, value in SD.items()}
+
+
+def data_file(path):
+    if path.is_file():
+        return path
+    return next(file for file in path.iterdir() if NEEDLE in file.read_bytes())
+
+
+SUMMED = [of_torch, of_dcp, of_save("torch"), of_save("dcp"), of_save("safetensors")]
+KINDS = ["of torch", "of dcp", "our torch", "our dcp", "ours"]
+TOTAL = sum(tensor.nbytes for tensor in TENSORS.values())
+
+
+@pytest.mark.parametrize("make", SUMMED, ids=KINDS)
+def test_a_load_that_reads_records_whole_compares_all_checksums(tmp_path, make):
+    path = make(tmp_path)
+    sd = blank()
+    report = shardplan.load(sd, path)
+    assert (report.bytes_unverified, report.verified) == (0, 2)
+    assert "verified" not in repr(report)
+    assert torch.equal(sd["w"], SD["w"])
+    report = shardplan.load(blank(), path, verify=False)
+    assert report.verified == 0
+    assert report.bytes_unverified == report.bytes_needed >= TOTAL
+    assert "KiB not verified" in repr(report)
+    assert "not verified" in report._repr_html_()
+
+
+@pytest.mark.parametrize("make", SUMMED, ids=KINDS)
+def test_a_load_finds_a_bit_that_flipped(tmp_path, make):
+    path = make(tmp_path)
+    file = data_file(path)
+    flip(file, NEEDLE)
+    for read in (lambda: shardplan.load(blank(), path), lambda: shardplan.restore(path)):
+        with pytest.raises(FormatError, match=rf"{file.name}.*checksums do not fit: `w`"):
+            read()
+    sd = blank()
+    shardplan.load(sd, path, verify=False)
+    assert not torch.equal(sd["w"], SD["w"])
+
+
+@pytest.mark.parametrize("make", [of_dcp, of_save("dcp")], ids=["of dcp", "our dcp"])
+def test_a_value_whose_archive_is_damaged_is_refused(tmp_path, make):
+    path = make(tmp_path)
+    (file,) = path.glob("*.distcp")
+    data = file.read_bytes()
+    at = data.index(struct.pack(">d", SD["lr"]))
+    file.write_bytes(data[:at] + struct.pack(">d", 0.2) + data[at + 8 :])
+    with pytest.raises(FormatError, match=r"`lr` cannot be loaded: .*does not fit its checksum"):
+        shardplan.restore(path)
+
+
+@pytest.mark.parametrize("make", SUMMED, ids=KINDS)
+def test_parts_of_records_cannot_be_compared_and_are_counted(tmp_path, make):
+    path = make(tmp_path)
+    part = {"w": torch.zeros(10, 100), "v": torch.zeros(50, dtype=torch.int64)}
+    report = shardplan.load(part, path, shape="overlap")
+    assert (report.verified, report.bytes_unverified) == (1, part["w"].nbytes)
+
+
+def test_records_larger_than_a_block_are_compared_as_well(tmp_path):
+    large = {"w": torch.arange(9.0 * (1 << 20)).reshape(9, 1 << 20), "t": torch.ones(3, 4).t()}
+    for format in ("torch", "dcp"):
+        path = tmp_path / ("x.pt" if format == "torch" else "x")
+        torch.save(large, path) if format == "torch" else dcp.save(
+            large, checkpoint_id=path, no_dist=True
+        )
+        sd = {"w": torch.zeros(9, 1 << 20), "t": torch.zeros(4, 3)}
+        report = shardplan.load(sd, path)
+        assert (report.verified, report.bytes_unverified) == (2, 0)
+        assert torch.equal(sd["w"], large["w"])
+        assert torch.equal(sd["t"], large["t"])
+
+
+def test_formats_without_checksums_say_so(tmp_path):
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    sd = {name: tensor for name, tensor in blank().items() if name != "lr"}
+    report = shardplan.load(sd, tmp_path)
+    assert (report.verified, report.bytes_unverified) == (0, TOTAL)
+    torch.save(SD, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert shardplan.load(blank(), tmp_path / "old.pt").bytes_unverified == TOTAL
+    computes = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = of_torch(tmp_path)
+        dcp.save({"w": SD["w"], "lr": [1]}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    finally:
+        torch.serialization.set_crc32_options(computes)
+    assert shardplan.load(blank(), path).bytes_unverified == TOTAL
+    report = shardplan.load({"w": torch.zeros(30, 100), "lr": 0}, tmp_path / "dcp")
+    assert report.bytes_unverified == report.bytes_needed > SD["w"].nbytes
+
+
+def test_tensors_that_share_a_storage_are_counted_where_they_do_not_fill_it(tmp_path):
+    whole = torch.arange(100.0)
+    torch.save({"all": whole, "half": whole[:50], "even": whole[::2]}, tmp_path / "x.pt")
+    sd = {"all": torch.zeros(100), "half": torch.zeros(50), "even": torch.zeros(50)}
+    report = shardplan.load(sd, tmp_path / "x.pt")
+    assert (report.verified, report.bytes_unverified) == (1, 400)
+
+
+def test_ranks_that_read_parts_count_what_nobody_compared(tmp_path):
+    torch.save({"w": SD["w"]}, tmp_path / "x.pt")
+    shardplan.save({"w": SD["w"]}, tmp_path / "ours")
+
+    def load(comm, path, rows):
+        low, high = rows[comm.rank]
+        shard = ShardOf(SD["w"].shape, low, torch.zeros(high - low, 100))
+        report = shardplan.load({"w": shard}, path, comm=comm)
+        return report.bytes_unverified, report.verified
+
+    for path in (tmp_path / "x.pt", tmp_path / "ours"):
+        halves = run_ranks(2, lambda comm, path=path: load(comm, path, [(0, 15), (15, 30)]))
+        assert {unverified for unverified, _ in halves} <= {0, SD["w"].nbytes}
+        assert len({unverified for unverified, _ in halves}) == 1  # all ranks know it
+
+
+class ShardOf:
+    """Some rows of a tensor."""
+
+    def __init__(self, shape, low, rows):
+        self.shape, self.dtype, self._low, self._rows = shape, rows.dtype, low, rows
+
+    def __create_chunk_list__(self):
+        return [Chunk((self._low, 0), self._rows.shape)]
+
+    def __get_tensor_shard__(self, index):
+        return self._rows

@@ -1,7 +1,7 @@
-"""How is a picture written down? SVG elements as text, colours, scales, and the card around them.
+"""SVG as text: elements, colours, words that fit, and the card around a drawing.
 
-Everything is text made from numbers: no scripts, no styles from elsewhere, no ids (a notebook may
-show many pictures on one page), and the same input gives the same bytes.
+There are no scripts, no styles from elsewhere and no ids (a notebook may show many pictures on one
+page), and the same input gives the same bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PAPER: Final = "#ffffff"
 EDGE: Final = "#d1d9e0"
 EMPTY: Final = "#eceff2"
 
-# Okabe and Ito's colours, which people with any colour vision tell apart; grey for their black.
+# Okabe and Ito's colours, which people with any colour vision can distinguish; grey for black.
 PALETTE: Final = (
     "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#9aa4ae",
 )  # fmt: skip
@@ -80,7 +80,7 @@ def number(value: float) -> str:
 
 
 def clean(text: str) -> str:
-    r"""Replace what cannot be printed, and so may not be in XML or would reorder the text.
+    r"""Replace characters that cannot be printed: XML forbids some, others reorder the text.
 
     >>> clean("a\x00b")
     'a�b'
@@ -112,8 +112,8 @@ def rect(
     >>> rect(0, 0, 2, 1, "#fff", tip="a < b")
     '<rect x="0" y="0" width="2" height="1" fill="#fff"><title>a &lt; b</title></rect>'
     """
-    told = [tag("title", tip)] if tip else []
-    return element("rect", *told, x=x, y=y, width=width, height=height, fill=fill, **more)
+    title = [tag("title", tip)] if tip else []
+    return element("rect", *title, x=x, y=y, width=width, height=height, fill=fill, **more)
 
 
 def tag(name: str, words: str, **attributes: float | str | None) -> str:
@@ -159,7 +159,7 @@ _NARROW: Final = frozenset(" .,:;'|!fijlrt[]()·")
 
 
 def elide(words: str, width: float, size: float) -> str:
-    """Shorten words from the middle until they fit: both ends of a tensor's name tell most.
+    """Shorten words from the middle until they fit: both ends of a tensor's name matter most.
 
     >>> elide("model.layers.10.mlp.weight", 100, 10)
     'model.la….weight'
@@ -206,7 +206,7 @@ def ramp(share: float) -> str:
 
 
 def ink_on(fill: str) -> str:
-    """Return black or white, whichever is read better on a colour.
+    """Return black or white, whichever reads better on a colour.
 
     >>> ink_on("#440154"), ink_on("#fde725")
     ('#ffffff', '#000000')
@@ -281,12 +281,9 @@ def span_names(count: int, step: int, names: Sequence[str] = ()) -> list[str]:
     >>> span_names(5, 2), span_names(2, 1, ["a", "b"])
     (['0–1', '2–3', '4'], ['a', 'b'])
     """
-    found = []
-    for low in range(0, count, step):
-        high = min(low + step, count) - 1
-        first, last = (names[i] if names else str(i) for i in (low, high))
-        found.append(first if low == high else f"{first}–{last}")
-    return found
+    known = names or [str(i) for i in range(count)]
+    ends = [(low, min(low + step, count) - 1) for low in range(0, count, step)]
+    return [known[a] if a == b else f"{known[a]}–{known[b]}" for a, b in ends]
 
 
 def byte_tick(count: float) -> str:

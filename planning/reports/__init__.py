@@ -1,8 +1,9 @@
-"""What will it cost, who wrote this, why is it read, what changed? Answers that print as tables."""
+"""What plans cost, who wrote a chunk, why it is read, what changed; answers print as tables."""
 
-from .costs import CostModel, FileCost, RankCost, Totals
 from .diff import Difference, PlanDiff, plan_diff
-from .explain import Report, explain
+from .explain import CostModel, Report, Totals, explain, figures
+from .reshard import traffic_blocks, traffic_matrix
+from .traffic import FileCost, RankCost
 from .why import ElementRead, Why, why
 from .writers import Writers, writers_of
 
@@ -18,7 +19,10 @@ __all__ = [
     "Why",
     "Writers",
     "explain",
+    "figures",
     "plan_diff",
+    "traffic_blocks",
+    "traffic_matrix",
     "why",
     "writers_of",
 ]

@@ -1,8 +1,8 @@
-"""What changed? Two plans, the plans of two worlds, or two checkpoints, side by side."""
+"""What differs between two plans, between the plans of two worlds, or between two checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ from ..items import ReadItem, TensorWriteData, WriteItem
 from ..metadata import BytesMetadata, Entries, Metadata, TensorMetadata
 from ..reads import Transfer
 from ..records import LoadPlan, Plan, SavePlan
-from ..sheet import Sheet, Table
+from ..text import Sheet, listing
 
 __all__ = ["Difference", "PlanDiff", "plan_diff"]
 
@@ -27,9 +27,9 @@ class Difference:
 
     Attributes:
         rank: Whose plan it is in; None in metadata.
-        part: The field that holds it: ``items``, ``transfers``, ``state_dict_metadata``, … Where
+        part: The field that holds it: ``items``, ``transfers``, ``state_dict_metadata``, … If
             items are all the same, but in another order, it is ``order``.
-        fqn: The name it goes by; empty where a field differs as a whole.
+        fqn: The name it goes by; empty if a field differs as a whole.
         offset: Where it starts: of a write, in the checkpoint's tensor; of a read, in the state
             dict's. None for what has no place.
         before, after: Both sides; None on the side that lacks it.
@@ -69,11 +69,21 @@ class PlanDiff:
         sides = (self.removed, self.added, self.changed)
         return PlanDiff(*(tuple(d.reverse() for d in side) for side in sides))
 
+    @property
+    def _sheet(self) -> Sheet:
+        if not self:
+            return Sheet("No difference")
+        signs = {"+": self.added, "-": self.removed, "~": self.changed}
+        rows = [(sign, difference) for sign, some in signs.items() for difference in some]
+        title = "{:,} added, {:,} removed, {:,} changed".format(*map(len, signs.values()))
+        head = ("", "rank", "part", "name", "offset", "before", "after")
+        return listing(title, head, [_row(*row) for row in rows[:_SHOWN]], len(rows))
+
     def __repr__(self) -> str:
-        return _sheet(self).text()
+        return self._sheet.text()
 
     def _repr_html_(self) -> str:
-        return _sheet(self).html()
+        return self._sheet.html()
 
 
 Side = Plan | Metadata | Sequence[SavePlan] | Sequence[LoadPlan]
@@ -103,84 +113,70 @@ def plan_diff(a: Side, b: Side) -> PlanDiff:
     Raises:
         TypeError: The sides are not of the same kind.
     """
-    if isinstance(a, Metadata) and isinstance(b, Metadata):
-        return _collect(_compare_metadata(a, b))
     if isinstance(a, Metadata) or isinstance(b, Metadata):
-        raise TypeError("metadata can only be compared with metadata")
-    return _collect(_compare_plans(_sequence(a), _sequence(b)))
+        if not (isinstance(a, Metadata) and isinstance(b, Metadata)):
+            raise TypeError("metadata can only be compared with metadata")
+        found = list(_fields(None, a, b))
+    else:
+        pairs = zip_longest(*((s,) if isinstance(s, (SavePlan, LoadPlan)) else s for s in (a, b)))
+        found = [pair for rank, sides in enumerate(pairs) for pair in _plans(rank, *sides)]
+    return PlanDiff(*(tuple(d for sign, d in found if sign == s) for s in "+-~"))
 
 
-def _sequence(plans: Plan | Sequence[SavePlan] | Sequence[LoadPlan]) -> Sequence[Plan]:
-    return (plans,) if isinstance(plans, (SavePlan, LoadPlan)) else plans
+def _plans(rank: int, a: Plan | None, b: Plan | None) -> Iterator[tuple[str, Difference]]:
+    """Yield what differs in the plans of one rank: "+", "-" or "~", and the difference."""
+    if a is None or b is None:
+        yield "+" if a is None else "-", Difference(rank, "plan", "", None, a, b)
+        return
+    if type(a) is not type(b):
+        kinds = f"a {type(a).__name__} with a {type(b).__name__}"
+        raise TypeError(f"cannot compare {kinds} (rank {rank})")
+    yield from _fields(rank, a, b)
 
 
-# What was found: "+", "-" or "~", and the difference.
-_Found = tuple[str, Difference]
-
-
-def _collect(found: Iterable[_Found]) -> PlanDiff:
-    signs: dict[str, list[Difference]] = {"+": [], "-": [], "~": []}
-    for sign, difference in found:
-        signs[sign].append(difference)
-    return PlanDiff(*(tuple(listed) for listed in signs.values()))
-
-
-def _compare_plans(a: Sequence[Plan], b: Sequence[Plan]) -> Iterator[_Found]:
-    for rank, (old, new) in enumerate(zip_longest(a, b)):
-        if old is None or new is None:
-            sign = "+" if old is None else "-"
-            yield sign, Difference(rank, "plan", "", None, old, new)
+def _fields(rank: int | None, a: Any, b: Any) -> Iterator[tuple[str, Difference]]:
+    """Compare two records field by field: items and entries one by one, others as a whole."""
+    for part in (field.name for field in attrs.fields(type(a)) if field.eq):
+        old, new = getattr(a, part), getattr(b, part)
+        if old == new:
             continue
-        if type(old) is not type(new):
-            kinds = f"a {type(old).__name__} with a {type(new).__name__}"
-            raise TypeError(f"cannot compare {kinds} (rank {rank})")
-        for field in attrs.fields(type(old)):
-            sides = getattr(old, field.name), getattr(new, field.name)
-            yield from _compare_fields(rank, field.name, *sides)
+        sides = _keyed(old), _keyed(new)
+        for key in sorted(sides[0].keys() | sides[1].keys(), key=_order):
+            before, after = (side.get(key) for side in sides)
+            if before != after:
+                sign = "+" if key not in sides[0] else "-" if key not in sides[1] else "~"
+                yield sign, Difference(rank, part, key[0], key[1], before, after)
+        if sides[0] == sides[1]:
+            yield "~", Difference(rank, "order", part, None, old, new)
 
 
-def _compare_metadata(a: Metadata, b: Metadata) -> Iterator[_Found]:
-    for field in attrs.fields(Metadata):
-        old, new = getattr(a, field.name), getattr(b, field.name)
-        if field.name != "state_dict_metadata":
-            yield from _compare_fields(None, field.name, old, new)
-        elif old != new:
-            yield from _compare_keyed(None, field.name, _by_name(old), _by_name(new))
+# Name, offset, receiving rank (-1: none), and a number that distinguishes items that share them.
+_Key = tuple[str, tuple[int, ...] | None, int, int]
 
 
-def _by_name(entries: Entries) -> dict[_Key, Any]:
-    return {((name, None, -1), 0): entry for name, entry in entries.items()}
+def _order(key: _Key) -> tuple[Any, ...]:
+    fqn, offset, target, number = key
+    return fqn, offset or (), target, number, offset is None
 
 
-def _compare_fields(rank: int | None, part: str, a: Any, b: Any) -> Iterator[_Found]:
-    """Compare a field: items one by one, anything else as a whole."""
-    if a == b:
-        return
-    if not isinstance(a, Columns):
-        yield "~", Difference(rank, part, "", None, a, b)
-        return
-    found = list(_compare_keyed(rank, part, _keyed(a), _keyed(b)))
-    yield from found or [("~", Difference(rank, "order", part, None, a, b))]
-
-
-_Place = tuple[str, tuple[int, ...] | None, int]
-_Key = tuple[_Place, int]
-
-
-def _keyed(items: Columns[Any]) -> dict[_Key, Any]:
-    """Return items by their place, and a number that tells apart those that share one."""
-    shared: dict[_Place, list[Any]] = {}
-    for item in items:
+def _keyed(value: Any) -> Mapping[_Key, Any]:
+    """Return the parts of a field by what matches them with those of the other side."""
+    if isinstance(value, Entries):
+        return {(name, None, -1, 0): entry for name, entry in value.items()}
+    if not isinstance(value, Columns):
+        return {("", None, -1, 0): value}
+    shared: dict[tuple[str, tuple[int, ...] | None, int], list[Any]] = {}
+    for item in value:
         shared.setdefault(_place(item), []).append(item)
     return {
-        (place, number): item
+        (*place, number): item
         for place, group in shared.items()
         for number, item in enumerate(sorted(group, key=repr) if len(group) > 1 else group)
     }
 
 
-def _place(item: WriteItem | ReadItem | Transfer) -> _Place:
-    """Return the name, the offset and the receiving rank (-1: none) by which sides are matched."""
+def _place(item: WriteItem | ReadItem | Transfer) -> tuple[str, tuple[int, ...] | None, int]:
+    """Return the name, the offset and the receiving rank of an item."""
     if isinstance(item, WriteItem):
         return item.index.fqn, item.index.offset, -1
     if isinstance(item, Transfer):
@@ -189,34 +185,6 @@ def _place(item: WriteItem | ReadItem | Transfer) -> _Place:
     if into.offset is None:
         return into.fqn, None, -1
     return into.fqn, tuple(a + b for a, b in zip(into.offset, item.dest_offsets, strict=True)), -1
-
-
-def _compare_keyed(
-    rank: int | None, part: str, a: dict[_Key, Any], b: dict[_Key, Any]
-) -> Iterator[_Found]:
-    for key in sorted(a.keys() | b.keys(), key=_order):
-        old, new = a.get(key), b.get(key)
-        if old != new:
-            sign = "+" if key not in a else "-" if key not in b else "~"
-            yield sign, Difference(rank, part, key[0][0], key[0][1], old, new)
-
-
-def _order(key: _Key) -> tuple[Any, ...]:
-    (fqn, offset, target), number = key
-    return fqn, offset or (), target, number
-
-
-def _sheet(diff: PlanDiff) -> Sheet:
-    listed = [("+", d) for d in diff.added] + [("-", d) for d in diff.removed]
-    listed += [("~", d) for d in diff.changed]
-    if not listed:
-        return Sheet("No difference")
-    counts = (len(diff.added), len(diff.removed), len(diff.changed))
-    title = "{:,} added, {:,} removed, {:,} changed".format(*counts)
-    head = ("", "rank", "part", "name", "offset", "before", "after")
-    rows = [_row(sign, difference) for sign, difference in listed[:_SHOWN]]
-    more = len(listed) - _SHOWN
-    return Sheet(title, [Table(head, rows)], [f"… {more:,} more"] if more > 0 else [])
 
 
 def _row(sign: str, found: Difference) -> tuple[str, ...]:
@@ -231,7 +199,7 @@ def _row(sign: str, found: Difference) -> tuple[str, ...]:
 
 
 def _text(value: Any) -> str:
-    """Say shortly what is on one side."""
+    """Describe one side briefly."""
     match value:
         case None:
             return ""

@@ -1,9 +1,9 @@
-"""What will it cost? Bytes, requests, writers, balance and time of a save, a load or a reshard."""
+"""What a save, a load or a reshard costs: bytes, requests, files, balance and time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final, Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, Literal, cast
 
 import attrs
 import numpy as np
@@ -11,17 +11,14 @@ import numpy.typing as npt
 
 from ..errors import span
 from ..metadata import Metadata
-from ..packing import readonly
 from ..records import LoadPlan, SavePlan
-from ..sheet import Sheet, Table, human_seconds
-from ..text import counted, human_bytes
+from ..text import Sheet, Table, counted, human_bytes, human_seconds
 from ..topology import WorldPlans
-from .costs import CostModel, FileCost, FileCosts, RankCost, RankCosts, Totals
 from .reshard import reshard_traffic
-from .traffic import Traffic, load_traffic, save_traffic
+from .traffic import FileCosts, RankCosts, Traffic, load_traffic, save_traffic
 from .writers import Writers, writers_of
 
-__all__ = ["CostModel", "FileCost", "RankCost", "Report", "Totals", "explain", "figures"]
+__all__ = ["CostModel", "Report", "Totals", "explain", "figures"]
 
 Kind = Literal["save", "load", "reshard"]
 Plans = Sequence[SavePlan] | Sequence[LoadPlan]
@@ -31,9 +28,106 @@ _HEAVY: Final = 6
 _LIGHT: Final = 3
 _UNEVEN: Final = 1.2  # imbalance, from here on worth a warning
 _REPEATED: Final = 2.0  # read amplification, likewise
-_CROWD: Final = 8  # ranks that must read one file, if all of them do
+_CROWD: Final = 8  # ranks that read one file, if all of them do
 _MANY: Final = 1_000  # requests of one rank, if they are tiny
 _TINY: Final = 64 * 1024  # bytes of a request
+
+
+def _positive(instance: object, attribute: attrs.Attribute[Any], value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{attribute.name} must be above 0, not {value}")
+
+
+def _not_negative(instance: object, attribute: attrs.Attribute[Any], value: float) -> None:
+    if not value >= 0:
+        raise ValueError(f"{attribute.name} must not be negative, and is {value}")
+
+
+@attrs.frozen
+class CostModel:
+    """How fast things move: a stated guess, not a measurement.
+
+    A rank takes ``bytes / storage_bandwidth + rounds * request_latency + moved /
+    network_bandwidth`` seconds: ``parallel_requests`` requests make a round, and what it sends or
+    receives, whichever is more, is moved. All together take as long as the slowest rank, but no
+    less than ``all bytes / storage_total``.
+
+    Attributes:
+        storage_bandwidth: Bytes a second between one rank and storage.
+        storage_total: Bytes a second between all ranks together and storage.
+        network_bandwidth: Bytes a second between one rank and the others, each way.
+        request_latency: Seconds that storage takes to answer a request.
+        parallel_requests: How many requests a rank has under way at a time.
+
+    >>> CostModel(storage_bandwidth=1e9, request_latency=0.0).seconds(2_000_000_000, 5, 0)
+    2.0
+    """
+
+    storage_bandwidth: float = attrs.field(default=2e9, validator=_positive)
+    storage_total: float = attrs.field(default=200e9, validator=_positive)
+    network_bandwidth: float = attrs.field(default=25e9, validator=_positive)
+    request_latency: float = attrs.field(default=1e-3, validator=_not_negative)
+    parallel_requests: int = attrs.field(default=16, validator=_positive)
+
+    def seconds(self, nbytes: Any, requests: Any, moved: Any) -> Any:
+        """Return how long a rank takes; numbers or columns of them."""
+        storage = nbytes / self.storage_bandwidth
+        rounds = -(-requests // self.parallel_requests)
+        return storage + rounds * self.request_latency + moved / self.network_bandwidth
+
+    def __str__(self) -> str:
+        rates = self.storage_bandwidth, self.storage_total, self.network_bandwidth
+        rank, everyone, network = map(_rate, rates)
+        return (
+            f"storage {rank} a rank and {everyone} in all, {network} between ranks, "
+            f"{human_seconds(self.request_latency)} a request, {self.parallel_requests} at a time"
+        )
+
+
+def _rate(bandwidth: float) -> str:
+    return f"{bandwidth / 1e9:g} GB/s"
+
+
+@attrs.frozen
+class Totals:
+    """The figures of everything together.
+
+    Attributes:
+        needed: Bytes that ranks need: those they read (or write) for themselves, and receive.
+        nbytes: Bytes that move between ranks and storage.
+        unique: Bytes of storage that move at least once: what one copy of everything takes.
+        whole_chunks: Bytes that a reader moves that fetches all of a saved chunk for every read,
+            as torch's does; None for a save.
+        requests: Requests of all ranks.
+        elements: Elements that move.
+        sent: Bytes that ranks send each other.
+        imbalance: The largest rank's bytes by the mean; 1 is even.
+        slowest: The rank that takes longest; None if there is no rank.
+        seconds: How long everything takes, by the model.
+    """
+
+    needed: int
+    nbytes: int
+    unique: int
+    whole_chunks: int | None
+    requests: int
+    elements: int
+    sent: int
+    imbalance: float
+    slowest: int | None
+    seconds: float
+
+    @property
+    def amplification(self) -> float:
+        """How often a byte moves, on average: 1 is best."""
+        return self.nbytes / self.unique if self.unique else 1.0
+
+    @property
+    def whole_chunk_amplification(self) -> float | None:
+        """Likewise, for a reader that fetches whole chunks; None for a save."""
+        if self.whole_chunks is None:
+            return None
+        return self.whole_chunks / self.unique if self.unique else 1.0
 
 
 @attrs.frozen(repr=False)
@@ -43,7 +137,7 @@ class Report:
     Attributes:
         kind: ``"save"``, ``"load"`` or ``"reshard"``.
         ranks: The figures of each rank: an immutable sequence of `RankCost`, with a column a field.
-        files: Likewise of each file (`FileCost`); None if nobody knows what lies where.
+        files: Likewise of each file (`FileCost`); None if the writers are unknown.
         totals: The figures of everything together.
         model: How fast things were taken to be.
         warnings: What is worth a second look, in whole sentences.
@@ -74,18 +168,18 @@ def explain(
     writers: Writers | Iterable[SavePlan] | None = None,
     model: CostModel | None = None,
 ) -> Report:
-    """Say what plans will cost, before anything is read or written.
+    """Report what plans will cost, before anything is read or written.
 
-    The plans tell what is explained. Load plans: what each rank reads and receives. Save plans:
-    what each rank writes (to explain how they are filled, pass ``load_plan(metadata, plan)`` of
-    each). `WorldPlans`: the reshard from the checkpoint to that world, layout by layout, without
-    making any rank's plan.
+    The kind of plans decides what is explained. Load plans: what each rank reads and receives.
+    Save plans: what each rank writes (to explain how they are filled, pass ``load_plan(metadata,
+    plan)`` of each). `WorldPlans`: the reshard from the checkpoint to that world, layout by layout,
+    without making any rank's plan.
 
     Args:
         metadata: The checkpoint.
         plans: One plan per rank, in rank order.
         writers: Who wrote each chunk, or the plans that wrote them: each rank's chunks are taken to
-            lie in a file of its own. Left out, nothing is said about files, save for a save.
+            lie in a file of its own. Without them, only a save reports files.
         model: How fast things are; `CostModel` states the defaults.
 
     >>> from shardplan.planning import Mesh, Shard, TensorSpec, global_plan, load_plan, local_plan
@@ -99,60 +193,36 @@ def explain(
     (1.0, 2.0)
 
     Raises:
-        NotFoundError: A plan names what the metadata does not list.
+        NotFoundError: A plan names a tensor or value that the metadata does not list.
         PlanError: Plans and metadata do not fit each other.
     """
+    if not (writers is None or isinstance(writers, Writers)):
+        writers = writers_of(writers, metadata)
+    given = cast(Plans, plans if isinstance(plans, WorldPlans) else tuple(plans))
+    kind, traffic = _count(metadata, given, writers)
     how = model or CostModel()
-    if isinstance(writers, Writers) or writers is None:
-        known = writers
-    else:
-        known = writers_of(writers, metadata)
+    moved = np.maximum(traffic.ranks.sent, traffic.ranks.received)
+    seconds = how.seconds(traffic.ranks.nbytes, traffic.ranks.requests, moved)
+    ranks = attrs.evolve(traffic.ranks, seconds=seconds)
+    totals = _totals(traffic, ranks, how)
+    warnings = tuple(_warnings(kind, ranks, traffic.files, totals))
+    return Report(kind, ranks, traffic.files, totals, how, warnings, metadata, given, writers)
+
+
+def _count(metadata: Metadata, plans: Plans, writers: Writers | None) -> tuple[Kind, Traffic]:
+    """Count what plans move, by the kind they are of."""
     if isinstance(plans, WorldPlans):
-        return _report(
-            "reshard", reshard_traffic(metadata, plans, known), how, metadata, plans, known
-        )
-    given = tuple(plans)
-    loads = tuple(plan for plan in given if isinstance(plan, LoadPlan))
-    saves = tuple(plan for plan in given if isinstance(plan, SavePlan))
-    if len(loads) == len(given):
-        return _report("load", load_traffic(metadata, loads, known), how, metadata, loads, known)
-    if len(saves) != len(given):
-        kinds = sorted({type(plan).__name__ for plan in given})
+        return "reshard", reshard_traffic(metadata, plans, writers)
+    loads = [plan for plan in plans if isinstance(plan, LoadPlan)]
+    saves = [plan for plan in plans if isinstance(plan, SavePlan)]
+    if len(loads) == len(plans):
+        return "load", load_traffic(metadata, loads, writers)
+    if len(saves) != len(plans):
+        kinds = sorted({type(plan).__name__ for plan in plans})
         raise TypeError(f"expected the save plans or the load plans of all ranks, not {kinds}")
     for name in dict.fromkeys(name for plan in saves for name in plan.items.catalog.names):
         metadata.entry(name)  # raises, with the nearest names
-    return _report("save", save_traffic(saves), how, metadata, saves, known)
-
-
-def _report(
-    kind: Kind,
-    traffic: Traffic,
-    model: CostModel,
-    metadata: Metadata,
-    plans: Plans,
-    writers: Writers | None,
-) -> Report:
-    """Add times and warnings to what was counted."""
-    moved = np.maximum(traffic.sent, traffic.received)
-    seconds = model.seconds(traffic.nbytes, traffic.requests, moved)
-    ranks = RankCosts(
-        rank=readonly(np.arange(len(seconds))),
-        nbytes=readonly(traffic.nbytes),
-        requests=readonly(traffic.requests),
-        elements=readonly(traffic.elements),
-        peers=None if traffic.peers is None else readonly(traffic.peers),
-        peak_buffer=readonly(traffic.peak),
-        sent=readonly(traffic.sent),
-        received=readonly(traffic.received),
-        seconds=readonly(seconds),
-    )
-    files = None
-    if traffic.files is not None:
-        columns = (traffic.files, traffic.file_nbytes, traffic.file_requests, traffic.readers)
-        files = FileCosts(*map(readonly, columns))
-    totals = _totals(traffic, ranks, model)
-    warnings = tuple(_warnings(kind, ranks, files, totals))
-    return Report(kind, ranks, files, totals, model, warnings, metadata, plans, writers)
+    return "save", save_traffic(saves)
 
 
 def _totals(traffic: Traffic, ranks: RankCosts, model: CostModel) -> Totals:
@@ -174,10 +244,9 @@ def _totals(traffic: Traffic, ranks: RankCosts, model: CostModel) -> Totals:
 def _warnings(
     kind: Kind, ranks: RankCosts, files: FileCosts | None, totals: Totals
 ) -> Iterator[str]:
-    """Say what a person should look at before this runs."""
-    verb = "writes" if kind == "save" else "reads"
+    """Yield what a person should look at before this runs."""
     if totals.imbalance > _UNEVEN:
-        most = int(ranks.nbytes.argmax())
+        most, verb = int(ranks.nbytes.argmax()), "writes" if kind == "save" else "reads"
         text = f"Rank {most} {verb} {human_bytes(int(ranks.nbytes[most]))}, "
         waits = float(ranks.seconds.max()) >= totals.seconds  # else all wait for storage
         yield f"{text}{totals.imbalance:.2f} times the mean{': others wait for it' * waits}."
@@ -193,50 +262,31 @@ def _warnings(
         each = human_bytes(worst.nbytes / worst.requests)
         text = f"{len(tiny):,} of {len(ranks):,} ranks make many tiny requests (rank {worst.rank}: "
         yield f"{text}{worst.requests:,} of {each} each): merge neighbours, or cut leading axes."
-    if files is not None and len(ranks) >= _CROWD:
-        crowded = files.file[files.readers == len(ranks)].tolist()
-        if crowded:
-            whose = "The file of" if len(crowded) == 1 else "The files of"
-            verb = "is" if len(crowded) == 1 else "are"
-            yield f"{whose} {span(crowded)} {verb} read by all {len(ranks):,} ranks."
+    crowded = [] if files is None else files.file[files.readers == len(ranks)].tolist()
+    if crowded and len(ranks) >= _CROWD:
+        whose, verb = ("file", "is") if len(crowded) == 1 else ("files", "are")
+        yield f"The {whose} of {span(crowded)} {verb} read by all {len(ranks):,} ranks."
 
 
 def _sheet(report: Report) -> Sheet:
-    totals, count = report.totals, len(report.ranks)
-    does = "write" if report.kind == "save" else "read"
+    totals, count, is_save = report.totals, len(report.ranks), report.kind == "save"
     title = (
-        f"{report.kind.capitalize()}: {counted(count, 'rank')} {does}{'s' * (count == 1)} "
+        f"{report.kind.capitalize()}: {counted(count, 'rank')} "
+        f"{'write' if is_save else 'read'}{'s' * (count == 1)} "
         f"{human_bytes(totals.nbytes)} in {counted(totals.requests, 'request')}, "
         f"about {human_seconds(totals.seconds)}"
     )
-    tables = [Table(("figure", "value"), figures(report)), _rank_table(report)]
+    tables = [Table(("figure", "value"), figures(report)), _rank_table(report.ranks, is_save)]
     notes = [f"Warning: {text}" for text in report.warnings]
     if report.files is None:
-        notes.append(
-            "What lies in which file is not known: pass writers= to see files and writers."
-        )
+        notes.append("The files are not known: pass writers= to see files and writers.")
     else:
-        tables.append(_file_table(report.files, is_save=report.kind == "save"))
-    return Sheet(title, tables, [*notes, _stated(report.model)])
-
-
-def _stated(model: CostModel) -> str:
-    """Say in a sentence what the times rest on."""
-    rank, everyone, network = map(
-        _rate, (model.storage_bandwidth, model.storage_total, model.network_bandwidth)
-    )
-    return (
-        f"Model: storage {rank} a rank and {everyone} in all, {network} between ranks, "
-        f"{human_seconds(model.request_latency)} a request, {model.parallel_requests} at a time."
-    )
-
-
-def _rate(bandwidth: float) -> str:
-    return f"{bandwidth / 1e9:g} GB/s"
+        tables.append(_file_table(report.files, is_save))
+    return Sheet(title, tables, [*notes, f"Model: {report.model}."])
 
 
 def figures(report: Report) -> Iterator[tuple[str, str]]:
-    """Give the totals, one line each, leaving out what says nothing here."""
+    """Yield the totals, one line each, without those that say nothing here."""
     totals, is_save = report.totals, report.kind == "save"
     what = "of one copy of everything" if is_save else "in the checkpoint that are read"
     yield f"bytes {what}", human_bytes(totals.unique)
@@ -256,49 +306,55 @@ def figures(report: Report) -> Iterator[tuple[str, str]]:
             yield "all ranks, as storage serves them", f"{human_seconds(totals.seconds)} ({rate})"
 
 
-def _rank_table(report: Report) -> Table:
-    ranks = report.ranks
-    shows_sent = bool(ranks.sent.any() or ranks.received.any())
-    does = "writes" if report.kind == "save" else "reads"
-    head = ["rank", does, "requests", "writers", "buffer", "sent", "received", "time"]
-    shown = [True, True, True, ranks.peers is not None, True, shows_sent, shows_sent, True]
-    rows: list[list[object]] = []
-    for row in _extremes(ranks.seconds):
-        if row is None:
-            rows.append(["…", *[""] * (sum(shown) - 1)])
-            continue
-        cost = ranks[row]
-        moved = map(human_bytes, (cost.peak_buffer, cost.sent, cost.received))
-        cells = [str(cost.rank), human_bytes(cost.nbytes), cost.requests, cost.peers, *moved]
-        cells.append(human_seconds(cost.seconds))
-        rows.append([cell for cell, show in zip(cells, shown, strict=True) if show])
-    names = tuple(name for name, show in zip(head, shown, strict=True) if show)
-    return Table(names, rows, _caption("ranks", len(ranks), "slowest", "fastest"))
+def _rank_table(ranks: RankCosts, is_save: bool) -> Table:
+    moves = bool(ranks.sent.any() or ranks.received.any())
+    columns = [
+        _Column("rank", "rank", str),
+        _Column("writes" if is_save else "reads", "nbytes", human_bytes),
+        _Column("requests", "requests"),
+        _Column("writers", "peers", shown=ranks.peers is not None),
+        _Column("buffer", "peak_buffer", human_bytes),
+        _Column("sent", "sent", human_bytes, moves),
+        _Column("received", "received", human_bytes, moves),
+        _Column("time", "seconds", human_seconds),
+    ]
+    return _table(ranks, ranks.seconds, columns, ("ranks", "slowest", "fastest"))
 
 
-def _file_table(files: FileCosts, *, is_save: bool) -> Table:
-    does = "written" if is_save else "read"
-    head = ("files of rank", does, "requests") + (() if is_save else ("by ranks",))
-    rows: list[tuple[object, ...]] = []
-    for row in _extremes(files.nbytes):
-        if row is None:
-            rows.append(("…", *[""] * (len(head) - 1)))
-            continue
-        cost = files[row]
-        cells = (str(cost.file), human_bytes(cost.nbytes), cost.requests, cost.readers)
-        rows.append(cells[: len(head)])
-    return Table(head, rows, _caption("files", len(files), "largest", "smallest"))
+def _file_table(files: FileCosts, is_save: bool) -> Table:
+    columns = [
+        _Column("files of rank", "file", str),
+        _Column("written" if is_save else "read", "nbytes", human_bytes),
+        _Column("requests", "requests"),
+        _Column("by ranks", "readers", shown=not is_save),
+    ]
+    return _table(files, files.nbytes, columns, ("files", "largest", "smallest"))
 
 
-def _extremes(weight: npt.NDArray[Any]) -> list[int | None]:
-    """Return all rows if they are few; of many the heaviest, None for the rest, the lightest."""
-    if len(weight) <= _SHOWN:
-        return list(range(len(weight)))
-    order = np.argsort(-weight, kind="stable").tolist()
-    return [*order[:_HEAVY], None, *order[-_LIGHT:]]
+@attrs.frozen
+class _Column:
+    """A column of a table: its head, the field that it shows, and how a value is written."""
+
+    head: str
+    field: str
+    text: Callable[[Any], object] = int
+    shown: bool = True
 
 
-def _caption(what: str, count: int, most: str, least: str) -> str:
-    if count <= _SHOWN:
-        return ""
-    return f"The {_HEAVY} {most} and {_LIGHT} {least} of {count:,} {what}:"
+def _table(
+    figures: RankCosts | FileCosts,
+    weight: npt.NDArray[Any],
+    columns: Sequence[_Column],
+    words: tuple[str, str, str],
+) -> Table:
+    """List all figures if they are few; of many the heaviest and the lightest."""
+    order, caption = np.arange(len(weight)), ""
+    if len(weight) > _SHOWN:
+        order = np.argsort(-weight, kind="stable")[[*range(_HEAVY), *range(-_LIGHT, 0)]]
+        what, most, least = words
+        caption = f"The {_HEAVY} {most} and {_LIGHT} {least} of {len(weight):,} {what}:"
+    shown = [column for column in columns if column.shown]
+    rows = [[c.text(getattr(cost, c.field)) for c in shown] for cost in figures.take(order)]
+    if caption:
+        rows.insert(_HEAVY, ["…", *[""] * (len(shown) - 1)])
+    return Table(tuple(column.head for column in shown), rows, caption)

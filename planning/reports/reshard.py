@@ -1,87 +1,76 @@
-"""What would a reshard move? Counted layout by layout, without making any rank's plan.
+"""What a world reads from a checkpoint, counted layout by layout, without making any rank's plan.
 
-A large model has thousands of tensors and few layouts. Per pair of a saved and a wanted layout the
-overlaps are found once, for each distinct box once, and count for all tensors that share the pair
-and for all ranks that hold the box.
+A large model has thousands of tensors and few layouts. Each pair of a saved and a wanted layout is
+counted once, for all tensors that share it:
+
+1. The distinct boxes that ranks hold form a grid, and equally many ranks hold each of them,
+   because no mesh axis cuts two axes of a tensor.
+2. Boxes that look alike from the chunks they meet cost the same, so one of them is counted. If
+   16,384 ranks saved rows and 12,288 ranks want columns, all columns look alike.
+3. What a box costs counts for every rank that holds it; what a chunk costs counts for its file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+import math
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from typing import Final
 
 import attrs
 import numpy as np
 
-from ..distinct import group_rows
-from ..errors import Issue, PlanError, nearest_hint, nearest_names
+from ..catalog import column
+from ..distinct import group_rows, numbered
+from ..errors import NotFoundError, PlanError
 from ..load import load_plan
-from ..metadata import Layout, Metadata, TensorMetadata
+from ..matching import match_entries
+from ..metadata import Metadata
 from ..overlap import overlap_many
-from ..packing import Ints
-from ..placed import SpecLayout, spread
+from ..packing import Ints, readonly
+from ..placed import SpecLayout
+from ..records import LoadPlan, SavePlan
 from ..tiling import Grid, Tiling, tile
 from ..topology import WorldPlans
-from .axiswise import Axes
-from .traffic import Tally, Traffic, count_runs, itemsizes, volume
-from .writers import Writers
+from .traffic import FileCosts, RankCosts, Traffic, add_up, count_runs, itemsizes, load_pieces
+from .writers import Writers, writers_by_plans
 
-__all__ = ["HeldBoxes", "most_met", "reshard_traffic", "stretches"]
+__all__ = ["reshard_traffic", "traffic_blocks", "traffic_matrix"]
 
-# Pieces that are looked at together: bounds memory to a few hundred MiB.
-_BLOCK: Final = 1 << 20
-# A box that meets more than one file in this many is noted for all files at once.
-_CROWDED: Final = 16
-_SUGGESTED: Final = 8  # missing names that get a "nearest" hint
+_BLOCK: Final = 1 << 20  # pieces that are looked at together: bounds memory to a few hundred MiB
 
 
-@attrs.frozen(eq=False)
-class _Tensors:
-    """The tensors that go from one saved layout to one wanted layout.
+@attrs.frozen(eq=False, slots=False)
+class _Pair:
+    """A saved layout, a wanted layout, and the tensors that go from one to the other.
 
     Attributes:
-        count: How many there are.
-        nbytes: Bytes of one element of each, added up.
-        widest: Bytes of one element, at most.
-        widest_cast: Likewise, of the tensors that are wanted in another dtype; 0 if none is.
-        written: Per chunk the file it lies in, with the count and bytes of the tensors that are
-            written so; empty if it is not known what lies where.
+        tiling: The saved chunks.
+        boxes: The distinct boxes that ranks want, none of them empty.
+        rank: One row a box: the ranks that hold it.
+        rows: The tensors, as rows of the checkpoint's entries.
+        itemsize: Bytes of one element of each tensor.
+        is_cast: Which of the tensors are wanted in another dtype.
     """
 
-    count: int
-    nbytes: int
-    widest: int
-    widest_cast: int
-    written: tuple[tuple[Ints, int, int], ...]
-
-
-@attrs.frozen(eq=False)
-class HeldBoxes:
-    """The distinct boxes of a wanted layout, none of them empty.
-
-    Attributes:
-        offsets, sizes: One row a box.
-        holders: How many ranks hold each box.
-        first: Where each box's holders begin in ``rank``.
-        rank: The holders, box by box.
-    """
-
-    offsets: Ints
-    sizes: Ints
-    holders: Ints
-    first: Ints
+    tiling: Tiling
+    boxes: Tiling
     rank: Ints
+    rows: Ints
+    itemsize: Ints
+    is_cast: Ints
 
-    @classmethod
-    def of(cls, held: SpecLayout) -> HeldBoxes:
-        """Gather the boxes that ranks hold."""
-        real = np.flatnonzero(held.sizes.all(axis=1))
-        rank, offsets, sizes = held.rank[real], held.offsets[real], held.sizes[real]
-        first, group = group_rows([np.zeros(len(real), np.int64), offsets, sizes])
-        holders = np.bincount(group, minlength=len(first))
-        whose = rank[np.argsort(group, kind="stable")]
-        return cls(offsets[first], sizes[first], holders, np.cumsum(holders) - holders, whose)
+    @cached_property
+    def costs(self) -> Ints:
+        """Per box, for one tensor and one holder; see `_box_costs`."""
+        return _box_costs(self.tiling, self.boxes)
+
+    def files(self, writers: Writers) -> Iterator[tuple[Ints, Ints]]:
+        """Yield the file of each chunk, and the item sizes of the tensors that are written so."""
+        which = writers.column[self.rows]
+        for number in np.unique(which).tolist():
+            file = np.searchsorted(writers.ranks, writers.columns[number])
+            yield file, self.itemsize[which == number]
 
 
 def reshard_traffic(
@@ -90,222 +79,270 @@ def reshard_traffic(
     """Count what all ranks of a world read to fill what they hold.
 
     Raises:
-        PlanError: The checkpoint cannot fill it; every misfit of names and shapes is told.
+        PlanError: The checkpoint cannot fill it; every missing or misfitting name is listed.
     """
-    issues = _misfits(metadata, world)
-    if issues:
-        raise PlanError(issues)
-    entries = metadata.state_dict_metadata
-    tally = Tally(len(world), writers)
-    pairs: dict[tuple[int, int], list[str]] = {}
-    for name in world.specs:
-        pair = int(entries.layout[entries.row_of[name]]), world.layout_of[name]
-        pairs.setdefault(pair, []).append(name)
-    for (saved, wanted), names in pairs.items():
-        boxes = HeldBoxes.of(world.layouts[wanted])
-        tensors = _tensors(metadata, world, writers, tally, names)
-        short = _count(tally, entries.layouts[saved], boxes, tensors)
-        for box in np.flatnonzero(short)[:1].tolist():
-            rank = int(boxes.rank[boxes.first[box]])
-            load_plan(metadata, world[rank], dtype="cast")  # raises, and says what is uncovered
-    _count_values(tally, metadata, world, writers)
-    return tally.done()
-
-
-def _count_values(
-    tally: Tally, metadata: Metadata, world: WorldPlans, writers: Writers | None
-) -> None:
-    """Add one request per rank for each value that is no tensor."""
-    tally.requests += len(world.values)
-    if writers is None or not world.values:
-        return
-    rows = [metadata.state_dict_metadata.row_of[name] for name in world.values]
-    writer = np.array([writers.columns[n][0] for n in writers.column[rows].tolist()])
-    file = tally.file(writer)
-    np.add.at(tally.file_requests, file, len(world))
-    tally.seen[:, file] = True
-
-
-def _misfits(metadata: Metadata, world: WorldPlans) -> list[Issue]:
-    """Say which tensors the checkpoint does not have, or has in another shape."""
-    entries = metadata.state_dict_metadata
-    issues: list[Issue] = []
-    for name in world.catalog.names:
-        saved, spec = entries.get(name), world.specs.get(name)
-        if saved is None:
-            near = nearest_names(name, entries.names) if len(issues) < _SUGGESTED else ()
-            hint = nearest_hint(near)
-            issues.append(Issue("missing", name, f"`{name}` is not in the checkpoint{hint}"))
-        elif isinstance(saved, TensorMetadata) != (spec is not None):
-            kinds = ("a tensor", "a value that is no tensor")
-            was, wanted = kinds if spec is None else kinds[::-1]
-            text = f"`{name}` was saved as {was} and is wanted as {wanted}"
-            issues.append(Issue("type", name, text))
-        elif isinstance(saved, TensorMetadata) and spec is not None and saved.size != spec.shape:
-            text = f"`{name}` was saved with shape {list(saved.size)} and is wanted with "
-            issues.append(Issue("shape", name, f"{text}{list(spec.shape)}"))
-    return issues
-
-
-def _tensors(
-    metadata: Metadata,
-    world: WorldPlans,
-    writers: Writers | None,
-    tally: Tally,
-    names: Sequence[str],
-) -> _Tensors:
-    entries = metadata.state_dict_metadata
-    rows = np.array([entries.row_of[name] for name in names])
-    itemsize = itemsizes(entries)[rows]
-    wanted = [world.specs[name].dtype for name in names]
-    saved = [entries.props[prop].dtype for prop in entries.prop[rows].tolist()]
-    cast = itemsize[[a != b for a, b in zip(saved, wanted, strict=True)]]
-    written = []
+    pairs = _pairs(metadata, world)
+    for pair in pairs:
+        short = np.flatnonzero(pair.costs[0] != pair.boxes.sizes.prod(axis=1))
+        for rank in pair.rank[short[:1], 0].tolist():
+            load_plan(metadata, world[rank], dtype="cast")  # raises: says what is uncovered
+    values = [metadata.state_dict_metadata.row_of[name] for name in world.values]
+    whole = sum(int(p.costs[2].sum()) * p.rank.shape[1] * int(p.itemsize.sum()) for p in pairs)
+    unique = sum(p.boxes.volume() * int(p.itemsize.sum()) for p in pairs)
+    ranks, files = _ranks(pairs, len(world), len(values)), None
     if writers is not None:
-        which = writers.column[rows]
-        for number in np.unique(which).tolist():
-            mine = itemsize[which == number]
-            file = tally.file(writers.columns[number])
-            written.append((file, len(mine), int(mine.sum())))
-    return _Tensors(
-        len(names),
-        int(itemsize.sum()),
-        int(itemsize.max()),
-        int(cast.max(initial=0)),
-        tuple(written),
-    )
+        seen = _seen(pairs, writers, len(world))
+        held = np.searchsorted(writers.ranks, writers.rank_of(column(values), column(values) * 0))
+        seen[:, held] = True
+        files = _files(pairs, writers, add_up(held, held * 0 + len(world), len(writers.ranks)))
+        files = attrs.evolve(files, readers=seen.sum(axis=0))
+        ranks = attrs.evolve(ranks, peers=seen.sum(axis=1))
+    return Traffic(ranks, files, unique, whole)
 
 
-def _count(tally: Tally, saved: Layout, boxes: HeldBoxes, tensors: _Tensors) -> Ints:
-    """Add what one pair of layouts moves; return, per box, how many elements it lacks."""
-    even = len(boxes.holders) and (boxes.holders == boxes.holders[0]).all()
-    axes = Axes.of(saved.tiling, boxes.offsets, boxes.sizes) if even else None
-    if axes is None:
-        sums = _by_piece(tally, saved.tiling, boxes, tensors)
+def _pairs(metadata: Metadata, world: WorldPlans) -> list[_Pair]:
+    """Gather the tensors by saved and by wanted layout; tensors without elements are left out.
+
+    Raises:
+        PlanError: Tensors are missing, or were saved with another shape; every one is listed.
+    """
+    entries, catalog = metadata.state_dict_metadata, world.catalog
+    match = match_entries(entries, catalog, np.arange(len(catalog)), "cast", "same")
+    if match.issues:
+        raise PlanError(match.issues)
+    row_of = dict(zip(catalog.names, match.entry.tolist(), strict=True))
+    names: dict[tuple[int, int], list[str]] = {}
+    for name, wanted in world.layout_of.items():
+        names.setdefault((int(entries.layout[row_of[name]]), wanted), []).append(name)
+    held = {wanted: _held(world.layouts[wanted]) for _, wanted in names}
+    pairs, itemsize = [], itemsizes(entries)
+    for (saved, wanted), some in names.items():
+        rows = column([row_of[name] for name in some])
+        dtypes = [entries.props[prop].dtype for prop in entries.prop[rows].tolist()]
+        is_cast = column([world.specs[n].dtype != d for n, d in zip(some, dtypes, strict=True)])
+        tiling = entries.layouts[saved].tiling
+        pairs.append(_Pair(tiling, *held[wanted], rows, itemsize[rows], is_cast))
+    return [pair for pair in pairs if len(pair.rank)]
+
+
+def _held(layout: SpecLayout) -> tuple[Tiling, Ints]:
+    """Return the distinct boxes of a layout, and, one row a box, the ranks that hold it."""
+    real = layout.sizes.all(axis=1)
+    offsets, sizes = layout.offsets[real], layout.sizes[real]
+    first, box = group_rows([np.zeros(len(offsets), np.int64), offsets, sizes])
+    rank = layout.rank[real][np.argsort(box, kind="stable")]
+    return tile(offsets[first], sizes[first]), rank.reshape(len(first), -1 if len(first) else 1)
+
+
+def _ranks(pairs: Iterable[_Pair], ranks: int, values: int) -> RankCosts:
+    """Add up what each rank reads; each value is one request."""
+    nbytes, requests, elements, peak = np.zeros((4, ranks), np.int64)
+    requests += values
+    for pair in pairs:
+        count, runs, _, largest, scattered = np.repeat(pair.costs, pair.rank.shape[1], axis=1)
+        rank, tensors = pair.rank.ravel(), len(pair.rows)
+        np.add.at(nbytes, rank, count * pair.itemsize.sum())
+        np.add.at(requests, rank, runs * tensors)
+        np.add.at(elements, rank, count * tensors)
+        cast = (pair.itemsize * pair.is_cast).max()
+        np.maximum.at(peak, rank, np.maximum(scattered * pair.itemsize.max(), largest * cast))
+    return RankCosts.of(nbytes, requests, elements, peak)
+
+
+def _files(pairs: Iterable[_Pair], writers: Writers, requests: Ints) -> FileCosts:
+    """Add up what is read from each file, to the requests that it gets already."""
+    nbytes, requests = np.zeros(len(requests), np.int64), requests.copy()
+    for pair in pairs:
+        elements, runs = _chunk_costs(pair.tiling, pair.boxes) * pair.rank.shape[1]
+        for file, itemsize in pair.files(writers):
+            np.add.at(nbytes, file, elements * itemsize.sum())
+            np.add.at(requests, file, runs * len(itemsize))
+    return FileCosts(writers.ranks, nbytes, requests, nbytes * 0)
+
+
+def _seen(pairs: Iterable[_Pair], writers: Writers, ranks: int) -> Ints:
+    """Return which files each rank reads; boxes that meet the same chunks are marked together."""
+    seen = np.zeros((ranks, len(writers.ranks)), bool)
+    for pair in pairs:
+        first, alike = _alike(pair.tiling, pair.boxes, _spans)
+        holders = pair.rank[np.argsort(alike, kind="stable")].ravel()
+        count = np.bincount(alike) * pair.rank.shape[1]
+        start = np.cumsum(count) - count
+        for group, chunk, _ in _pieces(pair.tiling, pair.boxes, first):
+            alone = count[group] == 1
+            for file, _ in pair.files(writers):
+                seen[holders[start[group[alone]]], file[chunk[alone]]] = True
+                for number in np.unique(group[~alone]).tolist():
+                    low, high = np.searchsorted(group, [number, number + 1])
+                    row = np.zeros(len(writers.ranks), bool)
+                    row[file[chunk[low:high]]] = True
+                    for rank in holders[start[number] : start[number] + count[number]].tolist():
+                        seen[rank] |= row
+    return seen
+
+
+def _box_costs(tiling: Tiling, boxes: Tiling) -> Ints:
+    """Count the pieces of chunks that fill each box.
+
+    Returns:
+        One column a box: elements; runs in the chunks; elements of all chunks that are met;
+        elements of the largest piece, and of the largest one that is not contiguous in the box.
+
+    >>> rows = tile([[0, 0], [2, 0]], [[2, 6], [1, 6]])
+    >>> columns = tile([[0, 0], [0, 4]], [[3, 4], [3, 2]])
+    >>> _box_costs(rows, columns).tolist()
+    [[12, 6], [3, 3], [18, 18], [8, 4], [0, 0]]
+    """
+    first, alike = _alike(tiling, boxes, _looks)
+    costs = np.zeros((5, len(first)), np.int64)
+    for box, chunk, lengths in _pieces(tiling, boxes, first):
+        extents, elements = tiling.sizes[chunk], lengths.prod(axis=1)
+        scattered = count_runs(lengths, boxes.sizes[first[box]]) > 1
+        np.add.at(costs[0], box, elements)
+        np.add.at(costs[1], box, count_runs(lengths, extents))
+        np.add.at(costs[2], box, extents.prod(axis=1))
+        np.maximum.at(costs[3], box, elements)
+        np.maximum.at(costs[4], box, elements * scattered)
+    return costs[:, alike]
+
+
+def _chunk_costs(tiling: Tiling, boxes: Tiling) -> Ints:
+    """Count the pieces of each chunk: one column a chunk, elements and runs."""
+    first, alike = _alike(boxes, tiling, _looks)
+    costs = np.zeros((2, len(first)), np.int64)
+    for chunk, _, lengths in _pieces(boxes, tiling, first):
+        np.add.at(costs[0], chunk, lengths.prod(axis=1))
+        np.add.at(costs[1], chunk, count_runs(lengths, tiling.sizes[first[chunk]]))
+    return costs[:, alike]
+
+
+def _pieces(tiling: Tiling, boxes: Tiling, rows: Ints) -> Iterator[tuple[Ints, Ints, Ints]]:
+    """Yield where some boxes meet chunks, in blocks: position in ``rows``, chunk, size."""
+    step = max(1, int(_BLOCK / _met_by_a_box(tiling, boxes)))
+    for low in range(0, len(rows), step):
+        here = rows[low : low + step]
+        which = np.zeros(len(here), np.int64)
+        met = overlap_many((tiling,), which, boxes.offsets[here], boxes.sizes[here])
+        yield low + met.box, met.chunk, met.sizes
+
+
+def _met_by_a_box(tiling: Tiling, boxes: Tiling) -> float:
+    """Estimate how many chunks a box meets; never too low for chunks that do not form a grid."""
+    if not isinstance(tiling, Grid) or not isinstance(boxes, Grid):
+        return max(1, len(tiling))
+    stretches = (len(a) + len(b) for a, b in zip(tiling.cuts, boxes.cuts, strict=True))
+    return math.prod(stretches) / len(boxes)
+
+
+def _alike(
+    tiling: Tiling, boxes: Tiling, number: Callable[[Ints, Ints], Ints]
+) -> tuple[Ints, Ints]:
+    """Group boxes by what they meet: the first box of each group, and the group of each box.
+
+    Grids are compared axis by axis, where ``number`` numbers the intervals of the boxes. Every box
+    is a group of its own if there are few pieces, no grids, or boxes that chunks do not cover.
+    """
+    every = np.arange(len(boxes))
+    is_few = len(boxes) * _met_by_a_box(tiling, boxes) <= _BLOCK
+    if is_few or not isinstance(tiling, Grid) or not isinstance(boxes, Grid):
+        return every, every
+    code = np.zeros(1, np.int64)
+    for cuts, edges in zip(tiling.cuts, boxes.cuts, strict=True):
+        if edges[0] < cuts[0] or cuts[-1] < edges[-1]:
+            return every, every
+        numbers = number(cuts, edges)
+        code = (code[:, None] * (numbers.max() + 1) + numbers).ravel()
+    _, first, alike = numbered(code)
+    return first, alike
+
+
+def _spans(cuts: Ints, edges: Ints) -> Ints:
+    """Number intervals by the chunks that they meet."""
+    met = np.searchsorted(cuts, edges[:-1], "right"), np.searchsorted(cuts, edges[1:], "left")
+    return group_rows(met)[1]
+
+
+def _looks(cuts: Ints, edges: Ints) -> Ints:
+    """Number intervals by how long they are, and how long the chunks and stretches that they meet.
+
+    >>> _looks(np.array([0, 4, 8, 12]), np.array([0, 6, 10, 12])).tolist()
+    [0, 1, 2]
+    >>> _looks(np.array([0, 12]), np.array([0, 3, 6, 9, 12])).tolist()
+    [0, 0, 0, 0]
+    """
+    first = np.searchsorted(cuts, edges[:-1], "right")
+    last = np.searchsorted(cuts, edges[1:], "left")
+    extents, lengths = np.diff(cuts), np.diff(edges)
+    stretch = np.minimum(cuts[first], edges[1:]) - edges[:-1]  # the others follow from the extents
+    columns = (c.tolist() for c in (first - 1, last, stretch, lengths))
+    numbers: dict[tuple[int, int, bytes], int] = {}
+    keys = ((s, n, extents[a:b].tobytes()) for a, b, s, n in zip(*columns, strict=True))
+    return column([numbers.setdefault(key, len(numbers)) for key in keys])
+
+
+def traffic_matrix(
+    plans: Iterable[LoadPlan] | WorldPlans, writers: Writers | Iterable[SavePlan]
+) -> Ints:
+    """Add up how many stored bytes each rank reads of what each rank wrote.
+
+    Args:
+        plans: What is read: one plan per reading rank; or a world that is to be filled, which is
+            counted layout by layout, and needs `Writers`.
+        writers: Who wrote: one plan per writing rank, as `global_plan` returns them, or the result
+            of `writers_of`. A chunk that several ranks wrote counts for the lowest.
+
+    Returns:
+        Bytes: one row a writer, one column a reader.
+
+    >>> from shardplan.planning import Mesh, Shard, TensorSpec, global_plan, load_plan, local_plan
+    >>> sd = {"w": TensorSpec((6,), "float32", [Shard(0)])}
+    >>> two, three = ([local_plan(sd, mesh=Mesh(dp=n), rank=r) for r in range(n)] for n in (2, 3))
+    >>> writers, metadata = global_plan(two)
+    >>> traffic_matrix([load_plan(metadata, plan) for plan in three], writers)
+    array([[8, 4, 0],
+           [0, 4, 8]])
+
+    Raises:
+        PlanError: Writers disagree about a tensor.
+        TypeError: The plans are those of a world, and the writers are plans.
+        ValueError: A read asks for a chunk that no writer wrote.
+    """
+    if isinstance(plans, WorldPlans):
+        return readonly(traffic_blocks(plans, writers, (1, 1)))
+    if isinstance(writers, Writers):
+        known, rows = writers, writers.world_size
     else:
-        sums = _by_axis(tally, axes, boxes, tensors)
-    # One row a rank and box: what a rank needs of a box, every other rank that holds it needs too.
-    held = np.repeat(np.arange(len(boxes.first)), boxes.holders)
-    peak = np.maximum(sums.staged * tensors.widest, sums.largest * tensors.widest_cast)
-    requests, elements = sums.requests * tensors.count, sums.elements * tensors.count
-    nbytes = sums.elements * tensors.nbytes
-    tally.add_ranks(boxes.rank, nbytes[held], requests[held], elements[held])
-    np.maximum.at(tally.peak, boxes.rank, peak[held])
-    for file, count, size in tensors.written:
-        tally.add_files(file, sums.chunk_elements * size, sums.chunk_requests * count)
-    tally.whole += int((sums.whole * boxes.holders).sum()) * tensors.nbytes
-    tally.unique += volume(tile(boxes.offsets, boxes.sizes)) * tensors.nbytes
-    short: Ints = boxes.sizes.prod(axis=1) - sums.elements
-    return short
+        written = tuple(writers)
+        known, rows = writers_by_plans(written), len(written)
+    loads = tuple(plans)
+    try:
+        pieces = load_pieces(Metadata(known.entries), loads)
+    except NotFoundError as error:
+        hint = "pass the plans that global_plan returned together with the metadata"
+        raise ValueError(f"nobody wrote a chunk that is read: {error}; {hint}") from error
+    reads = pieces.take(pieces.source < 0)  # other ranks send the rest
+    matrix = np.zeros((rows, len(loads)), np.int64)
+    np.add.at(matrix, (known.rank_of(reads.entry, reads.chunk), reads.rank), reads.nbytes)
+    return readonly(matrix)
 
 
-def _by_piece(tally: Tally, tiling: Tiling, boxes: HeldBoxes, tensors: _Tensors) -> _Sums:
-    """Count any chunks and boxes, piece by piece."""
-    sums = _Sums.of(len(boxes.first), len(tiling))
-    for low, high in stretches(most_met(tiling, boxes)):
-        here, which = slice(low, high), np.zeros(high - low, np.int64)
-        pieces = overlap_many((tiling,), which, boxes.offsets[here], boxes.sizes[here])
-        box = pieces.box + low
-        sums.add(box, pieces.chunk, pieces.sizes, tiling.sizes[pieces.chunk], boxes)
-        for file, _, _ in tensors.written:
-            _mark(tally, boxes, box, file[pieces.chunk])
+def traffic_blocks(
+    world: WorldPlans, writers: Writers | Iterable[SavePlan] | None, steps: tuple[int, int]
+) -> Ints:
+    """Add up the bytes that a world reads, in blocks of so many writers and readers.
+
+    Raises:
+        TypeError: The writers are not `Writers`.
+        PlanError: A tensor of the world was not written, or with another shape.
+    """
+    if not isinstance(writers, Writers):
+        raise TypeError("a world does not say who wrote; pass writers_of(plans, metadata)")
+    sums = np.zeros((-(-writers.world_size // steps[0]), -(-len(world) // steps[1])), np.int64)
+    for pair in _pairs(Metadata(writers.entries), world):
+        for box, chunk, lengths in _pieces(pair.tiling, pair.boxes, np.arange(len(pair.boxes))):
+            elements = lengths.prod(axis=1)
+            for file, itemsize in pair.files(writers):
+                writer, nbytes = writers.ranks[file][chunk] // steps[0], elements * itemsize.sum()
+                for reader in pair.rank.T // steps[1]:  # each of the ranks that hold a box
+                    np.add.at(sums, (writer, reader[box]), nbytes)
     return sums
-
-
-def _by_axis(tally: Tally, axes: Axes, boxes: HeldBoxes, tensors: _Tensors) -> _Sums:
-    """Count two grids axis by axis; boxes that meet the same chunks are marked together."""
-    if tensors.written:
-        which, groups = axes.alike()
-        held = np.repeat(which, boxes.holders)
-        holders = np.bincount(held)
-        whose = boxes.rank[np.argsort(held, kind="stable")]
-        together = attrs.evolve(
-            boxes, holders=holders, first=np.cumsum(holders) - holders, rank=whose
-        )
-        for low, high in stretches(groups[:, 1::2].prod(axis=1)):
-            group, chunk = axes.chunks_met(groups[low:high])
-            for file, _, _ in tensors.written:
-                _mark(tally, together, group + low, file[chunk])
-    copies = boxes.holders[0]
-    return _Sums(*axes.per_box(), *(sums * copies for sums in axes.per_chunk()))
-
-
-@attrs.frozen(eq=False)
-class _Sums:
-    """What one tensor moves between two layouts; the arrays are added to.
-
-    Attributes:
-        elements, requests, whole: Per box, for one holder; ``whole`` counts all elements of the
-            chunks that are met.
-        largest, staged: Per box, the elements of the largest piece, and of the largest one that is
-            not contiguous in the box.
-        chunk_elements, chunk_requests: Per saved chunk, for all holders.
-    """
-
-    elements: Ints
-    requests: Ints
-    whole: Ints
-    largest: Ints
-    staged: Ints
-    chunk_elements: Ints
-    chunk_requests: Ints
-
-    @classmethod
-    def of(cls, boxes: int, chunks: int) -> _Sums:
-        return cls(*np.zeros((5, boxes), np.int64), *np.zeros((2, chunks), np.int64))
-
-    def add(self, box: Ints, chunk: Ints, lengths: Ints, extents: Ints, boxes: HeldBoxes) -> None:
-        """Add pieces of some size, out of chunks of some extent."""
-        elements, runs = lengths.prod(axis=1), count_runs(lengths, extents)
-        scattered = count_runs(lengths, boxes.sizes[box]) > 1
-        np.add.at(self.elements, box, elements)
-        np.add.at(self.requests, box, runs)
-        np.add.at(self.whole, box, extents.prod(axis=1))
-        np.maximum.at(self.largest, box, elements)
-        np.maximum.at(self.staged, box, elements * scattered)
-        np.add.at(self.chunk_elements, chunk, elements * boxes.holders[box])
-        np.add.at(self.chunk_requests, chunk, runs * boxes.holders[box])
-
-
-def most_met(tiling: Tiling, boxes: HeldBoxes) -> Ints:
-    """Return how many chunks each box meets at most."""
-    if not isinstance(tiling, Grid):
-        return np.full(len(boxes.first), len(tiling))
-    met = np.ones(len(boxes.first), np.int64)
-    for axis, cuts in enumerate(tiling.cuts):
-        low = boxes.offsets[:, axis]
-        first = np.searchsorted(cuts, low, side="right")
-        met *= np.searchsorted(cuts, low + boxes.sizes[:, axis], side="left") - first + 1
-    return np.maximum(met, 0)
-
-
-def stretches(counts: Ints) -> Iterator[tuple[int, int]]:
-    """Cut rows into stretches that expand to about _BLOCK each.
-
-    >>> list(stretches(np.array([_BLOCK, 1, _BLOCK, 1])))
-    [(0, 1), (1, 3), (3, 4)]
-    """
-    ends = np.cumsum(counts)
-    total = int(ends[-1]) if len(ends) else 0
-    cuts = np.searchsorted(ends, np.arange(_BLOCK, total, _BLOCK)) + 1
-    edges = np.unique(np.concatenate([[0], cuts, [len(counts)]])).tolist()
-    yield from pairwise(edges)
-
-
-def _mark(tally: Tally, boxes: HeldBoxes, box: Ints, file: Ints) -> None:
-    """Note that every holder of a box reads a file; one row a box and file, in order of box."""
-    met = np.bincount(box, minlength=len(boxes.first))
-    crowded = met > tally.seen.shape[1] // _CROWDED
-    for number in np.flatnonzero(crowded).tolist():  # whole rows at a time: nearly all are set
-        low, high = np.searchsorted(box, [number, number + 1])
-        row = np.zeros(tally.seen.shape[1], bool)
-        row[file[low:high]] = True
-        first = boxes.first[number]
-        for rank in boxes.rank[first : first + boxes.holders[number]].tolist():
-            tally.seen[rank] |= row
-    few = np.flatnonzero(~crowded[box])
-    box, file = box[few], file[few]
-    for low, high in stretches(boxes.holders[box]):
-        row, nth = spread(boxes.holders[box[low:high]])
-        who = boxes.rank[boxes.first[box[low:high]][row] + nth]
-        tally.seen[who, file[low:high][row]] = True

@@ -1,4 +1,4 @@
-"""How much is moved? Bytes, requests and peers of every rank and file, counted in columns.
+"""What each rank and each file moves, counted from plans, in columns.
 
 A *request* is one contiguous run of bytes in a saved chunk, which is stored row-major: a box that
 does not span the chunk's trailing axes is several. Requests are counted read by read, before
@@ -8,15 +8,16 @@ neighbours are merged.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, ClassVar, Final, Self, TypeVar
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
 from ..catalog import column
+from ..columns import Columns, Index
 from ..distinct import group_rows
 from ..errors import Issue, NotFoundError, PlanError
 from ..items import LoadItemType
@@ -29,10 +30,122 @@ from ..tiling import Grid, Tiling, pad, tile
 from ..world import World
 from .writers import Writers
 
-__all__ = ["Tally", "Traffic", "count_runs", "itemsizes", "load_traffic", "save_traffic", "volume"]
+__all__ = ["FileCost", "RankCost", "Traffic", "count_runs", "load_traffic", "save_traffic"]
+
+T = TypeVar("T")
 
 _VALUE: Final = LoadItemType.BYTE_IO.value
-_RELAYED: Final = -2  # in the place of a sender
+_RELAYED: Final = -2  # in place of a sender: read from storage, for other ranks only
+
+
+@attrs.frozen
+class RankCost:
+    """What one rank does.
+
+    Attributes:
+        rank: Which rank.
+        nbytes: Bytes that it moves from storage, or, in a save, to storage.
+        requests: Contiguous runs of bytes that it asks for, before neighbours are merged.
+        elements: Elements that it moves.
+        peers: From how many files it reads; None in a save, or if the writers are unknown.
+        peak_buffer: Bytes of the largest piece that must be staged: it is not contiguous in the
+            tensor it goes to (or comes from), or it is known to be cast. A shard that no plan
+            describes is taken to be the box that its pieces span.
+        sent, received: Bytes that it sends to other ranks, and receives from them.
+        seconds: How long it takes, by the model.
+    """
+
+    rank: int
+    nbytes: int
+    requests: int
+    elements: int
+    peers: int | None
+    peak_buffer: int
+    sent: int
+    received: int
+    seconds: float
+
+
+@attrs.frozen
+class FileCost:
+    """What happens to one file.
+
+    Attributes:
+        file: The rank that wrote it.
+        nbytes: Bytes that are read from it, or, in a save, written to it.
+        requests: How many requests it gets.
+        readers: How many ranks read it; 0 in a save.
+    """
+
+    file: int
+    nbytes: int
+    requests: int
+    readers: int
+
+
+class _Figures(Columns[T]):
+    """Records of numbers; one column a field, None where a figure is unknown."""
+
+    _record: ClassVar[Any]
+
+    def __attrs_post_init__(self) -> None:
+        for values in self.columns:
+            if values is not None:
+                values.flags.writeable = False
+
+    @property
+    def columns(self) -> tuple[Any, ...]:
+        """Every column, in order of the record's fields."""
+        return tuple(getattr(self, field.name) for field in attrs.fields(self._record))
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    def record(self, row: int) -> T:
+        """Make the record of one row."""
+        made: T = self._record(*(None if c is None else c[row].item() for c in self.columns))
+        return made
+
+    def take(self, rows: Index | slice) -> Self:
+        """Return the given rows (numbers, a mask or a slice), in that order."""
+        return type(self)(*(None if c is None else c[rows] for c in self.columns))
+
+    def _same(self, other: Self) -> bool:
+        pairs = zip(self.columns, other.columns, strict=True)
+        return all(np.array_equal(a, b) for a, b in pairs)
+
+
+@attrs.frozen(eq=False, repr=False)
+class RankCosts(_Figures[RankCost]):
+    """The figures of all ranks; see `RankCost`."""
+
+    _record = RankCost
+    rank: Ints
+    nbytes: Ints
+    requests: Ints
+    elements: Ints
+    peers: Ints | None
+    peak_buffer: Ints
+    sent: Ints
+    received: Ints
+    seconds: npt.NDArray[np.float64]
+
+    @classmethod
+    def of(cls, nbytes: Ints, requests: Ints, elements: Ints, peak: Ints) -> RankCosts:
+        """Make the figures of ranks that send nothing and whose peers are unknown; no time yet."""
+        rank, none = np.arange(len(nbytes)), np.zeros(len(nbytes), np.int64)
+        return cls(rank, nbytes, requests, elements, None, peak, none, none, none.astype(float))
+
+
+@attrs.frozen(eq=False, repr=False)
+class FileCosts(_Figures[FileCost]):
+    """The figures of all files; see `FileCost`."""
+
+    _record = FileCost
+    file: Ints
+    nbytes: Ints
+    requests: Ints
+    readers: Ints
 
 
 @attrs.frozen(eq=False)
@@ -40,81 +153,29 @@ class Traffic:
     """What moves between ranks and storage.
 
     Attributes:
-        nbytes, requests, elements: Per rank.
-        peak: Per rank, the bytes of the largest piece that cannot go straight to its place.
-        sent, received: Per rank, bytes that go to and come from other ranks.
-        peers: Per rank, from how many files it reads; None for a save, or if it is not known what
-            lies where.
-        files: The rank that wrote each file; None if that is not known.
-        file_nbytes, file_requests: Per file.
-        readers: Per file, how many ranks read it.
+        ranks: The figures of each rank; no time yet.
+        files: The figures of each file; None if the writers are unknown.
         unique: Bytes of storage that at least one rank touches.
         whole: Bytes that would move if every read fetched all of its saved chunk; None for a save.
-        relayed: Bytes that ranks read for others alone.
+        relayed: Bytes that ranks read for others only.
     """
 
-    nbytes: Ints
-    requests: Ints
-    elements: Ints
-    peak: Ints
-    sent: Ints
-    received: Ints
-    peers: Ints | None
-    files: Ints | None
-    file_nbytes: Ints
-    file_requests: Ints
-    readers: Ints
+    ranks: RankCosts
+    files: FileCosts | None
     unique: int
     whole: int | None
     relayed: int = 0
 
 
-class Tally:
-    """Sums that grow while traffic is counted."""
+def add_up(at: Ints, values: Ints, count: int) -> Ints:
+    """Add values up by where they belong.
 
-    def __init__(self, ranks: int, writers: Writers | None) -> None:
-        self.files = None if writers is None else writers.ranks
-        files = 0 if self.files is None else len(self.files)
-        self.nbytes, self.requests, self.elements, self.peak = np.zeros((4, ranks), np.int64)
-        self.sent, self.received = np.zeros((2, ranks), np.int64)
-        self.file_nbytes, self.file_requests = np.zeros((2, files), np.int64)
-        self.seen = np.zeros((ranks, files), bool)
-        self.unique = self.whole = self.relayed = 0
-
-    def file(self, writer: Ints) -> Ints:
-        """Return which file each writer's is."""
-        return np.searchsorted(column([]) if self.files is None else self.files, writer)
-
-    def add_ranks(self, rank: Ints, nbytes: Ints, requests: Ints, elements: Ints) -> None:
-        """Count what ranks move; a rank may come in many rows."""
-        np.add.at(self.nbytes, rank, nbytes)
-        np.add.at(self.requests, rank, requests)
-        np.add.at(self.elements, rank, elements)
-
-    def add_files(self, file: Ints, nbytes: Ints, requests: Ints) -> None:
-        """Count what moves into or out of files."""
-        np.add.at(self.file_nbytes, file, nbytes)
-        np.add.at(self.file_requests, file, requests)
-
-    def done(self, *, is_save: bool = False) -> Traffic:
-        """Return the sums as a value."""
-        known = self.files is not None
-        return Traffic(
-            self.nbytes,
-            self.requests,
-            self.elements,
-            self.peak,
-            self.sent,
-            self.received,
-            self.seen.sum(axis=1) if known and not is_save else None,
-            self.files,
-            self.file_nbytes,
-            self.file_requests,
-            self.seen.sum(axis=0),
-            self.unique,
-            None if is_save else self.whole,
-            self.relayed,
-        )
+    >>> add_up(np.array([0, 2, 0]), np.array([1, 2, 3]), 3).tolist()
+    [4, 0, 2]
+    """
+    sums = np.zeros(count, np.int64)
+    np.add.at(sums, at, values)
+    return sums
 
 
 def count_runs(lengths: Ints, extents: Ints) -> Ints:
@@ -136,38 +197,49 @@ def count_runs(lengths: Ints, extents: Ints) -> Ints:
     return np.where((lengths == 0).any(axis=1), 0, runs)
 
 
+def itemsizes(entries: Entries) -> Ints:
+    """Return the bytes of one element of each entry; 0 for non-tensor values."""
+    return column([*(p.itemsize for p in entries.props), 0])[entries.prop]
+
+
+def _volume(tiling: Tiling) -> int:
+    """Return how many elements lie in at least one chunk."""
+    if isinstance(tiling, Grid) or not self_overlaps(tiling, limit=1):
+        return tiling.volume()
+    bounds = tiling.bounds()
+    return bounds.numel - sum(gap.numel for gap in gaps(tiling, bounds, limit=sys.maxsize))
+
+
 def save_traffic(plans: Sequence[SavePlan]) -> Traffic:
     """Count what ranks write, each to a file of its own; one request a chunk or value."""
-    world = plans if isinstance(plans, World) else World(plans)
+    world = World.of(plans)
     rows = world.rows
     if rows.issues:
         raise PlanError(rows.issues)
-    tally = Tally(len(world), None)
-    tally.files = np.arange(len(world))
-    for rank, plan in enumerate(world):
-        items = plan.items
-        is_value = items.catalog.is_bytes[items.row]
-        elements = np.where(is_value, 0, items.sizes.prod(axis=1))
-        sources = [items.row, items.shard_offsets]
-        extents = _extents(sources, items.offsets - items.shard_offsets + items.sizes)
-        staged = count_runs(items.sizes, extents) > 1
-        tally.nbytes[rank] = items.nbytes.sum()
-        tally.requests[rank] = np.count_nonzero(is_value | (elements > 0))
-        tally.elements[rank] = elements.sum()
-        tally.peak[rank] = (items.nbytes * staged).max(initial=0)
-    tally.file_nbytes, tally.file_requests = tally.nbytes, tally.requests
-    tally.seen = np.zeros((0, len(world)), bool)  # nobody reads
-    itemsize = np.array([*(p.itemsize for p in rows.props), 0])[rows.prop]
-    nbytes = rows.sizes.prod(axis=1) * itemsize[rows.tensor]
-    tally.unique = int(nbytes[~rows.repeats].sum())
-    return tally.done(is_save=True)
+    ranks = RankCosts.of(*column([_written(plan) for plan in world], len(world), 4).T)
+    files = FileCosts(ranks.rank, ranks.nbytes, ranks.requests, ranks.sent)
+    itemsize = column([*(p.itemsize for p in rows.props), 0])[rows.prop]
+    sizes = rows.sizes.prod(axis=1) * itemsize[rows.tensor]
+    return Traffic(ranks, files, int(sizes[~rows.repeats].sum()), None)
+
+
+def _written(plan: SavePlan) -> tuple[int, int, int, int]:
+    """Return the bytes, requests and elements of a rank, and its largest staged chunk in bytes."""
+    items = plan.items
+    is_value = items.catalog.is_bytes[items.row]
+    elements = np.where(is_value, 0, items.sizes.prod(axis=1))
+    shards = [items.row, items.shard_offsets]
+    extents = _extents(shards, items.offsets - items.shard_offsets + items.sizes)
+    staged = items.nbytes * (count_runs(items.sizes, extents) > 1)
+    requests = int(np.count_nonzero(is_value | (elements > 0)))
+    return int(items.nbytes.sum()), requests, int(elements.sum()), int(staged.max(initial=0))
 
 
 def _extents(shard: Sequence[Ints], ends: Ints) -> Ints:
     """Return how large each piece's shard is: a shard is the box that its pieces span.
 
     Args:
-        shard: Columns that tell one shard from another.
+        shard: Columns that distinguish shards.
         ends: Where each piece ends, relative to its shard.
     """
     first, group = group_rows(shard)
@@ -180,23 +252,28 @@ def load_traffic(
     metadata: Metadata, plans: Sequence[LoadPlan], writers: Writers | None = None
 ) -> Traffic:
     """Count what the reads of all ranks move, and what ranks pass on to each other."""
-    got = _gather(metadata, plans)
-    tally = Tally(len(plans), writers)
-    np.maximum.at(tally.peak, got.rank, got.nbytes * got.staged)
-    passed = got.source >= 0
-    np.add.at(tally.sent, got.source[passed], got.nbytes[passed])
-    np.add.at(tally.received, got.rank[passed], got.nbytes[passed])
-    reads = got.take(~passed)
-    tally.add_ranks(reads.rank, reads.nbytes, reads.requests, reads.elements)
-    tally.whole = int(reads.whole.sum())
-    tally.relayed = int(reads.nbytes[reads.source == _RELAYED].sum())
-    tally.unique = _unique(itemsizes(metadata.state_dict_metadata), reads)
+    pieces, count = load_pieces(metadata, plans), len(plans)
+    passed = pieces.take(pieces.source >= 0)
+    reads = pieces.take(pieces.source < 0)
+    peak = np.zeros(count, np.int64)
+    np.maximum.at(peak, pieces.rank, pieces.nbytes * pieces.staged)
+    nbytes, requests, elements = (
+        add_up(reads.rank, c, count) for c in (reads.nbytes, reads.requests, reads.elements)
+    )
+    sent, received = (add_up(at, passed.nbytes, count) for at in (passed.source, passed.rank))
+    ranks, files = RankCosts.of(nbytes, requests, elements, peak), None
+    ranks = attrs.evolve(ranks, sent=sent, received=received)
     if writers is not None:
-        file = tally.file(_writer(writers, reads.entry, reads.chunk))
-        tally.add_files(file, reads.nbytes, reads.requests)
+        file = np.searchsorted(writers.ranks, writers.rank_of(reads.entry, reads.chunk))
+        seen = np.zeros((count, len(writers.ranks)), bool)
         touched = reads.requests > 0
-        tally.seen[reads.rank[touched], file[touched]] = True
-    return tally.done()
+        seen[reads.rank[touched], file[touched]] = True
+        size, runs = (add_up(file, c, len(writers.ranks)) for c in (reads.nbytes, reads.requests))
+        files = FileCosts(writers.ranks, size, runs, seen.sum(axis=0))
+        ranks = attrs.evolve(ranks, peers=seen.sum(axis=1))
+    unique = _unique(itemsizes(metadata.state_dict_metadata), reads)
+    relayed = int(reads.nbytes[reads.source == _RELAYED].sum())
+    return Traffic(ranks, files, unique, int(reads.whole.sum()), relayed)
 
 
 @attrs.frozen(eq=False)
@@ -204,11 +281,11 @@ class _Pieces:
     """What all ranks read or receive; one row a piece.
 
     Attributes:
-        rank: Whose it is.
-        source: The rank that sends it; -1 if it is read from storage, -2 if for others alone.
+        rank: The rank that gets it.
+        source: The rank that sends it; -1 if it is read from storage, -2 if for others only.
         entry, chunk: Which of the checkpoint's entries, and which chunk of it.
         offsets, lengths: The box, in the saved tensor's frame.
-        elements, nbytes, requests: What it takes; a value that is no tensor takes one request.
+        elements, nbytes, requests: What it takes; a non-tensor value takes one request.
         whole: Bytes of the saved chunk.
         staged: Whether it is not contiguous in the shard that it fills.
     """
@@ -227,12 +304,16 @@ class _Pieces:
 
     def take(self, rows: npt.NDArray[Any]) -> _Pieces:
         """Return the given rows (numbers or a mask)."""
-        fields = [field.name for field in attrs.fields(_Pieces)]
-        return _Pieces(*(getattr(self, name)[rows] for name in fields))
+        return _Pieces(*(getattr(self, field.name)[rows] for field in attrs.fields(_Pieces)))
 
 
-def _gather(metadata: Metadata, plans: Sequence[LoadPlan]) -> _Pieces:
-    """Lay end to end what all ranks read and what they receive."""
+def load_pieces(metadata: Metadata, plans: Sequence[LoadPlan]) -> _Pieces:
+    """Lay end to end what all ranks read and what they receive.
+
+    Raises:
+        NotFoundError: A plan reads a chunk that the metadata does not list.
+        PlanError: A plan reads a tensor as a value, or a value as a tensor.
+    """
     entries = metadata.state_dict_metadata
     table = ChunkTable.of(entries.layouts)
     items, rank, source = _end_to_end(plans)
@@ -265,23 +346,19 @@ def _gather(metadata: Metadata, plans: Sequence[LoadPlan]) -> _Pieces:
 
 
 def _end_to_end(plans: Sequence[LoadPlan]) -> tuple[ReadItems, Ints, Ints]:
-    """Return all reads, those for others, then all received: items, whose, and who sends them."""
-    received = [p.transfers.take(p.transfers.target == rank) for rank, p in enumerate(plans)]
+    """Return all that is read, relayed and received: the items, their ranks and their senders."""
+    own = [plan.items for plan in plans]
     relayed = [_relayed(plan, rank) for rank, plan in enumerate(plans)]
-    parts = [plan.items for plan in plans] + relayed + [part.reads for part in received]
-    whose = np.concatenate([np.arange(len(plans))] * 3)
-    rank = np.repeat(whose, [len(part) for part in parts])
-    own, passed = (sum(map(len, some)) for some in ([plan.items for plan in plans], relayed))
-    read = np.repeat([-1, _RELAYED], [own, passed])
-    return (
-        ReadItems.concat(parts),
-        rank,
-        np.concatenate([read, *(part.source for part in received)]),
-    )
+    received = [p.transfers.take(p.transfers.target == rank) for rank, p in enumerate(plans)]
+    parts = [*own, *relayed, *(part.reads for part in received)]
+    rank = np.repeat(np.tile(np.arange(len(plans)), 3), [len(part) for part in parts])
+    read = np.repeat([-1, _RELAYED], [sum(map(len, own)), sum(map(len, relayed))])
+    source = np.concatenate([read, *(part.source for part in received)])
+    return ReadItems.concat(parts), rank, source
 
 
 def _relayed(plan: LoadPlan, rank: int) -> ReadItems:
-    """Return what a rank reads, each region once, though it only sends it to others."""
+    """Return what a rank reads only to send it to others, each region once."""
     sent = plan.transfers.reads.take(plan.transfers.source == rank)
     every = ReadItems.concat([plan.items, sent])
     places = every.storage_anchor + every.storage_offsets
@@ -290,7 +367,7 @@ def _relayed(plan: LoadPlan, rank: int) -> ReadItems:
 
 
 def _entry(metadata: Metadata, items: ReadItems, rank: Ints) -> Ints:
-    """Return which entry each item reads; raise where the checkpoint has no such entry."""
+    """Return which entry each item reads; raise if the checkpoint has no such entry."""
     entries = metadata.state_dict_metadata
     entry = column([entries.row_of.get(name, -1) for name in items.names])[items.storage]
     for row in np.flatnonzero(entry < 0)[:1].tolist():
@@ -303,45 +380,18 @@ def _entry(metadata: Metadata, items: ReadItems, rank: Ints) -> Ints:
     return entry
 
 
-def itemsizes(entries: Entries) -> Ints:
-    """Return the bytes of one element of each entry; 0 for values that are no tensors."""
-    return column([*(p.itemsize for p in entries.props), 0])[entries.prop]
-
-
-def _writer(writers: Writers, entry: Ints, chunk: Ints) -> Ints:
-    """Return who wrote each chunk."""
-    lengths = column([len(c) for c in writers.columns])
-    start = np.cumsum(lengths) - lengths
-    flat = np.concatenate([column([]), *writers.columns])
-    found: Ints = flat[start[writers.column[entry]] + chunk]
-    return found
-
-
 def _unique(itemsize: Ints, reads: _Pieces) -> int:
     """Return how many bytes of storage the reads touch; tensors read alike are looked at once."""
     real = reads.take(reads.elements > 0)
     first, _ = group_rows([real.entry, real.offsets, real.lengths])
     real = real.take(first)
+    edges = np.flatnonzero(np.diff(real.entry, prepend=-1, append=-1)).tolist()
     known: dict[bytes, int] = {}
     total = 0
-    for low, high in _stretches(real.entry):
+    for low, high in pairwise(edges):
         boxes = real.offsets[low:high], real.lengths[low:high]
         key = boxes[0].tobytes() + boxes[1].tobytes()
         if key not in known:
-            known[key] = volume(tile(*boxes))
+            known[key] = _volume(tile(*boxes))
         total += known[key] * int(itemsize[real.entry[low]])
     return total
-
-
-def _stretches(values: Ints) -> Iterator[tuple[int, int]]:
-    """Yield where each stretch of equal values begins and ends."""
-    edges = np.flatnonzero(np.diff(values, prepend=-1, append=-1)).tolist()
-    yield from pairwise(edges)
-
-
-def volume(tiling: Tiling) -> int:
-    """Return how many elements lie in at least one chunk."""
-    if isinstance(tiling, Grid) or not self_overlaps(tiling, limit=1):
-        return tiling.volume()
-    bounds = tiling.bounds()
-    return bounds.numel - sum(gap.numel for gap in gaps(tiling, bounds, limit=sys.maxsize))

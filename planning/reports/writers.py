@@ -1,10 +1,10 @@
-"""Who wrote it? For every chunk of a checkpoint, the rank in whose file it lies."""
+"""The rank that wrote each chunk of a checkpoint, and so the file that holds it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Final
+from typing import Final
 
 import attrs
 import numpy as np
@@ -18,20 +18,21 @@ from ..packing import Ints, readonly
 from ..records import SavePlan
 from ..text import counted
 from ..topology import WorldPlans
+from ..world import World
 
-__all__ = ["Writers", "writers_of"]
+__all__ = ["Writers", "writers_by_plans", "writers_of"]
 
 _NOBODY: Final = np.iinfo(np.int64).max
-_TOLD: Final = 8  # names that an error lists
+_LISTED: Final = 8  # names that an error lists
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)
 class Writers(Mapping[MetadataIndex, int]):
-    """Which rank wrote each chunk: an immutable mapping, equal columns held once.
+    """Which rank wrote each chunk: an immutable mapping; equal columns are held once.
 
     Attributes:
         entries: The checkpoint's tensors and values.
-        columns: Per chunk the rank; a value that is no tensor has one chunk.
+        columns: Per chunk the rank; a non-tensor value has one chunk.
         column: Which of the columns each entry has.
     """
 
@@ -44,14 +45,26 @@ class Writers(Mapping[MetadataIndex, int]):
         """Every rank that wrote something, ascending."""
         return np.unique(np.concatenate([column([]), *self.columns]))
 
+    @property
+    def world_size(self) -> int:
+        """One more than the last rank that wrote something."""
+        return int(self.ranks.max(initial=-1)) + 1
+
+    def rank_of(self, entry: Ints, chunk: Ints) -> Ints:
+        """Return who wrote some chunks, given by the rows of their entries and their numbers."""
+        lengths = column([len(c) for c in self.columns])
+        start = np.cumsum(lengths) - lengths
+        rank: Ints = np.concatenate([column([]), *self.columns])[start[self.column[entry]] + chunk]
+        return rank
+
     def __getitem__(self, index: MetadataIndex) -> int:
         row = self.entries.row_of.get(index.fqn)
         if row is None:
             raise KeyError(index)
-        writers = self.columns[self.column[row]]
-        if self.entries.layout[row] < 0:
+        writers, layout = self.columns[self.column[row]], self.entries.layout[row]
+        if layout < 0:
             return int(writers[0])
-        tiling = self.entries.layouts[self.entries.layout[row]].tiling
+        tiling = self.entries.layouts[layout].tiling
         if index.offset is None or len(index.offset) != tiling.ndim:
             raise KeyError(index)
         real = np.all(tiling.sizes > 0, axis=1)
@@ -61,12 +74,11 @@ class Writers(Mapping[MetadataIndex, int]):
         return int(writers[chunk])
 
     def __iter__(self) -> Iterator[MetadataIndex]:
-        for row, name in enumerate(self.entries.names):
-            if self.entries.layout[row] < 0:
+        for name, layout in zip(self.entries.names, self.entries.layout.tolist(), strict=True):
+            if layout < 0:
                 yield MetadataIndex(name)
                 continue
-            tiling = self.entries.layouts[self.entries.layout[row]].tiling
-            for number, offset in enumerate(tiling.offsets.tolist()):
+            for number, offset in enumerate(self.entries.layouts[layout].tiling.offsets.tolist()):
                 yield MetadataIndex(name, offset, number)
 
     def __len__(self) -> int:
@@ -89,12 +101,12 @@ class Writers(Mapping[MetadataIndex, int]):
 
 
 def writers_of(plans: Iterable[SavePlan], metadata: Metadata) -> Writers:
-    """Say which rank wrote each chunk of a checkpoint.
+    """Return the rank that wrote each chunk of a checkpoint.
 
     Args:
-        plans: What each rank writes, in rank order: the plans that `global_plan` returned. Where
-            several ranks hold a chunk (plans from before replicas were removed, or the plans of a
-            world without hardware) the lowest of them counts as its writer.
+        plans: What each rank writes, in rank order: the plans that `global_plan` returned. If
+            several ranks hold a chunk (plans from before replicas were removed, or `WorldPlans`),
+            the lowest of them counts as its writer.
         metadata: The metadata that it returned.
 
     >>> from shardplan.planning import Mesh, Shard, TensorSpec, global_plan, local_plan
@@ -104,43 +116,61 @@ def writers_of(plans: Iterable[SavePlan], metadata: Metadata) -> Writers:
     1
 
     Raises:
-        NotFoundError: A plan writes what the metadata does not list.
+        NotFoundError: A plan writes a chunk that the metadata does not list.
         PlanError: The metadata lists chunks that no plan writes.
     """
     entries = metadata.state_dict_metadata
     table = ChunkTable.of(entries.layouts)
-    rows = (
-        _world_writers(plans, metadata, table)
-        if isinstance(plans, WorldPlans)
-        else _plan_writers(plans, metadata, table)
-    )
-    lost = [name for name, row in zip(entries.names, rows, strict=True) if (row == _NOBODY).any()]
+    if isinstance(plans, WorldPlans):
+        ranks = _ranks_of_world(plans, entries, table)
+    else:
+        ranks = _ranks_of_plans(tuple(plans), metadata, table)
+    lost = [name for name, row in zip(entries.names, ranks, strict=True) if (row == _NOBODY).any()]
     if lost:
         text = "no plan writes some chunks of `{}`; are the plans of all ranks here?"
-        raise PlanError(Issue("gap", name, text.format(name)) for name in lost[:_TOLD])
+        raise PlanError(Issue("gap", name, text.format(name)) for name in lost[:_LISTED])
+    return _writers(entries, ranks)
+
+
+def writers_by_plans(plans: Iterable[SavePlan]) -> Writers:
+    """Return the rank that wrote each chunk, for plans without metadata.
+
+    Raises:
+        PlanError: Ranks disagree about a tensor.
+    """
+    rows = World.of(plans).rows
+    if rows.issues:
+        raise PlanError(rows.issues)
+    rows = rows.take(~rows.repeats)  # of ranks that hold the same chunk, the lowest comes first
+    layouts, layout = rows.layouts
+    entries = Entries(rows.names, rows.props, rows.prop, layouts, layout)
+    return _writers(entries, np.split(rows.rank, rows.start[1:-1]) if rows.names else [])
+
+
+def _writers(entries: Entries, ranks: Sequence[Ints]) -> Writers:
+    """Hold equal columns of ranks once."""
     numbers: dict[bytes, int] = {}
-    which = [numbers.setdefault(row.tobytes(), len(numbers)) for row in rows]
-    distinct = {number: readonly(row) for number, row in zip(which, rows, strict=True)}
-    return Writers(entries, tuple(distinct[n] for n in range(len(numbers))), column(which))
+    which = [numbers.setdefault(row.tobytes(), len(numbers)) for row in ranks]
+    distinct = dict(zip(which, ranks, strict=True))
+    return Writers(entries, tuple(map(readonly, distinct.values())), column(which))
 
 
-def _plan_writers(
-    plans: Iterable[SavePlan], metadata: Metadata, table: ChunkTable
+def _ranks_of_plans(
+    plans: Sequence[SavePlan], metadata: Metadata, table: ChunkTable
 ) -> Sequence[Ints]:
-    """Return, per entry, who writes each chunk."""
+    """Return, per entry, the lowest rank that writes each chunk."""
     entries = metadata.state_dict_metadata
     count = table.count[entries.layout]
     start = np.cumsum(count) - count
     flat = np.full(int(count.sum()), _NOBODY, np.int64)
-    numbering: dict[int, tuple[Any, Ints]] = {}  # by identity: ranks may share a catalog
+    catalogs = {id(plan.items.catalog): plan.items.catalog for plan in plans}  # ranks share some
+    entry_of = {
+        key: column([entries.row_of.get(name, -1) for name in catalog.names])
+        for key, catalog in catalogs.items()
+    }
     for rank, plan in enumerate(plans):
         items = plan.items
-        known = numbering.get(id(items.catalog))
-        if known is None:
-            names = items.catalog.names
-            known = items.catalog, column([entries.row_of.get(name, -1) for name in names])
-            numbering[id(items.catalog)] = known
-        entry = known[1][items.row]
+        entry = entry_of[id(items.catalog)][items.row]
         for row in np.flatnonzero(entry < 0)[:1].tolist():
             metadata.entry(items.catalog.names[items.row[row]])  # raises, with the nearest names
         chunk = table.find(entries.layout[entry], items.offsets, items.hint)
@@ -151,23 +181,21 @@ def _plan_writers(
     return [flat[low : low + n] for low, n in zip(start.tolist(), count.tolist(), strict=True)]
 
 
-def _world_writers(world: WorldPlans, metadata: Metadata, table: ChunkTable) -> Sequence[Ints]:
-    """Return, per entry, the lowest rank that holds each chunk; equal layouts go once."""
-    entries = metadata.state_dict_metadata
-    done: dict[tuple[int, int], Ints] = {}
-    values, first = set(world.values), column([0])  # every rank holds every value
-    rows = []
-    for name, saved in zip(entries.names, entries.layout.tolist(), strict=True):
-        held = world.layout_of.get(name, -1)
-        if saved < 0 and name in values:
-            rows.append(first)
-            continue
-        if (saved, held) not in done:
-            flat = np.full(int(table.count[saved]), _NOBODY, np.int64)
-            if held >= 0:
-                layout = world.layouts[held]
-                chunk = table.find(np.full(len(layout.rank), saved), layout.offsets)
-                np.minimum.at(flat, chunk[chunk >= 0], layout.rank[chunk >= 0])
-            done[saved, held] = flat
-        rows.append(done[saved, held])
-    return rows
+def _ranks_of_world(world: WorldPlans, entries: Entries, table: ChunkTable) -> Sequence[Ints]:
+    """Return, per entry, the lowest rank that holds each chunk; equal layouts are done once."""
+    values = dict.fromkeys(world.values, column([0]))  # every rank holds every value
+    pairs = [
+        (saved, world.layout_of.get(name, -1))
+        for name, saved in zip(entries.names, entries.layout.tolist(), strict=True)
+    ]
+    lowest = {}
+    for saved, held in dict.fromkeys(pairs):
+        lowest[saved, held] = np.full(int(table.count[saved]), _NOBODY, np.int64)
+        if held >= 0:
+            layout = world.layouts[held]
+            chunk = table.find(np.full(len(layout.rank), saved), layout.offsets)
+            np.minimum.at(lowest[saved, held], chunk[chunk >= 0], layout.rank[chunk >= 0])
+    return [
+        values[name] if pair[0] < 0 and name in values else lowest[pair]
+        for name, pair in zip(entries.names, pairs, strict=True)
+    ]

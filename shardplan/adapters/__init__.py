@@ -5,11 +5,14 @@
 ``load``; `as_torch_storage_writer` and `as_torch_storage_reader` give torch's planners our storage.
 """
 
-from .inward import from_torch
-from .outward import to_torch
-from .planners import as_torch_load_planner, as_torch_save_planner
-from .reader import as_torch_storage_reader
-from .writer import as_torch_storage_writer
+from shardplan.planning.extras import named_extras
+
+with named_extras("shardplan.adapters", with_torch=True):
+    from .inward import from_torch
+    from .outward import to_torch
+    from .planners import as_torch_load_planner, as_torch_save_planner
+    from .reader import as_torch_storage_reader
+    from .writer import as_torch_storage_writer
 
 __all__ = [
     "as_torch_load_planner",

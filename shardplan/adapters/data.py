@@ -11,14 +11,17 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final, TypeGuard
 
 from shardplan.planning import freeze
+from shardplan.planning.flatten import empty_names
 
 __all__ = [
     "data_from_torch",
     "data_to_torch",
     "own_paths",
     "paths_to_torch",
+    "split_empty",
     "split_sizes",
     "thaw",
+    "with_empty",
     "with_own_paths",
     "with_sizes",
 ]
@@ -27,7 +30,6 @@ _OURS: Final = ("shardplan",)  # in torch's data: what only ours can say; no nam
 _THEIRS: Final = "torch"  # in our data: what only torch's can say
 _SIZES: Final = "torch bytes_io_data"  # in our data: the sizes that torch's items tell of values
 _ALONE: Final = "torch planner_data"  # beside these: data that is no mapping, or an empty one
-_PLAIN: Final = (str, int, float, bool, bytes, type(None))
 
 
 def data_to_torch(data: Any, names: Collection[str], extra: Mapping[str, Any] | None = None) -> Any:
@@ -91,17 +93,48 @@ def split_sizes(data: Any, names: Collection[str]) -> tuple[Any, Mapping[str, in
     return (rest[_ALONE] if rest.keys() == {_ALONE} else rest or None), sizes
 
 
+def split_empty(data: Any, names: Collection[str]) -> tuple[Any, dict[str, Any]]:
+    """Return our ``planner_data`` without empty dicts, and the way to each of these by name.
+
+    One without an entry, as it holds something on other ranks, has None for its way.
+
+    >>> split_empty({"paths": {"a.b": (("dict", "a"), ("dict", "b"))}, "empty": ("a.b",)}, ["a.b"])
+    (None, {'a.b': (('dict', 'a'), ('dict', 'b'))})
+    """
+    hollow = empty_names(data)
+    if not hollow:
+        return data, {}
+    known = _paths_in(data)
+    empty = {
+        name: tuple(known.get(name, (("dict", name),))) if name in names else None
+        for name in sorted(hollow)
+    }
+    paths = {name: path for name, path in known.items() if name not in hollow}
+    rest = {key: part for key, part in data.items() if key not in ("paths", "empty")}
+    return {**rest, **({"paths": paths} if paths else {})} or None, empty
+
+
+def with_empty(data: Any, empty: Mapping[str, Any]) -> Any:
+    """Return what `split_empty` was given.
+
+    >>> with_empty(None, {"a": (("dict", "a"),)})
+    {'empty': ('a',)}
+    """
+    if not empty:
+        return data
+    rest = data if isinstance(data, Mapping) else {}
+    nested = {name: path for name, path in empty.items() if path and not _flat(name, path)}
+    paths = {**rest.get("paths", {}), **nested}
+    return {**rest, **({"paths": paths} if paths else {}), "empty": tuple(sorted(empty))}
+
+
 def own_paths(data: Any) -> dict[str, Any]:
-    """Return the paths that torch's words cannot tell, of keys that any pickle can carry.
+    """Return the paths that torch's words cannot tell.
 
     >>> own_paths({"paths": {"a.0": (("dict", "a"), ("tuple", 0)), "b.c": (("dict", "b"),)}})
     {'a.0': (('dict', 'a'), ('tuple', 0))}
     """
-    return {
-        name: path
-        for name, path in _paths_in(data).items()
-        if path != _path(_steps(path)) and all(type(key) in _PLAIN for _, key in path)
-    }
+    return {name: path for name, path in _paths_in(data).items() if path != _path(_steps(path))}
 
 
 def with_own_paths(data: Any, own: Mapping[str, Any]) -> Any:

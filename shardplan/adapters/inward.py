@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from torch.distributed.checkpoint import filesystem as torch_files
@@ -10,13 +10,16 @@ from torch.distributed.checkpoint import metadata as theirs
 from torch.distributed.checkpoint import planner as torch_plans
 
 from shardplan import planning as ours
-from shardplan.io.dcp_metadata import OWN_PATHS
+from shardplan.io.dcp_metadata import OWN_EMPTY, OWN_PATHS, unpack_path
 from shardplan.planning import Issue, RefusedError, tile
+from shardplan.planning.columns import WriteItems
 
-from .data import data_from_torch, with_own_paths, with_sizes
+from .data import data_from_torch, with_empty, with_own_paths, with_sizes
 from .records import StorageInfo, StoragePrefix, inside
 
 __all__ = ["from_torch"]
+
+_NOWHERE: Final = (None, None)  # the rank and world size of a plan that knows neither
 
 
 def from_torch(record: Any) -> Any:
@@ -107,7 +110,9 @@ def _from_save_plan(record: torch_plans.SavePlan) -> ours.SavePlan:
         found = sources.get((item.index.fqn, at))
         items.append(_from_write_item(item, None if found is None else ours.MetadataIndex(*found)))
     data = with_sizes(data, _sizes(record.items))
-    return ours.SavePlan(items, inside(record.storage_data, _FROM), data)
+    held = WriteItems.from_bytes(extra["held"]) if "held" in extra else None
+    stored, (rank, world_size) = inside(record.storage_data, _FROM), extra.get("rank", _NOWHERE)
+    return ours.SavePlan(items, stored, data, rank, world_size, held)
 
 
 def _sizes(items: Sequence[torch_plans.WriteItem]) -> dict[str, int]:
@@ -123,12 +128,18 @@ def _sizes(items: Sequence[torch_plans.WriteItem]) -> dict[str, int]:
 
 def _from_load_plan(record: torch_plans.LoadPlan) -> ours.LoadPlan:
     data, extra = data_from_torch(record.planner_data, ())
-    keys = extra.get("report", {"missing": (), "unexpected": (), "not": ()})
-    report = ours.KeyReport(
-        keys["missing"], keys["unexpected"], [Issue(*fields) for fields in keys["not"]]
+    keys = extra.get("report", {"missing": (), "unexpected": (), "not": (), "dropped": ()})
+    issues = [Issue(*fields) for fields in keys["not"]]
+    report = ours.KeyReport(keys["missing"], keys["unexpected"], issues, keys["dropped"])
+    rank, world_size = extra.get("rank", _NOWHERE)
+    return ours.LoadPlan(
+        [_from_read_item(item) for item in record.items],
+        inside(record.storage_data, _FROM),
+        data,
+        report,
+        rank=rank,
+        world_size=world_size,
     )
-    items = [_from_read_item(item) for item in record.items]
-    return ours.LoadPlan(items, inside(record.storage_data, _FROM), data, report)
 
 
 def _from_tensor(record: theirs.TensorStorageMetadata) -> ours.TensorMetadata:
@@ -148,13 +159,20 @@ def _from_metadata(record: theirs.Metadata) -> ours.Metadata:
             entries[name] = from_torch(entry)
     meta = record.storage_meta
     data, _ = data_from_torch(record.planner_data, entries)
+    own, empty = (_ways(getattr(record, extra, {})) for extra in (OWN_PATHS, OWN_EMPTY))
+    entries |= {name: ours.BytesMetadata() for name, path in empty.items() if path}
     return ours.Metadata(
         entries,
-        with_own_paths(data, getattr(record, OWN_PATHS, {})),
+        with_empty(with_own_paths(data, own), empty),
         inside(record.storage_data, _FROM),
         None if meta is None else _from_storage_meta(meta),
         record.version,
     )
+
+
+def _ways(packed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the way to each value, as `pack_path` was given it."""
+    return {name: None if way is None else unpack_path(name, way) for name, way in packed.items()}
 
 
 class _Naming:

@@ -13,10 +13,11 @@ from torch.distributed.checkpoint import planner as torch_plans
 
 from shardplan import planning as ours
 from shardplan.io.arrays import torch_dtype
-from shardplan.io.dcp_metadata import OWN_PATHS
+from shardplan.io.dcp_metadata import OWN_EMPTY, OWN_PATHS, pack_path
 from shardplan.planning import RefusedError
+from shardplan.planning.errors import listed
 
-from .data import data_to_torch, paths_to_torch, split_sizes
+from .data import data_to_torch, paths_to_torch, split_empty, split_sizes
 from .records import StorageInfo, StoragePrefix, inside
 
 __all__ = ["to_torch"]
@@ -25,8 +26,8 @@ __all__ = ["to_torch"]
 def to_torch(record: Any) -> Any:
     """Return a record of ours as torch's.
 
-    A plan's sources, which torch has no word for, go along in its ``planner_data``, so the plan
-    comes back whole; so does a load plan's report.
+    What torch has no word for goes along in a plan's ``planner_data``, so the plan comes back
+    whole: its sources, its rank, what the rank holds, a load plan's report.
 
     Args:
         record: Any record of `shardplan.planning` that torch.distributed.checkpoint has as well.
@@ -102,13 +103,17 @@ def _to_read_item(record: ours.ReadItem) -> torch_plans.ReadItem:
 
 def _to_save_plan(record: ours.SavePlan) -> torch_plans.SavePlan:
     sources: dict[Any, Any] = {}
+    extra: dict[str, Any] = _place(record)
     moved = False
     for item in record.items:
         key, source = _key(item.index), _key(item.source)
         moved |= key != source
         if sources.setdefault(key, source) != source:
             raise RefusedError(f"`{item.index.fqn}` at {item.index.offset} comes from two places")
-    extra = {"sources": {k: v for k, v in sources.items() if k != v}} if moved else None
+    if moved:
+        extra["sources"] = {k: v for k, v in sources.items() if k != v}
+    if record.held is not None and record.held is not record.items:
+        extra["held"] = record.held.to_bytes()
     names = {item.index.fqn for item in record.items}
     data, sizes = split_sizes(record.planner_data, names)
     return torch_plans.SavePlan(
@@ -118,22 +123,28 @@ def _to_save_plan(record: ours.SavePlan) -> torch_plans.SavePlan:
     )
 
 
+def _place(record: ours.SavePlan | ours.LoadPlan) -> dict[str, Any]:
+    """Return what a plan knows of its rank, for torch's plans to carry."""
+    return {} if record.rank is None else {"rank": (record.rank, record.world_size)}
+
+
 def _key(index: ours.MetadataIndex) -> tuple[str, tuple[int, ...] | None]:
     return index.fqn, index.offset
 
 
 def _to_load_plan(record: ours.LoadPlan) -> torch_plans.LoadPlan:
     if len(record.transfers):
-        names = ", ".join(sorted({f"`{t.read.dest_index.fqn}`" for t in record.transfers})[:8])
+        names = listed(sorted({t.read.dest_index.fqn for t in record.transfers}))
         raise RefusedError(
             f"{names}: a rank would read for another, which torch's load plans cannot say; leave "
             "share_reads out"
         )
     keys = record.report
-    extra = None
+    extra: dict[str, Any] = _place(record)
     if keys != ours.KeyReport():
         found = tuple(attrs.astuple(i, recurse=False) for i in keys.mismatched)
-        extra = {"report": {"missing": keys.missing, "unexpected": keys.unexpected, "not": found}}
+        lists = {"missing": keys.missing, "unexpected": keys.unexpected, "dropped": keys.dropped}
+        extra["report"] = {**lists, "not": found}
     return torch_plans.LoadPlan(
         [_to_read_item(item) for item in record.items],
         inside(record.storage_data, _TO),
@@ -154,16 +165,21 @@ def _to_storage_meta(record: ours.StorageMeta) -> theirs.StorageMeta:
 
 def _to_metadata(record: ours.Metadata) -> theirs.Metadata:
     entries = record.state_dict_metadata
-    data, own = paths_to_torch(record.planner_data, entries.names)
+    rest, empty = split_empty(record.planner_data, entries)
+    data, own = paths_to_torch(rest, [name for name in entries.names if name not in empty])
     metadata = theirs.Metadata(
-        {name: to_torch(entry) for name, entry in entries.items()},
+        {name: to_torch(entry) for name, entry in entries.items() if name not in empty},
         data,
         inside(record.storage_data, _TO),
         None if record.storage_meta is None else _to_storage_meta(record.storage_meta),
         record.version,
     )
     if own:
-        setattr(metadata, OWN_PATHS, own)  # for whoever reads torch's files as a checkpoint
+        packed = {name: pack_path(name, path) for name, path in own.items()}
+        setattr(metadata, OWN_PATHS, packed)  # for whoever reads torch's files as a checkpoint
+    if empty:
+        ways = {n: None if path is None else pack_path(n, path) for n, path in empty.items()}
+        setattr(metadata, OWN_EMPTY, ways)
     return metadata
 
 

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import attrs
-import numpy as np
 import torch
 from torch.distributed.checkpoint import metadata as theirs
 from torch.distributed.checkpoint import planner as torch_plans
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from shardplan.io.arrays import as_tensor, can_cast, torch_dtype, window
 from shardplan.io.errors import ValueRefusedError
-from shardplan.nested import put
+from shardplan.memory import blanks, refuse_unfillable, tied_names
+from shardplan.nested import put, refilled
 from shardplan.planning import (
     KeyReport,
+    LoadPlan,
     Metadata,
     MetadataIndex,
-    Pass,
+    Passes,
     SavePlan,
     TensorMetadata,
     WriteItem,
     chain,
-    dedup_replicas,
     dtype_name,
     find_shard,
     flatten,
@@ -33,7 +32,10 @@ from shardplan.planning import (
     load_plan,
     local_plan,
 )
-from shardplan.planning.load import Strict
+from shardplan.planning.completeness import with_replicas
+from shardplan.planning.load import Strict, whole_names
+from shardplan.planning.passes import Stages, may_see_rank
+from shardplan.planning.save import DEFAULT_PASSES
 
 from .inward import from_torch
 from .outward import to_torch
@@ -42,22 +44,28 @@ from .values import UnsafeValueError, load_value, safe_dump
 __all__ = ["PipelineLoadPlanner", "as_torch_load_planner", "as_torch_save_planner"]
 
 
-def as_torch_save_planner(pipeline: Pass[SavePlan] | None = None) -> torch_plans.SavePlanner:
+def as_torch_save_planner(
+    pipeline: Passes[SavePlan] | None = None, *, process_group: Any = None
+) -> torch_plans.SavePlanner:
     """Return a planner for ``torch.distributed.checkpoint.save`` that runs a pipeline of passes.
 
-    The pipeline sees the plans of all ranks at once; then replicas are written once. Names, dtypes
-    and chunks of the checkpoint are as it says, so torch loads the result without any planner, from
-    a state dict that has these names. Beside torch's own checks all of `global_plan`'s are made.
+    The plan is that of `save`: each rank runs its rank passes over its own plan; from the first
+    world pass on, torch's coordinator runs the rest over the plans of all; then replicas are
+    written once. Names, dtypes and chunks of the checkpoint are as the pipeline says, so torch
+    loads the result without any planner, from a state dict that has these names. Beside torch's own
+    checks all of `global_plan`'s are made.
 
-    Keys are flattened as `flatten` does it. That differs from torch's way in three cases: a tuple
+    Keys are flattened as `flatten` does it. That differs from torch's way in two cases: a tuple
     that holds tensors is saved tensor by tensor, as torch does it for a list; a numpy array is
-    saved as a tensor; an empty dict is saved.
+    saved as a tensor. An empty dict is saved where torch does not look for it.
 
     Args:
-        pipeline: A pass, such as ``chain(rename(...), cast("bfloat16"))``. Load through
-            `as_torch_load_planner` with the same one to get the names and dtypes back. Where torch
-            saves in another process, the pipeline is pickled: what its passes are given has to
-            allow that, as a mapping or a function of a module does, and a lambda does not.
+        pipeline: A pass, or a list of them, such as ``[rename(...), cast("bfloat16")]``. Load
+            through `as_torch_load_planner` with the same one to get the names and dtypes back.
+            Where torch saves in another process, the pipeline is pickled: what its passes are given
+            has to allow that, as a mapping or a function of a module does, and a lambda does not.
+        process_group: The ranks that save, as torch is told; by default all of them. Passes see
+            their rank in it.
 
     >>> import tempfile, warnings
     >>> import torch.distributed.checkpoint as dcp
@@ -74,13 +82,53 @@ def as_torch_save_planner(pipeline: Pass[SavePlan] | None = None) -> torch_plans
     torch raises what goes wrong as its CheckpointException, which holds, by rank:
         PlanError, RefusedError: There is no correct plan; see `global_plan` and `local_plan`.
         ValueRefusedError: Some values cannot be stored safely; all of this rank's are named.
+        ValueError: A pass needs the plans of all ranks, and torch does not give them.
     """
-    return _SavePlanner(pipeline)
+    return _SavePlanner(Stages.of(pipeline), process_group)
+
+
+@attrs.frozen
+class _Place:
+    """Where a process is among those that save or load."""
+
+    rank: int
+    world_size: int
+
+    @classmethod
+    def of(cls, process_group: Any) -> _Place:
+        """Ask torch; a process without a process group is alone."""
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return cls(0, 1)
+        ranks = torch.distributed.get_world_size(process_group)
+        return cls(torch.distributed.get_rank(process_group), ranks)
+
+
+def _check_places(plans: Sequence[SavePlan | LoadPlan], stages: Stages[SavePlan]) -> None:
+    """Refuse plans that are not those of all ranks, in order, where a pass may depend on that.
+
+    Where torch gives this process its own plan only, as ``no_dist=True`` and
+    ``use_collectives=False`` ask it to, rank passes have seen the right rank nevertheless.
+    """
+    places = [(plan.rank, plan.world_size) for plan in plans]
+    if len(plans) == 1 and (not stages.needs_all or places == [(0, 1)]):
+        return
+    if len(plans) == 1:
+        raise ValueError(
+            f"{stages.rest_text} needs the plans of all {places[0][1]} ranks, and torch gives each "
+            "rank its own only; leave out no_dist=True and use_collectives=False, or the pass"
+        )
+    right = places == [(n, len(plans)) for n in range(len(plans))]
+    if not right and any(map(may_see_rank, stages.own)):
+        raise ValueError(
+            f"{len(plans)} ranks plan together, and their passes saw them as ranks "
+            f"{', '.join(str(rank) for rank, _ in places)} of {places[0][1]}; give the planner the "
+            "process_group that torch is given"
+        )
 
 
 class _SavePlanner(torch_plans.SavePlanner):
-    def __init__(self, pipeline: Pass[SavePlan] | None) -> None:
-        self._pipeline = pipeline
+    def __init__(self, stages: Stages[SavePlan], process_group: Any) -> None:
+        self._stages, self._group = stages, process_group
         self._flat: dict[str, Any] = {}
         self._local = SavePlan([])
         self._items: dict[Any, WriteItem] = {}
@@ -96,16 +144,18 @@ class _SavePlanner(torch_plans.SavePlanner):
         self._local = local_plan(state_dict)
 
     def create_local_plan(self) -> torch_plans.SavePlan:
-        plan: torch_plans.SavePlan = to_torch(self._local)
+        local = attrs.evolve(self._local, **attrs.asdict(_Place.of(self._group)))
+        plan: torch_plans.SavePlan = to_torch(chain(*self._stages.own)((local,))[0])
         return plan
 
     def create_global_plan(
         self, all_plans: list[torch_plans.SavePlan]
     ) -> tuple[list[torch_plans.SavePlan], theirs.Metadata]:
-        first = () if self._pipeline is None else (self._pipeline,)
-        passes = (*first, dedup_replicas())
-        plans, metadata = global_plan(map(from_torch, all_plans), passes)
-        return [to_torch(plan) for plan in plans], to_torch(metadata)
+        local = [from_torch(plan) for plan in all_plans]
+        _check_places(local, self._stages)
+        plans, metadata = global_plan(local, [*self._stages.rest, *DEFAULT_PASSES])
+        bare = (attrs.evolve(p, rank=None, world_size=None, held=None) for p in plans)
+        return [to_torch(plan) for plan in bare], to_torch(metadata)
 
     def finish_plan(self, new_plan: torch_plans.SavePlan) -> torch_plans.SavePlan:
         plan: SavePlan = from_torch(new_plan)
@@ -153,24 +203,31 @@ def _check_cast(tensor: torch.Tensor, stored: str) -> None:
 
 
 def as_torch_load_planner(
-    pipeline: Pass[SavePlan] | None = None,
+    pipeline: Passes[SavePlan] | None = None,
     *,
     strict: Strict = True,
     dtype: Literal["same", "cast"] = "same",
+    shape: Literal["same", "overlap"] = "same",
+    process_group: Any = None,
 ) -> PipelineLoadPlanner:
     """Return a planner for ``torch.distributed.checkpoint.load`` that runs a pipeline of passes.
 
-    Each rank runs the pipeline over its own plan. Values that are no tensors are loaded only if
-    that runs no code.
+    The plan is that of `load`: each rank runs its rank passes over its own plan, torch's
+    coordinator what is left from the first world pass on; passes that only choose who writes are
+    skipped. Values that are not tensors are loaded only if that runs no code.
 
     Args:
-        pipeline: The pass that the checkpoint was saved with, or one that gives the names and
-            dtypes that it has. What it drops is not loaded.
+        pipeline: The pass, or the list of passes, that the checkpoint was saved with, or one that
+            gives the names and dtypes that it has. What it drops is not loaded, and reported.
         strict: Whether everything must be filled: True, False, or patterns of names that must be.
         dtype: ``"same"`` takes another stored dtype for a mistake, ``"cast"`` for a wish to cast.
+        shape: ``"same"`` takes another shape for a mistake; ``"overlap"`` fills what both have.
+        process_group: The ranks that load, as torch is told; by default all of them. Passes see
+            their rank in it.
 
     Returns:
-        The planner. After a load, its ``report`` says what this rank asked for and did not get.
+        The planner. After a load, its ``report`` says what this rank asked for and did not get, and
+        ``tied`` which names are not in the checkpoint, but share memory with one that is.
 
     >>> import tempfile, warnings
     >>> import torch.distributed.checkpoint as dcp
@@ -187,8 +244,10 @@ def as_torch_load_planner(
     torch raises what goes wrong as its CheckpointException, which holds, by rank:
         PlanError: Something that must be filled cannot be; every reason is told.
         ValueRefusedError: A value is not safe to load, or a tensor cannot be written to.
+        ValueError: A pass needs the plans of all ranks, and torch does not give them.
     """
-    return PipelineLoadPlanner(chain() if pipeline is None else pipeline, strict, dtype)
+    stages = Stages.of(pipeline, load=True)
+    return PipelineLoadPlanner(stages, strict, dtype, shape, process_group)
 
 
 class PipelineLoadPlanner(torch_plans.LoadPlanner):
@@ -196,17 +255,26 @@ class PipelineLoadPlanner(torch_plans.LoadPlanner):
 
     Attributes:
         report: How the state dict and the checkpoint agree, once a load is planned.
+        tied: Names that are not in the checkpoint, but share memory with one that is, by name.
     """
 
     def __init__(
-        self, pipeline: Pass[SavePlan], strict: Strict, dtype: Literal["same", "cast"]
+        self,
+        stages: Stages[SavePlan],
+        strict: Strict,
+        dtype: Literal["same", "cast"],
+        shape: Literal["same", "overlap"],
+        process_group: Any,
     ) -> None:
-        self._pipeline, self._strict, self._dtype = pipeline, strict, dtype
+        self._stages, self._group = stages, process_group
+        self._strict, self._dtype, self._shape = strict, dtype, shape
         self._sd: Mapping[str, Any] = {}
         self._flat: dict[str, Any] = {}
         self._paths: Mapping[str, Any] = {}
         self._metadata = Metadata({})
+        self._whole: frozenset[str] = frozenset()
         self.report = KeyReport()
+        self.tied: Mapping[str, str] = {}
 
     def set_up_planner(
         self,
@@ -218,37 +286,51 @@ class PipelineLoadPlanner(torch_plans.LoadPlanner):
         if metadata is None:
             raise ValueError("this planner needs the checkpoint's metadata")
         self._sd, self._metadata = state_dict, from_torch(metadata)
-        self._flat, self._paths = flatten(state_dict)
+        self._whole = whole_names(*flatten(state_dict), self._metadata)
+        self._flat, self._paths = flatten(state_dict, whole=self._whole)
 
     def create_local_plan(self) -> torch_plans.LoadPlan:
-        """Plan this rank's reads."""
-        (plan,) = self._pipeline((local_plan(self._sd),))
-        plan = self._without_hollow(plan)
-        wanted = load_plan(self._metadata, plan, strict=self._strict, dtype=self._dtype)
-        self.report = wanted.report
+        """Plan this rank's reads, unless a pass needs the plans of all ranks first."""
+        local = local_plan(self._sd, whole=self._whole)
+        local = attrs.evolve(local, **attrs.asdict(_Place.of(self._group)))
+        (plan,) = chain(*self._stages.own)((local,))
+        self.tied = tied_names(plan, self._flat, self._metadata)
+        if self._stages.rest:
+            data = (to_torch(plan), dict(self.tied))
+            return torch_plans.LoadPlan([], planner_data=data)
+        return self._reads(plan, self.tied)
+
+    def _reads(self, plan: SavePlan, tied: Mapping[str, str]) -> torch_plans.LoadPlan:
+        """Plan the reads of a rank."""
+        options: Any = {"strict": self._strict, "dtype": self._dtype, "shape": self._shape}
+        wanted = load_plan(self._metadata, plan, **options, optional=tied)
         result: torch_plans.LoadPlan = to_torch(wanted)
         return result
-
-    def _without_hollow(self, plan: SavePlan) -> SavePlan:
-        """Leave out values in which torch finds nothing to save, such as an empty dict."""
-        items, known = plan.items, self._metadata.state_dict_metadata
-        catalog = items.catalog
-        gone = [
-            is_bytes and name not in known and not flatten_state_dict({"": self._flat[source]})[0]
-            for name, source, is_bytes in zip(
-                catalog.names, catalog.sources, catalog.is_bytes.tolist(), strict=True
-            )
-        ]
-        return attrs.evolve(plan, items=items.take(~np.array(gone, bool)[items.row]))
 
     def create_global_plan(
         self, global_plan: list[torch_plans.LoadPlan]
     ) -> list[torch_plans.LoadPlan]:
-        """Leave all plans as they are: each rank reads on its own."""
-        return global_plan
+        """Run the passes that need the plans of all ranks, if any; each rank reads on its own."""
+        if not self._stages.rest:
+            if any(map(may_see_rank, self._stages.own)):
+                _check_places([from_torch(plan) for plan in global_plan], self._stages)
+            return global_plan
+        plans = tuple(from_torch(plan.planner_data[0]) for plan in global_plan)
+        tied = [plan.planner_data[1] for plan in global_plan]
+        _check_places(plans, self._stages)
+        done = with_replicas(chain(*self._stages.rest)(plans))
+        return [self._reads(plan, names) for plan, names in zip(done, tied, strict=True)]
 
     def finish_plan(self, central_plan: torch_plans.LoadPlan) -> torch_plans.LoadPlan:
-        """Refuse tensors that cannot be written to, before any is."""
+        """Refuse tensors that cannot be written to, before any is; make those that are not there.
+
+        A tensor on the meta device is replaced in the state dict, as torch does it.
+        """
+        plan = from_torch(central_plan)
+        self.report = plan.report
+        made = blanks(self._flat, plan)
+        refuse_unfillable(self._sd, self._paths, plan, made)
+        self._flat |= made
         refused: dict[str, str] = {}
         for item in central_plan.items:
             if item.type is torch_plans.LoadItemType.TENSOR:
@@ -258,13 +340,17 @@ class PipelineLoadPlanner(torch_plans.LoadPlanner):
                     refused[item.dest_index.fqn] = str(error)
         if refused:
             raise ValueRefusedError(refused)
+        for name, tensor in made.items():
+            put(self._sd, self._paths[name], tensor)
         return central_plan
 
     def load_bytes(self, read_item: torch_plans.ReadItem, value: io.BytesIO) -> None:
         """Put a value into the state dict that is no tensor, if it is safe to load."""
         name = read_item.dest_index.fqn
         try:
-            put(self._sd, self._paths[name], load_value(value))
+            found = load_value(value)
+            found = refilled(self._flat[name], found) if name in self._whole else found
+            put(self._sd, self._paths[name], found)
         except UnsafeValueError as error:
             raise ValueRefusedError({name: str(error)}) from None
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 import torch
+from torch.distributed.checkpoint import filesystem as torch_files
 from torch.distributed.checkpoint import metadata as theirs
 from torch.distributed.checkpoint import planner as torch_plans
 from torch.distributed.checkpoint.storage import StorageReader
@@ -81,9 +83,16 @@ class _StorageReader(StorageReader):
         self.checkpoint_id = path
         self._format, self._verify, self._pool = format, verify, pool
         self._reader: Reader | None = None
+        self.load_id = str(uuid.uuid4())
+
+    @property
+    def path(self) -> str | os.PathLike[str] | Store:
+        """The checkpoint, by the name that torch's own reader has for it."""
+        return self.checkpoint_id
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._reader = None
+        self.load_id = str(uuid.uuid4())
         if checkpoint_id is not None:
             self.checkpoint_id = checkpoint_id
 
@@ -91,9 +100,22 @@ class _StorageReader(StorageReader):
     def read_metadata(self, *_: Any, **ignored: Any) -> theirs.Metadata:
         self._reader = self._open()
         metadata: theirs.Metadata = to_torch(self._reader.metadata)
+        self._sign(metadata, self._reader)
         if metadata.planner_data is None:  # torch's loads of some keys only ask for every path
             metadata.planner_data = {name: (name,) for name in metadata.state_dict_metadata}
         return metadata
+
+    def _sign(self, metadata: theirs.Metadata, reader: Reader) -> None:
+        """Say what torch's own reader says of a checkpoint: where it lies, and which load this is.
+
+        The version is that of torch's metadata, which this is, not that of our own format.
+        """
+        meta = metadata.storage_meta or theirs.StorageMeta()
+        meta.checkpoint_id = meta.checkpoint_id or reader.store.url
+        meta.load_id = self.load_id
+        metadata.storage_meta = meta
+        if reader.source.format != "dcp":
+            metadata.version = getattr(torch_files, "CURRENT_DCP_VERSION", None)
 
     def _open(self) -> Reader:
         return Reader(open_source(self.checkpoint_id, format=self._format), self._pool)

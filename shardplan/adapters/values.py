@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from shardplan.io.archived import explain_name, load_archive
 from shardplan.io.errors import FormatError
-from shardplan.io.torchzip import refuse_bombs
+from shardplan.io.pickles import PickleError, RefusedName
+from shardplan.io.torchzip import in_memory, read_archive
 
 __all__ = ["UnsafeValueError", "dump_value", "load_value", "safe_dump"]
 
@@ -38,29 +40,13 @@ def load_value(buffer: io.BytesIO) -> Any:
         UnsafeValueError: It is not, or these bytes are something else.
     """
     try:
-        refuse_bombs(buffer.getvalue(), "")
-    except FormatError as error:
-        raise UnsafeValueError(f"cannot be loaded: {error.reason}") from None
-    buffer.seek(0)
-    try:
-        return torch.load(buffer, weights_only=True)
-    except Exception as error:  # torch.load fails in many ways
-        raise UnsafeValueError(
-            f"cannot be loaded without running code ({_reason(buffer, error)}); save plain values "
-            "or tensors instead"
-        ) from None
-
-
-def _reason(buffer: io.BytesIO, error: Exception) -> str:
-    """Say which classes a value would need; torch's own message is a page of advice."""
-    buffer.seek(0)
-    try:
-        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
-    except Exception:  # these bytes may be anything
-        unsafe = []
-    if unsafe:
-        return f"it needs {', '.join(sorted(unsafe)[:8])}"
-    return str(error).partition("\n")[0][:200] or type(error).__name__
+        return load_archive(read_archive(in_memory(buffer.getvalue(), "")))
+    except RefusedName as error:
+        why = f"cannot be loaded without running code: it {explain_name(error.name)}"
+        raise UnsafeValueError(why) from None
+    except (PickleError, FormatError) as error:
+        reason = error.reason if isinstance(error, FormatError) else error
+        raise UnsafeValueError(f"cannot be loaded: {reason}") from None
 
 
 def safe_dump(value: Any) -> io.BytesIO:

@@ -86,11 +86,17 @@ class _StorageWriter(StorageWriter):
         self.checkpoint_id = path
         self._overwrite, self._pool = overwrite, pool
         self._writer = NativeWriter()
-        self._save_id = ""
+        self.save_id, self._begun = secrets.token_hex(6), False
         self._plans: tuple[SavePlan, ...] = ()
         self._metadata = Metadata({})
 
+    @property
+    def path(self) -> str | os.PathLike[str] | Store:
+        """The checkpoint, by the name that torch's own writer has for it."""
+        return self.checkpoint_id
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self.save_id, self._begun = secrets.token_hex(6), False
         if checkpoint_id is not None:
             self.checkpoint_id = checkpoint_id
 
@@ -105,12 +111,14 @@ class _StorageWriter(StorageWriter):
         plans = _with_remembered(plans)
         self._writer.refuse(open_store(self.checkpoint_id), self._overwrite)
         self._plans, self._metadata = global_plan(map(_plan_of, plans), ())
-        self._save_id = secrets.token_hex(6)
+        if self._begun:  # by a save before, without a reset: files of two saves must not meet
+            self.save_id = secrets.token_hex(6)
+        self._begun = True
         return [
             dataclasses.replace(
                 plan,
                 items=[to_torch(item) for item in ours.items],
-                storage_data=_Ticket(self._save_id, rank, fingerprint(ours)),
+                storage_data=_Ticket(self.save_id, rank, fingerprint(ours)),
             )
             for rank, (plan, ours) in enumerate(zip(plans, self._plans, strict=True))
         ]
@@ -121,6 +129,7 @@ class _StorageWriter(StorageWriter):
         ours, ticket = _plan_of(plan), plan.storage_data
         if not isinstance(ticket, _Ticket) or fingerprint(ours) != ticket.plan:
             raise ValueError("the planner changed its plan after it was agreed on by all ranks")
+        self.save_id = ticket.save_id
         part = self._writer.write(
             open_store(self.checkpoint_id),
             _resolved(plan, ours, planner),
@@ -143,16 +152,17 @@ class _StorageWriter(StorageWriter):
                 attrs.evolve(self._metadata, planner_data=from_torch(metadata).planner_data),
                 self._plans,
                 reports,
-                save_id=self._save_id,
+                save_id=self.save_id,
                 overwrite=self._overwrite,
             )
         except BaseException:
             for report in reports:
-                self._writer.discard(store, report, self._save_id)
+                self._writer.discard(store, report, self.save_id)
             raise
+        metadata.storage_meta = self.storage_meta()
 
     def storage_meta(self) -> theirs.StorageMeta:
-        return theirs.StorageMeta(checkpoint_id=open_store(self.checkpoint_id).url)
+        return theirs.StorageMeta(open_store(self.checkpoint_id).url, self.save_id)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

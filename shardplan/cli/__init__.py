@@ -30,7 +30,8 @@ def main() -> None:
         except ModuleNotFoundError as error:
             if error.name not in ("typer", "rich"):
                 raise
-            sys.exit("shardplan: error: the command line needs more: pip install 'shardplan[cli]'")
+            package = f"needs {error.name}: pip install 'shardplan[cli]'"
+            sys.exit(f"shardplan: error: the command line {package}")
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="replace")  # a terminal without × shows a question mark

@@ -26,13 +26,13 @@ Example: shardplan verify s3://bucket/step-100 && echo fine
 
 DIFF_HELP = r"""Compare two checkpoints by name: shapes, dtypes and values, however each was cut.
 
-Where both were cut alike, the checksums are compared that were written down when they were saved;
-other tensors are read, a few megabytes at a time. --read reads everything. Exits with 1 if anything
-differs.
+Where both were cut alike, the checksums are compared that were recorded when they were saved, and
+no bytes are read: the answer says so. Other tensors are read, a few megabytes at a time. --read
+reads everything. Exits with 1 if anything differs.
 
 JSON keys: a, b, equal, keys (that both have), changes (key, what: added, removed, type, shape,
 dtype or values, before, after, elements, first, chunks), by_checksum (how many keys were compared
-by checksums that were written down, at least in part), bytes_read, seconds.
+by recorded checksums, at least in part), bytes_read, seconds.
 
 Example: shardplan diff step-100 step-200 --locate
 """
@@ -73,7 +73,7 @@ def diff(
     ] = False,
     read: Annotated[
         bool,
-        typer.Option("--read", help="Read everything from both, and go by no checksum."),
+        typer.Option("--read", help="Read everything from both; trust no checksum."),
     ] = False,
     json: Json = False,
     verbose: Verbose = False,

@@ -78,9 +78,10 @@ def convert(
     if mesh is not None:
         options |= _placed(source, mesh, placements)
     from shardplan.converting import convert as run
+    from shardplan.dist import solo
 
-    with counting("convert") as tell:
-        report = run(source, destination, **options, progress=tell)
+    with counting("convert") as tell:  # alone, whatever job the shell is a part of
+        report = run(source, destination, **options, progress=tell, comm=solo())
     if json:
         import attrs
 

@@ -26,8 +26,7 @@ from shardplan.planning import (
 )
 from shardplan.planning.catalog import column
 from shardplan.planning.reports.explain import figures
-from shardplan.planning.sheet import human_seconds
-from shardplan.planning.text import counted, human_bytes
+from shardplan.planning.text import counted, human_bytes, human_seconds
 
 from .contents import Contents, Total
 from .placing import Placing, by_axis, place, words

@@ -13,6 +13,8 @@ from typing import Any, Final
 import typer
 from typer.core import TyperGroup
 
+from shardplan.planning.extras import EXTRAS
+
 __all__ = ["BAD", "EXIT_CODES", "FOUND", "Group", "message", "told"]
 
 FOUND: Final = 1
@@ -34,14 +36,6 @@ _OPTIONS: Final = {
     "`placements`": "--placements",
 }
 _WORDS: Final = re.compile("|".join(rf"(?<![\w.]){re.escape(word)}" for word in _OPTIONS))
-# Packages that not everybody has, and what to ask pip for.
-_EXTRAS: Final = {
-    "torch": "shardplan[torch]",
-    "obstore": "shardplan[objects]",
-    "rich": "shardplan[cli]",
-    "xxhash": "shardplan[io]",
-    "safetensors": "safetensors",
-}
 _SHOWN: Final = 3  # reasons of one error that fit a line
 # Typer's base of all errors about arguments, wherever this version of it keeps that.
 _USAGE: Final[Any] = typer.BadParameter.__mro__[2]
@@ -79,6 +73,7 @@ def told(ctx: Any) -> Iterator[None]:
     except Exception as error:
         if ctx.meta.get("shardplan.debug"):
             traceback.print_exc()
+            print(getattr(error, "tracebacks", ""), end="", file=sys.stderr)  # those of other ranks
         print(f"shardplan: error: {message(error)}", file=sys.stderr)
         raise typer.Exit(BAD) from None
 
@@ -97,7 +92,7 @@ def message(error: Exception) -> str:
     """
     if isinstance(error, _USAGE):
         return _usage(error)
-    issues = [str(issue) for issue in getattr(error, "issues", ())]
+    issues = list(dict.fromkeys(map(str, getattr(error, "issues", ()))))
     if len(issues) > 1:
         more = f"; and {len(issues) - _SHOWN:,} more" if len(issues) > _SHOWN else ""
         text = f"{len(issues):,} reasons: {'; '.join(issues[:_SHOWN])}{more}"
@@ -105,6 +100,7 @@ def message(error: Exception) -> str:
         text = str(error.args[0])  # its str() is a repr
     else:
         text = str(error) or type(error).__name__
+    text = "; ".join([text, *getattr(error, "__notes__", ())])
     text = _WORDS.sub(lambda found: _OPTIONS[found[0]], " ".join(text.split()))
     if isinstance(error, ImportError):
         return _needed(error, text)
@@ -118,9 +114,9 @@ def message(error: Exception) -> str:
 def _needed(error: ImportError, text: str) -> str:
     """Say which package is missing, and how to get it."""
     package = (error.name or "").partition(".")[0]
-    if package not in _EXTRAS or not isinstance(error, ModuleNotFoundError) or "pip " in text:
+    if package not in EXTRAS or not isinstance(error, ModuleNotFoundError) or "pip " in text:
         return text
-    return f"this needs {package}: pip install '{_EXTRAS[package]}'"
+    return f"this needs {package}: pip install '{EXTRAS[package]}'"
 
 
 def _usage(error: Any) -> str:

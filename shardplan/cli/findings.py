@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 from rich.text import Text
 
-from shardplan.planning.sheet import human_seconds
-from shardplan.planning.text import counted, human_bytes
+from shardplan.planning.errors import listed
+from shardplan.planning.text import counted, human_bytes, human_seconds
 
 from .screen import fits, plain, print_json, safe, shape_text, show, table, unbroken
 
@@ -65,7 +65,9 @@ def show_verified(report: VerifyReport) -> None:
         count = counted(len(report.keys), "name")
         parts += [
             "",
-            Text.assemble(f"{count} cannot be loaded whole: ", (_listed(report.keys), "bold")),
+            Text.assemble(
+                f"{count} cannot be loaded whole: ", (safe(listed(report.keys, quote="")), "bold")
+            ),
         ]
     if report.leftovers:
         left = counted(len(report.leftovers), "file")
@@ -83,11 +85,6 @@ def _fault(fault: Fault) -> Text:
 
 def _more(count: int) -> Text:
     return Text(f"… {count - _SHOWN:,} more; see --json", style="dim")
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - 8:,} more" if len(names) > 8 else ""
-    return ", ".join(map(safe, names[:8])) + more
 
 
 def print_diff(found: CheckpointDiff) -> None:
@@ -123,7 +120,8 @@ def show_diff(found: CheckpointDiff) -> None:
 
     cost = f"{human_bytes(found.bytes_read)} read in {human_seconds(found.seconds)}"
     how = taken_on_trust(found)
-    told = [Text(f"{how}; --read looks at the bytes", style="dim")] if how else []
+    look = "; --read reads them" if found.by_checksum else ""
+    told = [Text(f"{how}{look}", style="dim")] if how else []
     if not found:
         same = f"  {counted(found.keys, 'name')}; {cost}"
         show(Text.assemble(("no difference", "bold green"), same), *told)

@@ -18,15 +18,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich.console import Console
-
 import shardplan
 from shardplan import planning as sp
-from shardplan.cli.app import app
-from shardplan.cli.screen import show, table
+from shardplan.planning.extras import named_extras
 from shardplan.planning.reports.explain import figures
-from shardplan.planning.sheet import human_seconds
-from shardplan.planning.text import counted, human_bytes
+from shardplan.planning.text import counted, human_bytes, human_seconds
+
+with named_extras("the demo"):
+    from rich.console import Console
+
+    from shardplan.cli.app import app
+    from shardplan.cli.screen import show, table
 
 __all__ = ["main"]
 

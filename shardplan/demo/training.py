@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
@@ -29,6 +28,7 @@ import shardplan
 from shardplan.demo.model import batch as tokens_of
 from shardplan.demo.model import build
 from shardplan.io.arrays import memory
+from shardplan.io.checksums import xxhash
 from shardplan.planning import flatten
 
 __all__ = ["main"]

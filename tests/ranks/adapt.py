@@ -9,6 +9,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import attrs
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -34,6 +35,7 @@ from shardplan.planning import (
     select,
     split_chunks,
     split_replicas,
+    world_pass,
 )
 from shardplan.planning.dtypes import ITEMSIZE
 
@@ -284,6 +286,56 @@ def some_ranks(folder, line, square):
     return {"loaded": differing(whole(got), {"w": rows, "step": 3})}
 
 
+def numbered(plans):
+    """Name everything after the rank that holds it, as the plan says."""
+    (plan,) = plans
+    return rename(lambda key: f"{key}@{plan.rank}of{plan.world_size}")(plans)
+
+
+@world_pass
+def counted(plans):
+    """Name everything after the number of ranks that hold some of it; the last ones write it."""
+    held = [key for plan in plans for key in {item.index.fqn for item in plan.items}]
+    named = rename(lambda key: f"{key}x{held.count(key)}")(plans)
+    last = {(i.index, i.tensor_data): plan.rank for plan in named for i in plan.items}
+    return tuple(
+        attrs.evolve(p, items=[i for i in p.items if last[i.index, i.tensor_data] == p.rank])
+        for p in named
+    )
+
+
+def scopes(folder, line, square):
+    """Passes that know their rank, by the plan or by themselves, and one that needs all plans."""
+    rank, group = dist.get_rank(), dist.new_group([1, 3])
+    rows = torch.arange(14.0).view(7, 2)
+    own, shared = {"own": torch.full((3,), float(rank))}, {f"own{rank}": rows + rank, "all": rows}
+    planners = {
+        "captured": (own, rename(lambda key: f"{key}.{rank}")),
+        "numbered": (own, [numbered]),
+        "counted": (shared | {"w": placed(rows, line, Shard(0))}, [counted]),
+    }
+    found = {}
+    for case, (held, planner) in planners.items():
+        path = f"{folder}/{case}"
+        dcp.save(held, checkpoint_id=path, planner=shardplan.as_torch_save_planner(planner))
+        shardplan.save(held, f"{path}-ours", planner=planner)
+        blank, both = ({k: torch.zeros_like(v) for k, v in held.items()} for _ in range(2))
+        loader = shardplan.as_torch_load_planner(planner)
+        dcp.load(blank, checkpoint_id=path, planner=loader)
+        shardplan.load(both, path, planner=planner)
+        names = [sorted(shardplan.open_checkpoint(p).keys()) for p in (path, f"{path}-ours")]
+        wrong = [differing(got, held) for got in (blank, both)]
+        found[case] = {"names": names, "wrong": wrong, "missing": loader.report.missing}
+    if rank in (1, 3):
+        where = {"process_group": group}
+        known = shardplan.as_torch_save_planner(numbered, **where)
+        dcp.save({"w": torch.ones(2)}, checkpoint_id=f"{folder}/some", planner=known, **where)
+        where |= {"planner": shardplan.as_torch_save_planner(numbered)}
+        refused = failure(dcp.save, {"w": torch.ones(2)}, checkpoint_id=f"{folder}/none", **where)
+        found["some"] = [sorted(shardplan.open_checkpoint(f"{folder}/some").keys()), refused]
+    return found
+
+
 def failures(folder, line, square):
     rows = torch.arange(14.0).view(7, 2)
     w, rank = placed(rows, line, Shard(0)), dist.get_rank()
@@ -310,11 +362,43 @@ def failures(folder, line, square):
     return told
 
 
+def each_alone(folder, line, square):
+    """torch's ranks save each by itself; we read what they saved together, and each one's own."""
+    saved = state(line, square) | {"own": {dist.get_rank(): dist.get_rank()}}
+    del saved["nothing"]
+    rng = {"rng": dist.get_rank()}
+    dcp.save(saved | rng, checkpoint_id=folder, use_collectives=False)
+    dist.barrier()
+    got, other = state(line, square, scale=0), resharded(line, square)
+    got["own"] = dict.fromkeys(range(4), -1)
+    shardplan.load(got, folder)
+    shardplan.load(other, folder)
+    expected = saved | {"nothing": {}, "own": {rank: rank for rank in range(4)}}
+    mine = {"rng": -1}
+    shardplan.load(mine, f"{folder}/__{dist.get_rank()}.metadata", comm=shardplan.dist.solo())
+    full, everything = whole(other), whole(saved)
+    return {
+        "loaded": differing(got, expected),
+        "resharded": differing(full, {k: v for k, v in everything.items() if k in full}),
+        "own": mine == rng,
+        "verified": shardplan.verify(folder).ok,
+    }
+
+
 class Callback:
     """A value that cannot be loaded without running code."""
 
 
-CASES = (our_planners, our_storage, both, from_torch_s_own, some_ranks, failures)
+CASES = (
+    our_planners,
+    our_storage,
+    both,
+    from_torch_s_own,
+    each_alone,
+    some_ranks,
+    scopes,
+    failures,
+)
 
 
 def main(rank, world, store, folder):

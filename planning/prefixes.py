@@ -1,0 +1,333 @@
+r"""Wanted names that a checkpoint has under another prefix, and the `rename` that makes them fit.
+
+``torch.compile`` puts ``_orig_mod.`` into names, DDP puts ``module.`` before them, and in a
+checkpoint of ``{"model": sd}`` all of them begin with ``model.``. How rules are found:
+
+1. For some of the missing names, find the saved names with the longest end in common: two steps, or
+   all that is left of one of the names.
+2. Leave out what both have in common at the front, too. What is left of the missing name is to be
+   removed, and what is left of the saved name to be put there; either may be nothing.
+3. Make a few regular expressions of that, and try the promising ones on all names. Take the one
+   that finds the most missing names and leaves alone those that fit already.
+4. Repeat this for the names that are still missing.
+
+A rule that replaces steps, rather than only adding or removing some, could load one tensor into
+another: it counts only if it is for all missing names with the same first step, and if shapes and
+dtypes agree. Rules that disagree about a name are never put into code.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from heapq import nlargest, nsmallest
+from itertools import takewhile
+from typing import Final
+from zlib import crc32
+
+import attrs
+
+__all__ = ["Renames", "find_renames"]
+
+Steps = Sequence[str]  # the parts of a name between dots
+Fits = Callable[[str, str], bool]
+_SAMPLED: Final = 8  # missing names that rules are made from
+_ALIKE: Final = 64  # saved names that one of them is compared with
+_CANDIDATES: Final = 8  # ways to change one of them
+_PROBED: Final = 256  # missing names that a rule is tried on first
+_TRIED: Final = 6  # rules that are tried on all names
+_RULES: Final = 3  # rules that are put together
+_SHARE: Final = 10  # a rule must find one in so many names, and two, unless it finds all
+_HEADS: Final = 12  # first steps that an expression lists
+
+
+@attrs.frozen
+class Rule:
+    """A regular expression and its replacement, as `rename` takes them.
+
+    Attributes:
+        pattern, new: The two.
+        sure: Whether it only adds or removes steps, so that chance is ruled out.
+    """
+
+    pattern: str
+    new: str
+    sure: bool = attrs.field(default=True, eq=False)
+
+    def __str__(self) -> str:
+        return f"({_code(self.pattern)}, {_code(self.new)})"
+
+    def apply(self, names: Sequence[str]) -> list[str]:
+        """Rename names."""
+        pattern = re.compile(self.pattern)
+        return [pattern.sub(self.new, name) for name in names]
+
+
+@attrs.frozen
+class Renames:
+    """How missing names become saved ones; printed as the code to write.
+
+    Attributes:
+        rules: What to do, one after the other.
+        names: The saved name of each missing name that the rules find.
+    """
+
+    rules: tuple[Rule, ...]
+    names: dict[str, str]
+
+    def __str__(self) -> str:
+        return f"rename([{', '.join(map(str, self.rules))}])"
+
+    @property
+    def sure(self) -> bool:
+        """Whether only steps were added or removed."""
+        return all(rule.sure for rule in self.rules)
+
+    def disagrees(self, other: Renames) -> bool:
+        """Return whether the two give one name two saved ones, or two names the same."""
+        both = self.names.items() | other.names.items()
+        return not len(both) == len(dict(both)) == len({new for _, new in both})
+
+
+def find_renames(
+    missing: Sequence[str],
+    saved: Collection[str],
+    fitting: Collection[str] = (),
+    *,
+    fits: Fits = lambda wanted, saved: True,
+) -> tuple[Renames, ...]:
+    r"""Return what renames missing names to saved ones; nothing if no prefix explains them.
+
+    Args:
+        missing: Names that are wanted and that the checkpoint does not have.
+        saved: The names in the checkpoint.
+        fitting: Wanted names that it has: these stay as they are.
+        fits: Returns whether a wanted name and a saved one are alike in shape and dtype.
+
+    Returns:
+        What finds the most names. Several, if the checkpoint has the same names under several
+        prefixes: which of them is meant, only the user can know.
+
+    >>> print(*find_renames(["_orig_mod.a.w", "_orig_mod.b.w"], ["a.w", "b.w"]))
+    rename([(r"^_orig_mod\.", "")])
+    >>> print(*find_renames(["a.w", "b.w"], ["model.a.w", "model.b.w", "step"], ["step"]))
+    rename([(r"^(?=a\.|b\.)", "model.")])
+    """
+    free = set(saved) - set(fitting)
+    first = _best_rules({name: name for name in missing}, free, fitting, fits)
+    if any(way.disagrees(first[0]) for way in first):
+        fit = [way for way in first if all(fits(*pair) for pair in way.names.items())]
+        if len(fit) != 1:
+            return tuple(first) if all(way.sure for way in first) else ()
+        first = fit
+    return tuple(_continued(way, missing, free, fitting, fits) for way in first[:1])
+
+
+def _continued(
+    way: Renames,
+    missing: Sequence[str],
+    free: set[str],
+    fitting: Collection[str],
+    fits: Fits,
+) -> Renames:
+    """Put more rules after one, for names that are still missing."""
+    rules, names = list(way.rules), list(missing)
+    while True:
+        names = rules[-1].apply(names)
+        found = free.intersection(names)
+        pairs = dict(zip(missing, names, strict=True))
+        left = {old: new for old, new in pairs.items() if new not in found}
+        fixed = [*fitting, *found]
+        more = _best_rules(left, free - found, fixed, fits) if len(rules) < _RULES else []
+        if not more or any(other.disagrees(more[0]) for other in more):
+            return Renames(tuple(rules), {old: new for old, new in pairs.items() if new in found})
+        rules += more[0].rules
+
+
+def _best_rules(
+    missing: Mapping[str, str],
+    free: set[str],
+    fixed: Collection[str],
+    fits: Fits,
+) -> list[Renames]:
+    """Return the rules that find the most names, each other ones, and change none that is fixed.
+
+    Args:
+        missing: By wanted name, what earlier rules make of it.
+        free: Saved names that are not taken yet.
+        fixed: Names that must stay as they are.
+        fits: As in `find_renames`.
+    """
+    ways: dict[frozenset[tuple[str, str]], Renames] = {}
+    names = list(missing.values())
+    for rule in _promising(names, free, fixed):
+        after = rule.apply(names)
+        pairs = zip(missing, after, strict=True)
+        found = {old: new for old, new in pairs if new in free}
+        if len(set(after)) == len(after) and (rule.sure or _is_safe(rule, names, found, fits)):
+            ways.setdefault(frozenset(found.items()), Renames((rule,), found))
+    most = max((len(way.names) for way in ways.values()), default=0)
+    enough = most == len(missing) or (most > 1 and most * _SHARE >= len(missing))
+    return [way for way in ways.values() if enough and len(way.names) == most]
+
+
+def _shuffled(name: str) -> int:
+    """Return a number by which names come in an order that means nothing, the same everywhere."""
+    return crc32(name.encode("utf-8", "surrogatepass"))
+
+
+def _promising(names: Sequence[str], free: set[str], fixed: Collection[str]) -> Iterator[Rule]:
+    """Yield the rules that find the most of a few names, and change none that is fixed."""
+    probe = nsmallest(_PROBED, names, key=_shuffled)
+    rules = dict.fromkeys(_candidates(names, sorted(free)))
+    hits = {rule: len(free.intersection(rule.apply(probe))) for rule in rules}
+    few = len(probe) / _SHARE / 2
+    likely = [rule for rule in hits if hits[rule] > few]
+    seen = set[tuple[str, ...]]()
+    for rule in nlargest(_TRIED, likely, key=lambda rule: (hits[rule], rule.sure)):
+        for narrow in _narrowed(rule, names, fixed):
+            effect = tuple(narrow.apply(probe))
+            if effect not in seen:
+                seen.add(effect)
+                yield narrow
+
+
+def _is_safe(
+    rule: Rule,
+    names: Sequence[str],
+    found: Mapping[str, str],
+    fits: Fits,
+) -> bool:
+    """Return whether a rule that replaces steps is for all names with its first step, and fits."""
+    changed = re.compile(rule.pattern)
+    steps = {name.partition(".")[0] for name in names if changed.search(name)}
+    is_common = all(changed.search(name) for name in names if name.partition(".")[0] in steps)
+    return is_common and all(fits(old, new) for old, new in found.items())
+
+
+def _spread(names: Sequence[str], count: int) -> Sequence[str]:
+    """Return about so many of the names, from everywhere."""
+    return names[:: -(-len(names) // count) or 1]
+
+
+def _candidates(missing: Sequence[str], free: Sequence[str]) -> Iterator[Rule]:
+    """Yield rules that would find some of the missing names, plain ones first."""
+    sample = _spread(missing, _SAMPLED)
+    if len(missing) > 1:  # prefixes that do not end with a dot
+        old, new = _common_start(missing), _common_start(free)
+        same = len(_common_start([old[::-1], new[::-1]]))  # which both keep at the end
+        old, new = old[: len(old) - same], new[: len(new) - same]
+        if not (old and new):
+            yield Rule(f"^{re.escape(old)}", _plain(new))
+    for name in sample:
+        for front, old_steps, new_steps in _differences(name, free)[:_CANDIDATES]:
+            sure = _within(old_steps, new_steps) or _within(new_steps, old_steps)
+            if sure or (len(missing) > 1 and not front):
+                yield from _rules((*front, *old_steps), (*front, *new_steps), sure)
+    for step in dict.fromkeys(step for name in sample for step in name.split(".")[:-1]):
+        yield Rule(rf"(?<![^.]){re.escape(step)}\.", "")  # wherever it stands
+
+
+def _differences(name: str, free: Sequence[str]) -> list[tuple[Steps, Steps, Steps]]:
+    """Compare a name with the saved ones most like it, step by step.
+
+    Returns:
+        For each: the steps in common at the front, those of the name alone, those of the saved one.
+
+    >>> _differences("model._orig_mod.a.w", ["a.w", "model.a.w", "model.b.w"])
+    [(['model'], ['_orig_mod'], [])]
+    >>> _differences("a.k.w", ["b.q.w"])
+    []
+    """
+    steps = name.split(".")
+    alike, tail = _most_alike(steps, free)
+    found = []
+    for other in nsmallest(_ALIKE, alike, key=len):
+        rest = other.split(".")[:-tail]
+        pairs = zip(steps[:-tail], rest, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        old, new = steps[same:-tail], rest[same:]
+        if tail > 1 or not (old and new):
+            found.append((steps[:same], old, new))
+    least = min((len(old) + len(new) for _, old, new in found), default=0)
+    return [parts for parts in found if len(parts[1]) + len(parts[2]) == least]
+
+
+def _most_alike(steps: Steps, free: Sequence[str]) -> tuple[Sequence[str], int]:
+    """Return the names whose last steps are those of a name, and how many steps that are.
+
+    >>> _most_alike(["x", "a", "w"], ["a.w", "b.w"])
+    (['a.w'], 2)
+    """
+    alike, tail = _ending(steps, 2, free), 2
+    if not alike:
+        return _ending(steps, 1, free), 1
+    while closer := _ending(steps, tail + 1, alike):
+        alike, tail = closer, tail + 1
+    return alike, tail
+
+
+def _ending(steps: Steps, count: int, names: Sequence[str]) -> Sequence[str]:
+    """Return the names that end with the last steps of another; none if it has fewer steps."""
+    end = ".".join(steps[-count:])
+    inner = f".{end}"
+    return [n for n in names if n.endswith(inner) or n == end] if count <= len(steps) else []
+
+
+def _within(some: Steps, steps: Steps) -> bool:
+    """Return whether some steps are among others, in the same order."""
+    rest = iter(steps)
+    return all(step in rest for step in some)
+
+
+def _rules(old: Steps, new: Steps, sure: bool) -> Iterator[Rule]:
+    """Yield rules that put some steps in the place of the first ones of a name."""
+    numbers = [step for step in new if step.isdigit()]
+    if numbers and numbers == [step for step in old if step.isdigit()]:
+        many = "".join(r"(\d+)\." if s.isdigit() else rf"{re.escape(s)}\." for s in old)
+        group = iter(range(1, len(numbers) + 1))
+        same = "".join(rf"\{next(group)}." if s.isdigit() else f"{_plain(s)}." for s in new)
+        yield Rule(f"^{many}", same, sure)
+    before = "".join(rf"{re.escape(step)}\." for step in old)
+    yield Rule(f"^{before}", "".join(f"{_plain(step)}." for step in new), sure)
+
+
+def _narrowed(rule: Rule, missing: Sequence[str], fixed: Collection[str]) -> Iterator[Rule]:
+    """Yield a rule; if it changes fixed names, narrower ones that do not."""
+    pattern = re.compile(rule.pattern)
+    if not any(map(pattern.search, fixed)):
+        yield rule
+    elif rule.pattern.startswith("^"):
+        for sign, names in (("=", missing), ("!", fixed)):
+            heads = dict.fromkeys(_head(pattern.sub("", n)) for n in names if pattern.search(n))
+            narrow = f"{rule.pattern}(?{sign}{'|'.join(heads)})"
+            if 0 < len(heads) <= _HEADS and not any(map(re.compile(narrow).search, fixed)):
+                yield attrs.evolve(rule, pattern=narrow)
+
+
+def _common_start(names: Collection[str]) -> str:
+    """Return the characters with which all names begin.
+
+    >>> _common_start(["my_a", "my_b"]), _common_start([])
+    ('my_', '')
+    """
+    pairs = zip(min(names, default=""), max(names, default=""), strict=False)
+    return "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _head(name: str) -> str:
+    """Return an expression for the start of names with the same first step."""
+    first, dot, _ = name.partition(".")
+    return re.escape(first) + (r"\." if dot else "$")
+
+
+def _plain(text: str) -> str:
+    """Return the replacement that means a text literally."""
+    return text.replace("\\", r"\\")
+
+
+def _code(text: str) -> str:
+    """Return a string as one would write it in Python."""
+    if '"' in text or not text.isprintable() or text.endswith("\\"):
+        return repr(text)
+    return f'r"{text}"' if "\\" in text else f'"{text}"'
