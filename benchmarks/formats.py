@@ -25,8 +25,8 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import shardplan
-from shardplan.io.stores import open_store
-from shardplan.io.testing import CountingStore
+from shardplan.io.stores.base import open_store
+from shardplan.io.stores.testing import CountingStore
 from shardplan.planning import Mesh
 
 LARGE, SMALL, COLUMNS = 32, 5_000, 1024

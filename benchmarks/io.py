@@ -23,8 +23,8 @@ import torch.distributed.checkpoint as dcp
 
 import shardplan
 import shardplan.planning
-from shardplan.io.stores import open_store
-from shardplan.io.testing import CountingStore
+from shardplan.io.stores.base import open_store
+from shardplan.io.stores.testing import CountingStore
 
 TENSORS = 32
 GOALS = {

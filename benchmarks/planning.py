@@ -32,9 +32,9 @@ from torch.distributed.checkpoint.default_planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from shardplan.io.commit import assemble
-from shardplan.io.manifest import encode_manifest
-from shardplan.io.write import Written, WrittenFile
+from shardplan.io.execute.commit import assemble
+from shardplan.io.formats.native.manifest import encode_manifest
+from shardplan.io.formats.native.write import Written, WrittenFile
 from shardplan.planning import (
     LLAMA_TP,
     Mesh,
@@ -68,7 +68,7 @@ from shardplan.planning import (
     world_plans,
 )
 from shardplan.planning.draw import svg
-from shardplan.planning.files import file_numbers
+from shardplan.planning.storage.files import file_numbers
 from shardplan.planning.text import table
 
 HERE = Path(__file__).parent

@@ -15,7 +15,7 @@ the same `CheckpointError` on every rank. Torch is imported only by `torch_comm`
 [6, 6, 6, 6]
 """
 
-from .comm import Comm, Pending, solo
+from .comm import Comm, Pending, Reduce, solo
 from .errors import CheckpointError, Failure, LostRanksError
 from .steps import (
     all_gather,
@@ -27,12 +27,13 @@ from .steps import (
     reduce_scatter,
 )
 from .threads import run_ranks
-from .torch_comm import torch_comm
+from .torch.comm import torch_comm
 
 __all__ = [
     # who
     "Comm",
     "Pending",
+    "Reduce",
     "solo",
     "torch_comm",
     "run_ranks",

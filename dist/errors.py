@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from shardplan.planning.errors import listed, span
+from shardplan.planning import listed, span
 
 __all__ = ["CheckpointError", "Failure", "LostRanksError", "thinned"]
 

@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 
 import attrs
 
-from shardplan.planning import CodecError, flatten
-from shardplan.planning.frozen import from_json, to_json
+from shardplan.planning import CodecError, flatten, from_json, to_json
 
 from .comm import Comm, departure
 from .errors import CheckpointError, Failure, LostRanksError, thinned

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .errors import FormatError, listed
-from .sources import Source
+from .formats.sources import Source
 
 __all__ = ["BlockSums"]
 

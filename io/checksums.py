@@ -1,7 +1,7 @@
 """Checksums of a chunk's bytes, made block by block, so that threads can share the work.
 
 Ours is xxh3-64. The checksum of a chunk of one block is that of its bytes. A larger chunk's is that
-of the checksums of its blocks (see `shardplan.planning.blocks`), eight bytes each, most significant
+of the checksums of its blocks (see `planning.storage.blocks`), eight bytes each, most significant
 first. Archives of torch have the CRC-32 of each record.
 """
 
@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from shardplan.planning.extras import named_extras
+from shardplan.planning import named_extras
 
 with named_extras("reading or writing a checkpoint"):
     import xxhash

@@ -15,18 +15,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardplan.planning import SavePlan, WriteItemType, load_plan
-from shardplan.planning.blocks import cut_blocks
-from shardplan.planning.catalog import Catalog, column, padded
-from shardplan.planning.columns import WriteItems
-from shardplan.planning.metadata import TensorMetadata
-from shardplan.planning.packing import Ints
-from shardplan.planning.tiling import Chunk, Tiling
+from shardplan.planning import SavePlan, TensorMetadata, WriteItemType, load_plan
+from shardplan.planning.columns import Catalog, Ints, WriteItems, column, padded
+from shardplan.planning.geometry import Chunk, Tiling
+from shardplan.planning.storage import cut_blocks
 
-from .arrays import empty, memory, window
 from .errors import FormatError, LoadError
+from .execute.read import Reader
 from .progress import Progress, Tell
-from .read import Reader
+from .tensors import empty, memory, window
 
 __all__ = ["Comparison", "TensorDiff", "compare_tensors", "named_errors", "same_value"]
 

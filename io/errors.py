@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from shardplan.planning.errors import listed
+from shardplan.planning import listed
 
-from .stores import StoreError
+from .stores.base import StoreError
 
 __all__ = [
     "ExistsError",

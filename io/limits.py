@@ -1,7 +1,7 @@
 """Limits of what is read: the most bytes of a file that is read whole.
 
 Readers refuse what is larger before they take memory for it. Writers know the same limits, and
-refuse to write what no reader would take back. For shapes, see `shardplan.planning.tiling`.
+refuse to write what no reader would take back. For shapes, see `planning.geometry`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from .errors import FormatError
-from .stores import Store, StoreError
+from .stores.base import Store, StoreError
 
 __all__ = ["LIMITS", "MAX_BYTES", "check_size", "read_whole"]
 

@@ -14,17 +14,15 @@ from functools import partial
 import numpy as np
 import torch
 
-from shardplan.planning import LoadItemType, itemsize
-from shardplan.planning.blocks import cut_blocks
-from shardplan.planning.catalog import column
-from shardplan.planning.metadata import TensorMetadata
-from shardplan.planning.reads import ReadItems
+from shardplan.planning import LoadItemType, TensorMetadata, itemsize
+from shardplan.planning.columns import ReadItems, column
+from shardplan.planning.storage import cut_blocks
 
-from .arrays import memory
 from .checksums import combine, hash_views
 from .errors import FormatError, listed
+from .formats.sources import Source
 from .pool import Pool
-from .sources import Source
+from .tensors import memory
 
 __all__ = ["Proof"]
 

@@ -5,16 +5,17 @@ plans come out. Start with `local_plan` (what does this rank hold?), `global_pla
 and what will the checkpoint be?) and `load_plan` (which saved bytes fill this state dict?).
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 # What everything is built on. A name that is also its module's (check, flatten, overlap) has to be
 # loaded here: loading the module later would give the name to the module.
 from .check import check, find_issues
+from .door import door
 from .dtypes import dtype_name, is_exact_cast, itemsize
 from .errors import CodecError, Issue, NotFoundError, PlanError, RefusedError
-from .flatten import flatten, unflatten
 from .frozen import FrozenDict, freeze
+from .geometry.overlap import Overlap, fills, gaps, overlap
+from .geometry.tilings import Boxes, Chunk, Grid, Tiling, tile
 from .items import (
     LoadItemType,
     MetadataIndex,
@@ -25,11 +26,10 @@ from .items import (
     WriteItemType,
 )
 from .metadata import BytesMetadata, Metadata, StorageMeta, TensorMetadata
-from .overlap import Overlap, fills, gaps, overlap
-from .tiling import Boxes, Chunk, Grid, Tiling, tile
+from .tree import flatten, unflatten
 
 if TYPE_CHECKING:
-    from .chunking import dedup_replicas, split_chunks, split_replicas
+    from .check import layout_issues
     from .codec import (
         decode_metadata,
         decode_plan,
@@ -38,20 +38,70 @@ if TYPE_CHECKING:
         encode_plan,
         fingerprint,
     )
-    from .derive import DerivedPlans, derive_plans
+    from .columns import Transfer
+    from .completeness import dropped_names, with_replicas
     from .describe import metadata_of
     from .draw import Picture, draw_bytes, draw_reshard, draw_tiling, draw_traffic, traffic_matrix
-    from .finding import find_object, find_shard
-    from .keys import cast, drop, rename, select
-    from .layout import Mesh, Only, Replicate, Shard, StridedShard, TensorSpec, local_chunks
-    from .load import global_load_plan, load_plan, resolve_overlaps
-    from .models import LLAMA_TP, llama, llama3_8b, llama3_405b
-    from .oracles import assert_all_saved, assert_read_once, assert_written_once
-    from .passes import Pass, Passes, annotate, chain, named_chain, partition, world_pass
-    from .placed import SpecLayout
-    from .presets import Rule, adam, expert_parallel, fsdp, fsdp_tp, hsdp, pipeline, tensor_parallel
-    from .ranges import ByteRanges, Requests, byte_ranges, coalesce
-    from .reads import Transfer
+    from .dtypes import ITEMSIZE
+    from .errors import listed, nearest_hint, nearest_names, span
+    from .extras import EXTRAS, named_extras
+    from .finding import find_object, find_shard, shard_finder
+    from .frozen import from_json, to_json
+    from .load import (
+        Strict,
+        global_load_plan,
+        load_plan,
+        resolve_overlaps,
+        strict_patterns,
+        whole_names,
+    )
+    from .mesh import (
+        LLAMA_TP,
+        DerivedPlans,
+        Mesh,
+        Only,
+        Replicate,
+        Rule,
+        Shard,
+        SpecLayout,
+        StridedShard,
+        TensorSpec,
+        WorldPlans,
+        adam,
+        derive_plans,
+        expert_parallel,
+        fsdp,
+        fsdp_tp,
+        hsdp,
+        llama,
+        llama3_8b,
+        llama3_405b,
+        local_chunks,
+        pipeline,
+        tensor_parallel,
+        world_metadata,
+        world_plans,
+    )
+    from .metadata import Entries, Layout
+    from .passes import (
+        Pass,
+        Passes,
+        annotate,
+        cast,
+        chain,
+        dedup_replicas,
+        drop,
+        named_chain,
+        partition,
+        read_on,
+        rename,
+        select,
+        share_reads,
+        split_chunks,
+        split_reads,
+        split_replicas,
+        world_pass,
+    )
     from .records import KeyReport, LoadPlan, Plan, SavePlan
     from .reports import (
         CostModel,
@@ -64,91 +114,59 @@ if TYPE_CHECKING:
         why,
         writers_of,
     )
-    from .save import global_plan, local_plan
-    from .sharing import read_on, share_reads, split_reads
-    from .topology import WorldPlans, world_metadata, world_plans
+    from .save import DEFAULT_PASSES, global_plan, local_plan
+    from .storage import ByteRanges, Requests, byte_ranges, coalesce
+    from .tensors import held, kind_of, placement_of, spec_of
+    from .testing import assert_all_saved, assert_read_once, assert_written_once
+    from .text import (
+        Sheet,
+        Table,
+        counted,
+        cut_text,
+        human_bytes,
+        human_seconds,
+        listing,
+        shape_text,
+    )
+    from .tree import Path, _is_leaf, empty_names, is_tensor, leaves, nesting_issues
 
-# Whatever else is asked for is loaded then: looking into a checkpoint needs little of it.
-_HOMES = {
-    "chunking": ("dedup_replicas", "split_chunks", "split_replicas"),
-    "codec": (
-        "decode_metadata",
-        "decode_plan",
-        "decode_plans",
-        "encode_metadata",
-        "encode_plan",
-        "fingerprint",
-    ),
-    "derive": ("DerivedPlans", "derive_plans"),
-    "describe": ("metadata_of",),
-    "draw": (
-        "Picture",
-        "draw_bytes",
-        "draw_reshard",
-        "draw_tiling",
-        "draw_traffic",
-        "traffic_matrix",
-    ),
-    "finding": ("find_object", "find_shard"),
-    "keys": ("cast", "drop", "rename", "select"),
-    "layout": ("Mesh", "Only", "Replicate", "Shard", "StridedShard", "TensorSpec", "local_chunks"),
-    "load": ("global_load_plan", "load_plan", "resolve_overlaps"),
-    "models": ("LLAMA_TP", "llama", "llama3_405b", "llama3_8b"),
-    "oracles": ("assert_all_saved", "assert_read_once", "assert_written_once"),
-    "passes": (
-        "Pass",
-        "Passes",
-        "annotate",
-        "chain",
-        "named_chain",
-        "partition",
-        "world_pass",
-    ),
-    "placed": ("SpecLayout",),
-    "presets": (
-        "Rule",
-        "adam",
-        "expert_parallel",
-        "fsdp",
-        "fsdp_tp",
-        "hsdp",
-        "pipeline",
-        "tensor_parallel",
-    ),
-    "ranges": ("ByteRanges", "Requests", "byte_ranges", "coalesce"),
-    "reads": ("Transfer",),
-    "records": ("KeyReport", "LoadPlan", "Plan", "SavePlan"),
-    "reports": (
-        "CostModel",
-        "PlanDiff",
-        "Report",
-        "Why",
-        "Writers",
-        "explain",
-        "plan_diff",
-        "why",
-        "writers_of",
-    ),
-    "save": ("global_plan", "local_plan"),
-    "sharing": ("read_on", "share_reads", "split_reads"),
-    "topology": ("WorldPlans", "world_metadata", "world_plans"),
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return import_module(f"{__name__}.{name}")
-    if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
-
+__getattr__, __dir__ = door(
+    __name__,
+    {
+        "check": "layout_issues",
+        "codec": "decode_metadata decode_plan decode_plans encode_metadata encode_plan fingerprint",
+        "columns": "Transfer",
+        "completeness": "dropped_names with_replicas",
+        "describe": "metadata_of",
+        "draw": "Picture draw_bytes draw_reshard draw_tiling draw_traffic traffic_matrix",
+        "dtypes": "ITEMSIZE",
+        "errors": "listed nearest_hint nearest_names span",
+        "extras": "EXTRAS named_extras",
+        "finding": "find_object find_shard shard_finder",
+        "frozen": "from_json to_json",
+        "load": "Strict global_load_plan load_plan resolve_overlaps strict_patterns whole_names",
+        "mesh": (
+            "DerivedPlans LLAMA_TP Mesh Only Replicate Rule Shard SpecLayout StridedShard "
+            "TensorSpec WorldPlans adam derive_plans expert_parallel fsdp fsdp_tp hsdp llama "
+            "llama3_405b llama3_8b local_chunks pipeline tensor_parallel world_metadata "
+            "world_plans"
+        ),
+        "metadata": "Entries Layout",
+        "passes": (
+            "Pass Passes annotate cast chain dedup_replicas drop named_chain partition "
+            "read_on rename select share_reads split_chunks split_reads split_replicas "
+            "world_pass"
+        ),
+        "records": "KeyReport LoadPlan Plan SavePlan",
+        "reports": "CostModel PlanDiff Report Why Writers explain plan_diff why writers_of",
+        "save": "DEFAULT_PASSES global_plan local_plan",
+        "storage": "ByteRanges Requests byte_ranges coalesce",
+        "tensors": "held kind_of placement_of spec_of",
+        "testing": "assert_all_saved assert_read_once assert_written_once",
+        "text": "Sheet Table counted cut_text human_bytes human_seconds listing shape_text",
+        "tree": "Path _is_leaf empty_names is_tensor leaves nesting_issues",
+    },
+)
 
 __all__ = [
     "Boxes",

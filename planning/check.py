@@ -10,13 +10,13 @@ import numpy as np
 
 from .completeness import source_issues
 from .errors import Issue, PlanError, region_text, span
+from .geometry.overlap import fills, gaps, self_overlaps
+from .geometry.tilings import Chunk, shape_fault
 from .metadata import Layout, Metadata
-from .overlap import fills, gaps, self_overlaps
-from .tiling import Chunk, shape_fault
 
 if TYPE_CHECKING:
+    from .columns.world import Rows, World
     from .records import SavePlan
-    from .world import Rows, World
 
 __all__ = ["check", "find_issues"]
 
@@ -44,8 +44,8 @@ def find_issues(subject: Metadata | SavePlan | Iterable[SavePlan]) -> tuple[Issu
     """
     if isinstance(subject, Metadata):
         return tuple(sorted(_metadata_issues(subject), key=lambda i: (i.fqn, i.kind)))
+    from .columns.world import World
     from .records import SavePlan  # which nobody needs who only looks into a checkpoint
-    from .world import World
 
     world = World.of((subject,) if isinstance(subject, SavePlan) else subject)
     issues = world_issues(world) + source_issues(world)

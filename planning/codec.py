@@ -10,16 +10,16 @@ from typing import Any, TypeVar
 import attrs
 import numpy as np
 
-from .catalog import Catalog, column, pack_names, unpack_names, within
-from .columns import WriteItems
+from .columns.arrays import DAMAGE, Ints, flat, pack, readonly, unpack
+from .columns.catalog import Catalog, column, pack_names, unpack_names, within
+from .columns.items import WriteItems
+from .columns.reads import ReadItems, Transfers
 from .errors import CodecError, Issue
 from .frozen import from_json, to_json
+from .geometry.tilings import Boxes, Grid, Tiling
 from .items import TensorProperties
 from .metadata import Entries, Layout, Metadata, StorageMeta
-from .packing import DAMAGE, Ints, flat, pack, readonly, unpack
-from .reads import ReadItems, Transfers
 from .records import KeyReport, LoadPlan, Plan, SavePlan
-from .tiling import Boxes, Grid, Tiling
 
 __all__ = [
     "decode_metadata",

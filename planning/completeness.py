@@ -21,15 +21,15 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from .distinct import distinct, group_rows
+from .columns.arrays import Ints
+from .columns.uniques import distinct, group_rows
 from .errors import Issue, region_text, span
-from .overlap import gaps, self_overlaps
-from .packing import Ints
-from .tiling import Chunk, pad, tile
+from .geometry.overlap import gaps, self_overlaps
+from .geometry.tilings import Chunk, pad, tile
 
 if TYPE_CHECKING:
-    from .catalog import Catalog
-    from .columns import WriteItems
+    from .columns.catalog import Catalog
+    from .columns.items import WriteItems
     from .items import WriteItem
     from .records import SavePlan
 

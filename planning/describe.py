@@ -8,11 +8,11 @@ from typing import Any
 import attrs
 
 from .errors import RefusedError
-from .flatten import flatten, is_tensor, nesting_data
-from .layout import TensorSpec
+from .geometry.tilings import Chunk
+from .mesh.placements import TensorSpec
 from .metadata import BytesMetadata, Metadata, TensorMetadata
-from .tiling import Chunk
-from .values import held
+from .tensors import held
+from .tree import flatten, is_tensor, nesting_data
 
 __all__ = ["metadata_of"]
 

@@ -8,10 +8,10 @@ from typing import Any
 import attrs
 
 from .errors import NotFoundError, nearest_hint, nearest_names
-from .flatten import flatten, is_tensor
+from .geometry.tilings import Chunk, as_ints
 from .items import MetadataIndex
-from .tiling import Chunk, as_ints
-from .values import Memo, dtensor_chunks, held_alike, is_dtensor, is_elsewhere
+from .tensors import Memo, dtensor_chunks, held_alike, is_dtensor, is_elsewhere
+from .tree import flatten, is_tensor
 
 __all__ = ["find_object", "find_shard", "shard_finder"]
 

@@ -12,7 +12,7 @@ import math
 import attrs
 
 from .dtypes import ITEMSIZE, dtype_name
-from .tiling import Chunk, as_ints
+from .geometry.tilings import Chunk, as_ints
 
 __all__ = [
     "LoadItemType",

@@ -9,13 +9,15 @@ from typing import Final, Literal
 
 import numpy as np
 
-from .catalog import column
 from .check import layout_issues
-from .columns import WriteItems
+from .columns.arrays import Ints, readonly
+from .columns.catalog import column
+from .columns.items import WriteItems
+from .columns.uniques import distinct
 from .completeness import dropped_names, source_issues
-from .distinct import distinct
 from .errors import Issue, PlanError, nearest_hint, nearest_names, region_text
-from .flatten import Path, empty_names, is_tensor
+from .geometry.overlap import Overlap, gaps, overlap_many, self_overlaps
+from .geometry.tilings import Chunk, pad, tile, tile_chunks
 from .items import (
     LoadItemType,
     MetadataIndex,
@@ -26,11 +28,9 @@ from .items import (
 )
 from .matching import explain_missing, match_entries
 from .metadata import Entries, Metadata, TensorMetadata
-from .overlap import Overlap, gaps, overlap_many, self_overlaps
-from .packing import Ints, readonly
-from .passes import Passes, Step, as_steps, chain, positioned
+from .passes.base import Passes, Step, as_steps, chain, positioned
 from .records import KeyReport, LoadPlan, ReadItems, SavePlan
-from .tiling import Chunk, pad, tile, tile_chunks
+from .tree import Path, empty_names, is_tensor
 
 __all__ = ["global_load_plan", "load_plan", "resolve_overlaps", "whole_names"]
 

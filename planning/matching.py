@@ -8,12 +8,12 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from .catalog import Catalog
+from .columns.arrays import Ints
+from .columns.catalog import Catalog
 from .dtypes import is_exact_cast
 from .errors import Issue, nearest_hint, nearest_names
 from .items import TensorProperties
 from .metadata import BytesMetadata, Entries, TensorMetadata
-from .packing import Ints
 from .prefixes import Renames, find_renames
 
 __all__ = ["Match", "explain_missing", "match_entries"]

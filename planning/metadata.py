@@ -9,13 +9,13 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from .catalog import column
+from .columns.arrays import Ints
+from .columns.catalog import column
 from .errors import NotFoundError, nearest_hint, nearest_names
 from .frozen import freeze
+from .geometry.tilings import Tiling, as_ints, tile_chunks
 from .items import TensorProperties
-from .packing import Ints
 from .text import Sheet, counted, human_bytes, listing
-from .tiling import Tiling, as_ints, tile_chunks
 
 __all__ = ["BytesMetadata", "Entries", "Layout", "Metadata", "StorageMeta", "TensorMetadata"]
 

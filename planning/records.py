@@ -10,9 +10,11 @@ from typing import Any, Final
 
 import attrs
 
-from .columns import WriteItems
+from .columns.items import WriteItems
+from .columns.reads import ReadItems, Transfer, Transfers
 from .errors import Issue
 from .frozen import freeze
+from .geometry.tilings import Chunk
 from .items import (
     LoadItemType,
     MetadataIndex,
@@ -23,9 +25,7 @@ from .items import (
     WriteItemType,
 )
 from .metadata import BytesMetadata, Entries, Layout, Metadata, StorageMeta, TensorMetadata
-from .reads import ReadItems, Transfer, Transfers
 from .text import Sheet, counted, human_bytes, listing
-from .tiling import Chunk
 
 __all__ = [
     "BytesMetadata",

@@ -8,23 +8,23 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from .catalog import Catalog, Head, column, padded
 from .check import duplicates, world_issues
-from .chunking import dedup_replicas
-from .columns import WriteItems
+from .columns.arrays import readonly
+from .columns.catalog import Catalog, Head, column, padded
+from .columns.items import WriteItems
+from .columns.world import World
 from .completeness import source_issues
 from .errors import Issue, PlanError, RefusedError
-from .flatten import Path, clash, empty_names, flatten, is_tensor, nesting_data, nesting_issues
 from .frozen import FrozenDict
 from .items import WriteItemType
-from .keys import drop
-from .layout import Mesh
+from .mesh.placements import Mesh
 from .metadata import Entries, Metadata
-from .packing import readonly
-from .passes import Pass, Passes, as_steps, chain, only_assigns, positioned
+from .passes.base import Pass, Passes, as_steps, chain, only_assigns, positioned
+from .passes.chunks import dedup_replicas
+from .passes.keys import drop
 from .records import SavePlan
-from .values import Memo, held, held_alike
-from .world import World
+from .tensors import Memo, held, held_alike
+from .tree import Path, clash, empty_names, flatten, is_tensor, nesting_data, nesting_issues
 
 __all__ = ["DEFAULT_PASSES", "global_plan", "local_plan"]
 

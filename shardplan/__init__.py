@@ -8,7 +8,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .adapters import (
+    from shardplan.dist import CheckpointError
+    from shardplan.planning import metadata_of
+
+    from ._async import async_save
+    from ._checkpoint import open_checkpoint
+    from ._convert import convert, dcp_to_torch_save, torch_save_to_dcp
+    from ._diff import diff
+    from ._load import load
+    from ._per_rank import PerRank
+    from ._restore import restore
+    from ._retention import latest, prune
+    from ._save import save
+    from ._verify import verify
+    from .torch_dcp import (
         as_torch_load_planner,
         as_torch_save_planner,
         as_torch_storage_reader,
@@ -16,18 +29,6 @@ if TYPE_CHECKING:
         from_torch,
         to_torch,
     )
-    from .background import async_save
-    from .comparing import diff
-    from .converting import convert, dcp_to_torch_save, torch_save_to_dcp
-    from .dist import CheckpointError
-    from .loading import load
-    from .opening import open_checkpoint
-    from .per_rank import PerRank
-    from .planning import metadata_of
-    from .restoring import restore
-    from .retention import latest, prune
-    from .saving import save
-    from .verifying import verify
 
 __all__ = [
     "CheckpointError",
@@ -56,26 +57,26 @@ __all__ = [
 
 _HOMES = {
     "CheckpointError": "dist",
-    "PerRank": "per_rank",
-    "as_torch_load_planner": "adapters",
-    "as_torch_save_planner": "adapters",
-    "as_torch_storage_reader": "adapters",
-    "as_torch_storage_writer": "adapters",
-    "async_save": "background",
-    "convert": "converting",
-    "dcp_to_torch_save": "converting",
-    "diff": "comparing",
-    "from_torch": "adapters",
-    "latest": "retention",
-    "load": "loading",
+    "PerRank": "_per_rank",
+    "as_torch_load_planner": "torch_dcp",
+    "as_torch_save_planner": "torch_dcp",
+    "as_torch_storage_reader": "torch_dcp",
+    "as_torch_storage_writer": "torch_dcp",
+    "async_save": "_async",
+    "convert": "_convert",
+    "dcp_to_torch_save": "_convert",
+    "diff": "_diff",
+    "from_torch": "torch_dcp",
+    "latest": "_retention",
+    "load": "_load",
     "metadata_of": "planning",
-    "open_checkpoint": "opening",
-    "prune": "retention",
-    "restore": "restoring",
-    "save": "saving",
-    "to_torch": "adapters",
-    "torch_save_to_dcp": "converting",
-    "verify": "verifying",
+    "open_checkpoint": "_checkpoint",
+    "prune": "_retention",
+    "restore": "_restore",
+    "save": "_save",
+    "to_torch": "torch_dcp",
+    "torch_save_to_dcp": "_convert",
+    "verify": "_verify",
 }
 
 
@@ -87,7 +88,7 @@ def __getattr__(name: str) -> Any:
         return import_module("importlib.metadata").version("shardplan")
     if name not in _HOMES:
         raise AttributeError(f"module 'shardplan' has no attribute {name!r}")
-    from .planning.extras import named_extras
+    from shardplan.planning import named_extras
 
     with named_extras(f"shardplan.{name}", with_torch=name not in _WITHOUT_TORCH):
         value = getattr(import_module(f"shardplan.{_HOMES[name]}"), name)

@@ -35,7 +35,8 @@ from shardplan import (
     planning,
     to_torch,
 )
-from shardplan.io.arrays import dump
+from shardplan._stateful import expand
+from shardplan.io.tensors import dump
 from shardplan.planning import (
     BytesMetadata,
     Chunk,
@@ -72,9 +73,8 @@ from shardplan.planning import (
     split_chunks,
     world_plans,
 )
-from shardplan.planning import strategies as plans_of
 from shardplan.planning.dtypes import ITEMSIZE
-from shardplan.stateful import expand
+from shardplan.planning.testing import strategies as plans_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
@@ -758,9 +758,9 @@ def test_both_ends_may_be_ours_inside_torch_s_save_and_load(tmp_path):
 def test_only_the_bytes_that_are_asked_for_are_read(tmp_path, monkeypatch):
     shardplan.save({"w": torch.arange(1000.0)}, tmp_path)
     stats = []
-    fill = shardplan.io.read.Reader.fill
+    fill = shardplan.io.execute.read.Reader.fill
     monkeypatch.setattr(
-        shardplan.io.read.Reader,
+        shardplan.io.execute.read.Reader,
         "fill",
         lambda *args, **kwargs: stats.append(fill(*args, **kwargs)),
     )
@@ -818,7 +818,7 @@ def test_a_save_that_fails_to_commit_leaves_nothing_behind(tmp_path, monkeypatch
     def fail(*args, **kwargs):
         raise OSError("disk full")
 
-    monkeypatch.setattr("shardplan.io.writers.publish", fail)
+    monkeypatch.setattr("shardplan.io.formats.writers.publish", fail)
     error = only_failure(
         dcp.save, {"w": torch.ones(2)}, storage_writer=as_torch_storage_writer(tmp_path)
     )

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import shardplan
-from shardplan.agreement import PlanCache, agree
+from shardplan._agreement import PlanCache, agree
+from shardplan._layouts import holds_objects, layout_key
+from shardplan._report import Stopwatch
 from shardplan.dist import CheckpointError, run_ranks, solo
-from shardplan.io.stores import open_store
-from shardplan.layouts import holds_objects, layout_key
+from shardplan.io.stores.base import open_store
 from shardplan.planning import RefusedError, annotate, cast, chain, rename, select
-from shardplan.reports import Stopwatch
 
 FOLDER = Path(__file__).parent / "ranks"
 
@@ -262,7 +262,7 @@ def test_a_save_with_a_known_plan_plans_nothing_and_still_compares(monkeypatch):
     def never(*args, **options):
         raise AssertionError("a plan was made")
 
-    monkeypatch.setattr("shardplan.agreement.local_plan", never)
+    monkeypatch.setattr("shardplan._agreement.local_plan", never)
     assert saves.save(lambda rank: {"w": torch.ones(2), "s": 8})[0] == "cached"
     with pytest.raises(CheckpointError, match="`s` differs"):
         saves.save(lambda rank: {"w": torch.ones(2), "s": rank})
@@ -398,7 +398,7 @@ def test_an_agreement_is_the_same_however_it_came_about(monkeypatch):
         return agreement
 
     derived = run_ranks(WORLD, agreed)
-    monkeypatch.setattr("shardplan.agreement.whole_layout", lambda *args: None)
+    monkeypatch.setattr("shardplan._agreement.whole_layout", lambda *args: None)
     gathered = run_ranks(WORLD, agreed)
     assert {a.how for a in derived} == {"derived"}
     assert {a.how for a in gathered} == {"gathered"}

@@ -18,12 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardplan
-from shardplan import background
+from shardplan import _async as background
+from shardplan._snapshots import Buffers
 from shardplan.dist import CheckpointError, Failure, run_ranks, solo
 from shardplan.io.errors import ExistsError, ValueRefusedError
-from shardplan.io.stores import open_store
-from shardplan.io.testing import CountingStore
-from shardplan.snapshots import Buffers
+from shardplan.io.stores.base import open_store
+from shardplan.io.stores.testing import CountingStore
 
 FOLDER = Path(__file__).parent / "ranks"
 
@@ -466,7 +466,7 @@ def run(program, **env):
 SLOW = """
     import sys, time, torch, shardplan
     from shardplan.io.stores import open_store
-    from shardplan.io.testing import CountingStore
+    from shardplan.io.stores.testing import CountingStore
 
     class Slow(CountingStore):
         def write(self, *args, **options):

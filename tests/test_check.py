@@ -27,7 +27,7 @@ from shardplan.planning import (
     global_plan,
     local_plan,
 )
-from shardplan.planning.strategies import cells, chunks, save_plans, shapes, tensor_specs
+from shardplan.planning.testing.strategies import cells, chunks, save_plans, shapes, tensor_specs
 
 
 def item(name, offsets, sizes, shape, dtype="float32"):

@@ -27,7 +27,7 @@ from shardplan.cli.app import app
 from shardplan.cli.placing import parse_mesh, parse_placements
 from shardplan.cli.screen import table
 from shardplan.cli.tree import branches, runs_text
-from shardplan.io.manifest import MANIFEST, FileTable, Manifest, encode_manifest
+from shardplan.io.formats.native.manifest import MANIFEST, FileTable, Manifest, encode_manifest
 from shardplan.planning import (
     Mesh,
     Only,
@@ -40,8 +40,8 @@ from shardplan.planning import (
     world_metadata,
     world_plans,
 )
-from shardplan.planning.catalog import column
-from shardplan.planning.files import file_name
+from shardplan.planning.columns.catalog import column
+from shardplan.planning.storage.files import file_name
 
 ROOT = Path(__file__).resolve().parent.parent
 SCREENS = Path(__file__).parent / "screens"
@@ -772,7 +772,7 @@ def test_an_interrupt_exits_with_130_and_no_traceback(tmp_path):
     script.write_text(
         "import signal, sys, time\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell may ignore it
-        "import shardplan.io.sources as sources\n"
+        "import shardplan.io.formats.sources as sources\n"
         "def wait(path, **options):\n"
         "    print('waiting', flush=True)\n"
         "    time.sleep(60)\n"

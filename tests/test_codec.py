@@ -34,9 +34,9 @@ from shardplan.planning import (
     load_plan,
     local_plan,
 )
+from shardplan.planning.columns.arrays import pack, unpack
 from shardplan.planning.frozen import from_json, to_json
-from shardplan.planning.packing import pack, unpack
-from shardplan.planning.strategies import save_plans, state_dicts, values
+from shardplan.planning.testing.strategies import save_plans, state_dicts, values
 
 NOTES = st.recursive(
     values() | st.sets(st.integers()),

@@ -13,17 +13,17 @@ import torch
 
 import shardplan
 from shardplan.dist import run_ranks
-from shardplan.io import leftovers as left_by_saves
-from shardplan.io.commit import assemble, publish, read_manifest
 from shardplan.io.errors import ExistsError, FormatError, UnsureCommitError
-from shardplan.io.leftovers import leftovers
-from shardplan.io.local import LocalStore
-from shardplan.io.manifest import MANIFEST, sign
+from shardplan.io.execute import cleanup as left_by_saves
+from shardplan.io.execute.cleanup import leftovers
+from shardplan.io.execute.commit import assemble, publish, read_manifest
+from shardplan.io.formats.native.manifest import MANIFEST, sign
+from shardplan.io.formats.native.write import write_rank
+from shardplan.io.formats.writers import NativeWriter
 from shardplan.io.pool import Pool
-from shardplan.io.stores import MissingFileError, Store, StoreError, open_store
-from shardplan.io.testing import CountingStore, FaultyStore
-from shardplan.io.write import write_rank
-from shardplan.io.writers import NativeWriter
+from shardplan.io.stores.base import MissingFileError, Store, StoreError, open_store
+from shardplan.io.stores.local import LocalStore
+from shardplan.io.stores.testing import CountingStore, FaultyStore
 from shardplan.planning import global_plan, local_plan, split_chunks
 
 names = (f"commit-{n}" for n in itertools.count())
@@ -134,7 +134,7 @@ def test_a_commit_that_surely_failed_leaves_nothing(store, kind):
 
 def test_a_folder_that_cannot_be_synced_after_the_commit_is_told_as_that(tmp_path, monkeypatch):
     shardplan.save(state(1), tmp_path)
-    real = shardplan.io.local.sync_folder
+    real = shardplan.io.stores.local.sync_folder
     renamed = []
 
     def sync(path):
@@ -144,7 +144,7 @@ def test_a_folder_that_cannot_be_synced_after_the_commit_is_told_as_that(tmp_pat
 
     replace = os.replace
     monkeypatch.setattr(os, "replace", lambda *a: (replace(*a), renamed.append(1)))
-    monkeypatch.setattr("shardplan.io.local.sync_folder", sync)
+    monkeypatch.setattr("shardplan.io.stores.local.sync_folder", sync)
     with pytest.raises(UnsureCommitError, match="it was replaced, but a loss of power may undo"):
         shardplan.save(state(2), tmp_path, overwrite=True)
     monkeypatch.undo()
@@ -354,8 +354,8 @@ def test_a_large_file_that_only_begins_as_a_manifest_is_refused_at_once(tmp_path
 
 
 def test_a_large_text_that_only_begins_as_a_manifest_is_never_held_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("shardplan.io.commit._USUAL", 1 << 20)
-    monkeypatch.setattr("shardplan.io.commit._PIECE", 1 << 16)
+    monkeypatch.setattr("shardplan.io.execute.commit._USUAL", 1 << 20)
+    monkeypatch.setattr("shardplan.io.execute.commit._PIECE", 1 << 16)
     shardplan.save(state(1), tmp_path)
     with open(tmp_path / MANIFEST, "ab") as file:
         file.write(b" " * (1 << 24))
@@ -377,8 +377,8 @@ def test_a_large_manifest_of_a_newer_version_is_refused_by_its_beginning(tmp_pat
 
 
 def test_a_large_manifest_that_is_replaced_while_it_is_looked_at_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("shardplan.io.commit._USUAL", 100)
-    monkeypatch.setattr("shardplan.io.commit._PIECE", 200)
+    monkeypatch.setattr("shardplan.io.execute.commit._USUAL", 100)
+    monkeypatch.setattr("shardplan.io.execute.commit._PIECE", 200)
     shardplan.save(state(1), tmp_path / "a")
     shardplan.save(state(2), tmp_path / "b")
     new = (tmp_path / "b" / MANIFEST).read_bytes()
@@ -394,7 +394,7 @@ def test_a_large_manifest_that_is_replaced_while_it_is_looked_at_is_read(tmp_pat
 
 def test_a_manifest_of_unusual_size_is_read(store, monkeypatch):
     shardplan.save(state(1), store)
-    monkeypatch.setattr("shardplan.io.commit._USUAL", 100)
+    monkeypatch.setattr("shardplan.io.execute.commit._USUAL", 100)
     assert held(store) == 1
 
 
@@ -486,14 +486,14 @@ def test_a_folder_that_somebody_made_for_us_is_made_durable_too(tmp_path, log):
 
 def test_a_parent_that_may_not_be_listed_is_no_reason_to_fail(tmp_path, monkeypatch):
     (tmp_path / "step-1").mkdir()
-    real = shardplan.io.local.sync_folder
+    real = shardplan.io.stores.local.sync_folder
 
     def sync(path):
         if path == str(tmp_path):
             raise PermissionError(13, "Permission denied")
         real(path)
 
-    monkeypatch.setattr("shardplan.io.local.sync_folder", sync)
+    monkeypatch.setattr("shardplan.io.stores.local.sync_folder", sync)
     shardplan.save(state(1), tmp_path / "step-1")
 
 
@@ -598,7 +598,7 @@ def test_a_long_save_keeps_its_first_files_while_it_writes_its_last(tmp_path, mo
         def entries(self, prefix="", *, recursive=True):
             now = time.time()
             return tuple(
-                shardplan.io.stores.Entry(n, e.size, now - (0 if n == young else 9000))
+                shardplan.io.stores.base.Entry(n, e.size, now - (0 if n == young else 9000))
                 for n, e in entries.items()
             )
 

@@ -38,7 +38,7 @@ from shardplan.planning import (
     world_plans,
 )
 from shardplan.planning.completeness import dropped_names, source_issues
-from shardplan.planning.strategies import save_plans
+from shardplan.planning.testing.strategies import save_plans
 
 D = 4
 

@@ -20,13 +20,15 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save as torch
 
 import shardplan
 from shardplan import convert, open_checkpoint, restore
+from shardplan._streaming import Budget, file_bytes
 from shardplan.dist import CheckpointError, run_ranks
-from shardplan.io import ExistsError, FormatError, ValueRefusedError, leftovers, open_store
-from shardplan.io.ahead import BATCH_BYTES, Ahead, Box, Lender
-from shardplan.io.headers import TORCH_NAMES, file_entry
-from shardplan.io.read import Reader
-from shardplan.io.sources import detect
-from shardplan.io.testing import CountingStore, FaultyStore
+from shardplan.io import ExistsError, FormatError, ValueRefusedError, open_store
+from shardplan.io.execute import cleanup as leftovers
+from shardplan.io.execute.ahead import BATCH_BYTES, Ahead, Box, Lender
+from shardplan.io.execute.read import Reader
+from shardplan.io.formats.headers import TORCH_NAMES, file_entry
+from shardplan.io.formats.sources import detect
+from shardplan.io.stores.testing import CountingStore, FaultyStore
 from shardplan.planning import (
     Mesh,
     PlanError,
@@ -41,7 +43,6 @@ from shardplan.planning import (
     split_chunks,
 )
 from shardplan.planning.dtypes import ITEMSIZE
-from shardplan.streaming import Budget, file_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 
@@ -291,7 +292,7 @@ def test_the_two_functions_of_torch_are_called_by_one_rank_or_by_those_that_are_
     def never():
         raise AssertionError("other ranks, which do not call it, would be waited for")
 
-    monkeypatch.setattr("shardplan.ranks.default_comm", never)
+    monkeypatch.setattr("shardplan._comm.default_comm", never)
     torch.save({"w": torch.ones(4)}, tmp_path / "a.pt")
     shardplan.torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "b")
     shardplan.dcp_to_torch_save(tmp_path / "b", tmp_path / "c.pt")
@@ -801,7 +802,7 @@ def test_memory_stays_within_its_bound_where_bytes_must_be_made(tmp_path, format
 def ahead_of(tmp_path, sd, boxes):
     from concurrent.futures import ThreadPoolExecutor
 
-    from shardplan.io.sources import open_source
+    from shardplan.io.formats.sources import open_source
 
     shardplan.save(sd, tmp_path / "a")
     threads = ThreadPoolExecutor(2)

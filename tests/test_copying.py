@@ -14,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardplan
-from shardplan.io import FormatError, copying, open_store
-from shardplan.io.ahead import Ahead
-from shardplan.io.copying import (
+from shardplan.io import FormatError, open_store
+from shardplan.io.crc import combine_crc
+from shardplan.io.execute import copying
+from shardplan.io.execute.ahead import Ahead
+from shardplan.io.execute.copying import (
     PIECE,
     Block,
     Content,
@@ -27,10 +29,9 @@ from shardplan.io.copying import (
     literal,
     threads_for,
 )
-from shardplan.io.crc import combine_crc
 from shardplan.io.pool import Pool
-from shardplan.io.stores import StoreError
-from shardplan.io.testing import CountingStore
+from shardplan.io.stores.base import StoreError
+from shardplan.io.stores.testing import CountingStore
 from shardplan.planning import Mesh, Shard, cast
 
 SD = {

@@ -32,17 +32,17 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import shardplan
-from shardplan.adapters.values import UnsafeValueError, load_value
-from shardplan.io import dcp_ranks
-from shardplan.io.dcp_metadata import METADATA, Described, parse_metadata
+from shardplan._reading import read_rank
 from shardplan.io.errors import ExistsError, FormatError, UnsureCommitError, ValueRefusedError
+from shardplan.io.execute.read import Reader
+from shardplan.io.formats.archive.objects import Storages, load_nested
+from shardplan.io.formats.dcp import ranks as dcp_ranks
+from shardplan.io.formats.dcp.metadata import METADATA, Described, parse_metadata
+from shardplan.io.formats.sources import open_source
+from shardplan.io.formats.writers import find_writer
 from shardplan.io.pool import Pool
-from shardplan.io.read import Reader
-from shardplan.io.sources import open_source
-from shardplan.io.stores import open_store
-from shardplan.io.testing import CountingStore, FaultyStore, InjectedError
-from shardplan.io.torchpickles import Storages, load_nested
-from shardplan.io.writers import find_writer
+from shardplan.io.stores.base import open_store
+from shardplan.io.stores.testing import CountingStore, FaultyStore, InjectedError
 from shardplan.planning import (
     Chunk,
     Metadata,
@@ -56,9 +56,9 @@ from shardplan.planning import (
     split_chunks,
 )
 from shardplan.planning.dtypes import ITEMSIZE
-from shardplan.planning.strategies import tensor_specs
-from shardplan.planning.tiling import tile_chunks
-from shardplan.reading import read_rank
+from shardplan.planning.geometry.tilings import tile_chunks
+from shardplan.planning.testing.strategies import tensor_specs
+from shardplan.torch_dcp.values import UnsafeValueError, load_value
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning"),
@@ -441,7 +441,7 @@ def test_opening_needs_no_torch(tmp_path):
     code = f"""
 import sys
 sys.modules["torch"] = None
-from shardplan.io.sources import open_source
+from shardplan.io.formats.sources import open_source
 source = open_source({str(tmp_path)!r})
 print(source.format, len(source.metadata.state_dict_metadata), source.value("betas"))
 print(source.spots([("model.w", 0)])[0].extents)

@@ -14,16 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardplan
-from shardplan.comparing import diff
+from shardplan._diff import diff
 from shardplan.io import compare
-from shardplan.io.commit import assemble, publish
 from shardplan.io.compare import same_value
 from shardplan.io.errors import FormatError
-from shardplan.io.manifest import MANIFEST
+from shardplan.io.execute.commit import assemble, publish
+from shardplan.io.formats.native.manifest import MANIFEST
+from shardplan.io.formats.native.write import write_rank
 from shardplan.io.pool import Pool
-from shardplan.io.stores import open_store
-from shardplan.io.testing import CountingStore
-from shardplan.io.write import write_rank
+from shardplan.io.stores.base import open_store
+from shardplan.io.stores.testing import CountingStore
 from shardplan.planning import (
     Chunk,
     Mesh,
@@ -36,7 +36,7 @@ from shardplan.planning import (
     world_plans,
 )
 from shardplan.planning.dtypes import ITEMSIZE
-from shardplan.planning.strategies import save_plans, tensor_specs
+from shardplan.planning.testing.strategies import save_plans, tensor_specs
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 

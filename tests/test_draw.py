@@ -27,7 +27,6 @@ from shardplan.planning import (
     global_plan,
     load_plan,
     local_plan,
-    strategies,
 )
 from shardplan.planning.draw import (
     Picture,
@@ -38,8 +37,9 @@ from shardplan.planning.draw import (
     traffic_matrix,
 )
 from shardplan.planning.draw import svg as drawing
+from shardplan.planning.mesh.worlds import world_metadata, world_plans
 from shardplan.planning.reports.writers import writers_of
-from shardplan.planning.topology import world_metadata, world_plans
+from shardplan.planning.testing import strategies
 
 SVG = "{http://www.w3.org/2000/svg}"
 LIMIT = 300_000  # bytes of any picture

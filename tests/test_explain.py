@@ -36,12 +36,13 @@ from shardplan.planning import (
     share_reads,
     traffic_matrix,
 )
+from shardplan.planning.mesh.worlds import world_metadata, world_plans
 from shardplan.planning.reports import CostModel, FileCost, RankCost, explain
 from shardplan.planning.reports.diff import PlanDiff, plan_diff
 from shardplan.planning.reports.traffic import count_runs
 from shardplan.planning.reports.why import why
 from shardplan.planning.reports.writers import writers_of
-from shardplan.planning.strategies import (
+from shardplan.planning.testing.strategies import (
     chunks,
     meshes,
     placements,
@@ -50,7 +51,6 @@ from shardplan.planning.strategies import (
     tensor_specs,
     tilings,
 )
-from shardplan.planning.topology import world_metadata, world_plans
 
 CONTENTS = st.dictionaries(
     st.text("abw.", min_size=1, max_size=3), tensor_specs() | st.none(), max_size=3
@@ -350,8 +350,8 @@ def test_a_world_that_the_checkpoint_cannot_fill_is_refused_with_every_reason():
 
 @pytest.mark.slow
 def test_405_billion_parameters_are_explained_without_making_plans():
-    from shardplan.planning.models import LLAMA_TP, llama3_405b
-    from shardplan.planning.presets import adam, fsdp_tp
+    from shardplan.planning.mesh.models import LLAMA_TP, llama3_405b
+    from shardplan.planning.mesh.presets import adam, fsdp_tp
 
     params = llama3_405b()
     before, after = Mesh(dp=2048, tp=8), Mesh(dp=1536, tp=8)

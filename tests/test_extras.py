@@ -48,10 +48,7 @@ def environment(tmp_path_factory):
     def make(*extras):
         if extras not in made:
             folder = made[extras] = tmp_path_factory.mktemp("site")
-            (folder / "shardplan").mkdir()
-            rooms = [ROOT / room for room in ("planning", "io", "dist")]
-            for path in [*(ROOT / "shardplan").iterdir(), *rooms]:
-                (folder / "shardplan" / path.name).symlink_to(path)
+            (folder / "shardplan").symlink_to(ROOT / "shardplan")
             for name in required(extras):
                 link(metadata.distribution(name), folder)
         return made[extras]
@@ -145,10 +142,14 @@ for name in set(shardplan.__all__) - {"__version__"}:
 @pytest.mark.parametrize(
     ("extras", "code", "says"),
     [
-        (("io",), "import shardplan.adapters", "shardplan.adapters needs torch: "),
+        (("io",), "import shardplan.torch_dcp", "shardplan.torch_dcp needs torch: "),
         (("io",), "import shardplan.dist as d; d.torch_comm()", "torch_comm needs torch: "),
-        ((), "import shardplan.planning.strategies", "strategies needs hypothesis: "),
-        ((), "import shardplan.io.manifest", "reading or writing a checkpoint needs xxhash: "),
+        ((), "import shardplan.planning.testing.strategies", "strategies needs hypothesis: "),
+        (
+            (),
+            "import shardplan.io.formats.native.manifest",
+            "reading or writing a checkpoint needs xxhash: ",
+        ),
         (("io",), "import shardplan; shardplan.latest('s3://b')", "needs obstore: "),
         (("io",), "import shardplan; shardplan.latest('memory://b')", "needs obstore: "),
         (("io",), "import shardplan.demo", "the demo needs rich: "),
@@ -184,5 +185,5 @@ def test_a_command_that_needs_torch_says_so(environment, command, tmp_path):
 
 @pytest.mark.slow
 def test_the_extra_hypothesis_brings_strategies(environment):
-    code = "import shardplan.planning.strategies as s; print(bool(s.shapes()))"
+    code = "import shardplan.planning.testing.strategies as s; print(bool(s.shapes()))"
     assert run(environment("hypothesis"), code) == "True"

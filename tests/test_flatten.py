@@ -17,8 +17,8 @@ from shardplan.planning import (
     rename,
     unflatten,
 )
-from shardplan.planning.flatten import empty_names
-from shardplan.planning.strategies import state_dicts
+from shardplan.planning.testing.strategies import state_dicts
+from shardplan.planning.tree import empty_names
 
 
 def same(a, b):

@@ -17,17 +17,17 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 import shardplan
-from shardplan.io import headers
-from shardplan.io.commit import read_manifest
 from shardplan.io.errors import FormatError, ValueRefusedError
-from shardplan.io.headers import TORCH_NAMES, Slot, build_header, parse_header
-from shardplan.io.manifest import MANIFEST, decode_manifest, encode_manifest
-from shardplan.io.stores import open_store
+from shardplan.io.execute.commit import read_manifest
+from shardplan.io.formats import headers
+from shardplan.io.formats.headers import TORCH_NAMES, Slot, build_header, parse_header
+from shardplan.io.formats.native.manifest import MANIFEST, decode_manifest, encode_manifest
+from shardplan.io.stores.base import open_store
 from shardplan.io.values import decode_value, encode_value, load_value, sort_values, store_values
 from shardplan.planning import Mesh, Shard, split_chunks
-from shardplan.planning.blocks import cut_blocks
 from shardplan.planning.dtypes import ITEMSIZE
-from shardplan.planning.strategies import shapes
+from shardplan.planning.storage.blocks import cut_blocks
+from shardplan.planning.testing.strategies import shapes
 
 GOLDEN = Path(__file__).parent / "golden"
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")

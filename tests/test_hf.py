@@ -21,11 +21,11 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate
 import shardplan
 from shardplan.io import ExistsError, FormatError, ValueRefusedError, open_store
 from shardplan.io.errors import UnsureCommitError
-from shardplan.io.headers import TORCH_NAMES
-from shardplan.io.hf_shards import assign_shards, parse_size
-from shardplan.io.hf_write import HfWriter
-from shardplan.io.sources import detect, open_source
-from shardplan.io.testing import FaultyStore, InjectedError
+from shardplan.io.formats.headers import TORCH_NAMES
+from shardplan.io.formats.hf.shards import assign_shards, parse_size
+from shardplan.io.formats.hf.write import HfWriter
+from shardplan.io.formats.sources import detect, open_source
+from shardplan.io.stores.testing import FaultyStore, InjectedError
 from shardplan.planning import Mesh, RefusedError, Shard, TensorSpec, global_plan, world_plans
 
 INDEX = "model.safetensors.index.json"
@@ -156,7 +156,7 @@ def test_chunks_of_one_tensor_in_many_files_are_one_tensor(tmp_path):
 def test_reading_needs_no_torch(tmp_path):
     save_file(tensors(), tmp_path / "model.safetensors")
     code = (
-        "import sys; from shardplan.io.sources import open_source; "
+        "import sys; from shardplan.io.formats.sources import open_source; "
         "s = open_source(sys.argv[1]); s.spots([('mask', 0)]); "
         "print(len(s.metadata.state_dict_metadata), 'torch' in sys.modules)"
     )

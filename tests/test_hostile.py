@@ -13,14 +13,14 @@ import pytest
 import torch
 
 import shardplan
-from shardplan.adapters.values import UnsafeValueError, load_value
-from shardplan.io.archived import load_torch
 from shardplan.io.errors import FormatError
+from shardplan.io.formats.archive.archived import load_torch
+from shardplan.io.formats.archive.objects import Storages, load_nested
+from shardplan.io.formats.archive.unpickler import PickleError
+from shardplan.io.formats.archive.zip_write import zip_bytes
+from shardplan.io.formats.native.manifest import MANIFEST, sign
 from shardplan.io.limits import LIMITS
-from shardplan.io.manifest import MANIFEST, sign
-from shardplan.io.pickles import PickleError
-from shardplan.io.torchpickles import Storages, load_nested
-from shardplan.io.torchzip_write import zip_bytes
+from shardplan.torch_dcp.values import UnsafeValueError, load_value
 
 HOSTILE = Path(__file__).parent / "hostile"
 READERS = (shardplan.open_checkpoint, shardplan.restore)

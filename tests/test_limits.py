@@ -8,13 +8,14 @@ import pytest
 import torch
 
 import shardplan
-from shardplan.io import headers, limits
+from shardplan.io import limits
 from shardplan.io.errors import FormatError
+from shardplan.io.formats import headers
 from shardplan.io.limits import LIMITS
 from shardplan.planning import PlanError, find_issues, global_plan, local_plan
 from shardplan.planning.errors import RefusedError
-from shardplan.planning.flatten import flatten
-from shardplan.planning.tiling import MAX_AXES, MAX_NUMEL
+from shardplan.planning.geometry.tilings import MAX_AXES, MAX_NUMEL
+from shardplan.planning.tree import flatten
 
 FORMATS = ["safetensors", "dcp", "torch", "hf"]
 DTYPES = [torch.float32, torch.bool, torch.float8_e5m2, torch.uint16, torch.complex64]

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import shardplan
+from shardplan._load import STOPPED
 from shardplan.dist import run_ranks
-from shardplan.io.stores import StoreError, open_store
-from shardplan.loading import STOPPED
+from shardplan.io.stores.base import StoreError, open_store
 
 
 @pytest.fixture
@@ -96,8 +96,8 @@ def test_a_read_that_begins_anew_is_a_worry(tmp_path, log, monkeypatch):
             raise STOPPED[0]("shard", "gone")
         return read(*args, **kwargs)
 
-    read = shardplan.io.read.Reader.fill
-    monkeypatch.setattr(shardplan.io.read.Reader, "fill", overwritten_meanwhile)
+    read = shardplan.io.execute.read.Reader.fill
+    monkeypatch.setattr(shardplan.io.execute.read.Reader, "fill", overwritten_meanwhile)
     shardplan.load(target, tmp_path / "a")
     (line,) = log(logging.WARNING)
     assert "begins anew" in line

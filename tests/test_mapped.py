@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import shardplan
-from shardplan.io import local
-from shardplan.io.local import LocalStore
-from shardplan.io.local_files import PAGE, can_map, map_ranges
-from shardplan.io.stores import StoreError
+from shardplan.io.stores import local
+from shardplan.io.stores.base import StoreError
+from shardplan.io.stores.local import LocalStore
+from shardplan.io.stores.local_files import PAGE, can_map, map_ranges
 from shardplan.planning import Chunk
 
 pytestmark = pytest.mark.skipif(not can_map(), reason="the system cannot be asked for pages")

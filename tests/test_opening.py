@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 import shardplan
 from shardplan.io.errors import FormatError
-from shardplan.io.jobs import FAR_GAP, read_over
-from shardplan.io.manifest import MANIFEST, decode_manifest, sign
+from shardplan.io.execute.jobs import FAR_GAP, read_over
+from shardplan.io.formats.native.manifest import MANIFEST, decode_manifest, sign
 from shardplan.io.pool import Pool
-from shardplan.io.stores import StoreError, open_store
-from shardplan.io.testing import CountingStore
+from shardplan.io.stores.base import StoreError, open_store
+from shardplan.io.stores.testing import CountingStore
 from shardplan.planning import split_chunks
 from shardplan.planning.dtypes import ITEMSIZE
 

@@ -37,8 +37,8 @@ from shardplan.planning import (
     split_replicas,
     world_pass,
 )
-from shardplan.planning.oracles import assert_read_once, assert_written_once
-from shardplan.planning.strategies import save_plans
+from shardplan.planning.testing.oracles import assert_read_once, assert_written_once
+from shardplan.planning.testing.strategies import save_plans
 
 # Passes that keep every element, whatever the plans.
 KEEPING = {

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 import shardplan
-from shardplan.adapters.values import UnsafeValueError, load_value
-from shardplan.io.archived import load_torch
-from shardplan.io.dcp_metadata import parse_metadata
 from shardplan.io.errors import FormatError
-from shardplan.io.pickles import PickleError, load_pickle_at
-from shardplan.io.standins import build_value
-from shardplan.io.torchpickles import _NAMES, Storages, load_nested
-from shardplan.io.torchzip_write import zip_bytes
+from shardplan.io.formats.archive.archived import load_torch
+from shardplan.io.formats.archive.objects import _NAMES, Storages, load_nested
+from shardplan.io.formats.archive.standins import build_value
+from shardplan.io.formats.archive.unpickler import PickleError, load_pickle_at
+from shardplan.io.formats.archive.zip_write import zip_bytes
+from shardplan.io.formats.dcp.metadata import parse_metadata
+from shardplan.torch_dcp.values import UnsafeValueError, load_value
 
 LEVELS = 60
 
@@ -169,10 +169,11 @@ def test_bytearrays_and_lists_that_are_there_often_are_read(tmp_path):
 
 EVERY_NAME = r"""
 import resource, signal, struct
-from shardplan.io import dcp_metadata, torchpickles
+from shardplan.io.formats.archive import objects as torchpickles
+from shardplan.io.formats.dcp import metadata as dcp_metadata
 from shardplan.io.errors import FormatError
-from shardplan.io.pickles import PickleError
-from shardplan.io.standins import build_value, needs_torch
+from shardplan.io.formats.archive.unpickler import PickleError
+from shardplan.io.formats.archive.standins import build_value, needs_torch
 
 def load_value(data):
     found = torchpickles.load_nested(data, torchpickles.Storages())

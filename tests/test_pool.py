@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 import shardplan
 from shardplan.io.pool import Pool, StoppedError, check_stopped
-from shardplan.io.stores import open_store
-from shardplan.io.testing import CountingStore
+from shardplan.io.stores.base import open_store
+from shardplan.io.stores.testing import CountingStore
 
 
 class Gauge:

@@ -29,7 +29,7 @@ from shardplan.planning import (
     local_plan,
     resolve_overlaps,
 )
-from shardplan.planning.strategies import (
+from shardplan.planning.testing.strategies import (
     assert_read_once,
     assert_written_once,
     cells,

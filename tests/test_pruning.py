@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 import shardplan
 from shardplan.cli.app import app
-from shardplan.io.local import LocalStore
-from shardplan.io.manifest import MANIFEST
-from shardplan.io.stores import MissingFileError, StoreError, open_store
-from shardplan.io.testing import CountingStore
+from shardplan.io.formats.native.manifest import MANIFEST
+from shardplan.io.stores.base import MissingFileError, StoreError, open_store
+from shardplan.io.stores.local import LocalStore
+from shardplan.io.stores.testing import CountingStore
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardplan.planning.blocks import cut_blocks
-from shardplan.planning.ranges import byte_ranges, coalesce, filled, lies_together
-from shardplan.planning.strategies import chunks, shapes, tilings
+from shardplan.planning.storage.blocks import cut_blocks
+from shardplan.planning.storage.ranges import byte_ranges, coalesce, filled, lies_together
+from shardplan.planning.testing.strategies import chunks, shapes, tilings
 
 
 @st.composite

@@ -22,14 +22,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardplan
-from shardplan.agreement import PlanCache
+from shardplan._agreement import PlanCache
+from shardplan._replicas import COMPARED_BYTES, digests, replica_sums
 from shardplan.dist import CheckpointError, run_ranks, solo
-from shardplan.io.commit import assemble, publish
 from shardplan.io.errors import ExistsError, FormatError, ValueRefusedError
+from shardplan.io.execute.commit import assemble, publish
+from shardplan.io.formats.native.write import write_rank
 from shardplan.io.pool import Pool
-from shardplan.io.stores import open_store
-from shardplan.io.testing import CountingStore, FaultyStore
-from shardplan.io.write import write_rank
+from shardplan.io.stores.base import open_store
+from shardplan.io.stores.testing import CountingStore, FaultyStore
 from shardplan.planning import (
     Chunk,
     PlanError,
@@ -42,7 +43,6 @@ from shardplan.planning import (
     split_chunks,
 )
 from shardplan.planning.text import human_bytes
-from shardplan.replicas import COMPARED_BYTES, digests, replica_sums
 
 FOLDER = Path(__file__).parent / "ranks"
 
@@ -972,7 +972,7 @@ def test_a_tensor_without_elements_is_saved_though_no_rank_has_a_part_of_it(tmp_
 
 
 def test_a_manifest_that_nobody_could_open_is_not_committed(tmp_path, monkeypatch):
-    monkeypatch.setattr("shardplan.io.manifest._EMPTY_SEATS", 10)
+    monkeypatch.setattr("shardplan.io.formats.native.manifest._EMPTY_SEATS", 10)
     shardplan.save({"good": torch.ones(2)}, tmp_path)
     sparse = {"layers": [torch.ones(2) for _ in range(100)]}
     with pytest.raises(FormatError, match=r"could not be opened: its lists would have 100 entries"):
@@ -1248,7 +1248,7 @@ def test_reads_are_shared_between_machines_even_from_a_disk(tmp_path, monkeypatc
     def host_name():
         return names.setdefault(threading.current_thread().name, f"host-{len(names)}")
 
-    monkeypatch.setattr("shardplan.loading.host_name", host_name)
+    monkeypatch.setattr("shardplan._load.host_name", host_name)
     assert load_on(2, "replicated", whole, place)[0].total_read == whole["w"].nbytes
 
 
@@ -1275,7 +1275,7 @@ def test_a_file_of_torch_save_is_read_by_one_rank_and_sent_in_slices(tmp_path, m
             stores.setdefault(threading.current_thread().name, []).append(store)
             return store
 
-    monkeypatch.setattr("shardplan.io.sources.open_store", counting)
+    monkeypatch.setattr("shardplan.io.formats.sources.open_store", counting)
 
     def fn(comm):
         mine = parts.part(whole, layout, 3, comm.rank, parts.blank)
@@ -1358,7 +1358,7 @@ def test_reports_tell_bytes_and_seconds_by_phase_and_rank_and_the_slowest(store)
 def test_every_rank_reports_its_own_device(store, monkeypatch):
     whole = {"w": torch.rand(64, 32)}
     monkeypatch.setattr(
-        "shardplan.reports.device_of", lambda sd: f"cuda:{threading.current_thread().name[-1]}"
+        "shardplan._report.device_of", lambda sd: f"cuda:{threading.current_thread().name[-1]}"
     )
     saved = save_on(3, "rows", whole, store)
     loaded = load_on(3, "rows", whole, store)

@@ -36,7 +36,7 @@ from shardplan.planning import (
     load_plan,
     local_plan,
 )
-from shardplan.planning.strategies import save_plans, shapes, tensor_specs, tilings
+from shardplan.planning.testing.strategies import save_plans, shapes, tensor_specs, tilings
 
 TENSORS = {"w": TensorSpec((6, 4), placements=[Shard(0)]), "b": TensorSpec((5,)), "step": 3}
 MESH = Mesh(dp=2)

@@ -13,13 +13,13 @@ import shardplan
 from shardplan.dist import CheckpointError, run_ranks
 from shardplan.io import ExistsError, open_store
 from shardplan.io.errors import UnsureCommitError
-from shardplan.io.hf_index import INDEX, SINGLE
-from shardplan.io.pieces import Lazy
-from shardplan.io.replacing import find_older
-from shardplan.io.sources import detect
-from shardplan.io.stores import StoreError
-from shardplan.io.testing import FaultyStore, InjectedError
-from shardplan.io.writers import find_writer, open_target
+from shardplan.io.execute.pieces import Lazy
+from shardplan.io.execute.replacing import find_older
+from shardplan.io.formats.hf.index import INDEX, SINGLE
+from shardplan.io.formats.sources import detect
+from shardplan.io.formats.writers import find_writer, open_target
+from shardplan.io.stores.base import StoreError
+from shardplan.io.stores.testing import FaultyStore, InjectedError
 from shardplan.planning import RefusedError, global_plan, local_plan
 
 OLD = {"old": torch.ones(30), "w": torch.zeros(30)}

@@ -19,18 +19,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardplan
-from shardplan.io import fetch
-from shardplan.io import read as reading
-from shardplan.io.arrays import as_tensor
-from shardplan.io.commit import assemble, publish
+from shardplan._reading import read_rank
 from shardplan.io.errors import ExistsError, FormatError, LoadError, ValueRefusedError
-from shardplan.io.headers import parse_header
+from shardplan.io.execute import fetch
+from shardplan.io.execute import read as reading
+from shardplan.io.execute.commit import assemble, publish
+from shardplan.io.execute.read import Reader
+from shardplan.io.formats.headers import parse_header
+from shardplan.io.formats.native.write import write_rank
+from shardplan.io.formats.sources import open_source
 from shardplan.io.pool import Pool
-from shardplan.io.read import Reader
-from shardplan.io.sources import open_source
-from shardplan.io.stores import StoreError, open_store
-from shardplan.io.testing import CountingStore
-from shardplan.io.write import write_rank
+from shardplan.io.stores.base import StoreError, open_store
+from shardplan.io.stores.testing import CountingStore
+from shardplan.io.tensors import as_tensor
 from shardplan.planning import (
     Chunk,
     LoadItemType,
@@ -50,8 +51,7 @@ from shardplan.planning import (
     split_chunks,
 )
 from shardplan.planning.dtypes import ITEMSIZE
-from shardplan.planning.strategies import save_plans, tensor_specs
-from shardplan.reading import read_rank
+from shardplan.planning.testing.strategies import save_plans, tensor_specs
 
 # torch says this once, whenever such a tensor is first copied.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
@@ -456,7 +456,8 @@ def test_importing_the_package_loads_no_torch():
 
 def test_headers_and_manifest_need_no_torch():
     code = (
-        "import sys, shardplan.io.headers, shardplan.io.manifest; assert 'torch' not in sys.modules"
+        "import sys; from shardplan.io.formats import headers, native; native.manifest\n"
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-I", "-c", code], check=True)
 
@@ -485,7 +486,12 @@ def test_half_a_million_chunks_open_at_once(tmp_path):
     # 512 ranks and 1,000 tensors, written down without their data.
     import time
 
-    from shardplan.io.manifest import FileTable, Manifest, decode_manifest, encode_manifest
+    from shardplan.io.formats.native.manifest import (
+        FileTable,
+        Manifest,
+        decode_manifest,
+        encode_manifest,
+    )
     from shardplan.planning import Metadata, TensorMetadata, TensorProperties
 
     ranks, count = 512, 1000
@@ -699,7 +705,7 @@ def test_reading_while_another_process_overwrites_reads_one_save_or_the_other(tm
 
 @pytest.mark.parametrize("read", ["load", "restore"])
 def test_a_save_that_comes_between_is_read_instead(tmp_path, monkeypatch, read):
-    from shardplan.io import native
+    from shardplan.io.formats.native import source as native
 
     shardplan.save({"w": torch.zeros(3), "n": 0}, tmp_path)
     spots, times = native.NativeSource.spots, [3]

@@ -13,11 +13,13 @@ from hypothesis import assume, event, example, given
 from hypothesis import strategies as st
 
 import shardplan
-from shardplan.adapters import from_torch, planners, to_torch
-from shardplan.agreement import PlanCache, agree
+from shardplan._agreement import PlanCache, agree
+from shardplan._replicas import COMPARED_BYTES
+from shardplan._report import Stopwatch
+from shardplan._targets import plan_target
 from shardplan.dist import CheckpointError, run_ranks
-from shardplan.io.sources import open_source
-from shardplan.io.stores import open_store
+from shardplan.io.formats.sources import open_source
+from shardplan.io.stores.base import open_store
 from shardplan.planning import (
     Mesh,
     PlanError,
@@ -51,11 +53,9 @@ from shardplan.planning import (
     world_plans,
 )
 from shardplan.planning.completeness import dropped_names, with_replicas
-from shardplan.planning.passes import Stages, scope_of
-from shardplan.planning.strategies import save_plans
-from shardplan.replicas import COMPARED_BYTES
-from shardplan.reports import Stopwatch
-from shardplan.targets import plan_target
+from shardplan.planning.passes.base import Stages, scope_of
+from shardplan.planning.testing.strategies import save_plans
+from shardplan.torch_dcp import from_torch, planners, to_torch
 
 SPEC = importlib.util.spec_from_file_location(
     "ranks_parts", Path(__file__).parent / "ranks" / "parts.py"

@@ -27,8 +27,8 @@ from shardplan.planning import (
     world_pass,
     world_plans,
 )
-from shardplan.planning.oracles import assert_read_once
-from shardplan.planning.strategies import save_plans
+from shardplan.planning.testing.oracles import assert_read_once
+from shardplan.planning.testing.strategies import save_plans
 
 
 def worlds(specs):

@@ -18,13 +18,13 @@ import pytest
 import torch
 
 import shardplan
-from shardplan.io import local
-from shardplan.io.folders import FolderStore
-from shardplan.io.local import LocalStore
+from shardplan.io.formats.sources import locate
 from shardplan.io.pool import Pool
-from shardplan.io.sources import locate
-from shardplan.io.stores import Entry, MissingFileError, Store, StoreError, open_store
-from shardplan.io.testing import CountingStore, FaultyStore, InjectedError, Operation
+from shardplan.io.stores import local
+from shardplan.io.stores.base import Entry, MissingFileError, Store, StoreError, open_store
+from shardplan.io.stores.folders import FolderStore
+from shardplan.io.stores.local import LocalStore
+from shardplan.io.stores.testing import CountingStore, FaultyStore, InjectedError, Operation
 
 MIB = 1 << 20
 names = (f"folder-{n}" for n in itertools.count())
@@ -558,7 +558,7 @@ def test_an_open_store_takes_no_more_options(tmp_path):
 def test_without_obstore_the_error_says_what_to_install():
     code = (
         "import sys; sys.modules['obstore'] = None\n"
-        "from shardplan.io.stores import open_store\n"
+        "from shardplan.io.stores.base import open_store\n"
         "open_store('/tmp')\n"
         "try: open_store('s3://bucket')\n"
         "except ModuleNotFoundError as error: print(error)\n"
@@ -570,7 +570,7 @@ def test_without_obstore_the_error_says_what_to_install():
 
 def test_stores_do_not_load_torch():
     code = (
-        "import sys, shardplan.io.local, shardplan.io.objects, shardplan.io.testing\n"
+        "import sys; from shardplan.io.stores import local, objects, testing\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-P", "-c", code], check=True)
@@ -659,7 +659,7 @@ def test_a_disk_that_is_really_full_is_called_that_and_leaves_no_file(small_disk
 def test_a_file_larger_than_the_process_may_write_leaves_nothing(tmp_path):
     code = (
         "import resource, sys\n"
-        "from shardplan.io.stores import StoreError, open_store\n"
+        "from shardplan.io.stores.base import StoreError, open_store\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
         "store = open_store(sys.argv[1])\n"
         "try: store.write('a', iter([bytes(900), bytes(900)]))\n"

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardplan.planning import Boxes, Chunk, Grid, fills, gaps, overlap, tile
-from shardplan.planning.overlap import _candidates, overlap_many, self_overlaps
-from shardplan.planning.strategies import cells, chunks, shapes, tilings
-from shardplan.planning.tiling import tile_chunks
+from shardplan.planning import Boxes, Chunk, Grid, fills, gaps, tile
+from shardplan.planning.geometry import overlap
+from shardplan.planning.geometry.overlap import _candidates, overlap_many, self_overlaps
+from shardplan.planning.geometry.tilings import tile_chunks
+from shardplan.planning.testing.strategies import cells, chunks, shapes, tilings
 
 SHAPES = shapes(max_dims=4, max_side=4)
 MANY_BOXES = st.integers(0, 3).flatmap(

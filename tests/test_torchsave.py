@@ -19,18 +19,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardplan
-from shardplan.io import strided, torchsave
-from shardplan.io.copying import Block, FileContents
+from shardplan._checkpoint import Checkpoint
 from shardplan.io.errors import ExistsError, FormatError, UnsureCommitError, ValueRefusedError
-from shardplan.io.pieces import Lazy
-from shardplan.io.read import Reader
-from shardplan.io.sources import open_source
-from shardplan.io.stores import StoreError, open_store
-from shardplan.io.testing import CountingStore, FaultyStore, InjectedError
-from shardplan.io.torchzip import Window, read_archive
-from shardplan.io.torchzip_write import Member, archive_contents, archive_size, members_of
-from shardplan.io.writers import find_writer, open_target
-from shardplan.opening import Checkpoint
+from shardplan.io.execute.copying import Block, FileContents
+from shardplan.io.execute.pieces import Lazy
+from shardplan.io.execute.read import Reader
+from shardplan.io.formats.archive import strided
+from shardplan.io.formats.archive.zip_read import Window, read_archive
+from shardplan.io.formats.archive.zip_write import (
+    Member,
+    archive_contents,
+    archive_size,
+    members_of,
+)
+from shardplan.io.formats.sources import open_source
+from shardplan.io.formats.torch_save import source as torchsave
+from shardplan.io.formats.writers import find_writer, open_target
+from shardplan.io.stores.base import StoreError, open_store
+from shardplan.io.stores.testing import CountingStore, FaultyStore, InjectedError
 from shardplan.planning import (
     PlanError,
     cast,
@@ -41,7 +47,7 @@ from shardplan.planning import (
     split_chunks,
 )
 from shardplan.planning.dtypes import ITEMSIZE
-from shardplan.planning.strategies import tensor_specs
+from shardplan.planning.testing.strategies import tensor_specs
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning"),
@@ -236,8 +242,8 @@ WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None
 from shardplan.io.errors import FormatError
-from shardplan.io.sources import open_source
-from shardplan.io.verify_foreign import check_foreign
+from shardplan.io.formats.sources import open_source
+from shardplan.io.formats.foreign import check_foreign
 from shardplan.planning import TensorMetadata
 
 source = open_source(sys.argv[1])
@@ -412,7 +418,7 @@ def test_more_than_four_gib_need_longer_numbers(tmp_path):
         for start in range(0, nbytes, len(zeros)):
             yield zeros[: min(len(zeros), nbytes - start)]
 
-    from shardplan.io.torchvalues import Leaf, pickle_nested
+    from shardplan.io.formats.archive.torchvalues import Leaf, pickle_nested
 
     tail = torch.arange(5, dtype=torch.uint8)
     leaves = {"z": Leaf("0", "uint8", (large,)), "t": Leaf("1", "uint8", (5,))}
@@ -628,7 +634,7 @@ def test_views_that_do_not_nest_are_read_a_little_at_a_time(tmp_path, monkeypatc
 
 
 def test_a_tensor_larger_than_its_storage_is_told_and_takes_no_memory(tmp_path):
-    from shardplan.io.torchvalues import Leaf, pickle_nested
+    from shardplan.io.formats.archive.torchvalues import Leaf, pickle_nested
 
     for nbytes in (0, 16):
         pickled = pickle_nested({"w": Leaf("0", "float32", (1 << 40,))})[0]

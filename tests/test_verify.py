@@ -18,16 +18,16 @@ from safetensors.torch import save_file
 
 import shardplan
 from shardplan import open_checkpoint
+from shardplan._verify import verify
 from shardplan.io.errors import FormatError
-from shardplan.io.headers import parse_header
-from shardplan.io.manifest import MANIFEST, decode_manifest, sign
+from shardplan.io.formats.headers import parse_header
+from shardplan.io.formats.native.manifest import MANIFEST, decode_manifest, sign
 from shardplan.io.pool import Pool
 from shardplan.io.progress import Progress
-from shardplan.io.stores import StoreError, open_store
-from shardplan.io.testing import CountingStore, FaultyStore
+from shardplan.io.stores.base import StoreError, open_store
+from shardplan.io.stores.testing import CountingStore, FaultyStore
 from shardplan.planning import split_chunks
 from shardplan.planning.dtypes import ITEMSIZE
-from shardplan.verifying import verify
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 

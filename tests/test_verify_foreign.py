@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 import shardplan
 from shardplan import verify
 from shardplan.dist import run_ranks
-from shardplan.io import FormatError, verify_foreign
-from shardplan.io.hf_index import INDEX
+from shardplan.io import FormatError
+from shardplan.io.formats import foreign as verify_foreign
+from shardplan.io.formats.hf.index import INDEX
 from shardplan.planning import Chunk
 
 SD = {

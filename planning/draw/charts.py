@@ -10,11 +10,11 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..packing import Ints
+from ..columns.arrays import Ints
+from ..mesh.worlds import WorldPlans
 from ..records import LoadPlan, SavePlan
 from ..reports import Writers, traffic_blocks, traffic_matrix
 from ..text import counted, human_bytes
-from ..topology import WorldPlans
 from .svg import (
     EDGE,
     EMPTY,

@@ -16,17 +16,17 @@ from typing import Final
 import attrs
 import numpy as np
 
-from ..distinct import group_rows
+from ..columns.arrays import Ints
+from ..columns.uniques import group_rows
+from ..columns.world import World
 from ..errors import NotFoundError, PlanError, nearest_hint, nearest_names
+from ..geometry.overlap import fills, overlap
+from ..geometry.tilings import Chunk, Grid, Tiling, tile, tile_chunks
 from ..items import MetadataIndex, TensorProperties
+from ..mesh.worlds import WorldPlans
 from ..metadata import Metadata, TensorMetadata
-from ..overlap import fills, overlap
-from ..packing import Ints
 from ..records import SavePlan
 from ..reports import Writers
-from ..tiling import Chunk, Grid, Tiling, tile, tile_chunks
-from ..topology import WorldPlans
-from ..world import World
 from .svg import block
 
 __all__ = [

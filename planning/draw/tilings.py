@@ -8,12 +8,12 @@ from typing import cast
 
 import attrs
 
+from ..geometry.tilings import Chunk
+from ..mesh.worlds import WorldPlans
 from ..metadata import Metadata, TensorMetadata
 from ..records import SavePlan
 from ..reports import Writers
 from ..text import counted, human_bytes
-from ..tiling import Chunk
-from ..topology import WorldPlans
 from .panels import (
     Colours,
     Panel,

@@ -8,10 +8,10 @@ from typing import Any, Final
 
 import attrs
 
-from ..columns import Columns
+from ..columns.items import Columns
+from ..columns.reads import Transfer
 from ..items import ReadItem, TensorWriteData, WriteItem
 from ..metadata import BytesMetadata, Entries, Metadata, TensorMetadata
-from ..reads import Transfer
 from ..records import LoadPlan, Plan, SavePlan
 from ..text import Sheet, listing
 

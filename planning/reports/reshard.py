@@ -20,18 +20,18 @@ from typing import Final
 import attrs
 import numpy as np
 
-from ..catalog import column
-from ..distinct import group_rows, numbered
+from ..columns.arrays import Ints, readonly
+from ..columns.catalog import column
+from ..columns.uniques import group_rows, numbered
 from ..errors import NotFoundError, PlanError
+from ..geometry.overlap import overlap_many
+from ..geometry.tilings import Grid, Tiling, tile
 from ..load import load_plan
 from ..matching import match_entries
+from ..mesh.placed import SpecLayout
+from ..mesh.worlds import WorldPlans
 from ..metadata import Metadata
-from ..overlap import overlap_many
-from ..packing import Ints, readonly
-from ..placed import SpecLayout
 from ..records import LoadPlan, SavePlan
-from ..tiling import Grid, Tiling, tile
-from ..topology import WorldPlans
 from .traffic import FileCosts, RankCosts, Traffic, add_up, count_runs, itemsizes, load_pieces
 from .writers import Writers, writers_by_plans
 

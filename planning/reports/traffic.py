@@ -16,18 +16,18 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..catalog import column
-from ..columns import Columns, Index
-from ..distinct import group_rows
+from ..columns.arrays import Ints
+from ..columns.catalog import column
+from ..columns.items import Columns, Index
+from ..columns.uniques import group_rows
+from ..columns.world import World
 from ..errors import Issue, NotFoundError, PlanError
+from ..geometry.overlap import gaps, self_overlaps
+from ..geometry.tilings import Grid, Tiling, pad, tile
 from ..items import LoadItemType
-from ..located import ChunkTable
 from ..metadata import Entries, Metadata
-from ..overlap import gaps, self_overlaps
-from ..packing import Ints
 from ..records import LoadPlan, ReadItems, SavePlan
-from ..tiling import Grid, Tiling, pad, tile
-from ..world import World
+from ..storage.located import ChunkTable
 from .writers import Writers
 
 __all__ = ["FileCost", "RankCost", "Traffic", "count_runs", "load_traffic", "save_traffic"]

@@ -9,17 +9,17 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..catalog import column
+from ..columns.arrays import Ints
+from ..columns.catalog import column
+from ..columns.reads import ReadItems
 from ..errors import NotFoundError, span
+from ..geometry.tilings import Chunk, as_ints, pad
 from ..items import LoadItemType, MetadataIndex, ReadItem
 from ..load import resolve_overlaps
+from ..mesh.worlds import WorldPlans
 from ..metadata import BytesMetadata
-from ..packing import Ints
-from ..reads import ReadItems
 from ..records import LoadPlan, SavePlan
 from ..text import Sheet, listing
-from ..tiling import Chunk, as_ints, pad
-from ..topology import WorldPlans
 from .explain import Report
 
 __all__ = ["ElementRead", "Why", "why"]

@@ -9,16 +9,16 @@ from typing import Final
 import attrs
 import numpy as np
 
-from ..catalog import column
+from ..columns.arrays import Ints, readonly
+from ..columns.catalog import column
+from ..columns.world import World
 from ..errors import Issue, NotFoundError, PlanError
 from ..items import MetadataIndex
-from ..located import ChunkTable, look_up
+from ..mesh.worlds import WorldPlans
 from ..metadata import Entries, Metadata
-from ..packing import Ints, readonly
 from ..records import SavePlan
+from ..storage.located import ChunkTable, look_up
 from ..text import counted
-from ..topology import WorldPlans
-from ..world import World
 
 __all__ = ["Writers", "writers_by_plans", "writers_of"]
 

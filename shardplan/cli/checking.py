@@ -40,7 +40,7 @@ Example: shardplan diff step-100 step-200 --locate
 
 def verify(ckpt: Ckpt, json: Json = False, verbose: Verbose = False, debug: Debug = False) -> None:
     """Check every byte of a checkpoint; see `VERIFY_HELP`."""
-    from shardplan.verifying import verify as check
+    from shardplan._verify import verify as check
 
     from .findings import print_verified, show_verified
 
@@ -80,7 +80,7 @@ def diff(
     debug: Debug = False,
 ) -> None:
     """Compare two checkpoints; see `DIFF_HELP`."""
-    from shardplan.comparing import diff as compare
+    from shardplan._diff import diff as compare
 
     from .findings import print_diff, show_diff
 

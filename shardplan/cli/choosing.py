@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from itertools import accumulate
 from typing import Final
 
-from shardplan.planning.errors import nearest_hint, nearest_names
+from shardplan.planning import nearest_hint, nearest_names
 
 __all__ = ["choose", "continuations", "hint", "starts"]
 

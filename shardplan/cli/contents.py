@@ -11,11 +11,9 @@ from typing import Any, Final
 
 import attrs
 
-from shardplan.io.sources import Source, open_source
-from shardplan.planning import Grid
-from shardplan.planning.catalog import column
-from shardplan.planning.metadata import Entries
-from shardplan.planning.packing import Ints
+from shardplan.io.formats import Source, open_source
+from shardplan.planning import Entries, Grid
+from shardplan.planning.columns import Ints, column
 
 from .choosing import choose, hint
 from .waiting import spinning

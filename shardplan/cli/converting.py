@@ -77,7 +77,7 @@ def convert(
         raise ValueError("--placements needs --mesh: say which ranks there are")
     if mesh is not None:
         options |= _placed(source, mesh, placements)
-    from shardplan.converting import convert as run
+    from shardplan._convert import convert as run
     from shardplan.dist import solo
 
     with counting("convert") as tell:  # alone, whatever job the shell is a part of

@@ -19,14 +19,16 @@ from shardplan.planning import (
     TensorSpec,
     WorldPlans,
     Writers,
+    counted,
     draw_bytes,
     draw_reshard,
     explain,
+    human_bytes,
+    human_seconds,
     world_plans,
 )
-from shardplan.planning.catalog import column
-from shardplan.planning.reports.explain import figures
-from shardplan.planning.text import counted, human_bytes, human_seconds
+from shardplan.planning.columns import column
+from shardplan.planning.reports import figures
 
 from .contents import Contents, Total
 from .placing import Placing, by_axis, place, words

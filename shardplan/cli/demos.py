@@ -44,7 +44,7 @@ def demo(
 ) -> None:
     """Run the demo; see `HELP`."""
     import_module("torch")  # or say what is missing, before any rank is started
-    from shardplan import demo as steps
+    from .. import demo as steps
 
     if json:
         if not _run_quietly(folder or Path(steps.FILES)):

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardplan.io.read import Reader
-from shardplan.io.sources import Source
-from shardplan.opening import Axis, Checkpoint, SavedTensor, normal_index
+from shardplan._checkpoint import Axis, Checkpoint, SavedTensor, normal_index
+from shardplan.io.execute import Reader
+from shardplan.io.formats import Source
 
 from .screen import console, plain, print_json, safe, shape_text
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 import typer
 from typer.core import TyperGroup
 
-from shardplan.planning.extras import EXTRAS
+from shardplan.planning import EXTRAS
 
 __all__ = ["BAD", "EXIT_CODES", "FOUND", "Group", "message", "told"]
 

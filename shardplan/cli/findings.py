@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 from rich.text import Text
 
-from shardplan.planning.errors import listed
-from shardplan.planning.text import counted, human_bytes, human_seconds
+from shardplan.planning import counted, human_bytes, human_seconds, listed
 
 from .screen import fits, plain, print_json, safe, shape_text, show, table, unbroken
 
 if TYPE_CHECKING:
-    from shardplan.comparing import Change, CheckpointDiff
-    from shardplan.io.scan import Fault
-    from shardplan.verifying import VerifyReport
+    from shardplan._diff import Change, CheckpointDiff
+    from shardplan._verify import VerifyReport
+    from shardplan.io.formats.native import Fault
 
 __all__ = ["print_diff", "print_verified", "show_diff", "show_verified"]
 
@@ -116,7 +115,7 @@ def print_diff(found: CheckpointDiff) -> None:
 
 def show_diff(found: CheckpointDiff) -> None:
     """Answer `diff` on a terminal."""
-    from shardplan.comparing import taken_on_trust
+    from shardplan._diff import taken_on_trust
 
     cost = f"{human_bytes(found.bytes_read)} read in {human_seconds(found.seconds)}"
     how = taken_on_trust(found)

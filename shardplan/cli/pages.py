@@ -10,7 +10,7 @@ from typing import Final
 from rich.table import Table
 from rich.text import Text
 
-from shardplan.planning.text import counted, cut_text, human_bytes
+from shardplan.planning import counted, cut_text, human_bytes
 
 from .contents import Contents, Total
 from .screen import Lines, fits, room, safe, shape_text, table, unbroken

@@ -14,10 +14,17 @@ from typing import Final
 
 import attrs
 
-from shardplan.planning import Mesh, Only, Replicate, Shard, StridedShard, TensorMetadata
-from shardplan.planning.layout import Placement
-from shardplan.planning.metadata import Entries
-from shardplan.planning.text import counted
+from shardplan.planning import (
+    Entries,
+    Mesh,
+    Only,
+    Replicate,
+    Shard,
+    StridedShard,
+    TensorMetadata,
+    counted,
+)
+from shardplan.planning.mesh import Placement
 
 from .choosing import choose, hint
 

@@ -10,7 +10,7 @@ import typer
 from .options import Debug, Json, Verbose
 
 if TYPE_CHECKING:
-    from shardplan.retention import PruneReport
+    from shardplan._retention import PruneReport
 
 __all__ = ["HELP", "prune"]
 
@@ -64,7 +64,7 @@ def prune(
     debug: Debug = False,
 ) -> None:
     """Remove all but the newest checkpoints; see `HELP`."""
-    from shardplan.retention import prune as remove
+    from shardplan._retention import prune as remove
 
     from .waiting import counting
 
@@ -111,7 +111,7 @@ def _print(folder: str, report: PruneReport) -> None:
 def _show(report: PruneReport) -> None:
     from rich.text import Text
 
-    from shardplan.planning.text import counted, human_bytes
+    from shardplan.planning import counted, human_bytes
 
     from .screen import show, table
 

@@ -77,7 +77,7 @@ def cat(
 
 def _missing(name: str, ckpt: str, names: Collection[str]) -> str:
     """Say that a name is not there, and what may have been meant."""
-    from shardplan.planning.text import counted
+    from shardplan.planning import counted
 
     from .choosing import hint
 

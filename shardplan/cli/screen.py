@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardplan.planning.text import shape_text
+from shardplan.planning import shape_text
 
 __all__ = [
     "Lines",

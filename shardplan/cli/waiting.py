@@ -60,7 +60,7 @@ def _rate(base: Any) -> Any:
     """Make the column of bytes a second, in the units that everything else has."""
     from rich.text import Text
 
-    from shardplan.planning.text import human_bytes
+    from shardplan.planning import human_bytes
 
     class Rate(base):  # type: ignore[misc]  # rich is imported only where a bar is drawn
         def render(self, task: Any) -> Text:

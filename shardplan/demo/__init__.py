@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import shardplan
-from shardplan import planning as sp
-from shardplan.planning.extras import named_extras
-from shardplan.planning.reports.explain import figures
-from shardplan.planning.text import counted, human_bytes, human_seconds
+from shardplan.planning import counted, human_bytes, human_seconds, named_extras
+from shardplan.planning.reports import figures
+
+from .. import planning as sp
 
 with named_extras("the demo"):
     from rich.console import Console

@@ -27,8 +27,7 @@ from torch.nn import functional
 import shardplan
 from shardplan.demo.model import batch as tokens_of
 from shardplan.demo.model import build
-from shardplan.io.arrays import memory
-from shardplan.io.checksums import xxhash
+from shardplan.io import memory, xxhash
 from shardplan.planning import flatten
 
 __all__ = ["main"]

@@ -26,9 +26,9 @@ from hypothesis import strategies as st
 
 import shardplan
 from shardplan.io.errors import FormatError, LoadError
-from shardplan.io.manifest import MANIFEST, sign
-from shardplan.io.stores import StoreError
-from shardplan.io.torchzip_write import zip_bytes
+from shardplan.io.formats.archive.zip_write import zip_bytes
+from shardplan.io.formats.native.manifest import MANIFEST, sign
+from shardplan.io.stores.base import StoreError
 from shardplan.planning import PlanError
 from shardplan.planning.errors import RefusedError
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardplan
-from shardplan.io.arrays import dump
+from shardplan.io.tensors import dump
 from shardplan.planning import (
     annotate,
     cast,

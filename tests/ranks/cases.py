@@ -21,13 +21,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardplan
-from shardplan import agreement, background
-from shardplan.agreement import PlanCache, agree
+from shardplan import _agreement as agreement
+from shardplan import _async as background
+from shardplan._agreement import PlanCache, agree
+from shardplan._report import Stopwatch
 from shardplan.dist import CheckpointError, torch_comm
-from shardplan.io.stores import open_store
-from shardplan.io.testing import CountingStore
+from shardplan.io.stores.base import open_store
+from shardplan.io.stores.testing import CountingStore
 from shardplan.planning import flatten
-from shardplan.reports import Stopwatch
 
 
 def script(name):

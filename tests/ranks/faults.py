@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 import shardplan
-from shardplan import fanout, loading, saving  # noqa: F401  # imported once, before the forks
+from shardplan import _fanout as fanout
+from shardplan import _save as saving  # noqa: F401  # imported once, before the forks
 from shardplan.dist import CheckpointError, torch_comm
-from shardplan.io.stores import open_store
-from shardplan.io.testing import CountingStore
+from shardplan.io.stores.base import open_store
+from shardplan.io.stores.testing import CountingStore
 
 WORLD, TIMEOUT, STALL = 3, 5.0, 12.0
 SAVES = ("state_dict", "plan", "write", "commit")

@@ -1,0 +1,349 @@
+"""Ranks that are processes of a torch.distributed job: `torch_comm`.
+
+Who is there is found out in the group's store (see `meeting`), before any byte flows: gloo itself
+breaks all of a group's connections when one wait times out, and then blames the wrong ranks. The
+bytes then go through gloo, between the coordinator and each other rank, in CPU memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import attrs
+
+from shardplan.planning import named_extras
+
+from ..comm import Comm, Pending, Reduce, as_bytes, as_parts, departure
+from ..errors import LostRanksError
+from .rendezvous import Meetings
+from .transport import Trouble, Wire, join, split
+from .worker import StuckError, Worker
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["torch_comm"]
+
+T = TypeVar("T")
+
+SMALL = 4096
+"""Bytes up to which a message rides along with the meeting, and gloo is not needed."""
+
+_TAG = 0x5AD0000
+"""Messages of the first comm of a group; those of users have small tags."""
+
+# By group: what is made once and shared by all comms of the group.
+_stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_hosted: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_twins: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def torch_comm(
+    group: ProcessGroup | None = None,
+    *,
+    timeout: float = 1800.0,
+    coordinator: int = 0,
+    private: bool = False,
+    fresh: bool = False,
+) -> Comm:
+    """Return the comm of a torch.distributed process group.
+
+    All ranks of the group call this, in the same order if they call it more than once. Comms of
+    one group do not disturb each other, and may be used by different threads at the same time. If
+    the group has no gloo backend for CPU tensors (NCCL), gloo connections between the same ranks
+    are made once and kept. The GPU is never touched.
+
+    Args:
+        group: The group; by default, all ranks of the job.
+        timeout: Seconds that a rank is waited for, and that one message may take. A rank that is
+            busy for longer than this counts as lost.
+        coordinator: The place in the group of the rank that gathers and scatters.
+        private: Whether bytes take connections of our own, even if the group has some: then nothing
+            that happens here can get in the way of training.
+        fresh: Whether to make new connections of our own, rather than to share those of comms made
+            before: for ranks that live on after a comm was lost.
+
+    Returns:
+        The comm. Its `rank` is the place in the group; its errors name global ranks.
+
+    Raises:
+        ValueError: This rank is not in the group, or the coordinator is not.
+        RuntimeError: There is no process group.
+        LostRanksError: Connections had to be made, and some ranks did not come for that; or the
+            store through which the ranks meet does not answer.
+
+    >>> torch_comm()
+    Traceback (most recent call last):
+    RuntimeError: torch.distributed has no process group; call init_process_group, or use solo()
+    """
+    with named_extras("torch_comm"):
+        import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed has no process group; call init_process_group, or use solo()"
+        )
+    group = dist.group.WORLD if group is None else group
+    rank = dist.get_rank(group)
+    if group is None or rank < 0:
+        raise ValueError("this rank is not in the group; only its members may make its comm")
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if not 0 <= coordinator < len(ranks):
+        raise ValueError(f"coordinator {coordinator} is not one of the {len(ranks)} ranks")
+    worker, host = Worker(), _host_of_the_store()
+    try:
+        store, number = worker.call(lambda: _numbered_store(group, rank), timeout)
+    except StuckError as error:
+        lost = ranks[coordinator] if host is None else host
+        reason = f"cannot be reached: the store through which the ranks meet gives {error}"
+        raise LostRanksError({lost: reason}) from None
+    rooms = dist.PrefixStore(f"shardplan/{number}", store)
+    meetings = Meetings(rooms, rank, coordinator, ranks, timeout, host, worker=worker)
+    if not fresh and not private and "cpu:gloo" in dist.get_backend_config(group).split(","):
+        messages = group
+    else:
+        messages = _twin(group, store, meetings, number, fresh)
+    wire = Wire(messages, _TAG + number, timeout, meetings.heed)
+    # The group's own store, too: whoever hosts it must do so until we are done, group or no group.
+    comm = TorchComm(meetings, wire, _hosted[group])
+    weakref.finalize(comm, _close, meetings, wire)
+    return comm
+
+
+def _close(meetings: Meetings, wire: Wire) -> None:
+    """End what a comm has begun, when it is no longer used or the interpreter exits."""
+    meetings.close()
+    wire.worker.close()
+
+
+def _twin(group: ProcessGroup, store: Any, meetings: Meetings, number: int, fresh: bool) -> Any:
+    """Return gloo connections of our own between the ranks of a group, made once.
+
+    They are made of the group's own store, by its members alone: torch's new_group would need
+    every rank of the job, or names on which ranks with different groups disagree.
+    """
+    import torch.distributed as dist
+
+    if group in _twins and not fresh:
+        return _twins[group]
+    try:
+        meetings.meet("torch_comm", b"", lambda notes: b"")
+        rooms = dist.PrefixStore(f"shardplan/gloo/{number}", store)
+        limit = timedelta(seconds=meetings.timeout)
+        _twins[group] = dist.ProcessGroupGloo(rooms, meetings.rank, len(meetings.ranks), limit)
+    except LostRanksError:
+        raise
+    except BaseException as error:
+        meetings.leave(f"left torch_comm: {type(error).__name__}")
+        raise
+    return _twins[group]
+
+
+def _numbered_store(group: ProcessGroup, rank: int) -> tuple[Any, int]:
+    """Return the group's store, and how many comms this rank has made of the group.
+
+    The number is the same on all ranks.
+    """
+    store = _private_store(group)
+    return store, store.add(f"shardplan/comms/{rank}", 1)
+
+
+def _private_store(group: ProcessGroup) -> Any:
+    """Return the group's store on a connection of our own, made once.
+
+    Torch's own waits hold its connection for as long as they last; ours only ask and never wait.
+    """
+    from torch.distributed import distributed_c10d
+
+    if group not in _stores:
+        store = distributed_c10d._get_process_group_store(group)
+        _stores[group] = store.clone() if hasattr(store, "clone") else store
+        _hosted[group] = store
+    return _stores[group]
+
+
+def _host_of_the_store() -> int | None:
+    """Return the rank whose process holds the store; None if a launcher's agent does."""
+    return None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
+
+
+@attrs.frozen(eq=False, repr=False)
+class TorchComm:
+    """A comm over a gloo group; see `torch_comm`."""
+
+    _meetings: Meetings
+    _wire: Wire
+    _hosted: Any
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        return self._meetings.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the group has."""
+        return len(self._meetings.ranks)
+
+    @property
+    def coordinator(self) -> int:
+        """The place of the rank that gathers and scatters."""
+        return self._meetings.coordinator
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Per place in the group, the rank's number in the whole job."""
+        return self._meetings.ranks
+
+    @property
+    def lost(self) -> bool:
+        """Whether ranks were lost."""
+        return self._meetings.lost is not None
+
+    def gather(self, data: bytes, topic: str = "gather") -> list[bytes] | None:
+        """Return every rank's bytes on the coordinator; None on the others."""
+        data = self._checked(topic, lambda: as_bytes(data))
+        with self._staying(topic):
+            notes, _ = self._meetings.meet(topic, _small(data), lambda notes: None)
+            return self._collect(data, notes)
+
+    def scatter(self, parts: Sequence[bytes] | None, topic: str = "scatter") -> bytes:
+        """Return this rank's part of what the coordinator gives."""
+        mine = self._is_coordinator
+        given = self._checked(topic, lambda: as_parts(parts, self.world_size)) if mine else []
+        with self._staying(topic):
+            _, said = self._meetings.meet(topic, b"", lambda notes: _small(*given))
+            return self._hand_out(given) if said is None else split(said)[self.rank]
+
+    def broadcast(self, data: bytes | None, topic: str = "broadcast") -> bytes:
+        """Return, on every rank, what the coordinator gives."""
+        mine = self._is_coordinator
+        given = self._checked(topic, lambda: as_bytes(data)) if mine else b""
+        with self._staying(topic):
+            _, said = self._meetings.meet(topic, b"", lambda notes: _small(given))
+            return self._hand_out([given] * self.world_size) if said is None else split(said)[0]
+
+    def all_gather(self, data: bytes, topic: str = "all_gather") -> list[bytes]:
+        """Return every rank's bytes on every rank."""
+        data = self._checked(topic, lambda: as_bytes(data))
+        with self._staying(topic):
+            notes, said = self._meetings.meet(topic, _small(data), _all_small)
+            if said is None:
+                gathered = self._collect(data, notes)
+                said = self._hand_out([join(gathered or [])] * self.world_size)
+            return split(said)
+
+    def reduce(self, data: bytes, work: Reduce, topic: str = "reduce") -> bytes:
+        """Return what the coordinator makes of every rank's bytes: in one meeting if it can be."""
+        data = self._checked(topic, lambda: as_bytes(data))
+        made: list[bytes] = []
+
+        def answer(notes: list[bytes | None]) -> bytes | None:
+            if None in notes:
+                return None
+            parts = [split(note)[0] for note in notes if note is not None]
+            made.append(self._checked(topic, lambda: as_bytes(work(parts))))
+            return _small(made[0])
+
+        with self._staying(topic):
+            notes, said = self._meetings.meet(topic, _small(data), answer, takes_time=True)
+            if said is not None:
+                return split(said)[0]
+            gathered = self._collect(data, notes)
+            if gathered is not None and not made:
+                made.append(self._checked(topic, lambda: as_bytes(work(gathered))))
+        return self.broadcast(made[0] if made else None, f"the result of {topic}")
+
+    def barrier(self) -> None:
+        """Return once all ranks have come."""
+        with self._staying("barrier"):
+            self._meetings.meet("barrier", b"", lambda notes: b"")
+
+    def send(self, place: int, data: memoryview) -> Pending:
+        """Begin to send bytes to one rank; see `Comm.send`."""
+        return self._wire.post(place, data, self._gone, sends=True)
+
+    def receive(self, place: int, into: memoryview) -> Pending:
+        """Begin to fill memory with what one rank sends; see `Comm.receive`."""
+        return self._wire.post(place, into, self._gone, sends=False)
+
+    def _gone(self, place: int, trouble: Trouble) -> LostRanksError:
+        return self._settled({place: trouble})
+
+    def _settled(self, troubles: Mapping[int, Trouble]) -> LostRanksError:
+        """Return who is lost, now that bytes did not flow between this rank and others."""
+        suspects = {self.ranks[place]: trouble.text for place, trouble in troubles.items()}
+        broken = any(trouble.broken for trouble in troubles.values())
+        return self._meetings.settle(suspects, broken=broken)
+
+    def leave(self, reason: str) -> None:
+        """Call off the meeting that is being held, or else the next one."""
+        self._meetings.leave(reason)
+
+    @property
+    def _is_coordinator(self) -> bool:
+        return self.rank == self.coordinator
+
+    def _checked(self, topic: str, check: Callable[[], T]) -> T:
+        """Return what ``check`` does; if it raises, this rank will not come, and says so."""
+        try:
+            return check()
+        except Exception as error:
+            self.leave(departure(topic, error))
+            raise
+
+    @contextlib.contextmanager
+    def _staying(self, topic: str) -> Iterator[None]:
+        """If this rank is interrupted in here, tell the others that it left."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as error:
+            self.leave(departure(topic, error))
+            raise
+
+    def _collect(self, data: bytes, notes: Sequence[bytes | None]) -> list[bytes] | None:
+        """Return all ranks' bytes on the coordinator: what was too big for a note is sent."""
+        if not self._is_coordinator:
+            if _small(data) is None:
+                self._keep(self._wire.send({self.coordinator: data}))
+            return None
+        big = [place for place in self._others if notes[place] is None]
+        found, failed = self._wire.receive(big)
+        self._keep(failed)
+        found |= {place: split(note)[0] for place, note in enumerate(notes) if note is not None}
+        return [found.get(place, data) for place in range(self.world_size)]
+
+    def _hand_out(self, parts: Sequence[bytes]) -> bytes:
+        """Return this rank's part of what the coordinator has; the others' parts are ignored."""
+        if self._is_coordinator:
+            self._keep(self._wire.send({place: parts[place] for place in self._others}))
+            return parts[self.rank]
+        found, failed = self._wire.receive([self.coordinator])
+        self._keep(failed)
+        return found[self.coordinator]
+
+    @property
+    def _others(self) -> list[int]:
+        return [place for place in range(self.world_size) if place != self.rank]
+
+    def _keep(self, failed: Mapping[int, Trouble]) -> None:
+        """Raise if ranks were lost while bytes flowed; the others learn it at the next meeting."""
+        if failed:
+            raise self._settled(failed)
+
+
+def _small(*parts: bytes) -> bytes | None:
+    """Return parts as one, if they can ride along with a meeting; None if they are too big."""
+    return join(parts) if sum(map(len, parts)) <= SMALL else None
+
+
+def _all_small(notes: Sequence[bytes | None]) -> bytes | None:
+    """Return the answer to an all_gather, if all that was gathered can ride along."""
+    return None if None in notes else _small(*(split(note)[0] for note in notes if note))

@@ -1,0 +1,248 @@
+"""Bytes between processes: messages of any size over a gloo group, in CPU memory."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Protocol
+
+import attrs
+
+from ..errors import LostRanksError
+from .rendezvous import GRACE
+from .worker import StuckError, Worker
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import Work
+
+__all__ = ["Wire", "join", "split"]
+
+PIECE = 64 << 20
+"""Bytes that go as one message: below what gloo and the kernel count in 32 bits."""
+
+# Gloo closes all connections of a group when a wait of its own runs out, those to healthy ranks as
+# well, and cannot be interrupted: so it waits in a thread, practically for ever.
+_FOR_EVER = timedelta(days=1000)
+_abandoned: list[tuple[Wire, int]] = []  # whose thread may still wait, and for which place
+
+_SIZE = struct.Struct("<Q")
+_DATA = 1 << 20  # added to the tag of memory that is sent without a meeting
+
+
+class Messages(Protocol):
+    """The part of a gloo group, or of the bare connections of one, that a wire uses."""
+
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Work:
+        """Begin to send."""
+
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Work:
+        """Begin to receive."""
+
+
+@attrs.frozen
+class Wire:
+    """Sends and receives bytes; both sides are known to be there, and may still die.
+
+    Attributes:
+        group: A gloo group, or the bare connections of one.
+        tag: Tells these messages from all others between the same ranks.
+        timeout: Seconds that one message may take.
+        meanwhile: Called now and then while a message takes its time; it may raise.
+        worker: Waits, so that this thread can be interrupted.
+    """
+
+    group: Messages
+    tag: int
+    timeout: float
+    meanwhile: Callable[[], None]
+    worker: Worker = attrs.field(factory=Worker)
+
+    def send(self, parts: Mapping[int, bytes]) -> dict[int, Trouble]:
+        """Send each place its bytes, and return what went wrong, by place."""
+        messages = {
+            place: [_view(_SIZE.pack(len(data))), *_pieces(_view(data))]
+            for place, data in parts.items()
+        }
+        return self._move(self.group.send, messages)
+
+    def receive(self, places: Sequence[int]) -> tuple[dict[int, bytes], dict[int, Trouble]]:
+        """Return what each place sent, and what went wrong, by place."""
+        import torch
+
+        sizes = {place: torch.zeros(_SIZE.size, dtype=torch.uint8) for place in places}
+        failed = self._move(self.group.recv, {place: [size] for place, size in sizes.items()})
+        found = {
+            place: torch.empty(_SIZE.unpack(_bytes(size))[0], dtype=torch.uint8)
+            for place, size in sizes.items()
+            if place not in failed
+        }
+        messages = {place: _pieces(data) for place, data in found.items()}
+        failed |= self._move(self.group.recv, messages)
+        return {p: _bytes(data) for p, data in found.items() if p not in failed}, failed
+
+    def post(
+        self,
+        place: int,
+        data: memoryview,
+        gone: Callable[[int, Trouble], Exception],
+        *,
+        sends: bool,
+    ) -> Parcel:
+        """Begin to send memory to one place, or to receive into it; any thread may do so.
+
+        Args:
+            place: The other side.
+            data: The memory; it must stay as it is until the parcel has arrived.
+            gone: Makes the error for when the other side is lost.
+            sends: Whether it is sent.
+
+        Raises:
+            LostRanksError: The other side is known to be gone.
+        """
+        import torch
+
+        whole = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0)
+        begin = self.group.send if sends else self.group.recv
+        try:
+            works = [begin([piece], place, self.tag + _DATA) for piece in _pieces(whole)]
+        except (RuntimeError, OSError) as error:  # the connection is known to be gone
+            raise gone(place, Trouble.of(error)) from None
+        return Parcel(self, place, works, gone)
+
+    def _move(
+        self,
+        begin: Callable[[list[Tensor], int, int], Work],
+        messages: Mapping[int, Sequence[Tensor]],
+    ) -> dict[int, Trouble]:
+        """Send or receive messages; return, per place to which one failed, the reason."""
+        works: dict[int, Sequence[Work]] = {}
+        failed: dict[int, Trouble] = {}
+        for place, pieces in messages.items():
+            try:
+                works[place] = [begin([piece], place, self.tag) for piece in pieces]
+            except (RuntimeError, OSError) as error:  # the connection is known to be gone
+                failed[place] = Trouble.of(error)
+        found = {place: self.wait(place, begun, self.timeout) for place, begun in works.items()}
+        return failed | {place: trouble for place, trouble in found.items() if trouble is not None}
+
+    def wait(self, place: int, works: Sequence[Work], limit: float) -> Trouble | None:
+        """Wait for the messages to or from one place, and return what went wrong.
+
+        Raises:
+            LostRanksError: It was learnt meanwhile that the ranks need not go on.
+        """
+        try:
+            self.worker.call(lambda: _wait_for_all(works), limit, self.meanwhile)
+        except LostRanksError:
+            raise
+        except (RuntimeError, OSError) as error:
+            return Trouble.of(error)
+        finally:
+            if self.worker.busy:
+                _abandoned.append((self, place))
+        return None
+
+    def release(self, place: int) -> None:
+        """End all waiting, by a wait that runs out: it closes all connections of the group."""
+        import torch
+
+        work = self.group.recv([torch.empty(1)], place, self.tag + 2 * _DATA)
+        work.wait(timedelta(milliseconds=1))
+
+
+@attrs.frozen
+class Trouble:
+    """Why bytes do not come or go.
+
+    Attributes:
+        text: What to say of the other side.
+        broken: Whether the connection is gone; otherwise the other side was waited for too long.
+    """
+
+    text: str
+    broken: bool
+
+    @classmethod
+    def of(cls, error: Exception) -> Trouble:
+        """Describe what a wait raised."""
+        if isinstance(error, StuckError):
+            return cls(f"sent or took nothing: {error}", broken=False)
+        return cls(f"is lost: {(str(error).splitlines() or [''])[0][:200]}", broken=True)
+
+
+@attrs.frozen(eq=False)
+class Parcel:
+    """Memory under way to or from another place; a `Pending`."""
+
+    wire: Wire
+    place: int
+    works: Sequence[Work]
+    gone: Callable[[int, Trouble], Exception]
+
+    def wait(self) -> None:
+        """Return once it has arrived."""
+        # Not as long as for a meeting: who waits for this must not be missed there by all others.
+        trouble = self.wire.wait(self.place, self.works, self.wire.timeout / 2)
+        if trouble is not None:
+            raise self.gone(self.place, trouble)
+
+
+def _wait_for_all(works: Sequence[Work]) -> None:
+    for work in works:
+        work.wait(_FOR_EVER)
+
+
+@atexit.register
+def _release() -> None:
+    """Before the interpreter ends: a thread that comes out of gloo after that kills the process."""
+    for wire, place in _abandoned:
+        if wire.worker.busy:
+            with contextlib.suppress(RuntimeError, OSError):
+                wire.release(place)
+            wire.worker.join(GRACE)
+
+
+def _pieces(data: Tensor) -> list[Tensor]:
+    return [data[start : start + PIECE] for start in range(0, len(data), PIECE)]
+
+
+def _view(data: bytes) -> Tensor:
+    """Return a tensor that is the memory of ``data``, for reading; torch would warn or copy."""
+    import torch
+
+    if not data:
+        return torch.empty(0, dtype=torch.uint8)
+    address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value
+    memory = (ctypes.c_uint8 * len(data)).from_address(address or 0)
+    memory.owner = data  # type: ignore[attr-defined]
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.numpy().tobytes()
+
+
+def join(parts: Sequence[bytes]) -> bytes:
+    """Return many byte strings as one that `split` takes apart.
+
+    >>> split(join([b"ab", b"", b"c"]))
+    [b'ab', b'', b'c']
+    """
+    sizes = struct.pack(f"<{len(parts) + 1}Q", len(parts), *map(len, parts))
+    return b"".join((sizes, *parts))
+
+
+def split(data: bytes) -> list[bytes]:
+    """Return the byte strings that `join` was given."""
+    (count,) = _SIZE.unpack_from(data)
+    sizes = struct.unpack_from(f"<{count}Q", data, _SIZE.size)
+    parts, start = [], _SIZE.size * (count + 1)
+    for size in sizes:
+        parts.append(data[start : start + size])
+        start += size
+    return parts

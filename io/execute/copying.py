@@ -1,0 +1,415 @@
+"""Writing files whose layout is known before their first byte is.
+
+A file is described as `Content` (bytes that lie in memory or in other files, or are made as they
+are written) and `Seal` (bytes that depend on checksums of what comes before). A store that takes
+bytes in order gets them so. On a local disk, parts that only have to be copied are written in any
+order by several threads, half a megabyte at a time: what was just read is summed and written while
+it is in the processor's cache.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Final
+
+import attrs
+
+from ..checksums import xxhash
+from ..crc import combine_crc, sum_crc
+from ..errors import FormatError
+from ..pool import Pool, check_stopped, processors
+from ..stores.base import Store, StoreError
+from ..stores.errors import from_os_error
+from ..stores.local_files import IOV_MAX, start_writeback, write_run
+from .commit import SURE, unsure_commit
+
+__all__ = [
+    "PIECE",
+    "Block",
+    "Content",
+    "FileContents",
+    "Made",
+    "Seal",
+    "Stretch",
+    "literal",
+    "threads_for",
+    "write_file",
+]
+
+PIECE: Final = 1 << 19
+"""How many bytes move at a time: as many as stay in a processor's own cache."""
+
+_TASK: Final = 16 << 20  # bytes that a thread writes before it takes the next ones
+_SMALL: Final = 1 << 16  # bytes an entry has where several threads would only wait for each other
+_LEAST: Final = 1 << 16  # less room than this is left empty
+_OPEN: Final = 32  # files that are kept open to be read
+
+
+@attrs.frozen(eq=False)
+class Stretch:
+    """Some bytes of a local file.
+
+    Attributes:
+        path: Where the file is.
+        file: Its name in errors.
+        offset: Where they begin.
+        nbytes: How many they are.
+        seen: Called with their xxh3 once they were read; None if that is not needed.
+    """
+
+    path: str
+    file: str
+    offset: int
+    nbytes: int
+    seen: Callable[[int], object] | None = None
+
+
+@attrs.frozen(eq=False)
+class Made:
+    """Some megabytes that do not lie anywhere yet.
+
+    Attributes:
+        nbytes: How many bytes they are.
+        make: Returns them.
+    """
+
+    nbytes: int
+    make: Callable[[], memoryview]
+
+
+@attrs.frozen(eq=False)
+class Block:
+    """Some megabytes to write.
+
+    Attributes:
+        parts: Where they lie, in order.
+        done: Called when they were read.
+    """
+
+    parts: Sequence[memoryview | Stretch | Made]
+    done: Callable[[], object] = lambda: None
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it has."""
+        return sum(part.nbytes for part in self.parts)
+
+
+@attrs.frozen(eq=False)
+class Content:
+    """What comes next in a file.
+
+    Attributes:
+        blocks: Its bytes.
+        record: The number of the record whose checksum they count to; None if they count to none.
+    """
+
+    blocks: Sequence[Block]
+    record: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it has."""
+        return sum(block.nbytes for block in self.blocks)
+
+
+@attrs.frozen(eq=False)
+class Seal:
+    """Bytes that depend on the checksums of records before them.
+
+    Attributes:
+        nbytes: How many they are.
+        records: The numbers of those records.
+        make: Given the CRC-32 of each, returns the bytes.
+    """
+
+    nbytes: int
+    records: Sequence[int]
+    make: Callable[[Sequence[int]], bytes]
+
+    def view(self, sums: Mapping[int, int]) -> memoryview:
+        """Return the bytes, given the CRC-32 of each record; that of an empty one may be left out.
+
+        Raises:
+            ValueError: They are more or fewer than was said.
+        """
+        data = self.make([sums.get(record, 0) for record in self.records])
+        return _checked(memoryview(data), self.nbytes)
+
+
+def literal(data: bytes) -> Content:
+    """Return bytes that are known, as what comes next in a file."""
+    return Content([Block([memoryview(data)])])
+
+
+def threads_for(pool: Pool, files: int) -> int:
+    """Return how many threads should write one file, of several that a pool has to write.
+
+    >>> with Pool(max_workers=4) as pool:
+    ...     threads_for(pool, files=1000)
+    1
+    """
+    at_once = pool.max_workers if pool.inside else min(pool.max_workers, files)
+    return max(1, processors() // max(at_once, 1))
+
+
+class FileContents:
+    r"""The bytes of a file, for `Store.write_contents`.
+
+    Args:
+        describe: Returns what the file holds, in order. It is called with True where bytes may be
+            taken from other files, and with False where they must be in memory.
+        threads: How many threads may write it to a disk.
+
+    Attributes:
+        handed_over: Whether `parts` has given its last byte: the store may have all of them.
+
+    >>> sealed = Seal(4, [0], lambda sums: sums[0].to_bytes(4, "little"))
+    >>> text = Content([Block([memoryview(b"abc")])], record=0)
+    >>> b"".join(FileContents(lambda local: [text, sealed]).parts())
+    b'abc\xc2A$5'
+    """
+
+    def __init__(
+        self, describe: Callable[[bool], Sequence[Content | Seal]], threads: int = 1
+    ) -> None:
+        self._describe, self._threads = describe, threads
+        self.handed_over = False
+
+    def parts(self) -> Iterator[memoryview]:
+        """Yield the bytes in order."""
+        sums: dict[int, int] = {}
+        for content in self._describe(False):
+            if isinstance(content, Seal):
+                yield content.view(sums)
+                continue
+            crc = 0
+            for block in content.blocks:
+                for part in block.parts:
+                    assert not isinstance(part, Stretch)
+                    for piece in _cut(part):
+                        crc = crc if content.record is None else sum_crc(piece, crc)
+                        yield piece
+                block.done()
+            if content.record is not None:
+                sums[content.record] = crc
+        self.handed_over = True
+
+    def write_to(self, fd: int) -> None:
+        """Write the bytes to a local file, in any order.
+
+        Raises:
+            FormatError: A file that bytes come from is missing or too short.
+            StoppedError: The `Pool.map` that this is a part of has failed.
+        """
+        contents = self._describe(True)
+        tasks = list(_tasks(contents))
+        sizes = {c.record: c.nbytes for c in contents if isinstance(c, Content)}
+        carry_out = partial(_carry_out, fd, sizes)
+        threads = min(self._threads, len(tasks)) if _is_coarse(tasks) else 1
+        if threads > 1:
+            with Pool(max_workers=threads) as pool:
+                written = pool.map(carry_out, tasks)
+        else:
+            written = [carry_out(task) for task in tasks]
+        sums: dict[int, int] = {}
+        for record, crc, nbytes in (part for one in written for part in one.sums):
+            sums[record] = combine_crc(sums[record], crc, nbytes) if record in sums else crc
+        for at, seal in (pair for one in written for pair in one.late):
+            write_run(fd, at, [seal.view(sums)])
+
+
+def write_file(
+    store: Store, path: str, contents: FileContents, *, nbytes: int, atomic: bool = False
+) -> None:
+    """Write a file; see `Store.write_contents`.
+
+    One that is to be atomic is a checkpoint of its own: it is committed when it appears.
+
+    Raises:
+        UnsureCommitError: An atomic file may be there, or may still appear, though the store
+            failed.
+        StoreError: The store failed. Nothing is left of the file.
+    """
+    try:
+        store.write_contents(path, contents, nbytes=nbytes, atomic=atomic)
+    except StoreError as error:
+        unsure = error.kind == "unsure" or (contents.handed_over and error.kind not in SURE)
+        if not atomic or not unsure:
+            raise
+        raise unsure_commit(store, error, f"{path} was put in place") from error
+
+
+@attrs.frozen(eq=False)
+class _Task:
+    """A part of a file that one thread writes: what comes at which place, without holes."""
+
+    at: int
+    entries: Sequence[tuple[Seal | Block, int | None]]
+
+
+@attrs.frozen(eq=False)
+class _Written:
+    """What a task leaves to be done: checksums to be combined, and seals that wait for them."""
+
+    sums: Sequence[tuple[int, int, int]]  # record, CRC-32 of a block, bytes of the block
+    late: Sequence[tuple[int, Seal]]  # where each goes
+
+
+def _tasks(contents: Sequence[Content | Seal]) -> Iterator[_Task]:
+    at = begin = 0
+    entries: list[tuple[Seal | Block, int | None]] = []
+    for content in contents:
+        if isinstance(content, Seal):
+            entries.append((content, None))
+            at += content.nbytes
+            continue
+        for block in content.blocks:
+            if entries and at + block.nbytes - begin > _TASK:
+                yield _Task(begin, entries)
+                begin, entries = at, []
+            entries.append((block, content.record))
+            at += block.nbytes
+    if entries:
+        yield _Task(begin, entries)
+
+
+def _is_coarse(tasks: Sequence[_Task]) -> bool:
+    """Return whether several threads help: not for tiny parts, and what is made comes in order."""
+    entries = [entry for task in tasks for entry, _ in task.entries]
+    blocks = (entry for entry in entries if isinstance(entry, Block))
+    made = any(isinstance(part, Made) for block in blocks for part in block.parts)
+    return not made and len(entries) * _SMALL <= len(tasks) * _TASK
+
+
+def _carry_out(fd: int, sizes: Mapping[int | None, int], task: _Task) -> _Written:
+    """Write a part of a file, given the size of each record."""
+    known: dict[int, int] = {}  # checksums of the records that are whole in this task
+    sums, late = list[tuple[int, int, int]](), list[tuple[int, Seal]]()
+    with closing(_Mover(fd, task.at)) as mover:
+        for entry, record in task.entries:
+            if isinstance(entry, Seal):
+                if all(r in known or not sizes[r] for r in entry.records):
+                    mover.put(entry.view(known))
+                else:
+                    late.append((mover.at, entry))
+                    mover.skip(entry.nbytes)
+                continue
+            crc = mover.move(entry, record is not None)
+            if record is not None:
+                sums.append((record, crc, entry.nbytes))
+                if entry.nbytes == sizes[record]:
+                    known[record] = crc
+        mover.flush()
+        start_writeback(fd, task.at, mover.at - task.at)
+    return _Written(sums, late)
+
+
+class _Mover:
+    """Moves bytes into a file, from some place on.
+
+    Attributes:
+        at: Where what comes next will be.
+    """
+
+    def __init__(self, fd: int, at: int) -> None:
+        self._fd, self._begin, self.at = fd, at, at
+        self._views: list[memoryview] = []  # what waits to be written
+        self._memory, self._used = memoryview(bytearray(PIECE)), 0
+        self._files: dict[str, int] = {}
+
+    def move(self, block: Block, summed: bool) -> int:
+        """Have a block written, sooner or later; return its CRC-32 if that is asked for."""
+        crc = 0
+        for part in block.parts:
+            for piece in self._read(part) if isinstance(part, Stretch) else _cut(part):
+                check_stopped()
+                crc = sum_crc(piece, crc) if summed else crc
+                self.put(piece)
+        block.done()
+        return crc
+
+    def put(self, view: memoryview) -> None:
+        """Have some bytes written, sooner or later."""
+        if view.nbytes:
+            self._views.append(view)
+            self.at += view.nbytes
+            if self.at - self._begin >= PIECE or len(self._views) == IOV_MAX:
+                self.flush()
+
+    def skip(self, nbytes: int) -> None:
+        """Leave some bytes out."""
+        self.flush()
+        self.at = self._begin = self.at + nbytes
+
+    def flush(self) -> None:
+        """Write what waits; its memory can then be used again."""
+        write_run(self._fd, self._begin, self._views)
+        self._begin, self._views, self._used = self.at, [], 0
+
+    def close(self) -> None:
+        """Close the files that were read."""
+        for fd in self._files.values():
+            os.close(fd)
+        self._files.clear()
+
+    def _read(self, stretch: Stretch) -> Iterator[memoryview]:
+        """Yield the bytes of a stretch, each part of which must be put before the next."""
+        fd = self._open(stretch)
+        state = None if stretch.seen is None else xxhash.xxh3_64()
+        done = 0
+        while done < stretch.nbytes:
+            view = self._take(stretch.nbytes - done)
+            _fill(fd, stretch, stretch.offset + done, view)
+            done += view.nbytes
+            if state is not None:
+                state.update(view)
+            yield view
+        if state is not None and stretch.seen is not None:
+            stretch.seen(state.intdigest())
+
+    def _take(self, nbytes: int) -> memoryview:
+        """Return memory in which nothing waits to be written."""
+        if PIECE - self._used < min(nbytes, _LEAST):
+            self.flush()
+        size = min(PIECE - self._used, nbytes)
+        self._used += size
+        return self._memory[self._used - size : self._used]
+
+    def _open(self, stretch: Stretch) -> int:
+        if stretch.path not in self._files:
+            if len(self._files) == _OPEN:
+                self.close()
+            try:
+                self._files[stretch.path] = os.open(stretch.path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                raise FormatError(stretch.file, "it is missing") from None
+            except OSError as error:
+                raise from_os_error("read", stretch.file, error) from error
+        return self._files[stretch.path]
+
+
+def _fill(fd: int, stretch: Stretch, offset: int, view: memoryview) -> None:
+    while view.nbytes:
+        try:
+            done = os.preadv(fd, [view], offset)
+        except OSError as error:
+            raise from_os_error("read", stretch.file, error) from error
+        if not done:
+            end = stretch.offset + stretch.nbytes
+            raise FormatError(stretch.file, f"it ends at byte {offset:,}, before byte {end:,}")
+        offset, view = offset + done, view[done:]
+
+
+def _cut(part: memoryview | Made) -> Iterator[memoryview]:
+    view = _checked(part.make(), part.nbytes) if isinstance(part, Made) else part
+    return (view[i : i + PIECE] for i in range(0, view.nbytes, PIECE))
+
+
+def _checked(view: memoryview, nbytes: int) -> memoryview:
+    if view.nbytes != nbytes:
+        raise ValueError(f"{nbytes} bytes were announced, and {view.nbytes} were made")
+    return view

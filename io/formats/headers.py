@@ -1,0 +1,339 @@
+"""Safetensors headers: eight bytes that say how long, then JSON that says what lies where.
+
+Each file says in its own header what is local to it: which bytes are which chunk, where the chunk
+starts in its tensor (in torch's own words, ``DCP_SHARDING_INFO``), and which save wrote it under
+which name. Checksums are not here but in the manifest: so a header is known before any data is, and
+a file is written in one pass, straight through, on any store.
+
+Dtypes that safetensors has no name for are stored as bytes, ``U8``, with one more axis: that of an
+element's bytes. The header says so, under ``encoded``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+
+from shardplan.planning import itemsize
+from shardplan.planning.geometry import shape_fault
+
+from ..errors import FormatError
+from ..limits import LIMITS
+
+__all__ = [
+    "MAX_HEADER",
+    "TORCH_NAMES",
+    "Header",
+    "Slot",
+    "build_header",
+    "file_entry",
+    "framed",
+    "header_length",
+    "parse_header",
+]
+
+MAX_HEADER: Final = LIMITS["header"]
+"""The longest header in bytes; the safetensors library refuses longer ones, too."""
+
+# safetensors' name of a dtype to ours.
+TORCH_NAMES: Final[dict[str, str]] = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F4": "float4_e2m1fn_x2",
+    "U16": "uint16",
+    "I16": "int16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "U32": "uint32",
+    "I32": "int32",
+    "F32": "float32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F64": "float64",
+    "C64": "complex64",
+}
+_FILE_NAMES: Final = {ours: theirs for theirs, ours in TORCH_NAMES.items()}
+_PACKED: Final = {"F4": 2}  # elements of the file that one of ours holds, along the last axis
+_ALIGN: Final = 64  # where data begins; memory does so, too, and copies between them are fast
+_MAX_NUMBER: Final = 1 << 62
+_WHOLE: Final = frozenset((int,))
+_RESERVED: Final = "__metadata__"
+
+
+@attrs.frozen
+class Slot:
+    """One chunk in a file.
+
+    Attributes:
+        name: The tensor's name.
+        dtype: Its dtype in the checkpoint, by torch's name.
+        shape: The chunk's sizes, in elements.
+        offsets: Where the chunk starts in the global tensor, in elements.
+        begin: Where its bytes begin, counted from the file's start.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    begin: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it takes."""
+        return math.prod(self.shape) * itemsize(self.dtype)
+
+    @property
+    def place(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        """What must be as the manifest says: dtype, shape and offsets."""
+        return self.dtype, self.shape, self.offsets
+
+
+@attrs.frozen
+class Header:
+    """What a file says about itself.
+
+    Attributes:
+        file: The name under which it was read.
+        slots: Its chunks by name, in order of their bytes.
+        length: Where data begins, in bytes from the file's start.
+        save_id: The save that wrote it; None for files of other programs.
+        name: The name under which it was written; None for files of other programs.
+        metadata: All that its ``__metadata__`` says, as text.
+    """
+
+    file: str
+    slots: Mapping[str, Slot]
+    length: int
+    save_id: str | None
+    name: str | None
+    metadata: Mapping[str, str]
+
+
+def file_entry(dtype: str, shape: Sequence[int]) -> tuple[str, list[int]] | None:
+    """Say how safetensors names a dtype, and what shape it has there; None if it has no name.
+
+    >>> file_entry("bfloat16", (2, 3)), file_entry("float4_e2m1fn_x2", (2, 3))
+    (('BF16', [2, 3]), ('F4', [2, 6]))
+    >>> file_entry("float4_e2m1fn_x2", ()), file_entry("complex128", (2,))
+    (None, None)
+    """
+    name = _FILE_NAMES.get(dtype)
+    if name is None or (name in _PACKED and not shape):
+        return None
+    return name, _scaled(shape, _PACKED.get(name, 1))
+
+
+def _scaled(numbers: Sequence[int], factor: int) -> list[int]:
+    """Multiply the last of some numbers, if there is any."""
+    return [*numbers[:-1], *(n * factor for n in numbers[-1:])]
+
+
+def build_header(file: str, slots: Sequence[Slot], save_id: str) -> bytes:
+    """Return a file's header.
+
+    Slots lie one after the other, in the order given; ``begin`` is computed, never read.
+
+    >>> len(build_header("f", [Slot("w", "float32", (2, 3), (4, 0))], "s1")) % 64
+    0
+
+    Raises:
+        FormatError: The header would be longer than readers accept.
+    """
+    tensors: dict[str, Any] = {}
+    own: dict[str, Any] = {"version": 1, "file": file, "save_id": save_id}
+    own["encoded"] = {s.name: s.dtype for s in slots if file_entry(s.dtype, s.shape) is None}
+    sharding = {}
+    at = 0
+    for slot in slots:
+        width = itemsize(slot.dtype)
+        dtype, shape = file_entry(slot.dtype, slot.shape) or ("U8", [*slot.shape, width])
+        start = [*slot.offsets, *(0 for _ in shape[len(slot.shape) :])]
+        sharding[slot.name] = {"saved_offsets": _scaled(start, _PACKED.get(dtype, 1))}
+        tensors[slot.name] = {
+            "dtype": dtype,
+            "shape": shape,
+            "data_offsets": [at, at := at + slot.nbytes],
+        }
+    metadata = {
+        "format": "pt",
+        "DCP_VERSION": "1.0",
+        "DCP_SHARDING_INFO": _dump(sharding),
+        "shardplan": _dump(own),
+    }
+    return framed(_dump({_RESERVED: metadata, **tensors}).encode(), file)
+
+
+def framed(text: bytes, file: str) -> bytes:
+    r"""Return a header with its length before it, and spaces after it so that data is aligned.
+
+    Raises:
+        FormatError: The header of this file would be longer than readers accept.
+
+    >>> framed(b'{"a":1}', "f")[:16], len(framed(b"{}", "f"))
+    (b'8\x00\x00\x00\x00\x00\x00\x00{"a":1} ', 64)
+    """
+    text += b" " * (-(8 + len(text)) % _ALIGN)
+    if len(text) > MAX_HEADER:
+        need = f"its header would take {len(text):,} bytes, and {MAX_HEADER:,} are the most"
+        raise FormatError(file, f"{need}; save fewer keys in one file")
+    return len(text).to_bytes(8, "little") + text
+
+
+def header_length(first: bytes, file: str, size: int) -> int:
+    """Return where a file's data begins, given its first eight bytes and its size.
+
+    >>> header_length((8).to_bytes(8, "little"), "f", 100)
+    16
+
+    Raises:
+        FormatError: The file is too short for the header that it promises.
+    """
+    if len(first) < 8:
+        raise FormatError(file, f"it has {size} bytes, too few for a safetensors header")
+    length = int.from_bytes(first[:8], "little")
+    if length > MAX_HEADER or length + 8 > size:
+        raise FormatError(
+            file, f"its header would take {length:,} bytes and the file has {size:,}; it is damaged"
+        )
+    return length + 8
+
+
+def parse_header(data: bytes, file: str, size: int) -> Header:
+    """Read a header and check all that it says against the file's size.
+
+    Args:
+        data: The file's first bytes: the whole header, at least.
+        file: The file's name, for errors.
+        size: The file's size in bytes.
+
+    >>> header = build_header("f", [Slot("w", "float32", (2,), (4,))], "s1")
+    >>> parse_header(header, "f", len(header) + 8).slots["w"].offsets
+    (4,)
+
+    Raises:
+        FormatError: It is no JSON, names an unknown dtype, or its tensors do not fill the file
+            exactly: they overlap, leave holes, run past the end or disagree with their shapes.
+    """
+    length = header_length(data[:8], file, size)
+    table = _objects(_load(data[8:length], file, "its header"), file, "its header")
+    raw = _objects(table.pop(_RESERVED, {}), file, "its `__metadata__`")
+    metadata = {str(k): str(v) for k, v in raw.items()}
+    sharding = _section(metadata, "DCP_SHARDING_INFO", file)
+    own = _section(metadata, "shardplan", file)
+    encoded = _objects(own.get("encoded", {}), file, "encoded")
+    slots = []
+    for name, entry in table.items():
+        try:
+            slots.append(_slot(name, entry, sharding, encoded, length))
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise FormatError(
+                file, f"its header's entry for `{name}` is damaged: {error}"
+            ) from None
+    slots.sort(key=lambda slot: (slot.begin, slot.nbytes))
+    _check_cover(slots, file, length, size)
+    ids = (own.get("save_id"), own.get("file"))
+    save_id, written_as = (None if i is None else str(i) for i in ids)
+    return Header(file, {s.name: s for s in slots}, length, save_id, written_as, metadata)
+
+
+def _slot(
+    name: str, entry: Any, sharding: Mapping[str, Any], encoded: Mapping[str, Any], base: int
+) -> Slot:
+    """Read one entry, or raise any of the errors that damage leads to."""
+    shape, (begin, end) = _numbers(entry["shape"]), _numbers(entry["data_offsets"])
+    if entry["dtype"] not in TORCH_NAMES:
+        raise ValueError(f"unknown dtype {entry['dtype']!r}")
+    dtype = TORCH_NAMES[entry["dtype"]]
+    offsets = _numbers(sharding[name]["saved_offsets"]) if name in sharding else (0,) * len(shape)
+    if len(offsets) != len(shape):
+        raise ValueError(f"it starts at {offsets}, which does not fit its shape {shape}")
+    if name in encoded:
+        inner = str(encoded[name])
+        if dtype != "uint8" or not shape or shape[-1] != itemsize(inner):
+            raise ValueError(f"{entry['dtype']} of shape {shape} does not encode {inner}")
+        dtype, shape, offsets = inner, shape[:-1], offsets[:-1]
+    factor = _PACKED.get(entry["dtype"], 1)
+    if factor > 1:
+        shape, offsets = _unpacked(shape, factor), _unpacked(offsets, factor)
+    fault = shape_fault(shape)
+    if fault is not None:
+        raise ValueError(f"it {fault}")
+    slot = Slot(name, dtype, shape, offsets, base + begin)
+    if end - begin != slot.nbytes:
+        raise ValueError(f"{end - begin} bytes do not hold {entry['dtype']} of shape {list(shape)}")
+    return slot
+
+
+def _unpacked(numbers: tuple[int, ...], factor: int) -> tuple[int, ...]:
+    """Divide the last of some numbers of a packed dtype, which must go up."""
+    if not numbers or numbers[-1] % factor:
+        raise ValueError(f"{list(numbers)} ends within a byte")
+    return (*numbers[:-1], numbers[-1] // factor)
+
+
+def _check_cover(slots: Sequence[Slot], file: str, length: int, size: int) -> None:
+    """Refuse tensors that overlap, leave holes or do not end where the file ends."""
+    at = length
+    for slot in slots:
+        if slot.begin != at:
+            what = "overlap" if slot.begin < at else "leave a hole"
+            raise FormatError(file, f"its tensors {what} at byte {slot.begin:,}, `{slot.name}`")
+        at += slot.nbytes
+    if at != size:
+        what = "it is cut short" if at > size else "it runs on"
+        raise FormatError(file, f"its tensors end at byte {at:,} and the file at {size:,}: {what}")
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    whole = isinstance(values, list) and _WHOLE.issuperset(map(type, values))
+    if not whole or (values and not 0 <= min(values) <= max(values) < _MAX_NUMBER):
+        raise ValueError(f"expected a list of whole numbers, not {str(values)[:80]}")
+    return tuple(values)
+
+
+def _section(metadata: Mapping[str, str], key: str, file: str) -> dict[str, Any]:
+    text = metadata.get(key)
+    return {} if text is None else _objects(_load(text.encode(), file, key), file, key)
+
+
+def _objects(value: Any, file: str, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise FormatError(file, f"{what} is no JSON object but {str(value)[:80]!r}")
+    return value
+
+
+def _load(text: bytes, file: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(file, f"{what} is not JSON: {error}") from None
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def refused_name(name: str) -> str | None:
+    """Say why a tensor cannot have this name in a safetensors file; None where it can.
+
+    >>> refused_name("__metadata__")
+    'is a name that safetensors keeps for itself; rename it'
+    """
+    if name == _RESERVED:
+        return "is a name that safetensors keeps for itself; rename it"
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return "has a lone surrogate in its name, which UTF-8 cannot carry; rename it"
+    return None

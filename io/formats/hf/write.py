@@ -1,0 +1,356 @@
+"""Safetensors files as Hugging Face tools want them: whole tensors, sharded by size, an index.
+
+A model that fits into one file becomes ``model.safetensors``; a larger one becomes
+``model-00001-of-00003.safetensors`` and so on, with ``model.safetensors.index.json``.
+
+Commit. Files are written under names that carry the save id, so that two saves into one folder do
+not meet. Several files count only together with the index, which is written last and replaced
+atomically; until then their headers tell `hf_index` that they are not a checkpoint. They get the
+usual names just before, if these are free and the store can rename; else they keep their own, as an
+index may name any file: so an older checkpoint stays whole until the new index is there. A single
+file is renamed at the commit; in a store that cannot, it appears when it is complete.
+
+Tools that find ``model.safetensors`` prefer it to an index, and so does our reader: where an older
+checkpoint was that file, it is its removal that shows the new one. So at any moment the old
+checkpoint or the new one loads, on any store; see `replacing` for older ones of other formats.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+import attrs
+
+from shardplan.planning import CodecError, Metadata, SavePlan, flatten
+
+from ...errors import ExistsError, FormatError, ValueRefusedError
+from ...execute.commit import unsure_commit
+from ...execute.copying import threads_for
+from ...execute.pieces import Piece, collect, tied_pieces
+from ...execute.replacing import (
+    committing,
+    put_file,
+    put_in_place,
+    refuse_folder,
+    remove,
+    retire,
+    take_name,
+)
+from ...limits import check_size
+from ...pool import Pool, default_pool
+from ...progress import Progress
+from ...stores.base import Store
+from ...stores.local_files import TEMPORARY
+from ..headers import file_entry, refused_name
+from ..writers import Part, Writer
+from .file import HfFile
+from .index import INDEX, RESERVED, SINGLE, read_index, uncommitted
+from .shards import MAX_SHARD_SIZE, assign_shards, parse_size, refuse_split, tensor_sizes
+
+__all__ = ["HfWriter"]
+
+_STAGED: Final = 96 << 20  # memory that one file in the making may take
+_OWN: Final = re.compile(r"model-(?:[0-9a-f]+-)?\d{5}-of-\d{5}\.safetensors")
+_STRAY: Final = re.compile(rf"model\.safetensors\.[0-9a-f]+{re.escape(TEMPORARY)}")
+
+
+class HfWriter(Writer):
+    """Writes Hugging Face checkpoints.
+
+    Args:
+        max_shard_size: How many bytes of tensors a file holds, as a number or as ``"5GB"``.
+        leave_out: Whether values that are no tensors are left out; else they are refused.
+        tied: Names whose tensor is that of another name, for tensors that are not in memory.
+
+    Attributes:
+        remarks: What else to put into the ``__metadata__`` of every file.
+        left_out: The names that were left out so far.
+        ties: Names that were not stored because they are tied to another, and that other.
+        max_ranks: How many ranks may save; a conversion may have more, as it knows what is whole.
+    """
+
+    max_ranks = 1
+
+    def __init__(
+        self,
+        *,
+        max_shard_size: int | str = MAX_SHARD_SIZE,
+        leave_out: bool = False,
+        tied: Mapping[str, str] | None = None,
+    ) -> None:
+        self.max_shard_size = parse_size(max_shard_size)
+        self.leave_out, self.tied = leave_out, tied or {}
+        self._unsure: set[str] = set()  # saves of which nobody can tell whether they were committed
+        self.remarks: Mapping[str, str] = {}
+        self.left_out: list[str] = []
+        self.ties: dict[str, str] = {}
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """Names whose tensor is that of another name; never words that a header has for itself."""
+        return self._tied
+
+    @tied.setter
+    def tied(self, tied: Mapping[str, str]) -> None:
+        self._tied = {name: kept for name, kept in tied.items() if name not in RESERVED}
+
+    def refuse(self, store: Store, overwrite: bool) -> None:
+        """Refuse to save where a checkpoint is; see `Writer.refuse`.
+
+        Raises:
+            ExistsError: There is one.
+            ValueError: The folder is named as a file would be.
+        """
+        if store.url.endswith(".safetensors"):
+            raise ValueError(f"an `hf` checkpoint is a folder; {store.url} is the name of a file")
+        refuse_folder(store, "hf", overwrite)
+
+    def prepare(self, plans: Sequence[SavePlan]) -> tuple[SavePlan, ...]:
+        """Number the files of all ranks, in each plan's ``storage_data``; see `Shards`.
+
+        Raises:
+            RefusedError: Some tensor is not whole on a rank.
+        """
+        refuse_split(plans)
+        sizes = [
+            {n: b for n, b in tensor_sizes(plan).items() if self.tied.get(n, n) == n}
+            for plan in plans
+        ]
+        shards = assign_shards(sizes, self.max_shard_size)
+        data = [{"hf": (s.first, s.count, s.names)} for s in shards]
+        return tuple(
+            attrs.evolve(plan, storage_data=d) for plan, d in zip(plans, data, strict=True)
+        )
+
+    def write(
+        self,
+        store: Store,
+        sd: Mapping[Any, Any],
+        plan: SavePlan,
+        *,
+        save_id: str,
+        rank: int,
+        pool: Pool | None = None,
+        progress: Progress | None = None,
+    ) -> Part:
+        """Write one rank's files; see `Writer.write`.
+
+        Several ranks need plans that `prepare` has numbered.
+        """
+        data = plan.storage_data
+        numbered = isinstance(data, Mapping) and "hf" in data
+        if not numbered:
+            refuse_split((plan,), rank)
+        pieces, ties = self._collect(sd, plan, progress)
+        if numbered:
+            first, count, names = data["hf"]
+        else:
+            sizes = {name: pieces[name].nbytes for name in sorted(pieces)}
+            (shards,) = assign_shards([sizes], self.max_shard_size)
+            first, count, names = shards.first, shards.count, shards.names
+        jobs = [
+            HfFile(*_name(first + i, count), [pieces[n] for n in held if n in pieces])
+            for i, held in enumerate(names)
+        ]
+        if count > 1 or store.can_rename:
+            jobs = [attrs.evolve(job, name=_own_name(job.name, save_id)) for job in jobs]
+        headers = [job.header(self.remarks, ties, save_id) for job in jobs]
+        pool = pool or default_pool()
+        threads = threads_for(pool, len(jobs))
+        try:
+            pool.map(
+                lambda pair: pair[0].write(store, pair[1], threads),
+                zip(jobs, headers, strict=True),
+                nbytes=_STAGED + store.staging,
+            )
+        except BaseException:
+            with suppress(Exception):
+                store.delete([job.name for job in jobs if job.name != SINGLE])
+            raise
+        nbytes = sum(len(h) + job.nbytes for h, job in zip(headers, jobs, strict=True))
+        report = {
+            "files": [job.name for job in jobs],
+            "weights": {piece.name: job.name for job in jobs for piece in job.pieces},
+            "nbytes": sum(job.nbytes for job in jobs),
+        }
+        return Part(len(jobs), nbytes, json.dumps(report).encode())
+
+    def _collect(
+        self, sd: Mapping[Any, Any], plan: SavePlan, progress: Progress | None
+    ) -> tuple[dict[str, Piece], dict[str, str]]:
+        """Return the tensors to write by name, and those that need not be: names tied to others."""
+        flat = flatten(sd)[0]
+        found, values, refused = collect(flat, plan, refused_name, progress)
+        order = {source: place for place, source in enumerate(flat)}
+        heads, row = plan.items.catalog.heads, plan.items.row
+        # In the order of the state dict, as the first of tied weights is the one that stays.
+        rows = sorted(found, key=lambda item: order[heads[row[item]][1]])
+        pieces = {found[item].name: found[item] for item in rows}
+        for name, piece in pieces.items():
+            if file_entry(piece.dtype, piece.shape) is None:
+                refused[name] = f"is {piece.dtype}, which safetensors has no name for; cast it"
+        if values and not self.leave_out:
+            why = "is no tensor, and an `hf` checkpoint holds only tensors; leave it out with drop"
+            refused.update(dict.fromkeys(values, why))
+        if refused:
+            raise ValueRefusedError(refused)
+        self.left_out += sorted(values)
+        free = {name: piece for name, piece in pieces.items() if name not in RESERVED}
+        ties = tied_pieces(free) | {n: k for n, k in self.tied.items() if k in pieces}
+        self.ties.update(ties)
+        return {n: p for n, p in pieces.items() if n not in ties}, ties
+
+    def commit(
+        self,
+        store: Store,
+        metadata: Metadata,
+        plans: Sequence[SavePlan],
+        reports: Sequence[bytes],
+        *,
+        save_id: str,
+        overwrite: bool,
+    ) -> tuple[str, ...]:
+        """Put the index, or the single file, in place; then tidy up. See `Writer.commit`."""
+        parts = [_decode(report) for report in reports]
+        new = {name for part in parts for name in part["files"]}
+        old: set[str] = set()
+        if new == {SINGLE}:  # which is in place since its last byte was written
+            with suppress(Exception):  # so that nothing is known of what it replaced
+                old = _files_of(store)
+        else:
+            old = _files_of(store)
+            self.refuse(store, overwrite)
+            _check_there(store, new)
+            own = _own_name(SINGLE, save_id)
+            if new == {own}:
+                with committing(self._unsure, save_id):
+                    put_file(store, own, SINGLE, overwrite=overwrite)
+                new = {SINGLE}
+            else:
+                new = self._put_index(store, parts, save_id, overwrite)
+        with committing(self._unsure, save_id):
+            left = retire(store, "hf", new)
+            if SINGLE in old - new:
+                _remove_single(store)
+        return (*left, *_tidy(store, old, new))
+
+    def _put_index(
+        self, store: Store, parts: Sequence[Mapping[str, Any]], save_id: str, overwrite: bool
+    ) -> set[str]:
+        """Give files their usual names, if these are free; put the index in place; name all."""
+        own = [name for part in parts for name in part["files"]]
+        usual = {} if _is_taken(store, len(own)) else {n: _usual_name(n, save_id) for n in own}
+        taken = {name: better for name, better in usual.items() if take_name(store, name, better)}
+        weights = {
+            name: taken.get(file, file) for part in parts for name, file in part["weights"].items()
+        }
+        total = sum(part["nbytes"] for part in parts)
+        table = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+        data = (json.dumps(table, indent=2) + "\n").encode()
+        try:
+            check_size(INDEX, len(data), "index")
+            with committing(self._unsure, save_id):
+                store.sync()
+                put_in_place(store, INDEX, data, overwrite=overwrite)
+        except Exception:
+            if save_id not in self._unsure:
+                with suppress(Exception):
+                    store.delete(taken.values())
+            raise
+        return {INDEX, *(taken.get(name, name) for name in own)}
+
+    def discard(self, store: Store, report: bytes, save_id: str) -> None:
+        """Remove one rank's files, unless an index may come to name them; see `Writer.discard`."""
+        if save_id in self._unsure:
+            return
+        with suppress(Exception):
+            committed = _files_of(store)
+            store.delete([name for name in _decode(report)["files"] if name not in committed])
+
+
+def _name(number: int, count: int) -> tuple[str, bool]:
+    if count == 1:
+        return SINGLE, False
+    return f"model-{number + 1:05d}-of-{count:05d}.safetensors", True
+
+
+def _own_name(name: str, save_id: str) -> str:
+    """Return the name of a file that no other save uses, and no reader takes for a checkpoint."""
+    if name == SINGLE:
+        return f"{SINGLE}.{save_id}{TEMPORARY}"
+    return name.replace("model-", f"model-{save_id}-", 1)
+
+
+def _usual_name(name: str, save_id: str) -> str:
+    return name.replace(f"model-{save_id}-", "model-", 1)
+
+
+def _check_there(store: Store, files: set[str]) -> None:
+    """Refuse to commit files that another save has tidied away."""
+    gone = sorted(files - set(store.list(recursive=False)))
+    if gone:
+        raise ExistsError(
+            f"another save into {store.url} was committed meanwhile and removed {gone[0]}; let "
+            "one save at a time write there"
+        )
+
+
+def _is_taken(store: Store, count: int) -> bool:
+    """Say whether a checkpoint may be using some of the names that a new one would have."""
+    if store.exists(INDEX) or store.exists(SINGLE):
+        return True
+    names = (_name(number, count)[0] for number in range(count))
+    return any(store.exists(name) and not uncommitted(store, name) for name in names)
+
+
+def _decode(report: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(report)
+        return {key: found[key] for key in ("files", "weights", "nbytes")}
+    except (ValueError, LookupError, TypeError) as error:
+        raise CodecError(f"a rank's report of what it wrote is damaged: {error}") from error
+
+
+def _files_of(store: Store) -> set[str]:
+    """Name the files of the checkpoints that are there, as far as they name them themselves."""
+    found = {name for name in (SINGLE, INDEX) if store.exists(name)}
+    if INDEX in found:
+        with suppress(FormatError):  # what a damaged index names is left alone
+            found |= set(read_index(store, INDEX).values())
+    return found
+
+
+def _remove_single(store: Store) -> None:
+    """Remove the older checkpoint's only file, which readers prefer to the new one's index."""
+    try:
+        store.delete([SINGLE])
+    except Exception as error:
+        raise unsure_commit(store, error, f"the older {SINGLE} was removed") from error
+
+
+def _tidy(store: Store, old: set[str], new: set[str]) -> tuple[str, ...]:
+    """Remove what the older checkpoint and killed saves left; return what could not be."""
+    try:
+        strays = _strays(store)
+        # Another save may have been committed since: what its index names is not ours to remove.
+        kept = _files_of(store) if INDEX in new else set()
+    except Exception:  # a store may fail as it likes: the checkpoint is committed
+        return tuple(sorted(old - new))
+    doomed = (old | strays) - new - kept - {SINGLE}
+    # The index goes first: without it, nobody misses the files that it names.
+    if INDEX in doomed and remove(store, [INDEX]):
+        return tuple(sorted(doomed))
+    return remove(store, sorted(doomed - {INDEX}))
+
+
+def _strays(store: Store) -> set[str]:
+    """Name what killed saves left."""
+    return {
+        name
+        for name in store.list(recursive=False)
+        if _STRAY.fullmatch(name) or (_OWN.fullmatch(name) and uncommitted(store, name))
+    }

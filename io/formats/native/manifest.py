@@ -1,0 +1,372 @@
+"""The manifest: all that is global about a checkpoint, in one JSON file.
+
+It is written last and replaced atomically: a checkpoint exists from the instant that its manifest
+does. Equal tilings, properties and columns of file numbers are written once, so that half a million
+chunks open at once. Decoding trusts nothing: every number is checked before it is used.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+import numpy as np
+
+from shardplan.planning import (
+    CodecError,
+    Entries,
+    Grid,
+    Layout,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    from_json,
+    to_json,
+    unflatten,
+)
+from shardplan.planning.columns import DAMAGE, Ints, column, readonly, within
+from shardplan.planning.geometry import Boxes, Tiling, shape_fault
+
+from ...checksums import Sums, sums_from_hex, sums_to_hex, xxhash
+from ...errors import FormatError
+from ...limits import MAX_BYTES
+from ...stores.base import StoreError, check_path
+from ...values import RAW
+from .manifest_record import FileTable, Manifest
+
+__all__ = [
+    "HEAD_BYTES",
+    "MANIFEST",
+    "MISFIT",
+    "VERSIONS",
+    "FileTable",
+    "Manifest",
+    "check_head",
+    "decode_manifest",
+    "encode_manifest",
+    "fits_head",
+    "version_of",
+]
+
+MANIFEST: Final = "shardplan.json"
+VERSIONS: Final = (1, 2)
+"""The versions that are read; see `version_of`."""
+HEAD_BYTES: Final = 128
+"""How much of a manifest `check_head` has to see."""
+MISFIT: Final = "its checksum does not fit its text: it was damaged or edited"
+"""What is said of a manifest whose text is not that of which it tells the checksum."""
+_FORMAT: Final = "shardplan"
+_LAST_SECOND: Final = 1 << 36  # in the year 4147
+_KINDS: Final = ("dict", "list", "tuple")
+_EMPTY_SEATS: Final = 1 << 20  # entries that lists may have in all, beyond those that are saved
+_HEAD: Final = re.compile(rb'\{"format":"shardplan","version":(\d+),"xxh3_64":"([0-9a-f]{16})",')
+_TEXT: Final = bytes(range(32, 127))  # what its text is made of
+_FILE: Final = re.compile(r"[^/]+\.safetensors")
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the manifest's JSON text, which starts with a checksum of what follows it.
+
+    Raises:
+        FormatError: Its names are those of no state dict, so that nobody could open it.
+    """
+    entries = manifest.entries
+    try:
+        _check_paths(manifest.metadata.planner_data, entries.names)
+    except ValueError as error:
+        raise FormatError(MANIFEST, f"it could not be opened: {error}") from None
+    is_tensor = entries.layout >= 0
+    rows = np.flatnonzero(is_tensor)
+    files = manifest.files
+    body = {
+        "save_id": manifest.save_id,
+        "created": manifest.created,
+        "block_bytes": manifest.block_bytes,
+        "files": {
+            "names": list(files.names),
+            "sizes": files.sizes.tolist(),
+            "headers": files.headers.tolist(),
+            "xxh3_64": [f"{digest:016x}" for digest in files.digests],
+        },
+        "properties": [attrs.asdict(p) for p in entries.props],
+        "layouts": [_encode_layout(layout) for layout in entries.layouts],
+        "places": [p.tolist() for p in manifest.places],
+        "tensors": {
+            "names": [entries.names[row] for row in rows.tolist()],
+            "properties": entries.prop[rows].tolist(),
+            "layouts": entries.layout[rows].tolist(),
+            "places": manifest.place[rows].tolist(),
+        },
+        "values": {
+            name: [*manifest.values[name], int(manifest.place[entries.row_of[name]])]
+            for row, name in enumerate(entries.names)
+            if not is_tensor[row]
+        },
+        "planner_data": to_json(manifest.metadata.planner_data, "planner_data"),
+        "sums": sums_to_hex(manifest.sums),
+    }
+    text = json.dumps(body, separators=(",", ":"), allow_nan=False).encode("ascii")[1:]
+    return sign(text, version_of(manifest.values))
+
+
+def version_of(values: Mapping[str, tuple[str, Any]]) -> int:
+    """Return the lowest version whose readers know every kind of these values.
+
+    Bytes that are stored as they are came with the second. All else stays readable by programs that
+    know the first alone.
+
+    >>> version_of({"step": ("inline", 7)}), version_of({"blob": ("bytes", 100_000)})
+    (1, 2)
+    """
+    return 2 if any(kind in RAW for kind, _ in values.values()) else 1
+
+
+def sign(body: bytes, version: int = VERSIONS[0]) -> bytes:
+    """Put format, version and checksum before the rest of a manifest's text."""
+    digest = xxhash.xxh3_64_hexdigest(body)
+    head = f'{{"format":"{_FORMAT}","version":{version},"xxh3_64":"{digest}",'
+    return head.encode("ascii") + body
+
+
+def check_head(data: bytes, file: str = MANIFEST) -> None:
+    """Refuse a file that does not begin as a manifest does.
+
+    >>> check_head(sign(b'"save_id":"x"}'))
+
+    Raises:
+        FormatError: It is something else, or of a newer version.
+    """
+    head = _HEAD.match(data)
+    if head is None:
+        raise FormatError(file, "it is no manifest: it does not begin as one")
+    _check_version(int(head[1]), file)
+
+
+def fits_head(head: bytes, pieces: Iterable[bytes]) -> bool:
+    """Say whether a text has the checksum that its beginning tells; ends early if no text is that.
+
+    Args:
+        head: Its beginning; see `check_head`.
+        pieces: All of it, in pieces of some size.
+
+    >>> text = sign(b'"save_id":"x"}')
+    >>> fits_head(text, [text]), fits_head(text, [text, b" "]), fits_head(text, [text, bytes(9)])
+    (True, False, False)
+    """
+    found = _HEAD.match(head)
+    assert found is not None
+    state, skip = xxhash.xxh3_64(), found.end()
+    for piece in pieces:
+        if piece.translate(None, _TEXT):
+            return False
+        state.update(piece[skip:])
+        skip = max(skip - len(piece), 0)
+    return state.hexdigest() == found[2].decode()
+
+
+def decode_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
+    """Read a manifest's text; see `encode_manifest`.
+
+    Raises:
+        FormatError: It is no manifest, of a newer version, or anything in it is impossible.
+    """
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(file, f"it is not JSON: {error}") from None
+    if not isinstance(body, dict) or body.get("format") != _FORMAT:
+        raise FormatError(file, f'it is no manifest: it does not say "format":"{_FORMAT}"')
+    _check_version(body.get("version"), file)
+    head = _HEAD.match(data)
+    if head is None or xxhash.xxh3_64_hexdigest(memoryview(data)[head.end() :]) != head[2].decode():
+        raise FormatError(file, MISFIT)
+    try:
+        return _decode(body)
+    except (ArithmeticError, CodecError, MemoryError, RecursionError, StoreError, *DAMAGE) as error:
+        raise FormatError(file, f"it is damaged: {str(error)[:300]}") from None
+
+
+def _check_version(version: Any, file: str) -> None:
+    if type(version) is not int or version < 1:
+        told = json.dumps(version)[:20]
+        raise FormatError(file, f"its version should be a whole number from 1 on, and is {told}")
+    if version not in VERSIONS:
+        known = f"{VERSIONS[0]} to {VERSIONS[-1]}"
+        raise FormatError(
+            file, f"it has version {version}, and this program reads {known}; upgrade shardplan"
+        )
+
+
+def _decode(body: dict[str, Any]) -> Manifest:
+    files = _decode_files(body["files"])
+    props = tuple(TensorProperties(**p) for p in body["properties"])
+    places = tuple(_column(p, len(files), "a file number") for p in body["places"])
+    layouts = tuple(map(_decode_layout, body["layouts"]))
+    tensors, values = body["tensors"], body["values"]
+    names = (*tensors["names"], *values)
+    count = len(tensors["names"])
+    limits = {"properties": len(props), "layouts": len(layouts), "places": len(places)}
+    columns = [_column(tensors[key], limit, key) for key, limit in limits.items()]
+    if any(len(c) != count for c in columns) or len(set(names)) != len(names):
+        raise ValueError("its tensors' columns differ in length, or a name is there twice")
+    if len(set(columns[1].tolist())) != len(layouts):  # np.unique would import numpy.ma
+        raise ValueError("no tensor has some of its layouts")
+    if not all(type(name) is str for name in names):
+        raise ValueError("a name is no text")
+    stored = {name: _decode_value(value, len(places)) for name, value in values.items()}
+    planner_data = from_json(body["planner_data"])
+    _check_paths(planner_data, names)
+    none = np.full(len(stored), -1, np.int64)
+    prop, layout = (readonly(np.concatenate([c, none])) for c in columns[:2])
+    place = np.concatenate([columns[2], column([at for _, _, at in stored.values()])])
+    manifest = Manifest(
+        _text(body["save_id"]),
+        Metadata(
+            Entries(names, props, prop, layouts, layout),
+            planner_data=planner_data,
+            storage_meta=StorageMeta(save_id=_text(body["save_id"])),
+            version=str(body["version"]),
+        ),
+        files,
+        places,
+        readonly(place),
+        _sums(_text(body["sums"])),
+        {name: (kind, data) for name, (kind, data, _) in stored.items()},
+        _time(body["created"]),
+        int(_column([body["block_bytes"]], MAX_BYTES, "a block's size")[0]),
+    )
+    if manifest.block_bytes < 1:
+        raise ValueError(f"its block_bytes are {manifest.block_bytes}, and a block has some")
+    if len(manifest.sums) != manifest.start[-1]:
+        raise ValueError(f"{manifest.start[-1]} chunks have {len(manifest.sums)} checksums")
+    _check_bytes(manifest)
+    return manifest
+
+
+def _decode_files(table: dict[str, Any]) -> FileTable:
+    names = tuple(table["names"])
+    for name in names:
+        if type(name) is not str or not _FILE.fullmatch(check_path(name)):
+            raise ValueError(f"{str(name)[:200]!r} is no name of a file inside the checkpoint")
+    sizes = _column(table["sizes"], MAX_BYTES, "a file's size")
+    headers = _column(table["headers"], MAX_BYTES, "a header's length")
+    digests = tuple(int(_text(d), 16) for d in table["xxh3_64"])
+    if not len(set(names)) == len(names) == len(sizes) == len(headers) == len(digests):
+        raise ValueError("its files' columns differ in length, or a file is there twice")
+    return FileTable(names, sizes, headers, digests)
+
+
+def _encode_layout(layout: Layout) -> dict[str, Any]:
+    tiling = layout.tiling
+    size = list(layout.size)
+    if isinstance(tiling, Grid):
+        return {"size": size, "cuts": [c.tolist() for c in tiling.cuts]}
+    return {"size": size, "offsets": tiling.offsets.tolist(), "sizes": tiling.sizes.tolist()}
+
+
+def _decode_layout(data: dict[str, Any]) -> Layout:
+    """Read a layout. A few bytes of cuts can stand for any number of chunks: none are made here."""
+    size = _column(data["size"], MAX_BYTES, "a size")
+    fault = shape_fault(size.tolist())
+    if fault is not None:
+        raise ValueError(f"a tensor {fault}")
+    tiling: Tiling
+    if "cuts" in data:
+        cuts = tuple(_column(c, MAX_BYTES, "a cut") for c in data["cuts"])
+        if len(cuts) != len(size) or any(
+            len(c) < 2 or c[-1] > end or (c[1:] <= c[:-1]).any()
+            for c, end in zip(cuts, size, strict=True)
+        ):
+            raise ValueError(f"the cuts of shape {size.tolist()} do not ascend inside it")
+        tiling = Grid(cuts)
+    else:
+        offsets, sizes = (_boxes(data[key], len(size)) for key in ("offsets", "sizes"))
+        if offsets.shape != sizes.shape or (offsets + sizes > size).any():
+            raise ValueError(f"chunks of shape {size.tolist()} lie outside of it")
+        tiling = Boxes(offsets, sizes)
+    return Layout(tuple(size.tolist()), tiling)
+
+
+def _boxes(rows: Any, axes: int) -> Ints:
+    array = np.array(rows, np.int64) if rows else np.zeros((0, axes), np.int64)
+    if array.shape != (len(rows), axes) or not within(array, MAX_BYTES):
+        raise ValueError("a chunk's offsets or sizes are impossible")
+    return readonly(array)
+
+
+def _decode_value(value: Any, places: int) -> tuple[str, Any, int]:
+    kind, data, place = value
+    if kind not in ("inline", "json", "torch", *RAW) or type(place) is not int:
+        raise ValueError(f"unknown kind of value {str(kind)[:20]!r}")
+    if not (-1 if kind == "inline" else 0) <= place < (0 if kind == "inline" else places):
+        raise ValueError("a value lies in no file")
+    if kind != "inline" and (type(data) is not int or not 0 <= data < MAX_BYTES):
+        raise ValueError("a value's size is impossible")
+    return kind, data, place
+
+
+def _check_bytes(manifest: Manifest) -> None:
+    """Refuse sizes of files that their headers and chunks do not add up to."""
+    files = manifest.files
+    got = files.headers + manifest.file_bytes
+    for number in np.flatnonzero(got != files.sizes)[:1].tolist():
+        raise ValueError(
+            f"{files.names[number]} should have {files.sizes[number]} bytes, and its header and "
+            f"chunks take {got[number]}"
+        )
+
+
+def _check_paths(planner_data: Any, names: Sequence[str]) -> None:
+    """Refuse paths that no nested state dict has, and lists that are nearly empty.
+
+    A few bytes of a position would make a list of any length.
+    """
+    paths = planner_data.get("paths", {}) if isinstance(planner_data, Mapping) else {}
+    if not isinstance(paths, Mapping):
+        raise ValueError("its planner_data has paths that are no object")
+    lengths: dict[Any, int] = {}
+    steps = 0
+    for name, path in paths.items():
+        for depth, step in enumerate(path):
+            kind, key = step if len(step) == 2 else ("", 0)
+            if kind not in _KINDS:
+                raise ValueError(f"the path of `{name}` has a step that is none: {str(step)[:80]}")
+            steps += 1
+            if kind != "dict":
+                node = path[:depth]
+                lengths[node] = max(lengths.get(node, 0), int(key) + 1)
+    if sum(lengths.values()) > steps + _EMPTY_SEATS:
+        raise ValueError(f"its lists would have {sum(lengths.values()):,} entries")
+    if paths:
+        unflatten(dict.fromkeys(names), paths)
+
+
+def _sums(text: str) -> Sums:
+    if len(text) % 16:
+        raise ValueError(f"its sums have {len(text):,} digits, and a checksum has sixteen")
+    return sums_from_hex(text)
+
+
+def _time(value: Any) -> float:
+    if type(value) not in (int, float) or not 0 <= value < _LAST_SECOND:
+        raise ValueError("its time of creation is not a number of seconds since 1970")
+    return float(value)
+
+
+def _column(values: Sequence[int], end: int, what: str) -> Ints:
+    """Return whole numbers as an array, all of them at least 0 and less than ``end``."""
+    if not isinstance(values, list) or not set(map(type, values)) <= {int}:
+        raise ValueError(f"{what} is no whole number")
+    array = column(values)
+    if not within(array, end):
+        raise ValueError(f"{what} is impossible: {array.min()} to {array.max()}, of {end}")
+    return array
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError(f"expected text, not {str(value)[:80]!r}")
+    return value

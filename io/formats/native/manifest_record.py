@@ -1,0 +1,140 @@
+"""What does a checkpoint say of itself? Its manifest as a record, apart from its text in a file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import attrs
+import numpy as np
+
+from shardplan.planning import Entries, Grid, Metadata
+from shardplan.planning.columns import Ints, column, readonly
+from shardplan.planning.geometry import Tiling
+from shardplan.planning.storage import BLOCK_BYTES
+
+from ...checksums import Sums
+
+__all__ = ["FileTable", "Manifest"]
+
+
+@attrs.frozen(eq=False)
+class FileTable:
+    """A checkpoint's data files; one row each.
+
+    Attributes:
+        names: Their names inside the checkpoint.
+        sizes: Their sizes, in bytes.
+        headers: The lengths of their headers, in bytes: where data begins.
+        digests: The xxh3-64 of each header.
+    """
+
+    names: tuple[str, ...]
+    sizes: Ints
+    headers: Ints
+    digests: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+@attrs.frozen(eq=False, slots=False)
+class Manifest:
+    """A checkpoint, all but its bytes.
+
+    Attributes:
+        save_id: The save that made it.
+        metadata: Its tensors and values.
+        files: Its data files.
+        places: The distinct columns of file numbers, one number a chunk.
+        place: Per entry of the metadata, which of these columns it has; -1 for an inline value.
+        sums: The checksum of every chunk, by entry, then by chunk; see `sums_of`.
+        values: Values that are no tensors, by name: kind (see `StoredValue`), and the JSON data of
+            an inline one, or how many bytes another takes.
+        created: When it was made, in seconds since 1970.
+        block_bytes: The most bytes of a block; see `shardplan.planning.storage.blocks`.
+    """
+
+    save_id: str
+    metadata: Metadata
+    files: FileTable
+    places: tuple[Ints, ...]
+    place: Ints
+    sums: Sums
+    values: Mapping[str, tuple[str, Any]]
+    created: float = 0.0
+    block_bytes: int = BLOCK_BYTES
+
+    @property
+    def entries(self) -> Entries:
+        """The metadata's entries, in columns."""
+        return self.metadata.state_dict_metadata
+
+    @cached_property
+    def start(self) -> Ints:
+        """Per entry, where its chunks start among all chunks; and how many chunks there are."""
+        counts = column([*map(len, self.places), 0])[self.place]
+        return readonly(np.concatenate([[0], np.cumsum(counts)]))
+
+    def sums_of(self, name: str) -> Sums:
+        """Return the checksum of each chunk of one entry; none for an inline value."""
+        row = self.entries.row_of[name]
+        return self.sums[self.start[row] : self.start[row + 1]]
+
+    @cached_property
+    def file_bytes(self) -> Ints:
+        """How many bytes the chunks of each file take, added up."""
+        return _file_bytes(self)
+
+    def files_of(self, name: str) -> Ints:
+        """Return the number of the file of each chunk of one entry; none for an inline value."""
+        place = self.place[self.entries.row_of[name]]
+        return column([]) if place < 0 else self.places[place]
+
+
+def _file_bytes(manifest: Manifest) -> Ints:
+    """Add up, per file, the bytes of its chunks; tensors alike are counted, not visited."""
+    entries, limit = manifest.entries, float(manifest.files.sizes.sum())
+    tensors = np.stack([manifest.place, entries.layout, entries.prop])[:, entries.layout >= 0]
+    kinds = Counter(map(tuple, tensors.T.tolist()))
+    width = column([p.itemsize for p in entries.props])
+    files, sizes = [column([])], [column([])]
+    for (place, layout, prop), count in kinds.items():
+        where, tiling = manifest.places[place], entries.layouts[layout].tiling
+        if len(where) != len(tiling):  # before any chunk of a grid is made
+            raise ValueError(f"{len(tiling)} chunks lie in {len(where)} files")
+        volume = _volumes(tiling)
+        if float(volume.sum(dtype=float)) * float(width[prop]) * count > limit:
+            raise ValueError("its chunks are larger than its files")
+        files.append(where)
+        sizes.append(volume * (width[prop] * count))
+    for name, (kind, data) in manifest.values.items():
+        if kind != "inline":
+            where = manifest.files_of(name)
+            if len(where) != 1:
+                raise ValueError(f"the value of `{name}` lies in {len(where)} files")
+            files.append(where)
+            sizes.append(column([data]))
+    every = np.concatenate(sizes)
+    if every.sum(dtype=float) > limit:
+        raise ValueError("its chunks are larger than its files")
+    total = np.zeros(len(manifest.files), np.int64)
+    np.add.at(total, np.concatenate(files), every)
+    return total
+
+
+def _volumes(tiling: Tiling) -> Ints:
+    """Return how many elements each chunk has, in little more memory than that.
+
+    >>> _volumes(Grid((column([0, 3, 5]), column([0, 4, 6])))).tolist()
+    [12, 6, 8, 4]
+    """
+    if not isinstance(tiling, Grid):
+        volume: Ints = tiling.sizes.prod(axis=1)
+        return volume
+    volume = np.ones(1, np.int64)
+    for cuts in tiling.cuts:
+        volume = np.multiply.outer(volume, np.diff(cuts)).reshape(-1)
+    return volume

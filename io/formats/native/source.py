@@ -1,0 +1,204 @@
+"""Where do the bytes of our own checkpoints lie? The manifest says in which file, headers where."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+
+from shardplan.planning import Metadata, find_issues
+from shardplan.planning.columns import Ints, column
+
+from ...checksums import XXH3, Sums, combine, hash_views
+from ...errors import FormatError, listed
+from ...execute.commit import read_manifest
+from ...pool import Pool, default_pool
+from ...stores.base import MissingFileError, Store
+from ...values import RAW, StoredValue, load_value
+from ..headers import parse_header
+from ..sources import Spot
+from .expected import Expected, header_cost
+from .manifest import MANIFEST, Manifest
+
+__all__ = ["NativeSource", "find", "source"]
+
+_REMEDY: Final = (
+    "; copy the checkpoint whole, or if it was overwritten or pruned meanwhile, open it again"
+)
+_DECODED: Final = 4  # how many times its own size a value takes while it is decoded
+
+
+def find(store: Store, name: str = "") -> bool:
+    """Say whether a checkpoint of ours is there; ``name`` is empty, or that of its manifest."""
+    return name in ("", MANIFEST) and store.exists(MANIFEST)
+
+
+def source(store: Store, name: str = "", pool: Pool | None = None) -> NativeSource:
+    """Open a checkpoint of ours; only its manifest is read.
+
+    Raises:
+        FormatError: There is none, or its manifest is damaged.
+    """
+    manifest = read_manifest(store)
+    issues = find_issues(manifest.metadata)  # which no save of ours has
+    if issues:
+        more = f", and {len(issues) - 1:,} more; see verify" if len(issues) > 1 else ""
+        raise FormatError(MANIFEST, f"it is damaged: {issues[0].message}{more}")
+    return NativeSource(store, manifest, pool)
+
+
+class NativeSource:
+    """A checkpoint of ours; a `Source`. Of headers that were read, only places are kept.
+
+    Args:
+        store: Where it lies.
+        manifest: What it says of itself; see `read_manifest`.
+        pool: The threads and the memory budget to use.
+    """
+
+    format = "safetensors"
+
+    def __init__(self, store: Store, manifest: Manifest, pool: Pool | None = None) -> None:
+        self.store, self.manifest = store, manifest
+        self._pool = pool or default_pool()
+        self._known: set[int] = set()  # the files whose headers were read
+        self._begins = np.full(int(manifest.start[-1]), -1, np.int64)  # one row a chunk
+
+    @property
+    def files(self) -> Sequence[str]:
+        """The names of its data files."""
+        return self.manifest.files.names
+
+    @property
+    def metadata(self) -> Metadata:
+        """What it holds."""
+        return self.manifest.metadata
+
+    @property
+    def block_bytes(self) -> int:
+        """The most bytes of a block."""
+        return self.manifest.block_bytes
+
+    def spots(self, chunks: Sequence[tuple[str, int]]) -> list[Spot]:
+        """Find chunks; see `Source.spots`. Only the headers of their files are read."""
+        places = {name: self.manifest.files_of(name) for name in {name for name, _ in chunks}}
+        self._read_headers(int(places[name][chunk]) for name, chunk in chunks)
+        return [self._spot(name, chunk, int(places[name][chunk])) for name, chunk in chunks]
+
+    def sums_of(self, name: str) -> Sums:
+        """Return the checksum of each chunk of one entry; see `Source.sums_of`."""
+        return self.manifest.sums_of(name)
+
+    checksum = XXH3
+
+    def chunk_sums(self, chunks: Sequence[tuple[str, int]]) -> list[int | None]:
+        """Return the checksum of each chunk; see `Source.chunk_sums`."""
+        return [int(self.sums_of(name)[number]) for name, number in chunks]
+
+    def has_value_sum(self, name: str) -> bool:
+        """Return True: every value has one; see `Source.has_value_sum`."""
+        return True
+
+    def value_cost(self, name: str) -> int:
+        """Return how many bytes of memory it takes to read a value; see `Source.value_cost`."""
+        kind, size = self.manifest.values[name]
+        if kind == "inline":
+            return 0
+        return int(size) * (1 if kind == "bytes" else 2 if kind in RAW else _DECODED)
+
+    def value(self, name: str, *, verify: bool = True) -> Any:
+        """Return a value that is no tensor; see `Source.value`."""
+        kind, data = self.manifest.values[name]
+        if kind == "inline":
+            return load_value(StoredValue("inline", data), MANIFEST, name)
+        (spot,) = self.spots([(name, 0)])
+        file = self.files[spot.file]
+        buffer = io.BytesIO(bytes(spot.extents[0]))  # which gives away its bytes without a copy
+        with buffer.getbuffer() as view:
+            self.store.read(file, [(spot.begin, view)])
+            if verify and self._digest(view) != int(self.sums_of(name)[0]):
+                raise FormatError(file, f"the value of `{name}` does not fit its checksum")
+        return load_value(StoredValue(kind, buffer.getvalue()), file, name)
+
+    def _digest(self, view: memoryview) -> int:
+        """Return the checksum of a value that is stored in a file."""
+        step = self.block_bytes
+        return combine([hash_views([view[i : i + step]]) for i in range(0, len(view) or 1, step)])
+
+    def value_bytes(self, name: str) -> int:
+        """Return how many bytes `value` reads; see `Source.value_bytes`."""
+        kind, data = self.manifest.values[name]
+        return 0 if kind == "inline" else int(data)
+
+    @cached_property
+    def _expected(self) -> Expected:
+        return Expected(self.manifest)
+
+    def _read_headers(self, numbers: Iterable[int]) -> None:
+        """Read the headers of some files, and check that these are the files that were saved.
+
+        Raises:
+            FormatError: A file is missing, of another size, or its header is not the saved one.
+        """
+        new = [number for number in dict.fromkeys(numbers) if number not in self._known]
+        if not new:
+            return
+        _ = self._expected
+        found = self._pool.map(
+            self._header,
+            new,
+            nbytes=lambda number: header_cost(self.manifest, number, self.store),
+            here=len(new) == 1,
+        )
+        for at, begins in found:
+            self._begins[at] = begins
+        self._known.update(new)
+
+    def _header(self, number: int) -> tuple[Ints, Ints]:
+        """Return which chunks lie in a file as the manifest says, and where they begin."""
+        files, expected = self.manifest.files, self._expected
+        name, size = files.names[number], int(files.sizes[number])
+        try:
+            found = self.store.size(name)
+            if found != size:
+                raise self._bad(number, f"it has {found:,} bytes and was saved with {size:,}")
+            data = bytearray(expected.header_bytes(number, size))
+            self.store.read(name, [(0, memoryview(data))])
+        except MissingFileError:
+            raise self._bad(number, "it is missing", _REMEDY) from None
+        if not expected.fits(number, data):
+            raise self._bad(number, "its header is damaged, or belongs to another file")
+        header = parse_header(bytes(data), name, size)
+        if not expected.wrote(number, header):
+            who = f"{header.name} by save {header.save_id}"
+            raise self._bad(number, f"it was written as {who}: files were swapped")
+        pairs = [(at, header.slots.get(slot.name), slot) for at, slot in expected.slots(number)]
+        good = [
+            (at, slot.begin) for at, slot, wanted in pairs if slot and slot.place == wanted.place
+        ]
+        rows = column(good, len(good), 2)
+        return rows[:, 0], rows[:, 1]
+
+    def _bad(self, number: int, reason: str, remedy: str = "") -> FormatError:
+        """Return the error of a file that is not the saved one, with what should lie in it."""
+        names = sorted({slot.name for _, slot in self._expected.slots(number)})
+        text = f"{reason}; {listed(names)} should lie in it{remedy}"
+        return FormatError(self.files[number], text)
+
+    def _spot(self, name: str, chunk: int, number: int) -> Spot:
+        """Return where a chunk lies, once the header of its file was read."""
+        row = self.manifest.entries.row_of[name]
+        slot, begin = (
+            self._expected.slot(row, chunk),
+            int(self._begins[self.manifest.start[row] + chunk]),
+        )
+        if begin < 0:
+            raise FormatError(
+                self.files[number],
+                f"its header does not have `{name}` as the manifest says ({slot.dtype} "
+                f"{list(slot.shape)} at {list(slot.offsets)}); see verify",
+            )
+        return Spot(number, begin, slot.dtype, slot.shape)

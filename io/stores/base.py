@@ -1,0 +1,416 @@
+"""What a store can do, and how one is opened.
+
+A store is a folder of files, on a disk or in a bucket, with as few verbs as saving and loading
+need. Names are relative to its root and use forward slashes everywhere. Nothing promises to be
+atomic but `Store.replace`, `Store.rename` and a `Store.write` that is asked to.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, Protocol, runtime_checkable
+from urllib.parse import unquote, urlsplit
+
+import attrs
+import numpy as np
+
+from shardplan.planning.columns import Ints
+
+from ..buffers import Buffer, Bytes, pieces, wanted
+from .errors import MissingFileError, StoreError
+
+__all__ = [
+    "Contents",
+    "Entry",
+    "MissingFileError",
+    "Store",
+    "StoreError",
+    "check_path",
+    "open_store",
+]
+
+_UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f\\]")  # or a backslash
+_ONE_SLASH: Final = re.compile(r"(s3|gs|az|file|memory):/(?!/)")
+_OBJECTS: Final = ("s3", "gs", "az", "memory")
+
+
+@attrs.frozen
+class Entry:
+    """A file in a listing; or a folder, whose name ends with a slash.
+
+    Attributes:
+        name: Its name, relative to the store's root.
+        size: Its size in bytes; 0 for a folder.
+        modified: When it got here, in seconds since 1970, by the store's own clock: on a disk the
+            last change of any kind, so that a fresh copy of an old file is young. 0 for a folder.
+        written: When its bytes were written, as far as the store knows: a copy may keep the time
+            of what it is a copy of. 0 for a folder.
+    """
+
+    name: str
+    size: int = 0
+    modified: float = 0.0
+    written: float = 0.0
+
+
+class Contents(Protocol):
+    """The bytes of a file to be written, all of which are known or can be made."""
+
+    def parts(self) -> Iterable[memoryview]:
+        """Return them in order."""
+        ...
+
+    def write_to(self, fd: int) -> None:
+        """Write them to a local file, in any order."""
+        ...
+
+
+@runtime_checkable
+class Store(Protocol):
+    """A folder of files that can be read by ranges, written whole, listed and deleted.
+
+    All methods may be called from several threads at once. Failures are `StoreError`. Derive a
+    store of your own from this class: what only a disk can do has a body here that suits all
+    other stores.
+    """
+
+    @property
+    def url(self) -> str:
+        """The root, as a person would write it."""
+        ...
+
+    @property
+    def staging(self) -> int:
+        """Bytes of memory that one call holds at most, beside the caller's own buffers.
+
+        Work in a `Pool` that calls a store counts this in its cost.
+        """
+        ...
+
+    def read(self, path: str, ranges: Sequence[tuple[int, memoryview]]) -> int:
+        """Fill buffers from a file, each from its offset, and return how many bytes were read.
+
+        Just those bytes are asked for. A range of no bytes asks for nothing.
+
+        Args:
+            path: The file.
+            ranges: Pairs of a byte offset in the file and the writable memory to fill from there.
+
+        Raises:
+            MissingFileError: There is no such file.
+            StoreError: A range reaches past the end of the file, or the store fails. The buffers
+                may then have been filled in part.
+        """
+        ...
+
+    def write(
+        self,
+        path: str,
+        parts: Iterable[Buffer],
+        *,
+        nbytes: int | None = None,
+        atomic: bool = False,
+    ) -> int:
+        """Write a file whole, and return its size in bytes.
+
+        Its bytes have reached the disk on return; its name reaches the disk with `sync`.
+
+        The parts follow one another in the file and are not joined in memory. They may be made on
+        the fly: each is asked for once, and dropped when it is written. Several are on their way
+        at once, so do not refill a buffer that was handed over. A file of that name is replaced,
+        but not atomically unless that is asked for: choose a name that nobody reads yet.
+
+        Args:
+            path: The file; folders are made as needed.
+            parts: Contiguous buffers of any type.
+            nbytes: The size to come, if known. Space is reserved by it, and a file of any other
+                size is refused. Tell it where ``parts`` is an iterator of many gigabytes.
+            atomic: Whether readers must see the old file or the new one, whole and durable.
+
+        Raises:
+            StoreError: The disk is full, or the store fails. Nothing is left of the file.
+        """
+        ...
+
+    def read_all(self, path: str, *, limit: int) -> bytes:
+        """Return a small file whole, by a single request: all of it is of one version.
+
+        Args:
+            path: The file.
+            limit: How many bytes it may have at most.
+
+        Raises:
+            MissingFileError: There is no such file.
+            StoreError: It is larger than the limit (the ``kind`` is then ``long``), or the store
+                fails.
+        """
+        ...
+
+    def replace(self, path: str, data: bytes, *, overwrite: bool = True) -> None:
+        """Publish a small file at once and durably: readers see the old bytes or the new ones.
+
+        Args:
+            path: The file.
+            data: What it is to hold.
+            overwrite: Whether a file of that name may be there. If not, and several try at once,
+                one of them succeeds. (Disks without hard links, and services without conditional
+                requests, can only look first.)
+
+        Raises:
+            StoreError: With the ``kind`` ``exists`` if the name is taken and must not be. If the
+                ``kind`` is ``unsure`` or ``other``, the file may have been replaced nevertheless,
+                or may still be: a request that timed out here can arrive there.
+        """
+        ...
+
+    def size(self, path: str) -> int:
+        """Return the size of a file in bytes."""
+        ...
+
+    def entries(self, prefix: str = "", *, recursive: bool = True) -> tuple[Entry, ...]:
+        """Return the files below a folder, sorted by name; none if there is no such folder.
+
+        Args:
+            prefix: A folder; the empty name is the root.
+            recursive: If false, folders are named instead of entered, with a slash at the end.
+        """
+        ...
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Delete files, and folders thereby emptied; a file that is not there is no error."""
+        ...
+
+    def sync(self) -> None:
+        """Return when a loss of power would undo no name that was written or deleted so far."""
+        ...
+
+    # What follows need not be written for a new store.
+
+    def exists(self, path: str) -> bool:
+        """Return whether there is such a file; a folder is not a file."""
+        try:
+            self.size(path)
+        except MissingFileError:
+            return False
+        return True
+
+    def list(self, prefix: str = "", *, recursive: bool = True) -> tuple[str, ...]:
+        """Return the names of what `entries` returns, in the same order."""
+        return tuple(entry.name for entry in self.entries(prefix, recursive=recursive))
+
+    @property
+    def can_map(self) -> bool:
+        """Whether `mapped` gives a file's own pages, and not a copy."""
+        return False
+
+    @property
+    def can_rename(self) -> bool:
+        """Whether `rename` works."""
+        return False
+
+    def locate(self, path: str = "") -> str | None:
+        """Return where a file is on this machine's disks; None if it is elsewhere.
+
+        Args:
+            path: The file; the empty name is the root.
+        """
+        return None
+
+    def read_pieces(
+        self, path: str, groups: Iterable[Sequence[tuple[int, memoryview]]], max_bytes: int
+    ) -> Generator[Iterator[memoryview], None, None]:
+        """Fill buffers as `read` does, a piece at a time, in the order of the file.
+
+        Each piece is handed out as soon as it is filled. Hashing it there and then costs less than
+        it does later, as it is in the processor's cache.
+
+        Args:
+            path: The file; a disk opens it once.
+            groups: Ranges that are asked for together; see `read`.
+            max_bytes: How long a piece may be.
+
+        Yields:
+            The pieces of each group, all of which must be taken before the next group is asked for:
+            the file is closed after the last one, and when the generator is.
+        """
+        for ranges in groups:
+            asked = wanted(ranges)
+            self.read(path, asked)
+            yield pieces((view for _, view in asked), max_bytes)
+
+    @contextmanager
+    def mapped(self, path: str, starts: Ints, lengths: Ints) -> Iterator[Bytes]:
+        """Give the bytes of a file from where the first of some ranges starts to the last's end.
+
+        Only those in the ranges may be looked at.
+
+        Args:
+            path: The file.
+            starts: Where the ranges start; there is at least one.
+            lengths: How long each is.
+        """
+        first = int(starts.min())
+        found = np.zeros(int((starts + lengths).max()) - first, np.uint8)
+        places = zip((starts - first).tolist(), lengths.tolist(), strict=True)
+        self.read(path, [(first + at, found.data[at : at + size]) for at, size in places])
+        yield found
+
+    def write_contents(
+        self, path: str, contents: Contents, *, nbytes: int, atomic: bool = False
+    ) -> None:
+        """Write a file whose bytes may be written in any order, where a store can do that.
+
+        See `write` for the arguments and errors.
+        """
+        self.write(path, contents.parts(), nbytes=nbytes, atomic=atomic)
+
+    def rename(self, path: str, to: str) -> None:
+        """Give a file another name at one instant, replacing the file that has it.
+
+        Raises:
+            StoreError: The store fails, or cannot rename; see `can_rename`.
+        """
+        raise StoreError("rename", f"{self.url}/{path}", "this store does not rename files")
+
+    def link(self, path: str, to: str) -> bool:
+        """Give a file a second name at one instant; return whether that was done.
+
+        It is not if the name is taken, or the store has no links.
+        """
+        return False
+
+    def delete_same(self, path: str, data: bytes) -> bool:
+        """Delete a small file if it holds just these bytes; return whether it did.
+
+        A store that cannot do both in one step does not look.
+        """
+        self.delete([path])
+        return True
+
+
+def check_path(path: str, *, root: str = "") -> str:
+    """Return ``path`` if it names something inside a store, and raise if it does not.
+
+    Names may come from a manifest that a stranger wrote, so nothing is repaired: a name that is
+    absolute, climbs out, or is spelled in two ways is refused.
+
+    >>> check_path("step-100/a.safetensors")
+    'step-100/a.safetensors'
+    >>> check_path("../secret")
+    Traceback (most recent call last):
+    shardplan.io.stores.errors.StoreError: cannot use '../secret': it leaves the folder; ...
+    """
+    if not path or path.startswith("/"):
+        reason = "the name is empty" if not path else "it is absolute"
+    elif ".." in path.split("/"):
+        reason = "it leaves the folder"
+    elif {"", "."} & set(path.split("/")):
+        reason = "it has an empty step"
+    elif _UNPRINTABLE.search(path):
+        reason = "it holds a backslash or a control character"
+    else:
+        return path
+    inside = f" in {root}" if root else ""
+    remedy = "give a name relative to the store's root, such as 'step-100/model.safetensors'"
+    raise StoreError("use", f"{path!r}{inside}", reason, remedy=remedy, kind="path")
+
+
+def open_store(url: str | os.PathLike[str] | Store, **options: Any) -> Store:
+    """Open a folder of files, wherever it is. Nothing is read, made or checked yet.
+
+    Args:
+        url: A local path, ``file://``, ``s3://bucket/folder``, ``gs://bucket/folder``,
+            ``az://container/folder``, or ``memory://name``, which is one store per name for as
+            long as the process lives. A store comes back as it is. A folder in a bucket is taken
+            as it is written, ``#``, ``?`` and ``%20`` included; in a ``file://`` URL, escapes such
+            as ``%20`` stand for their characters.
+        **options: ``pool`` (a `Pool`) for any store. Object stores also take ``part_size`` and
+            what obstore takes for that service: ``endpoint="http://…"``, ``region=…``,
+            ``client_options={…}``; what is not given comes from the usual environment variables.
+
+    Raises:
+        ValueError: It is empty, the scheme is none of these, or the URL names no folder.
+        StoreError: A folder in a bucket is written in a way that no store accepts, as ``a/../b``.
+        TypeError: It is neither a path nor a store.
+        ModuleNotFoundError: An object store was asked for and obstore is not installed.
+
+    >>> store = open_store("memory://example")
+    >>> store.write("folder/a", [b"abc", b"", b"def"])
+    6
+    >>> middle = bytearray(2)
+    >>> store.read("folder/a", [(2, memoryview(middle))])
+    2
+    >>> middle, store.list()
+    (bytearray(b'cd'), ('folder/a',))
+    """
+    if not isinstance(url, (str, os.PathLike)):
+        if not isinstance(url, Store):
+            raise TypeError(_not_a_path(url))
+        if options:
+            raise TypeError(f"an open store takes no options, but got {', '.join(options)}")
+        return url
+    text = os.fspath(url)
+    if "://" not in text:
+        return _open_local(text, options)
+    scheme = text.partition("://")[0].lower()
+    if scheme == "file":
+        return _open_local(_local_path(text), options)
+    if scheme not in _OBJECTS:
+        known = ", ".join(f"{s}://" for s in ("file", *_OBJECTS))
+        raise ValueError(f"cannot open {text}: the scheme must be one of {known}, or none")
+    from .objects import open_objects  # obstore is optional
+
+    return open_objects(text, **options)
+
+
+def _not_a_path(given: object) -> str:
+    """Say what was passed in the place of a path, and what may have been meant."""
+    kind = type(given).__name__
+    if given is None:
+        return (
+            "the path is None; pass a folder, a URL or an open store. (`latest` returns None where "
+            "there is no checkpoint yet)"
+        )
+    if isinstance(given, Mapping) or hasattr(given, "state_dict"):
+        return (
+            f"the path is a {kind}: are the arguments swapped? It is save(state_dict, path), "
+            "load(state_dict, path), restore(path, target)"
+        )
+    if isinstance(given, (bytes, bytearray)):
+        return f"a path is text, not {kind}; pass os.fsdecode({given!r})"
+    verbs = [name for name in dir(Store) if not name.startswith("_")]
+    lacking = [name for name in verbs if not hasattr(given, name)]
+    if "read" in lacking:
+        return f"a path is text, an os.PathLike or an open store, not a {kind}"
+    lack = f"a {kind} is not a store: it lacks {', '.join(lacking)}"
+    return f"{lack}; derive it from shardplan.io.Store"
+
+
+def _open_local(path: str, options: dict[str, Any]) -> Store:
+    from .local import LocalStore  # which imports this module
+
+    # In a script, an empty path is mostly a variable that is not set.
+    if not path:
+        raise ValueError("the path is empty; write '.' for the current folder")
+    if typo := _ONE_SLASH.match(path):
+        raise ValueError(f"cannot open {path}: write {typo[1]}://{path[typo.end() :]}, two slashes")
+    if path == "~" or path.startswith("~/"):
+        raise ValueError(
+            f"{path} is not expanded; pass os.path.expanduser({path!r}), or './{path}' if the "
+            "folder is called that"
+        )
+    return LocalStore(path, **options)
+
+
+def _local_path(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.netloc not in {"", "localhost"}:
+        raise ValueError(f"cannot open {url}: a local path has three slashes, as in file:///tmp")
+    if "?" in url or "#" in url:
+        raise ValueError(
+            f"cannot open {url}: in a URL of a file, write ? as %3F and # as %23; or give the path"
+        )
+    return unquote(parts.path)

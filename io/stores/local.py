@@ -1,0 +1,392 @@
+"""Local files: bytes move straight between the disk and the caller's memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+import threading
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Final
+
+import numpy as np
+
+from shardplan.planning.columns import Ints
+
+from ..buffers import (
+    Buffer,
+    Bytes,
+    bundles,
+    byte_view,
+    gather,
+    pieces,
+    placed,
+    total_bytes,
+    wanted,
+)
+from ..pool import Pool, default_pool
+from .base import Contents, Entry, MissingFileError, Store, check_path
+from .errors import a_folder, short, taken, too_long, wrong_size
+from .local_files import (
+    IOV_MAX,
+    TEMPORARY,
+    can_map,
+    check_size,
+    closing,
+    entry_of,
+    fill_pieces,
+    link,
+    locked_folder,
+    map_ranges,
+    opened,
+    read_parts,
+    read_runs,
+    reported,
+    reserve_space,
+    start_writeback,
+    sync_folder,
+    unsure,
+    walk,
+    write_run,
+)
+
+__all__ = ["LocalStore"]
+
+_ABSENT: Final = (errno.ENOENT, errno.ENOTDIR)
+_STEP: Final = 32 << 20  # bytes a system call moves: much below Linux's limit of 2 GiB
+_WAIT: Final = 8 << 20  # bytes that wait to be written at most: their memory is held as long
+_ATTEMPTS: Final = 5
+
+
+class LocalStore(Store):
+    """A folder on a disk.
+
+    Reads are spread over the pool's threads. A file is written by one thread, since file systems
+    let only one write into a file at a time; the disk is kept busy from the first bytes on, so
+    that little is left to wait for in the end. Write several files at once to use more threads.
+
+    Symbolic links are followed when reading, as other tools' caches need it. A link is not
+    followed when writing: the file takes its place.
+
+    Args:
+        root: The folder; it is made when something is first written.
+        pool: Where reads run, by default the shared one.
+
+    >>> import tempfile
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> store = LocalStore(folder.name)
+    >>> store.write("a/b.bin", [b"012", b"345"])
+    6
+    >>> odd = bytearray(1), bytearray(2)
+    >>> store.read("a/b.bin", [(5, memoryview(odd[0])), (1, memoryview(odd[1]))])
+    3
+    >>> odd, store.list(recursive=False)
+    ((bytearray(b'5'), bytearray(b'12')), ('a/',))
+    >>> folder.cleanup()
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, pool: Pool | None = None) -> None:
+        self._root = os.path.abspath(root)
+        self._pool = pool
+        self._lock = threading.Lock()
+        self._unsynced: set[str] = set()
+        self._made: set[str] = set()  # the root and those above it, if made since the last sync
+        self._rooted = False  # whether the root's own name is among what is to be synced
+
+    @property
+    def url(self) -> str:
+        """The folder, as an absolute path."""
+        return self._root
+
+    @property
+    def staging(self) -> int:
+        """No memory is needed beside the caller's."""
+        return 0
+
+    @property
+    def can_map(self) -> bool:
+        """Whether files' own pages can be had; see `Store.can_map`."""
+        return can_map()
+
+    @property
+    def can_rename(self) -> bool:
+        """A disk renames files."""
+        return True
+
+    def __repr__(self) -> str:
+        return f"LocalStore({self._root!r})"
+
+    def read(self, path: str, ranges: Sequence[tuple[int, memoryview]]) -> int:
+        """Fill buffers from a file; see `Store.read`."""
+        file = self._file(path)
+        asked = wanted(ranges)
+        if not asked:
+            return 0
+        runs = gather(asked, max_bytes=_STEP, max_views=IOV_MAX)
+        bundled = list(bundles(runs, _STEP))
+        with reported("read", file), opened(file) as fd:
+            check_size(fd, file, asked)
+            if len(bundled) == 1:
+                return read_runs(fd, file, bundled[0])
+            pool = self._pool or default_pool()
+            return sum(pool.map(lambda runs: read_runs(fd, file, runs), bundled))
+
+    def read_pieces(
+        self, path: str, groups: Iterable[Sequence[tuple[int, memoryview]]], max_bytes: int
+    ) -> Generator[Iterator[memoryview], None, None]:
+        """Fill buffers a piece at a time; see `Store.read_pieces`."""
+        file = self._file(path)
+        with reported("read", file), opened(file) as fd:
+            for ranges in groups:
+                asked = wanted(ranges)
+                check_size(fd, file, asked)
+                yield fill_pieces(fd, file, asked, max_bytes)
+
+    @contextmanager
+    def mapped(self, path: str, starts: Ints, lengths: Ints) -> Iterator[Bytes]:
+        """Give a file's own pages; see `Store.mapped`."""
+        file = self._file(path)
+        last = int(np.argmax(starts + lengths))
+        asked = (file, int(starts[last]), int(lengths[last]))
+        with reported("read", file), opened(file) as fd:
+            size = os.fstat(fd).st_size
+            if asked[1] + asked[2] > size:
+                raise short(*asked, size)
+            try:
+                found = map_ranges(fd, starts, lengths)
+            except ValueError:  # the file was longer a moment ago
+                raise short(*asked, os.fstat(fd).st_size) from None
+        yield found
+
+    def write(
+        self,
+        path: str,
+        parts: Iterable[Buffer],
+        *,
+        nbytes: int | None = None,
+        atomic: bool = False,
+    ) -> int:
+        """Write a file whole; see `Store.write`."""
+        nbytes = total_bytes(parts) if nbytes is None else nbytes
+        with self._making(path, nbytes=nbytes, atomic=atomic) as fd:
+            written = 0
+            runs = gather(placed(pieces(parts, _WAIT)), max_bytes=_WAIT, max_views=IOV_MAX)
+            for offset, views in runs:
+                written += write_run(fd, offset, views)
+                start_writeback(fd, offset, written - offset)
+        return written
+
+    def write_contents(
+        self, path: str, contents: Contents, *, nbytes: int, atomic: bool = False
+    ) -> None:
+        """Write a file in any order; see `Store.write_contents`."""
+        with self._making(path, nbytes=nbytes, atomic=atomic) as fd:
+            contents.write_to(fd)
+
+    @contextmanager
+    def _making(self, path: str, *, nbytes: int | None, atomic: bool) -> Iterator[int]:
+        """Make a file that the block writes through a descriptor, in any order; see `write`."""
+        target = self._file(path)
+        file = f"{target}.{secrets.token_hex(8)}{TEMPORARY}" if atomic else target
+        with reported("write", target), self._created(file) as fd:
+            reserve_space(fd, nbytes or 0)
+            yield fd
+            written = os.fstat(fd).st_size
+            if nbytes not in {None, written}:
+                raise wrong_size(target, nbytes or 0, written)
+            os.fsync(fd)
+            if atomic:
+                os.replace(file, target)
+        if atomic:
+            with unsure(target, "write"):
+                self.sync()
+
+    def read_all(self, path: str, *, limit: int) -> bytes:
+        """Return a small file whole; see `Store.read_all`."""
+        file = self._file(path)
+        with reported("read", file), opened(file) as fd:
+            size = os.fstat(fd).st_size
+            if size > limit:
+                raise too_long(file, size, limit)
+            return b"".join(read_parts(fd, file, size))
+
+    def replace(self, path: str, data: bytes, *, overwrite: bool = True) -> None:
+        """Publish a small file at once and durably; see `Store.replace`."""
+        file = self._file(path)
+        temporary = f"{file}.{secrets.token_hex(8)}{TEMPORARY}"
+        with reported("replace", file):
+            if os.path.isdir(file):
+                raise a_folder("replace", file)
+            with self._created(temporary) as fd:
+                write_run(fd, 0, [byte_view(data)] if data else [])
+                os.fsync(fd)
+            try:
+                with locked_folder(os.path.dirname(file)):
+                    if overwrite or not link(temporary, file):
+                        if not overwrite and os.path.lexists(file):
+                            raise taken("replace", file)
+                        os.replace(temporary, file)
+            finally:
+                with suppress(OSError):  # a second name does no harm
+                    os.unlink(temporary)
+            with unsure(file):
+                self.sync()
+
+    def size(self, path: str) -> int:
+        """Return the size of a file in bytes."""
+        file = self._file(path)
+        with reported("measure", file):
+            return os.stat(file).st_size
+
+    def exists(self, path: str) -> bool:
+        """Return whether there is such a file; raise if that cannot be found out."""
+        file = self._file(path)
+        with reported("find", file):
+            try:
+                return stat.S_ISREG(os.stat(file).st_mode)
+            except OSError as error:
+                if error.errno in _ABSENT:
+                    return False
+                raise
+
+    def list(self, prefix: str = "", *, recursive: bool = True) -> tuple[str, ...]:
+        """Return the files below a folder, sorted; see `Store.list`."""
+        folder = self.locate(prefix)
+        with reported("list", folder):
+            found = walk(folder, f"{prefix}/" if prefix else "", recursive)
+            return tuple(sorted(name for name, _ in found))
+
+    def entries(self, prefix: str = "", *, recursive: bool = True) -> tuple[Entry, ...]:
+        """Return the files below a folder with sizes and times; see `Store.entries`."""
+        folder = self.locate(prefix)
+        with reported("list", folder):
+            walked = walk(folder, f"{prefix}/" if prefix else "", recursive)
+            found = (entry_of(name, entry) for name, entry in walked)
+            return tuple(sorted((e for e in found if e is not None), key=lambda e: e.name))
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Delete files, and folders thereby emptied; see `Store.delete`.
+
+        The root goes, too, if it is empty and was made since the last `sync`.
+        """
+        files = [self._file(path) for path in paths]
+        folders = {os.path.dirname(file) for file in files}
+        with self._lock:
+            self._unsynced |= folders
+        for file in files:
+            with reported("delete", file), suppress(FileNotFoundError):
+                os.unlink(file)
+        for folder in folders:
+            self._remove_empty(folder)
+
+    def rename(self, path: str, to: str) -> None:
+        """Give a file another name; see `Store.rename`. `sync` makes it durable."""
+        source, target = self._file(path), self._file(to)
+        with reported("replace", target):
+            self._note_renamed(source, target)
+            os.replace(source, target)
+
+    def link(self, path: str, to: str) -> bool:
+        """Give a file a second name; see `Store.link`."""
+        source, target = self._file(path), self._file(to)
+        with reported("replace", target):
+            self._note_renamed(source, target)
+            return link(source, target)
+
+    def _note_renamed(self, *files: str) -> None:
+        with self._lock:
+            self._unsynced |= {os.path.dirname(file) for file in files}
+
+    def delete_same(self, path: str, data: bytes) -> bool:
+        """Delete a small file if it holds just these bytes; see `Store.delete_same`.
+
+        A concurrent `replace` of that file comes either before, and the file stays, or after, if
+        the disk has locks.
+        """
+        file = self._file(path)
+        try:
+            with reported("delete", file), locked_folder(os.path.dirname(file)):
+                size = os.stat(file).st_size
+                if size != len(data) or self.read_all(path, limit=size) != data:
+                    return False
+                self.delete([path])
+        except MissingFileError:
+            return False
+        return True
+
+    def sync(self) -> None:
+        """Make durable the names written and deleted so far; see `Store.sync`."""
+        with self._lock:
+            folders, self._unsynced = self._unsynced, set()
+            self._made.clear()
+        try:
+            for folder in sorted(folders):
+                # Who may not list the folder above the root cannot sync it either.
+                forgiven = [PermissionError] if len(folder) < len(self._root) else []
+                with reported("sync", folder), suppress(FileNotFoundError, *forgiven):
+                    sync_folder(folder)
+        except BaseException:
+            with self._lock:
+                self._unsynced |= folders
+            raise
+
+    def locate(self, path: str = "") -> str:
+        """Return where a file is on the disk; see `Store.locate`."""
+        return self._file(path) if path else self._root
+
+    def _file(self, path: str) -> str:
+        return os.path.join(self._root, check_path(path, root=self._root))
+
+    @contextmanager
+    def _created(self, file: str) -> Iterator[int]:
+        """Open a new file for writing, and remove it again if the block fails."""
+        with closing(self._create(file)) as fd:
+            try:
+                yield fd
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(file)
+                raise
+
+    def _create(self, file: str) -> int:
+        """Open a file that is not there yet: folders are made, an old file is taken away."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        folder = os.path.dirname(file)
+        for _ in range(_ATTEMPTS):  # a concurrent delete may remove the folder once more
+            try:
+                self._make_folder(folder)
+                return os.open(file, flags, 0o666)
+            except FileNotFoundError:
+                continue
+            except FileExistsError:
+                with suppress(FileNotFoundError):
+                    os.unlink(file)
+        return os.open(file, flags, 0o666)
+
+    def _make_folder(self, folder: str) -> None:
+        new, made, above = folder, {folder}, set[str]()
+        while not os.path.isdir(new):  # a new folder's name is part of its parent
+            if len(new) <= len(self._root):
+                above.add(new)
+            new = os.path.dirname(new)
+            made.add(new)
+        os.makedirs(folder, exist_ok=True)
+        with self._lock:
+            self._made |= above
+            if not self._rooted:  # somebody may just have made the root for us
+                made.add(os.path.dirname(self._root))
+                self._rooted = True
+            self._unsynced |= made
+
+    def _remove_empty(self, folder: str) -> None:
+        while len(folder) > len(self._root) or folder in self._made:
+            try:
+                os.rmdir(folder)
+            except OSError:
+                return
+            with self._lock:
+                self._made.discard(folder)
+                folder = os.path.dirname(folder)
+                self._unsynced.add(folder)

@@ -1,0 +1,348 @@
+"""What `LocalStore` asks of the operating system, for one file or folder at a time.
+
+Hints that make large writes faster, durable names and locks quietly do nothing where a file system
+does not know of such a thing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import re
+import stat
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+
+from shardplan.planning.columns import Ints
+
+from ..buffers import Bytes, Run, advance
+from .base import Entry
+from .errors import StoreError, a_folder, from_os_error, no_file, short
+
+__all__ = [
+    "IOV_MAX",
+    "PAGE",
+    "TEMPORARY",
+    "can_map",
+    "check_size",
+    "closing",
+    "entry_of",
+    "fill_pieces",
+    "is_temporary",
+    "link",
+    "locked_folder",
+    "map_ranges",
+    "opened",
+    "read_parts",
+    "read_runs",
+    "reported",
+    "reserve_space",
+    "start_writeback",
+    "sync_folder",
+    "unsure",
+    "walk",
+    "write_run",
+]
+
+IOV_MAX: Final = max(16, os.sysconf("SC_IOV_MAX")) if hasattr(os, "sysconf") else 16
+"""How many buffers one call of preadv or pwritev takes."""
+
+TEMPORARY: Final = ".tmp"
+"""How the name of a file ends that a killed `LocalStore.replace` leaves behind."""
+
+_KEEP_SIZE: Final = 1  # FALLOC_FL_KEEP_SIZE: a file that a kill cuts short looks short
+_WRITE: Final = 2  # SYNC_FILE_RANGE_WRITE: start, and do not wait
+_PATIENCE: Final = 10.0  # seconds that a lock is waited for
+_TICK: Final = 0.01  # seconds between attempts
+_NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+PAGE: Final = mmap.ALLOCATIONGRANULARITY
+"""Bytes that the system reads at least, whatever is asked for."""
+
+_POPULATE: Final = 22  # MADV_POPULATE_READ, of Linux 5.14
+
+
+@contextmanager
+def reported(operation: str, file: str) -> Iterator[None]:
+    """Make a `StoreError` of what the operating system reports."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except OSError as error:
+        raise from_os_error(operation, file, error) from error
+
+
+@contextmanager
+def closing(fd: int) -> Iterator[int]:
+    """Give a descriptor, and close it in the end."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def opened(file: str) -> Iterator[int]:
+    """Open a file for reading; what is no file would be waited for, or never end."""
+    with closing(os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as fd:
+        mode = os.fstat(fd).st_mode
+        if stat.S_ISDIR(mode):
+            raise a_folder("read", file)
+        if not stat.S_ISREG(mode):
+            raise no_file("read", file)
+        yield fd
+
+
+def check_size(fd: int, file: str, asked: Sequence[tuple[int, memoryview]]) -> None:
+    """Refuse ranges that reach past the end of a file."""
+    size = os.fstat(fd).st_size
+    for offset, view in asked:
+        if offset + view.nbytes > size:
+            raise short(file, offset, view.nbytes, size)
+
+
+def read_runs(fd: int, file: str, runs: Sequence[Run]) -> int:
+    """Fill buffers, run by run; say how many bytes."""
+    total = 0
+    for offset, views in runs:
+        end = offset + sum([view.nbytes for view in views])
+        total += end - offset
+        while offset < end:
+            done = os.preadv(fd, views, offset)
+            if not done:  # the file was longer a moment ago
+                raise short(file, offset, end - offset, os.fstat(fd).st_size)
+            offset += done
+            views = advance(views, done) if offset < end else []
+    return total
+
+
+def fill_pieces(
+    fd: int, file: str, asked: Sequence[tuple[int, memoryview]], max_bytes: int
+) -> Iterator[memoryview]:
+    """Fill buffers a piece at a time, and hand out each piece once it is filled."""
+    with reported("read", file):
+        for offset, view in asked:
+            for low in range(0, len(view), max_bytes):
+                piece = view[low : low + max_bytes]
+                done = os.preadv(fd, (piece,), offset + low)
+                if done < len(piece):
+                    read_runs(fd, file, [(offset + low + done, [piece[done:]])])
+                yield piece
+
+
+def read_parts(fd: int, file: str, size: int) -> Iterator[bytes]:
+    """Yield a file's bytes, all of them at once if the system is willing."""
+    done = 0
+    while done < size:
+        part = os.pread(fd, size - done, done)
+        if not part:  # the file was longer a moment ago
+            raise short(file, done, size - done, os.fstat(fd).st_size)
+        yield part
+        done += len(part)
+
+
+def write_run(fd: int, offset: int, views: Sequence[memoryview]) -> int:
+    """Write buffers that follow one another in the file; say how many bytes."""
+    start = offset
+    while views:
+        done = os.pwritev(fd, views, offset)
+        offset, views = offset + done, advance(views, done)
+    return offset - start
+
+
+def link(source: str, target: str) -> bool:
+    """Give a file a second name; return False if that is taken, or the disk has no hard links."""
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        # A network file system may have done it, lost its answer, and tried again.
+        return os.path.exists(target) and os.path.samefile(source, target)
+    return True
+
+
+@contextmanager
+def unsure(file: str, operation: str = "replace") -> Iterator[None]:
+    """Say of an error that the file was replaced, though maybe not for good."""
+    try:
+        yield
+    except OSError as error:
+        why = error.reason if isinstance(error, StoreError) else str(error)
+        reason = f"it was replaced, but a loss of power may undo that ({why})"
+        raise StoreError(operation, file, reason, kind="unsure", errno=error.errno) from error
+
+
+def entry_of(name: str, entry: os.DirEntry[str]) -> Entry | None:
+    """Return what a listing tells of a file; None if it is gone."""
+    if name.endswith("/"):
+        return Entry(name)
+    try:
+        found = entry.stat()
+    except FileNotFoundError:  # deleted a moment ago, or a link to nothing
+        return None
+    return Entry(name, found.st_size, max(found.st_mtime, found.st_ctime), found.st_mtime)
+
+
+def walk(folder: str, prefix: str, recursive: bool) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Yield the files below a folder, by name; not recursive, the folders in it as well."""
+    try:
+        entries = list(os.scandir(folder))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for entry in entries:
+        if not entry.is_dir():
+            yield prefix + entry.name, entry
+        elif entry.is_symlink():
+            continue  # a second name of a folder, such as `latest`
+        elif recursive:
+            yield from walk(entry.path, f"{prefix}{entry.name}/", recursive)
+        else:
+            yield f"{prefix}{entry.name}/", entry
+
+
+@cache
+def can_map() -> bool:
+    """Return whether the system reports pages that cannot be read when it is asked for them.
+
+    Where it does not, touching a page that cannot be read (the disk fails, the file was cut short)
+    would end the process.
+    """
+    try:
+        with mmap.mmap(-1, PAGE) as page:
+            page.madvise(_POPULATE)
+    except (AttributeError, OSError, ValueError):
+        return False
+    return True
+
+
+def map_ranges(fd: int, starts: Ints, lengths: Ints) -> Bytes:
+    """Map a file's pages from where the first of some ranges starts to where the last ends.
+
+    All pages are asked for first, so that one that cannot be read is an error. Only the bytes in
+    the ranges may be looked at.
+
+    Args:
+        fd: The file.
+        starts: Where the ranges start; there is at least one.
+        lengths: How long each is.
+
+    Raises:
+        OSError: Some of them cannot be read.
+        ValueError: The file ends before.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryFile() as file:
+    ...     _ = file.write(bytes(range(100)))
+    ...     file.flush()
+    ...     found = map_ranges(file.fileno(), np.array([90, 3]), np.array([4, 4]))
+    >>> found[:4].tolist(), found[87:].tolist()
+    ([3, 4, 5, 6], [90, 91, 92, 93])
+    """
+    order = np.argsort(starts, kind="stable")
+    low, ends = starts[order] // PAGE * PAGE, (starts + lengths)[order]
+    first, size = int(low[0]), int(ends.max() - low[0])
+    writable = mmap.PROT_READ | mmap.PROT_WRITE  # a copy of our own, if anybody wrote to it
+    pages = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=writable, offset=first)
+    reach = np.maximum.accumulate(-(-ends // PAGE) * PAGE)
+    apart = np.flatnonzero(low[1:] > reach[:-1])  # the last range before each gap of whole pages
+    runs = zip(low[[0, *(apart + 1)]].tolist(), reach[[*apart, -1]].tolist(), strict=True)
+    for begin, end in runs:
+        pages.madvise(_POPULATE, begin - first, min(end - first, size) - (begin - first))
+    return np.frombuffer(pages, np.uint8)[int(starts.min()) - first :]
+
+
+@cache
+def _function(name: str, *types: Any) -> Any:
+    """Return a function of Linux's C library, or None elsewhere."""
+    if not sys.platform.startswith("linux"):
+        return None
+    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
+    if function is not None:
+        function.argtypes = types
+    return function
+
+
+def reserve_space(fd: int, nbytes: int) -> None:
+    """Reserve room for a file that is about to be written, so that a full disk shows at once.
+
+    The C library's posix_fallocate is avoided: where a file system cannot reserve, it writes.
+
+    Raises:
+        OSError: There is not that much space.
+    """
+    fallocate = _function(
+        "fallocate64", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64
+    ) or _function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    if fallocate and nbytes and fallocate(fd, _KEEP_SIZE, 0, nbytes):
+        code = ctypes.get_errno()
+        if code in _NO_SPACE:
+            raise OSError(code, os.strerror(code))
+
+
+def start_writeback(fd: int, offset: int, nbytes: int) -> None:
+    """Have the disk begin with these bytes now, while the next are prepared."""
+    signature = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    if sync_file_range := _function("sync_file_range", *signature):
+        sync_file_range(fd, offset, nbytes, _WRITE)
+
+
+def sync_folder(path: str) -> None:
+    """Make the names in a folder durable, on file systems that know of such a thing."""
+    fd = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in {errno.EINVAL, errno.ENOTSUP}:
+            raise
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def locked_folder(path: str) -> Iterator[None]:
+    """Lock a folder against others who call this, for a moment.
+
+    On a disk without locks this does nothing. A lock that is held for many seconds is ignored: the
+    process that holds it was stopped.
+    """
+    fd = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | os.O_CLOEXEC)
+    try:
+        _lock(fd)
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a process that was forked just now has it, too
+        os.close(fd)
+
+
+def _lock(fd: int) -> None:
+    end = time.monotonic() + _PATIENCE
+    while time.monotonic() < end:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(_TICK)
+        except OSError:
+            return
+
+
+def is_temporary(name: str, file: str) -> bool:
+    """Say whether a name is one that a killed `LocalStore.replace` of a file leaves behind.
+
+    >>> is_temporary("m.json.0123456789abcdef.tmp", "m.json"), is_temporary("m.json.tmp", "m.json")
+    (True, False)
+    """
+    pattern = rf"{re.escape(file)}\.[0-9a-f]{{16}}{re.escape(TEMPORARY)}"
+    return re.fullmatch(pattern, name) is not None

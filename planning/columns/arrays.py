@@ -1,0 +1,121 @@
+"""Arrays as bytes: a JSON header that says what follows, then the arrays, as narrow as they allow.
+
+The decoder only ever slices a buffer: it cannot run code, and it checks every length against the
+bytes that are there before it makes an array.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import CodecError
+
+__all__ = ["DAMAGE", "Ints", "flat", "pack", "readonly", "unpack"]
+
+Ints = npt.NDArray[np.int64]
+Array = npt.NDArray[Any]
+
+# What decoding can run into when bytes are not what it expects (deep nesting is a RuntimeError).
+DAMAGE: Final = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    StopIteration,
+    TypeError,
+    ValueError,
+)
+
+_MAGIC: Final = b"SPLN1\n"
+_WIDTHS: Final = ("|u1", "<u2", "<u4", "<i8")
+_LIMITS: Final = (1 << 8, 1 << 16, 1 << 32)
+
+
+def readonly(array: Array) -> Array:
+    """Return ``array`` as one that nobody can write to through this reference."""
+    if not array.flags.writeable:
+        return array
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def _narrow(array: Array) -> Array:
+    """Return whole numbers in the narrowest little-endian width that holds them all."""
+    if array.size == 0:
+        return array.astype("|u1")
+    low, high = int(array.min()), int(array.max())
+    if low < 0:
+        return array.astype("<i8")
+    width = next((w for w, limit in zip(_WIDTHS, _LIMITS, strict=False) if high < limit), "<i8")
+    return array.astype(width)
+
+
+def pack(header: Mapping[str, Any], arrays: Mapping[str, Array | bytes]) -> bytes:
+    """Write JSON data and whole-number arrays (or raw bytes) as one buffer.
+
+    >>> header, arrays = unpack(pack({"rank": 3}, {"row": np.array([0, 300])}))
+    >>> header, arrays["row"]
+    ({'rank': 3}, array([  0, 300]))
+    """
+    parts: list[tuple[str, str, tuple[int, ...], bytes]] = []
+    for name, array in arrays.items():
+        if isinstance(array, bytes):
+            parts.append((name, "", (len(array),), array))
+        else:
+            narrow = _narrow(array)
+            parts.append((name, narrow.dtype.str, narrow.shape, narrow.tobytes()))
+    spec = [[name, dtype, list(shape)] for name, dtype, shape, _ in parts]
+    head = json.dumps([dict(header), spec], separators=(",", ":"), allow_nan=False).encode()
+    return b"".join([_MAGIC, len(head).to_bytes(8, "little"), head, *(p[3] for p in parts)])
+
+
+def unpack(buffer: bytes | memoryview) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read what `pack` wrote: the JSON data, and the arrays (int64, read-only) or bytes by name.
+
+    Raises:
+        CodecError: The buffer is not one of ours, is cut short or runs on.
+    """
+    view = memoryview(buffer)
+    start = len(_MAGIC) + 8
+    if bytes(view[: len(_MAGIC)]) != _MAGIC:
+        raise CodecError(f"not a packed plan: it starts with {bytes(view[:6])!r}, not {_MAGIC!r}")
+    end = start + int.from_bytes(view[len(_MAGIC) : start], "little")
+    try:
+        header, spec = json.loads(bytes(view[start:end]))
+        arrays: dict[str, Any] = {}
+        for name, dtype, shape in spec:
+            arrays[name], end = _slice(view, end, dtype, shape)
+    except DAMAGE as error:
+        raise CodecError(f"a packed plan's header is damaged: {error}") from error
+    if end != len(view) or not isinstance(header, dict):
+        raise CodecError(f"a packed plan of {len(view)} bytes should have {end}")
+    return header, arrays
+
+
+def flat(arrays: Mapping[str, Any], *names: str) -> tuple[Ints, ...]:
+    """Return the named columns, each an array with one number a row."""
+    columns = tuple(arrays[name] for name in names)
+    if any(column.ndim != 1 for column in columns):
+        raise ValueError(f"of {', '.join(names)}, one is no column")
+    return columns
+
+
+def _slice(view: memoryview, at: int, dtype: str, shape: list[Any]) -> tuple[Any, int]:
+    """Return the array (or bytes) that starts at byte ``at``, and where it ends."""
+    if any(type(n) is not int or n < 0 for n in shape) or dtype not in ("", *_WIDTHS):
+        raise ValueError(f"impossible array of {dtype!r} and shape {shape}")
+    count = math.prod(shape)
+    end = at + count * (np.dtype(dtype).itemsize if dtype else 1)
+    if end > len(view):
+        raise ValueError(f"it promises bytes up to {end} and ends at {len(view)}")
+    if not dtype:
+        return bytes(view[at:end]), end
+    array = np.frombuffer(view[at:end], dtype=dtype).reshape(shape).astype(np.int64)
+    return readonly(array), end

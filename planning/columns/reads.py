@@ -1,0 +1,277 @@
+"""A load plan's items in columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any, Final
+
+import attrs
+import numpy as np
+
+from ..errors import CodecError
+from ..geometry.tilings import MAX_AXES, pad
+from ..items import LoadItemType, MetadataIndex, ReadItem
+from .arrays import DAMAGE, Ints, flat, pack, readonly, unpack
+from .catalog import column, pack_names, padded, unpack_names, within
+from .items import Columns, Index
+
+__all__ = ["ReadItems", "Transfer", "Transfers"]
+
+_TYPES: Final = {t.value: t for t in LoadItemType}
+_BYTES: Final = LoadItemType.BYTE_IO.value
+
+
+@attrs.frozen(eq=False, repr=False, slots=False)
+class ReadItems(Columns[ReadItem]):
+    """A plan's `ReadItem`s; one row a read.
+
+    Attributes:
+        names: The names that ``dest`` and ``storage`` number.
+        type: `LoadItemType` values.
+        ndim: How many axes each read has.
+        dest, dest_anchor, dest_hint: The shard of the state dict: name, where it starts, hint.
+        dest_offsets: Where the read goes, relative to that shard.
+        storage, storage_anchor, storage_hint: The saved chunk, likewise.
+        storage_offsets: Where the read comes from, relative to that chunk.
+        lengths: How large it is, in elements.
+    """
+
+    names: tuple[str, ...]
+    type: Ints
+    ndim: Ints
+    dest: Ints
+    dest_anchor: Ints
+    dest_hint: Ints
+    dest_offsets: Ints
+    storage: Ints
+    storage_anchor: Ints
+    storage_hint: Ints
+    storage_offsets: Ints
+    lengths: Ints
+
+    @classmethod
+    def of(cls, items: Iterable[ReadItem]) -> ReadItems:
+        """Make columns of records; columns come back as they are."""
+        if isinstance(items, ReadItems):
+            return items
+        records = tuple(items)
+        names: dict[str, int] = {}
+        sides: dict[str, Ints] = {}
+        for label in ("dest", "storage"):
+            indices: list[MetadataIndex] = [getattr(r, f"{label}_index") for r in records]
+            sides[label] = column([names.setdefault(i.fqn, len(names)) for i in indices])
+            sides[f"{label}_anchor"] = padded([i.offset or () for i in indices], 0)
+            sides[f"{label}_hint"] = column([-1 if i.index is None else i.index for i in indices])
+            sides[f"{label}_offsets"] = padded([getattr(r, f"{label}_offsets") for r in records], 0)
+        lengths = padded([r.lengths for r in records], 1)
+        for label in ("dest_anchor", "storage_anchor"):  # bytes have no anchor, but an axis
+            sides[label] = readonly(pad(sides[label], lengths.shape[1], 0))
+        kinds, ndim = [r.type.value for r in records], [len(r.lengths) for r in records]
+        return cls(
+            names=tuple(names), type=column(kinds), ndim=column(ndim), lengths=lengths, **sides
+        )
+
+    def __len__(self) -> int:
+        return len(self.type)
+
+    def record(self, row: int) -> ReadItem:
+        """Make the record of one row."""
+        axes = slice(0, int(self.ndim[row]))
+        return ReadItem(
+            _TYPES[int(self.type[row])],
+            self._index(row, self.dest, self.dest_anchor, self.dest_hint),
+            self.dest_offsets[row, axes].tolist(),
+            self._index(row, self.storage, self.storage_anchor, self.storage_hint),
+            self.storage_offsets[row, axes].tolist(),
+            self.lengths[row, axes].tolist(),
+        )
+
+    def _index(self, row: int, name: Ints, anchor: Ints, hint: Ints) -> MetadataIndex:
+        offset = None if self.type[row] == _BYTES else anchor[row, : self.ndim[row]].tolist()
+        return MetadataIndex(
+            self.names[name[row]], offset, None if hint[row] < 0 else int(hint[row])
+        )
+
+    def take(self, rows: Index | slice) -> ReadItems:
+        """Return the given rows (numbers, a mask or a slice), in that order."""
+        return ReadItems(self.names, **{k: readonly(v[rows]) for k, v in self._columns.items()})
+
+    def canonical(self) -> ReadItems:
+        """Return equal reads in the one form that equal reads have: no hints, no spare names."""
+        return ReadItems.of(
+            attrs.evolve(
+                read,
+                dest_index=attrs.evolve(read.dest_index, index=None),
+                storage_index=attrs.evolve(read.storage_index, index=None),
+            )
+            for read in self
+        )
+
+    @cached_property
+    def numel(self) -> Ints:
+        """How many elements each read copies; 0 for values that are no tensors."""
+        return readonly(np.where(self.type == _BYTES, 0, self.lengths.prod(axis=1)))
+
+    @property
+    def _columns(self) -> dict[str, Ints]:
+        return {k: v for k, v in vars(self).items() if k in _COLUMNS}
+
+    def _same(self, other: ReadItems) -> bool:
+        ids: dict[str, int] = {}
+        for items in (self, other):
+            for name in items.names:
+                ids.setdefault(name, len(ids))
+        width = min(self.lengths.shape[1], other.lengths.shape[1])
+        mine, theirs = self._columns, other._columns
+        for key, a in mine.items():
+            b = theirs[key]
+            if key.endswith("_hint"):
+                continue  # a hint is no part of a name
+            if key in ("dest", "storage"):
+                a, b = (column([ids[n] for n in i.names])[v] for i, v in ((self, a), (other, b)))
+            if not np.array_equal(*((a, b) if a.ndim == 1 else (a[:, :width], b[:, :width]))):
+                return False
+        return True
+
+    @classmethod
+    def concat(cls, parts: Sequence[ReadItems]) -> ReadItems:
+        """Return the reads of several sequences, one after the other."""
+        ids: dict[str, int] = {}
+        by_names = {
+            names: column([ids.setdefault(n, len(ids)) for n in names])
+            for names in dict.fromkeys(part.names for part in parts)
+        }
+        number = [by_names[part.names] for part in parts]
+        width = max((part.lengths.shape[1] for part in parts), default=0)
+        columns: dict[str, Ints] = {}
+        for key in _COLUMNS:
+            values = [getattr(part, key) for part in parts]
+            if key in ("dest", "storage"):
+                values = [at[v] if len(v) else v for at, v in zip(number, values, strict=True)]
+            elif values and values[0].ndim == 2:
+                values = [pad(v, width, 1 if key == "lengths" else 0) for v in values]
+            columns[key] = readonly(np.concatenate(values)) if values else getattr(cls.of(()), key)
+        return cls(tuple(ids), **columns)
+
+    def to_bytes(self) -> bytes:
+        """Encode the columns."""
+        shifted = {k: v + 1 if k.endswith("_hint") else v for k, v in self._columns.items()}
+        return pack({}, {**shifted, **pack_names("names", self.names)})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> ReadItems:
+        """Decode, or raise `CodecError` where the columns do not fit each other."""
+        _, arrays = unpack(data)
+        try:
+            names = unpack_names("names", arrays)
+            columns = {
+                k: readonly(arrays[k] - 1) if k.endswith("_hint") else arrays[k] for k in _COLUMNS
+            }
+            boxes = {k: v for k, v in columns.items() if k in _BOXES}
+            flat(columns, *(columns.keys() - boxes.keys()))
+            if (
+                len({len(v) for v in columns.values()}) > 1
+                or len({v.shape for v in boxes.values()}) > 1
+            ):
+                raise ValueError("its columns differ in length or axes")
+            axes = columns["lengths"].shape[1]
+            if axes > MAX_AXES:
+                raise ValueError(f"{axes} axes are more than an array can have")
+            limits = {"type": 3, "ndim": axes + 1, "dest": len(names), "storage": len(names)}
+            limits |= dict.fromkeys(boxes, 1 << 62)
+            if not all(within(columns[k], end) for k, end in limits.items()):
+                raise ValueError("a number is out of range")
+            if not columns["type"].all():
+                raise ValueError("unknown item type")
+        except DAMAGE as error:
+            raise CodecError(f"a load plan's items are damaged: {error}") from error
+        return cls(names, **columns)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ReadItems.from_bytes, (self.to_bytes(),)
+
+
+@attrs.frozen
+class Transfer:
+    """A read that one rank makes for another.
+
+    Attributes:
+        read: What the target needs, told as if it read for itself.
+        source: The rank that reads it from storage and sends it.
+        target: The rank that receives it.
+    """
+
+    read: ReadItem
+    source: int
+    target: int
+
+
+@attrs.frozen(eq=False, repr=False, slots=False)
+class Transfers(Columns[Transfer]):
+    """`Transfer`s in columns: the reads, and who makes each for whom."""
+
+    reads: ReadItems
+    source: Ints
+    target: Ints
+
+    @classmethod
+    def of(cls, transfers: Iterable[Transfer]) -> Transfers:
+        """Make columns of records; columns come back as they are."""
+        if isinstance(transfers, Transfers):
+            return transfers
+        records = tuple(transfers)
+        reads = ReadItems.of([t.read for t in records])
+        return cls(reads, column([t.source for t in records]), column([t.target for t in records]))
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def record(self, row: int) -> Transfer:
+        """Make the record of one row."""
+        return Transfer(self.reads.record(row), int(self.source[row]), int(self.target[row]))
+
+    def take(self, rows: Index | slice) -> Transfers:
+        """Return the given rows (numbers, a mask or a slice), in that order."""
+        ends = (readonly(self.source[rows]), readonly(self.target[rows]))
+        return Transfers(self.reads.take(rows), *ends)
+
+    def _same(self, other: Transfers) -> bool:
+        ends = ((self.source, other.source), (self.target, other.target))
+        return self.reads == other.reads and all(np.array_equal(a, b) for a, b in ends)
+
+    @classmethod
+    def concat(cls, parts: Sequence[Transfers]) -> Transfers:
+        """Return the transfers of several sequences, one after the other."""
+        parts = [part for part in parts if len(part)] or list(parts[:1])
+        if len(parts) == 1:
+            return parts[0]
+        ends = [np.concatenate([getattr(p, end) for p in parts]) for end in ("source", "target")]
+        return cls(ReadItems.concat([p.reads for p in parts]), *map(readonly, ends))
+
+    def to_bytes(self) -> bytes:
+        """Encode the columns."""
+        reads = self.reads.to_bytes()
+        return pack({}, {"reads": reads, "source": self.source, "target": self.target})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Transfers:
+        """Decode, or raise `CodecError` where the columns do not fit each other."""
+        _, arrays = unpack(data)
+        try:
+            reads = ReadItems.from_bytes(arrays["reads"])
+            source, target = flat(arrays, "source", "target")
+            if not len(reads) == len(source) == len(target):
+                raise ValueError("columns differ in length")
+            if not within(source, 1 << 31) or not within(target, 1 << 31):
+                raise ValueError("a rank is out of range")
+        except DAMAGE as error:
+            raise CodecError(f"a load plan's transfers are damaged: {error}") from error
+        return cls(reads, source, target)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Transfers.from_bytes, (self.to_bytes(),)
+
+
+_COLUMNS: Final = tuple(a.name for a in attrs.fields(ReadItems) if a.name != "names")
+_BOXES: Final = ("dest_anchor", "dest_offsets", "storage_anchor", "storage_offsets", "lengths")

@@ -1,0 +1,405 @@
+"""The plans of all ranks seen at once: every chunk, sorted by tensor and place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from typing import Any
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import Issue, listed, span
+from ..geometry.tilings import shape_fault, tile
+from ..items import TensorProperties
+from ..metadata import Layout
+from ..records import SavePlan
+from .arrays import Ints
+from .catalog import Catalog, column, padded
+from .items import WriteItems
+
+__all__ = ["Rows", "World"]
+
+
+@attrs.frozen(eq=False, slots=False)
+class Rows:
+    """Every chunk of every rank; one row each, by tensor, then by where it starts, then by rank.
+
+    Attributes:
+        names: The tensors and values, sorted.
+        props: The distinct properties, sorted, and ``prop``, which of them each tensor has (-1:
+            it is no tensor).
+        shapes: Each tensor's global shape.
+        start: Where each tensor's rows begin, and, last, where all rows end.
+        first: Where each rank's items begin when all are laid end to end, and where they end.
+        flat: Which item each row is, in that numbering.
+        offsets, sizes: The chunk, in the global frame, padded.
+        issues: Faults for which no rows can be made: tensors on which ranks disagree.
+        source: Which source in the state dict each item has, in the numbering of ``flat``; None
+            where every name has one source only.
+    """
+
+    names: tuple[str, ...]
+    props: tuple[TensorProperties, ...]
+    prop: Ints
+    shapes: tuple[tuple[int, ...], ...]
+    start: Ints
+    first: Ints
+    flat: Ints
+    offsets: Ints
+    sizes: Ints
+    issues: tuple[Issue, ...]
+    source: Ints | None = None
+
+    def __len__(self) -> int:
+        return len(self.flat)
+
+    def take(self, rows: npt.NDArray[Any]) -> Rows:
+        """Return the given rows (numbers or a mask), which must stay grouped by tensor."""
+        start = np.searchsorted(self.tensor[rows], np.arange(len(self.names) + 1))
+        taken = (self.flat[rows], self.offsets[rows], self.sizes[rows])
+        return attrs.evolve(self, start=start, flat=taken[0], offsets=taken[1], sizes=taken[2])
+
+    def spread(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Give every row the value of its tensor."""
+        return np.repeat(values, np.diff(self.start))
+
+    @cached_property
+    def tensor(self) -> Ints:
+        """Which tensor each row belongs to."""
+        return self.spread(np.arange(len(self.names)))
+
+    @cached_property
+    def rank(self) -> Ints:
+        """Whose row it is."""
+        return np.repeat(np.arange(len(self.first) - 1), np.diff(self.first))[self.flat]
+
+    @cached_property
+    def item(self) -> Ints:
+        """Which of that rank's items it is."""
+        return self.flat - self.first[self.rank]
+
+    @cached_property
+    def place(self) -> Ints:
+        """Where the chunk starts when the tensor is laid out row-major, in elements."""
+        shape = padded(self.shapes, 1)
+        place, stride = np.zeros(len(self), np.int64), np.ones(len(shape), np.int64)
+        for axis in reversed(range(shape.shape[1])):
+            place += self.offsets[:, axis] * self.spread(stride)
+            stride = stride * shape[:, axis]
+        return place
+
+    @cached_property
+    def repeats(self) -> npt.NDArray[np.bool_]:
+        """Which rows are the same chunk of the same tensor as the row before: replicas."""
+        same = np.zeros(len(self), bool)
+        if len(self):
+            same[1:] = (self.tensor[1:] == self.tensor[:-1]) & (self.place[1:] == self.place[:-1])
+            at = np.flatnonzero(same)
+            same[at] = (self.sizes[at] == self.sizes[at - 1]).all(axis=1)
+        return same
+
+    @cached_property
+    def clashes(self) -> npt.NDArray[np.bool_]:
+        """Which rows repeat the row before but come from another source: they are no replicas."""
+        clash = np.zeros(len(self), bool)
+        if self.source is not None and len(self):
+            source = self.source[self.flat]
+            clash[1:] = self.repeats[1:] & (source[1:] != source[:-1])
+        return clash
+
+    @property
+    def faulty(self) -> bool:
+        """Whether ranks disagree, so that nobody can say who writes what."""
+        return bool(self.issues) or bool(self.clashes.any())
+
+    @cached_property
+    def nbytes(self) -> Ints:
+        """Bytes of each chunk in the checkpoint; values that are no tensors count as one."""
+        itemsize = np.array([*(p.itemsize for p in self.props), 1])[self.prop]
+        return np.asarray(self.sizes.prod(axis=1) * itemsize[self.tensor])
+
+    @cached_property
+    def layouts(self) -> tuple[tuple[Layout, ...], Ints]:
+        """The distinct layouts, and which of them each tensor has (-1: it is no tensor)."""
+        boxes = np.concatenate([self.offsets, self.sizes], axis=1)
+        starts, is_tensor = self.start.tolist(), (self.prop >= 0).tolist()
+        numbers: dict[tuple[tuple[int, ...], int, bytes], int] = {}
+        found: list[Layout] = []
+        which = []
+        for tensor, shape in enumerate(self.shapes):
+            if not is_tensor[tensor]:
+                which.append(-1)
+                continue
+            rows = slice(starts[tensor], starts[tensor + 1])
+            # Without axes there are no bytes to tell one chunk from none: the count does.
+            key = (shape, starts[tensor + 1] - starts[tensor], boxes[rows].tobytes())
+            number = numbers.setdefault(key, len(found))
+            if number == len(found):
+                axes = len(shape)
+                found.append(
+                    Layout(shape, tile(self.offsets[rows, :axes], self.sizes[rows, :axes]))
+                )
+            which.append(number)
+        return tuple(found), column(which)
+
+
+class World(tuple[SavePlan, ...]):
+    """One plan per rank: a tuple, with the sorted view of all of them made once, when needed."""
+
+    @classmethod
+    def of(cls, plans: Iterable[SavePlan]) -> World:
+        """Return the world of some plans; a world comes back as it is."""
+        return plans if isinstance(plans, World) else cls(plans)
+
+    @cached_property
+    def rows(self) -> Rows:
+        """Every chunk of every rank, sorted."""
+        return _sort(self)
+
+    def keep(self, mask: npt.NDArray[np.bool_]) -> World:
+        """Return the world in which each rank holds only its rows that the mask marks."""
+        rows = self.rows
+        kept = np.zeros(int(rows.first[-1]), bool)
+        kept[rows.flat[mask]] = True
+        if kept.all():
+            return self
+        edges = rows.first.tolist()
+        plans = []
+        for plan, low, high in zip(self, edges[:-1], edges[1:], strict=True):
+            mine = kept[low:high]
+            if not mine.all():
+                plan = attrs.evolve(plan, items=plan.items.take(mine), held=plan.holds)
+            plans.append(plan)
+        world = World(plans)
+        position = np.concatenate([[0], np.cumsum(kept)])  # of each kept item among all kept ones
+        view = rows.take(mask)
+        source = None if rows.source is None else rows.source[kept]
+        view = attrs.evolve(
+            view, first=position[rows.first], flat=position[view.flat], source=source
+        )
+        world.__dict__["rows"] = view  # sorted already: no second sort
+        return world
+
+
+def _sort(world: World) -> Rows:
+    """Lay all items end to end, group them by tensor, drop what cannot be placed, sort the rest."""
+    table = _merge_catalogs([plan.items for plan in world])
+    shape = padded(table.shapes, 1)
+    tensor, offsets, sizes = _lay_out(world, table, shape.shape[1])
+    order = stable_order(tensor, len(table.names))
+    if table.issues:
+        bad = {issue.fqn for issue in table.issues}
+        sound = np.array([name not in bad for name in table.names], bool)
+        order = order[sound[tensor[order]]]
+    if not sizes.all():  # empty chunks hold nothing; an empty tensor is still known by one
+        is_empty = (shape == 0).any(axis=1)
+        order = order[np.all(sizes[order], axis=1) | is_empty[tensor[order]]]
+    count = np.bincount(tensor[order], minlength=len(table.names))
+    rows = Rows(
+        table.names,
+        table.props,
+        table.prop,
+        table.shapes,
+        start=np.concatenate([[0], np.cumsum(count)]),
+        first=np.cumsum([0, *(len(plan.items) for plan in world)]),
+        flat=order,
+        offsets=offsets[order],
+        sizes=sizes[order],
+        issues=table.issues,
+        source=_sources(world) if table.mixed else None,
+    )
+    outside = np.zeros(len(rows), bool)
+    for axis in range(shape.shape[1]):
+        outside |= rows.offsets[:, axis] + rows.sizes[:, axis] > rows.spread(shape[:, axis])
+    return _by_place(_drop_strays(rows, outside) if outside.any() else rows)
+
+
+def _sources(world: World) -> Ints:
+    """Number the source of every item of every rank, in order of rank."""
+    numbers: dict[str, int] = {}
+    by_catalog: dict[int, Ints] = {}
+    parts = [column([])]
+    for plan in world:
+        catalog = plan.items.catalog
+        if id(catalog) not in by_catalog:
+            found = [numbers.setdefault(name, len(numbers)) for name in catalog.sources]
+            by_catalog[id(catalog)] = column(found)
+        parts.append(by_catalog[id(catalog)][plan.items.row])
+    return np.concatenate(parts)
+
+
+def _lay_out(world: World, table: _Table, width: int) -> tuple[Ints, Ints, Ints]:
+    """Return the tensor and the chunk of every item of every rank, in order of rank."""
+    total = sum(len(plan.items) for plan in world)
+    tensor = np.empty(total, np.int64)
+    offsets, sizes = np.zeros((total, width), np.int64), np.ones((total, width), np.int64)
+    low = 0
+    for plan, number in zip(world, table.which, strict=True):
+        items = plan.items
+        rows, axes = slice(low, low + len(items)), slice(0, min(width, items.offsets.shape[1]))
+        tensor[rows] = table.numbering[number][items.row]
+        offsets[rows, axes] = items.offsets[:, axes]
+        sizes[rows, axes] = items.sizes[:, axes]
+        low += len(items)
+    return tensor, offsets, sizes
+
+
+def _by_place(rows: Rows) -> Rows:
+    """Sort the rows of each tensor by place; ranks that hold rising offsets are sorted already."""
+    same = rows.tensor[1:] == rows.tensor[:-1]
+    rows = _sort_where(rows, same & (rows.place[1:] < rows.place[:-1]))
+    # Chunks of several sizes at one place collide; replicas among them must still lie together.
+    tied = same & (rows.place[1:] == rows.place[:-1])
+    return _sort_where(rows, tied & ~rows.repeats[1:], *rows.sizes.T)
+
+
+def _sort_where(rows: Rows, wrong: npt.NDArray[np.bool_], *minor: Ints) -> Rows:
+    """Sort those tensors by place, then by ``minor`` columns, that have a row after a wrong one."""
+    if not wrong.any():
+        return rows
+    unsorted = np.zeros(len(rows.names), bool)
+    unsorted[rows.tensor[1:][wrong]] = True
+    at = np.flatnonzero(unsorted[rows.tensor])
+    order = np.arange(len(rows))
+    order[at] = at[np.lexsort((*(m[at] for m in minor), rows.place[at], rows.tensor[at]))]
+    return rows.take(order)
+
+
+def stable_order(keys: Ints, count: int) -> Any:
+    """Return the stable order of keys below ``count``: radix sort, sixteen bits at a time.
+
+    >>> stable_order(np.array([2, 0, 2, 1]), 3).tolist()
+    [1, 3, 0, 2]
+    """
+    order = np.argsort(keys.astype(np.uint16), kind="stable")
+    shift = 16
+    while count >> shift:
+        digit = (keys[order] >> shift).astype(np.uint16)
+        order = order[np.argsort(digit, kind="stable")]
+        shift += 16
+    return order
+
+
+# What ranks must agree on to mean the same tensor: is it one, its dtype, its shape.
+_Variant = tuple[bool, str, tuple[int, ...]]
+
+
+@attrs.frozen(eq=False)
+class _Table:
+    """All catalogs as one.
+
+    Attributes:
+        names, props, prop, shapes, issues: As in `Rows`.
+        which: Per plan, which distinct catalog it has.
+        numbering: Per distinct catalog, the tensor that each of its rows is.
+        mixed: Whether some name has several sources in the state dict.
+    """
+
+    names: tuple[str, ...]
+    props: tuple[TensorProperties, ...]
+    prop: Ints
+    shapes: tuple[tuple[int, ...], ...]
+    issues: tuple[Issue, ...]
+    which: list[int]
+    numbering: list[Ints]
+    mixed: bool
+
+
+def _merge_catalogs(plans: list[WriteItems]) -> _Table:
+    """Number all names, in sorted order, and find those on which ranks disagree."""
+    which, catalogs, used = _distinct_catalogs(plans)
+    variants: dict[str, dict[_Variant, list[tuple[int, int]]]] = {}
+    properties: dict[str, TensorProperties | None] = {}
+    sources: dict[str, str] = {}
+    mixed = False
+    for number, (catalog, mask) in enumerate(zip(catalogs, used, strict=True)):
+        for row in np.flatnonzero(mask).tolist():
+            name, source, _, props, size = catalog.heads[row]
+            mixed |= sources.setdefault(name, source) != source
+            variant = (props is None, "" if props is None else props.dtype, size)
+            variants.setdefault(name, {}).setdefault(variant, []).append((number, row))
+            known = properties.setdefault(name, props)
+            if known is props or known is None or props is None:
+                continue
+            if props < known:
+                properties[name] = props
+    names = tuple(sorted(variants))
+    shapes = tuple(next(iter(variants[name]))[2] for name in names)
+    issues = list(_conflicts(variants, which, plans))
+    faults = {shape: shape_fault(shape) for shape in set(shapes)}
+    issues += [
+        Issue("too_large", name, f"`{name}` {faults[shape]}")
+        for name, shape in zip(names, shapes, strict=True)
+        if faults[shape]
+    ]
+    number_of = {name: n for n, name in enumerate(names)}
+    numbering = [column([number_of.get(name, -1) for name in c.names]) for c in catalogs]
+    distinct = tuple(sorted({p for p in properties.values() if p is not None}))
+    prop = column([-1 if (p := properties[n]) is None else distinct.index(p) for n in names])
+    return _Table(names, distinct, prop, shapes, tuple(issues), which, numbering, mixed)
+
+
+def _distinct_catalogs(
+    plans: list[WriteItems],
+) -> tuple[list[int], list[Catalog], list[npt.NDArray[np.bool_]]]:
+    """Say which distinct catalog each plan has, the catalogs, and which of their rows are used."""
+    by_content: dict[object, int] = {}
+    by_identity: dict[int, int] = {}
+    catalogs: list[Catalog] = []
+    used: list[npt.NDArray[np.bool_]] = []
+    which = []
+    for items in plans:
+        number = by_identity.get(id(items.catalog))
+        if number is None:
+            number = by_content.setdefault(items.catalog.content, len(catalogs))
+            by_identity[id(items.catalog)] = number
+            if number == len(catalogs):
+                catalogs.append(items.catalog)
+                used.append(np.zeros(len(items.catalog), bool))
+        used[number][items.row] = True
+        which.append(number)
+    return which, catalogs, used
+
+
+def _conflicts(
+    variants: dict[str, dict[_Variant, list[tuple[int, int]]]],
+    which: list[int],
+    plans: list[WriteItems],
+) -> Iterator[Issue]:
+    """Say what each side of a disagreement holds, and who is on it."""
+    disputed = {name: sides for name, sides in sorted(variants.items()) if len(sides) > 1}
+    if not disputed:
+        return
+    ranks_of = [np.flatnonzero(np.equal(which, number)) for number in range(max(which) + 1)]
+    uses = []  # per catalog, one row a rank: which rows of the catalog it holds something of
+    for ranks in ranks_of:
+        uses.append(np.zeros((len(ranks), len(plans[int(ranks[0])].catalog)), bool))
+        for at, rank in enumerate(ranks.tolist()):
+            uses[-1][at, plans[rank].row] = True
+    for name, sides in disputed.items():
+        told = []
+        for (is_bytes, dtype, size), places in sides.items():
+            held = [ranks_of[number][uses[number][:, row]].tolist() for number, row in places]
+            who = sorted({rank for some in held for rank in some})
+            what = "a value that is no tensor" if is_bytes else f"{dtype} of shape {list(size)}"
+            told.append((who, f"{span(who)}: {what}"))
+        listing = listed([text for _, text in sorted(told)], quote="", between="; ")
+        everyone = sorted({rank for who, _ in told for rank in who})
+        text = f"`{name}` is not the same tensor everywhere ({listing}); give them different names"
+        yield Issue("conflict", name, text, everyone)
+
+
+def _drop_strays(rows: Rows, outside: npt.NDArray[np.bool_]) -> Rows:
+    """Report chunks that leave their tensor, and leave them out."""
+    issues = list(rows.issues)
+    for row in np.flatnonzero(outside).tolist():
+        name, shape = rows.names[rows.tensor[row]], rows.shapes[rows.tensor[row]]
+        low, extent = (tuple(c[row, : len(shape)].tolist()) for c in (rows.offsets, rows.sizes))
+        text = (
+            f"`{name}`: rank {rows.rank[row]} holds a chunk at {low} of sizes {extent}, which is "
+        )
+        text += f"outside shape {shape}; is it of another tensor?"
+        issues.append(Issue("out_of_bounds", name, text, [rows.rank[row]], (low, extent)))
+    return attrs.evolve(rows.take(~outside), issues=tuple(issues))

@@ -1,0 +1,354 @@
+"""Do these chunks overlap, and do they fill their tensor?
+
+All answers come in columns: one row a piece, one column an axis, in elements of the global frame.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from ..columns.arrays import Ints
+from ..columns.uniques import distinct, numbered
+from .tilings import Chunk, Grid, Tiling, pad, tile_chunks
+
+__all__ = ["Overlap", "fills", "gaps", "overlap", "overlap_many", "self_overlaps"]
+
+# Pairs that a sweep tests at a time: bounds its memory to a few hundred MiB.
+_BLOCK: Final = 1 << 21
+_FAR: Final = 1 << 61  # cuts laid end to end must stay below what 64 bits hold
+
+
+@attrs.frozen(eq=False)
+class Overlap:
+    """Where boxes and tilings meet; one row a piece, in order of box, then of chunk.
+
+    Attributes:
+        box: Which box each piece lies in.
+        chunk: Which chunk of that box's tiling it lies in.
+        offsets: Where the piece starts, in the global frame.
+        sizes: How large the piece is.
+        anchors: Where the chunk starts, in the global frame.
+    """
+
+    box: Ints
+    chunk: Ints
+    offsets: Ints
+    sizes: Ints
+    anchors: Ints
+
+
+def overlap(a: Tiling, b: Tiling) -> Overlap:
+    """Return every piece where a chunk of ``a`` meets a chunk of ``b`` (the box).
+
+    >>> from shardplan.planning.geometry.tilings import tile
+    >>> saved, wanted = tile([[0], [3]], [[3], [3]]), tile([[0], [2], [4]], [[2], [2], [2]])
+    >>> pieces = overlap(saved, wanted)
+    >>> list(zip(pieces.box.tolist(), pieces.chunk.tolist(), pieces.offsets[:, 0].tolist()))
+    [(0, 0, 0), (1, 0, 2), (1, 1, 3), (2, 1, 4)]
+    """
+    if len(a) and len(b) and a.ndim != b.ndim:
+        raise ValueError(f"a tiling of {a.ndim} axes cannot overlap one of {b.ndim}")
+    return overlap_many((a,), np.zeros(len(b), np.int64), b.offsets, b.sizes)
+
+
+def overlap_many(
+    tilings: Sequence[Tiling], which: npt.NDArray[Any], offsets: Ints, sizes: Ints
+) -> Overlap:
+    """Meet each box ``i`` with the chunks of ``tilings[which[i]]``.
+
+    Boxes of all grids are bisected together, one pass an axis; every other tiling is swept along
+    the axis that leaves the fewest pairs to test. Columns past a tiling's own axes are padding:
+    offset 0, size 1.
+    """
+    grids = np.array([isinstance(t, Grid) for t in tilings], bool)
+    parts = []
+    rows = np.flatnonzero(grids[which]) if len(which) else np.zeros(0, np.int64)
+    if len(rows):
+        parts.append(_meet_grids(tilings, which, rows, offsets, sizes))
+    for number in distinct(which[~grids[which]]) if len(which) else ():
+        rows = np.flatnonzero(which == number)
+        parts.append(_meet_boxes(tilings[int(number)], rows, offsets[rows], sizes[rows]))
+    if len(parts) == 1:
+        return parts[0]
+    empty = np.zeros(0, np.int64), np.zeros((0, offsets.shape[1]), np.int64)
+    parts.append(Overlap(empty[0], empty[0], empty[1], empty[1], empty[1]))
+    columns = [np.concatenate(c) for c in zip(*map(_columns, parts), strict=True)]
+    order = np.lexsort((columns[1], columns[0]))
+    return Overlap(*(c[order] for c in columns))
+
+
+def _meet_grids(
+    tilings: Sequence[Tiling], numbers: npt.NDArray[Any], rows: Ints, offsets: Ints, sizes: Ints
+) -> Overlap:
+    """Bisect boxes into their grids: per axis, one search through all cuts laid end to end."""
+    which = numbers
+    used, _, which = numbered(which[rows])
+    if len(used) > 1 and _span(tilings, used) > _FAR:
+        half = len(used) // 2
+        halves = [rows[which < half], rows[which >= half]]
+        parts = [_meet_grids(tilings, numbers, part, offsets, sizes) for part in halves]
+        joined = [np.concatenate(c) for c in zip(*map(_columns, parts), strict=True)]
+        order = np.lexsort((joined[1], joined[0]))
+        return Overlap(*(c[order] for c in joined))
+    offsets, ends = offsets[rows], offsets[rows] + sizes[rows]
+    axes = offsets.shape[1]
+    first = np.empty((len(rows), axes), np.int64)  # the first cell of each axis that a box meets
+    counts = np.empty((len(rows), axes), np.int64)  # and how many cells
+    cells = np.empty((len(used), axes), np.int64)  # cells of each grid, per axis
+    rails = []
+    for axis in range(axes):
+        rail = _Rail([tilings[n].cuts[axis] if axis < tilings[n].ndim else _UNIT for n in used])
+        first[:, axis], counts[:, axis] = rail.bisect(which, offsets[:, axis], ends[:, axis])
+        cells[:, axis] = rail.cells
+        rails.append(rail)
+    piece, within = expand(counts)
+    chunk = np.zeros(len(piece), np.int64)
+    stride = np.ones(len(piece), np.int64)
+    lows, anchors, lengths = (np.empty((len(piece), axes), np.int64) for _ in range(3))
+    grid = which[piece]
+    for axis in reversed(range(axes)):  # the last axis runs fastest, as in row-major order
+        cell = first[piece, axis] + within[:, axis]
+        start, end = rails[axis].cell(grid, cell)
+        low = np.maximum(start, offsets[piece, axis])
+        anchors[:, axis], lows[:, axis] = start, low
+        lengths[:, axis] = np.minimum(end, ends[piece, axis]) - low
+        chunk += cell * stride
+        stride *= cells[grid, axis]
+    return Overlap(rows[piece], chunk, lows, lengths, anchors)
+
+
+def expand(counts: Ints) -> tuple[Ints, Ints]:
+    """Enumerate the cells of many small grids, row-major: whose cell it is, and where it lies.
+
+    Args:
+        counts: One row a grid, one column an axis: how many cells along it.
+
+    >>> row, cell = expand(np.array([[1, 2], [2, 1]]))
+    >>> row.tolist(), cell.tolist()
+    ([0, 0, 1, 1], [[0, 0], [0, 1], [0, 0], [1, 0]])
+    """
+    total = counts.prod(axis=1)
+    row = np.repeat(np.arange(len(counts)), total)
+    rest = np.arange(len(row)) - np.repeat(np.cumsum(total) - total, total)
+    cell = np.empty((len(row), counts.shape[1]), np.int64)
+    for axis in reversed(range(counts.shape[1])):
+        along = counts[row, axis]
+        cell[:, axis] = rest % along
+        rest = rest // along
+    return row, cell
+
+
+def _span(tilings: Sequence[Tiling], used: Ints) -> int:
+    """Return how far the cuts of some grids would reach if they were laid end to end."""
+    axes = max((tilings[n].ndim for n in used.tolist()), default=0)
+    bounds = [tilings[n].bounds().ends for n in used.tolist()]
+    return max((sum(b[x] + 2 for b in bounds if x < len(b)) for x in range(axes)), default=0)
+
+
+def _columns(pieces: Overlap) -> tuple[Ints, ...]:
+    return pieces.box, pieces.chunk, pieces.offsets, pieces.sizes, pieces.anchors
+
+
+_UNIT: Final = np.array([0, 1], np.int64)
+
+
+class _Rail:
+    """The cuts of many grids along one axis, laid end to end so that one bisect serves them all."""
+
+    def __init__(self, cuts: Sequence[Ints]) -> None:
+        lengths = np.array([len(c) for c in cuts], np.int64)
+        spans = np.array([c[-1] + 2 for c in cuts], np.int64)
+        self.cells = lengths - 1
+        self.start = np.cumsum(lengths) - lengths
+        self.shift = np.cumsum(spans) - spans
+        self.cuts = np.concatenate(cuts) + np.repeat(self.shift, lengths)
+        self.low = self.cuts[self.start]
+        self.high = self.cuts[self.start + self.cells]
+
+    def bisect(self, grid: Ints, starts: Ints, ends: Ints) -> tuple[Ints, Ints]:
+        """Return the first cell that each interval meets in its grid, and how many it meets."""
+        shift = self.shift[grid]
+        starts = np.clip(starts + shift, self.low[grid], self.high[grid])
+        ends = np.clip(ends + shift, self.low[grid], self.high[grid])
+        first = np.searchsorted(self.cuts, starts, side="right") - 1
+        last = np.searchsorted(self.cuts, ends, side="left")
+        return first - self.start[grid], np.where(starts < ends, last - first, 0)
+
+    def cell(self, grid: Ints, cell: Ints) -> tuple[Ints, Ints]:
+        """Return where a grid's cells start and end."""
+        at, shift = self.start[grid] + cell, self.shift[grid]
+        return self.cuts[at] - shift, self.cuts[at + 1] - shift
+
+
+def _meet_boxes(tiling: Tiling, rows: Ints, offsets: Ints, sizes: Ints) -> Overlap:
+    """Meet boxes with chunks that form no grid."""
+    axes = offsets.shape[1]
+    starts, extents = pad(tiling.offsets, axes, 0), pad(tiling.sizes, axes, 1)
+    none = np.zeros(0, np.int64)
+    pairs = [(none, none), *_sweep(offsets, offsets + sizes, starts, starts + extents)]
+    box, chunk = (np.concatenate(side) for side in zip(*pairs, strict=True))
+    order = np.lexsort((chunk, box))
+    box, chunk = box[order], chunk[order]
+    anchors = starts[chunk]
+    low = np.maximum(anchors, offsets[box])
+    high = np.minimum(anchors + extents[chunk], offsets[box] + sizes[box])
+    return Overlap(rows[box], chunk, low, high - low, anchors)
+
+
+def _sweep(a_low: Ints, a_high: Ints, b_low: Ints, b_high: Ints) -> Iterator[tuple[Ints, Ints]]:
+    """Give, block by block, every pair (box of a, box of b) that share an element."""
+    axes = a_low.shape[1]
+    if axes == 0:
+        pairs = np.indices((len(a_low), len(b_low))).reshape(2, -1)
+        yield pairs[0], pairs[1]
+        return
+    plans = [_candidates(a_low[:, x], a_high[:, x], b_low[:, x], b_high[:, x]) for x in range(axes)]
+    best = min(plans, key=lambda plan: sum(int(counts.sum()) for _, _, counts in plan))
+    for order, first, counts in best:
+        for rows in _blocks(counts):
+            each = counts[rows]
+            a = np.repeat(rows, each)
+            within = np.arange(len(a)) - np.repeat(np.cumsum(each) - each, each)
+            b = order[first[a] + within]
+            meet = ((a_low[a] < b_high[b]) & (b_low[b] < a_high[a])).all(axis=1)
+            meet &= (a_low[a] < a_high[a]).all(axis=1) & (b_low[b] < b_high[b]).all(axis=1)
+            yield a[meet], b[meet]
+
+
+def _candidates(
+    a_low: Ints, a_high: Ints, b_low: Ints, b_high: Ints
+) -> list[tuple[Ints, Ints, Ints]]:
+    """On one axis: orders of b, and per interval of a the run of each order that it may meet.
+
+    There is an order for each power of two of b's lengths. Intervals of one are so alike that where
+    they start tells, within a factor of two, where they end: one long box among short ones costs
+    nothing.
+    """
+    found = []
+    power = np.frexp((b_high - b_low).astype(np.float64))[1]
+    for number in np.unique(power).tolist():
+        mine = np.flatnonzero(power == number)
+        order = mine[np.argsort(b_low[mine], kind="stable")]
+        starts = b_low[order]
+        longest = int((b_high[mine] - b_low[mine]).max())
+        first = np.searchsorted(starts, a_low - longest, side="right")
+        last = np.searchsorted(starts, a_high, side="left")
+        found.append((order, first, np.maximum(last - first, 0)))
+    return found
+
+
+def _blocks(counts: Ints) -> Iterator[Ints]:
+    """Cut row numbers into runs that expand to about _BLOCK pairs each."""
+    edges = np.searchsorted(np.cumsum(counts), np.arange(_BLOCK, int(counts.sum()), _BLOCK))
+    yield from (rows for rows in np.split(np.arange(len(counts)), edges) if len(rows))
+
+
+def self_overlaps(tiling: Tiling, limit: int) -> list[tuple[int, int]]:
+    """Return pairs of chunks that share elements, in order: all of them, or ``limit`` if more.
+
+    >>> from shardplan.planning.geometry.tilings import tile
+    >>> self_overlaps(tile([[0], [2], [6]], [[4], [4], [2]]), limit=9)
+    [(0, 1)]
+    """
+    if isinstance(tiling, Grid) or len(tiling) < 2:
+        return []
+    low, high = tiling.offsets, tiling.offsets + tiling.sizes
+    found: list[tuple[int, int]] = []
+    for a, b in _sweep(low, high, low, high):
+        found.extend(zip(a[a < b].tolist(), b[a < b].tolist(), strict=True))
+        if len(found) >= limit:
+            break  # a broken sharding has more than anybody reads
+    return sorted(found)[:limit]
+
+
+def fills(tiling: Tiling, shape: Sequence[int]) -> bool:
+    """Tell whether every element of a tensor of that shape lies in exactly one chunk.
+
+    >>> from shardplan.planning.geometry.tilings import tile
+    >>> fills(tile([[0], [3]], [[3], [3]]), (6,)), fills(tile([[0]], [[3]]), (6,))
+    (True, False)
+    """
+    volume = math.prod(shape)
+    if tiling.volume() != volume or volume == 0:
+        return tiling.volume() == volume
+    ends = tiling.bounds().ends
+    inside = len(ends) == len(shape) and all(e <= n for e, n in zip(ends, shape, strict=True))
+    return inside and not self_overlaps(tiling, limit=1)
+
+
+def gaps(tiling: Tiling, within: Chunk, limit: int = 8) -> list[Chunk]:
+    """Return up to ``limit`` boxes of ``within`` that no chunk touches, together all if fewer.
+
+    >>> from shardplan.planning.geometry.tilings import tile
+    >>> gaps(tile([[0, 0], [4, 0]], [[4, 8], [4, 5]]), Chunk((0, 0), (8, 8)))
+    [Chunk(offsets=(4, 5), sizes=(4, 3))]
+    """
+    whole = Chunk(within.offsets, within.sizes)
+    if isinstance(tiling, Grid):
+        tiling = tile_chunks([tiling.bounds()])
+    low = np.maximum(tiling.offsets, whole.offsets) if len(tiling) else tiling.offsets
+    high = np.minimum(tiling.offsets + tiling.sizes, whole.ends) if len(tiling) else low
+    real = (low < high).all(axis=1)
+    found: list[Chunk] = []
+    for offsets, ends in _gaps(low[real], high[real], whole.offsets, whole.ends):
+        found.append(Chunk(offsets, [e - o for o, e in zip(offsets, ends, strict=True)]))
+        if len(found) == limit:
+            break
+    return found
+
+
+Corner = tuple[int, ...]
+
+
+def _gaps(low: Ints, high: Ints, start: Corner, end: Corner) -> Iterator[tuple[Corner, Corner]]:
+    """Walk slabs along the axis with the most cuts and, inside a slab, the other axes likewise.
+
+    Slabs that follow each other and miss the same cross-section are told as one gap.
+    """
+    if any(s >= e for s, e in zip(start, end, strict=True)):
+        return
+    if not len(low):
+        yield start, end
+        return
+    ends = [[start[x], end[x]] for x in range(len(start))]
+    edges = [np.unique(np.concatenate([low[:, x], high[:, x], e])) for x, e in enumerate(ends)]
+    axis = max(range(len(start)), key=lambda x: len(edges[x]), default=-1)
+    if axis < 0 or len(edges[axis]) == 2:
+        return  # a chunk spans all that is left
+    if all(len(e) == 2 for x, e in enumerate(edges) if x != axis):
+        order = np.argsort(low[:, axis], kind="stable")
+        reach = np.maximum.accumulate(np.append(start[axis], high[order, axis]))
+        begins = np.append(low[order, axis], end[axis])
+        for hole in np.flatnonzero(begins > reach).tolist():
+            yield _put(start, axis, int(reach[hole])), _put(end, axis, int(begins[hole]))
+        return
+    held: dict[tuple[Corner, Corner], int] = {}  # an open gap's cross-section -> where it began
+    for left, right in zip(edges[axis][:-1].tolist(), edges[axis][1:].tolist(), strict=True):
+        span = (low[:, axis] <= left) & (high[:, axis] >= right)
+        slab = _put(start, axis, left), _put(end, axis, left + 1)
+        inner = [_put(box, axis, edge) for box, edge in ((low[span], left), (high[span], left + 1))]
+        open_now = dict.fromkeys(_gaps(inner[0], inner[1], *slab), left)
+        for (a, b), began in held.items():
+            key = _put(a, axis, left), _put(b, axis, left + 1)
+            if key in open_now:
+                open_now[key] = began
+            else:
+                yield _put(a, axis, began), _put(b, axis, left)
+        held = open_now
+    for (a, b), began in held.items():
+        yield _put(a, axis, began), _put(b, axis, end[axis])
+
+
+def _put(corner: Any, axis: int, value: int) -> Any:
+    """Return a corner (or an array of them) with another coordinate on one axis."""
+    if isinstance(corner, tuple):
+        return (*corner[:axis], value, *corner[axis + 1 :])
+    moved = corner.copy()
+    moved[:, axis] = value
+    return moved

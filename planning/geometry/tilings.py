@@ -1,0 +1,328 @@
+"""How are a tensor's chunks held? Chunk, and the tilings that many of them form.
+
+A tensor's chunks form a *tiling*: a `Grid` (cut points per axis) where they can, `Boxes` where they
+must. Both are immutable sequences of `Chunk`, in order, and compare and hash like tuples of them.
+
+Every question is answered by columns: row ``i`` of ``offsets`` and ``sizes`` is chunk ``i``, each
+column an axis, in elements of the tensor's global frame.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from operator import index
+from typing import Any, Final, overload
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from ..columns.arrays import Ints, readonly
+
+__all__ = [
+    "MAX_AXES",
+    "MAX_NUMEL",
+    "Boxes",
+    "Chunk",
+    "Grid",
+    "Tiling",
+    "shape_fault",
+    "tile",
+    "tile_chunks",
+]
+
+MAX_AXES: Final = 63
+"""The most axes of a tensor; numpy's arrays have 64, one of which is that of an element's bytes."""
+MAX_NUMEL: Final = 1 << 59
+"""The axes of a tensor, but for those of length 0, have a product of less than this.
+
+So every offset in bytes fits into 64 bits.
+"""
+
+
+def shape_fault(size: Sequence[int]) -> str | None:
+    """Return why no checkpoint holds a tensor of this shape; None if one can.
+
+    >>> shape_fault((4, 0)), shape_fault((1,) * 64)
+    (None, 'has 64 axes, and a checkpoint holds tensors of at most 63; reshape it')
+    """
+    if len(size) > MAX_AXES:
+        most = f"a checkpoint holds tensors of at most {MAX_AXES}"
+        return f"has {len(size)} axes, and {most}; reshape it"
+    if math.prod([max(n, 1) for n in size]) >= MAX_NUMEL:
+        return "has a shape that no checkpoint holds: the product of its axes is 2^59 or more"
+    return None
+
+
+def as_ints(values: Iterable[int]) -> tuple[int, ...]:
+    """Return ``values`` as a tuple of plain ints (a torch.Size or a numpy row may come in)."""
+    return tuple(map(index, values))
+
+
+@attrs.frozen
+class Chunk:
+    """A box of a tensor.
+
+    Attributes:
+        offsets: Where it starts, per axis, in elements of the global tensor.
+        sizes: How far it reaches, per axis, in elements.
+
+    >>> Chunk([4, 0], (2, 8)).ends
+    (6, 8)
+    """
+
+    offsets: tuple[int, ...] = attrs.field(converter=as_ints)
+    sizes: tuple[int, ...] = attrs.field(converter=as_ints)
+
+    def __attrs_post_init__(self) -> None:
+        if len(self.offsets) != len(self.sizes):
+            raise ValueError(
+                f"a chunk at {self.offsets} cannot have sizes {self.sizes}: other rank"
+            )
+        if any(o < 0 for o in self.offsets) or any(s < 0 for s in self.sizes):
+            raise ValueError(f"a chunk at {self.offsets} of sizes {self.sizes} is negative")
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Where it ends, per axis, one past its last element."""
+        return tuple(o + s for o, s in zip(self.offsets, self.sizes, strict=True))
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.sizes)
+
+
+class Tiling(Sequence[Chunk]):
+    """An immutable sequence of chunks of one tensor, backed by columns. Either Grid or Boxes."""
+
+    offsets: Ints  # where each chunk starts; one row a chunk
+    sizes: Ints  # how large each chunk is; one row a chunk
+
+    @property
+    def ndim(self) -> int:
+        """How many axes the tensor has."""
+        return int(self.offsets.shape[1])
+
+    @overload
+    def __getitem__(self, index: int) -> Chunk: ...
+    @overload
+    def __getitem__(self, index: slice) -> Tiling: ...
+    def __getitem__(self, index: int | slice) -> Chunk | Tiling:
+        if isinstance(index, slice):
+            return tile(self.offsets[index], self.sizes[index])
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"chunk {index} of {len(self)}")
+        return Chunk(self.offsets[index].tolist(), self.sizes[index].tolist())
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for offsets, sizes in zip(self.offsets.tolist(), self.sizes.tolist(), strict=True):
+            yield Chunk(offsets, sizes)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Tiling):
+            return (
+                self is other
+                or (len(self) == len(other) == 0)
+                or (
+                    np.array_equal(self.offsets, other.offsets)
+                    and np.array_equal(self.sizes, other.sizes)
+                )
+            )
+        if isinstance(other, (tuple, list)):
+            return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def bounds(self) -> Chunk:
+        """Return the smallest box that holds every chunk (of a tiling that has any)."""
+        low = self.offsets.min(axis=0)
+        return Chunk(low, (self.offsets + self.sizes).max(axis=0) - low)
+
+    def volume(self) -> int:
+        """Return how many elements the chunks have, added up."""
+        return int(self.sizes.prod(axis=1).sum())
+
+
+def _frozen(values: npt.ArrayLike) -> Ints:
+    """Return an array that nobody else writes to: the caller's own is copied."""
+    array = np.asarray(values, np.int64)
+    return readonly(array.copy()) if array.flags.writeable else array
+
+
+def _frozen_cuts(cuts: Iterable[npt.ArrayLike]) -> tuple[Ints, ...]:
+    return tuple(map(_frozen, cuts))
+
+
+@attrs.frozen(eq=False, repr=False, slots=False)
+class Grid(Tiling):
+    """Chunks that cut every axis straight through, in row-major order.
+
+    Attributes:
+        cuts: Per axis, where chunks begin, ascending, and where the last one ends.
+
+    >>> grid = tile([[0, 0], [0, 4], [3, 0], [3, 4]], [[3, 4], [3, 2], [2, 4], [2, 2]])
+    >>> grid
+    Grid(0:3:5, 0:4:6)
+    >>> grid[1]
+    Chunk(offsets=(0, 4), sizes=(3, 2))
+    """
+
+    cuts: tuple[Ints, ...] = attrs.field(converter=_frozen_cuts)
+
+    def __len__(self) -> int:
+        return math.prod(len(c) - 1 for c in self.cuts)
+
+    @property
+    def ndim(self) -> int:
+        """How many axes the tensor has."""
+        return len(self.cuts)
+
+    @cached_property
+    def offsets(self) -> Ints:  # type: ignore[override]
+        """Where each chunk starts; one row a chunk."""
+        return self._cells([c[:-1] for c in self.cuts])
+
+    @cached_property
+    def sizes(self) -> Ints:  # type: ignore[override]
+        """How large each chunk is; one row a chunk."""
+        return self._cells([np.diff(c) for c in self.cuts])
+
+    def _cells(self, axes: Sequence[Ints]) -> Ints:
+        """Combine one value per cut of each axis into a row per chunk, row-major."""
+        rows = np.empty((*(len(a) for a in axes), len(axes)), np.int64)
+        for axis, values in enumerate(axes):
+            rows[..., axis] = values.reshape([-1 if i == axis else 1 for i in range(len(axes))])
+        return readonly(rows.reshape(len(self), len(axes)))
+
+    def bounds(self) -> Chunk:
+        """Return the box that the cuts span."""
+        low = [int(c[0]) for c in self.cuts]
+        return Chunk(low, [int(c[-1]) - o for c, o in zip(self.cuts, low, strict=True)])
+
+    def volume(self) -> int:
+        """Return how many elements the chunks have, added up."""
+        return self.bounds().numel
+
+    def __repr__(self) -> str:
+        return f"Grid({', '.join(map(_cuts_text, self.cuts))})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _grid, tuple(c.tolist() for c in self.cuts)
+
+
+@attrs.frozen(eq=False, repr=False, slots=False)
+class Boxes(Tiling):
+    """Chunks in any arrangement and order.
+
+    >>> tile([[0], [12]], [[4], [4]])
+    Boxes([0:4], [12:16])
+    """
+
+    offsets: Ints = attrs.field(converter=_frozen)
+    sizes: Ints = attrs.field(converter=_frozen)
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def __repr__(self) -> str:
+        shown = [
+            "[" + ", ".join(f"{o}:{e}" for o, e in zip(c.offsets, c.ends, strict=True)) + "]"
+            for c in self[:6]
+        ]
+        more = [f"… {len(self) - 6} more"] if len(self) > 6 else []
+        return f"Boxes({', '.join(shown + more)})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return tile, (self.offsets.tolist(), self.sizes.tolist())
+
+
+def _grid(*cuts: Sequence[int]) -> Grid:
+    return Grid(cuts)
+
+
+def _cuts_text(cuts: Ints) -> str:
+    values = [str(c) for c in cuts.tolist()]
+    if len(values) > 8:
+        values = [*values[:3], f"…{len(values) - 5} more…", *values[-2:]]
+    return ":".join(values)
+
+
+def tile(offsets: npt.ArrayLike, sizes: npt.ArrayLike) -> Tiling:
+    """Return the tiling of these chunks: a Grid if they are one in row-major order, else Boxes.
+
+    Args:
+        offsets: One row a chunk, one column an axis.
+        sizes: Likewise.
+
+    >>> tile([[0], [2], [4]], [[2], [2], [2]])
+    Grid(0:2:4:6)
+    """
+    starts = np.ascontiguousarray(offsets, np.int64)
+    extents = np.ascontiguousarray(sizes, np.int64)
+    if starts.ndim != 2 or starts.shape != extents.shape:
+        starts, extents = (a.reshape(0, 0) if a.size == 0 else a for a in (starts, extents))
+    if starts.ndim != 2 or starts.shape != extents.shape:
+        raise ValueError(f"offsets of shape {starts.shape} do not fit sizes of {extents.shape}")
+    return _as_grid(starts, extents) or Boxes(starts, extents)
+
+
+def tile_chunks(chunks: Iterable[Any]) -> Tiling:
+    """Return the tiling of some records; a tiling comes back as it is.
+
+    >>> tile_chunks([Chunk((0,), (3,)), Chunk((3,), (3,))])
+    Grid(0:3:6)
+    """
+    if isinstance(chunks, Tiling):
+        return chunks
+    boxes = [c if isinstance(c, Chunk) else Chunk(c.offsets, c.sizes) for c in chunks]
+    if len({len(c.offsets) for c in boxes}) > 1:
+        raise ValueError("the chunks of one tensor must all have the same number of axes")
+    axes = len(boxes[0].offsets) if boxes else 0
+    columns = np.array([(c.offsets, c.sizes) for c in boxes], np.int64).reshape(len(boxes), 2, axes)
+    return tile(columns[:, 0], columns[:, 1])
+
+
+def _as_grid(offsets: Ints, sizes: Ints) -> Grid | None:
+    """Read the cut points off chunks that walk a grid row-major; None where they do not."""
+    count, axes = offsets.shape
+    if count == 0 or (axes == 0 and count > 1):
+        return None
+    cuts: list[Ints] = []
+    stride = 1
+    for axis in reversed(range(axes)):
+        column = offsets[::stride, axis]
+        drops = column[1:] <= column[:-1]
+        cells = int(drops.argmax()) + 1 if drops.any() else len(column)
+        last = (cells - 1) * stride
+        cut = np.append(column[:cells], offsets[last, axis] + sizes[last, axis])
+        cuts.insert(0, readonly(cut))
+        stride *= cells
+    if stride != count:
+        return None
+    shape = [len(c) - 1 for c in cuts]
+    for axis, cut in enumerate(cuts):
+        along = [-1 if i == axis else 1 for i in range(axes)]
+        fits = offsets[:, axis].reshape(shape) == cut[:-1].reshape(along)
+        extents = np.diff(cut)
+        fits &= sizes[:, axis].reshape(shape) == extents.reshape(along)
+        if not fits.all() or not (extents > 0).all():
+            return None
+    return Grid(tuple(cuts))
+
+
+def pad(columns: Ints, axes: int, value: int) -> Ints:
+    """Return ``columns`` with further columns of ``value``, up to ``axes`` of them.
+
+    >>> pad(np.array([[3], [4]]), 2, 1)
+    array([[3, 1],
+           [4, 1]])
+    """
+    missing = axes - columns.shape[1]
+    if missing <= 0:
+        return columns
+    return np.concatenate([columns, np.full((len(columns), missing), value, np.int64)], axis=1)

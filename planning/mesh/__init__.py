@@ -1,0 +1,37 @@
+"""Meshes, placements and the plans of a whole world of ranks, without hardware."""
+
+from typing import TYPE_CHECKING
+
+from ..door import door
+
+if TYPE_CHECKING:
+    from .derive import DerivedPlans, derive_plans
+    from .models import LLAMA_TP, llama, llama3_8b, llama3_405b
+    from .placed import SpecLayout
+    from .placements import (
+        Mesh,
+        Only,
+        Placement,
+        Replicate,
+        Shard,
+        StridedShard,
+        TensorSpec,
+        as_mesh,
+        local_chunks,
+    )
+    from .presets import Rule, adam, expert_parallel, fsdp, fsdp_tp, hsdp, pipeline, tensor_parallel
+    from .worlds import WorldPlans, world_metadata, world_plans
+
+__getattr__, __dir__ = door(
+    __name__,
+    {
+        "derive": "DerivedPlans derive_plans",
+        "models": "LLAMA_TP llama llama3_405b llama3_8b",
+        "placed": "SpecLayout",
+        "placements": (
+            "Mesh Only Placement Replicate Shard StridedShard TensorSpec as_mesh local_chunks"
+        ),
+        "presets": "Rule adam expert_parallel fsdp fsdp_tp hsdp pipeline tensor_parallel",
+        "worlds": "WorldPlans world_metadata world_plans",
+    },
+)

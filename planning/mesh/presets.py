@@ -1,0 +1,327 @@
+"""How do people shard? Presets that place a table of parameters on a mesh, one axis at a time.
+
+Each preset decides the placements on one axis of the mesh and leaves the others as they are, so
+presets nest: tensor parallelism first, then FSDP over it, as torch applies them. A preset takes
+plain shapes or `TensorSpec`s and returns `TensorSpec`s with one placement per mesh axis.
+
+>>> from shardplan.planning import Mesh
+>>> mesh = Mesh(pp=2, dp=2, tp=2)
+>>> params = {"layers.0.up.weight": (8, 4), "layers.1.up.weight": (8, 4)}
+>>> specs = fsdp(tensor_parallel(pipeline(params, mesh), mesh, {"*.up.*": "colwise"}), mesh)
+>>> specs["layers.1.up.weight"].placements
+(Only(coordinates=(1,)), StridedShard(dim=0, split_factor=2), Shard(dim=0))
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import attrs
+
+from ..errors import NotFoundError, listed, nearest_hint, nearest_names
+from ..frozen import FrozenDict
+from .placements import Mesh, Only, Placement, Replicate, Shard, StridedShard, TensorSpec
+
+__all__ = [
+    "Params",
+    "Rule",
+    "adam",
+    "expert_parallel",
+    "fsdp",
+    "fsdp_tp",
+    "hsdp",
+    "pipeline",
+    "tensor_parallel",
+]
+
+Params = Mapping[str, Sequence[int]] | Mapping[str, TensorSpec]
+"""Parameters by name: their shapes, or specs that say their dtypes and earlier placements too."""
+
+Specs = FrozenDict[str, TensorSpec]
+
+Rule = Literal["colwise", "rowwise", "replicate"] | int
+"""How tensor parallelism cuts a parameter: in the words of torch, or along which axis."""
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
+_EXPERT = re.compile(r"(.*(?:^|\.)experts)\.(\d+)\.")
+
+
+def fsdp(params: Params, mesh: Mesh, *, axis: str = "dp") -> Specs:
+    """Cut the rows of every parameter over one mesh axis, as FSDP2 and ZeRO-3 do.
+
+    Where a later mesh axis cuts the rows already, the cut is strided: that axis cut first, and FSDP
+    cuts each of its shards. A tensor without axes cannot be cut; every rank holds it.
+
+    Args:
+        params: Shapes or specs by name.
+        mesh: The ranks.
+        axis: The mesh axis to cut over.
+
+    >>> from shardplan.planning import Mesh
+    >>> fsdp({"w": (8, 4)}, Mesh(dp=4))["w"].placements
+    (Shard(dim=0),)
+    """
+    at = _axis(mesh, axis)
+
+    def rows(name: str, spec: TensorSpec) -> Placement:
+        if not spec.shape:
+            return Replicate()
+        later = zip(spec.placements[at + 1 :], mesh.shape[at + 1 :], strict=True)
+        factor = math.prod(ranks for placement, ranks in later if _cuts_rows(placement, spec))
+        return StridedShard(0, split_factor=factor) if factor > 1 else Shard(0)
+
+    return _place(params, mesh, axis, rows)
+
+
+def hsdp(
+    params: Params, mesh: Mesh, *, replicate: str = "dp_replicate", shard: str = "dp_shard"
+) -> Specs:
+    """Cut rows over one mesh axis and hold copies along another, as hybrid FSDP does.
+
+    Args:
+        params: Shapes or specs by name.
+        mesh: The ranks.
+        replicate: The mesh axis whose ranks hold the same.
+        shard: The mesh axis to cut over.
+
+    >>> from shardplan.planning import Mesh
+    >>> hsdp({"w": (8, 4)}, Mesh(dp_replicate=2, dp_shard=4))["w"].placements
+    (Replicate(), Shard(dim=0))
+    """
+    return fsdp(_place(params, mesh, replicate, lambda name, spec: Replicate()), mesh, axis=shard)
+
+
+def tensor_parallel(
+    params: Params, mesh: Mesh, rules: Mapping[str, Rule], *, axis: str = "tp"
+) -> Specs:
+    """Cut parameters within layers, as torch's ``parallelize_module`` does.
+
+    Args:
+        params: Shapes or specs by name.
+        mesh: The ranks.
+        rules: Patterns of names (``*.q_proj.weight``) and how to cut what they match; the first
+            that matches counts, and what none matches is held by every rank. ``"colwise"`` cuts
+            axis 0, ``"rowwise"`` axis 1 and leaves biases whole, ``"replicate"`` cuts nothing; a
+            number names the axis.
+        axis: The mesh axis to cut over.
+
+    >>> from shardplan.planning import Mesh
+    >>> params = {"up.weight": (16, 8), "down.weight": (8, 16), "down.bias": (8,)}
+    >>> specs = tensor_parallel(params, Mesh(tp=2), {"up.*": "colwise", "down.*": "rowwise"})
+    >>> [spec.placements[0] for spec in specs.values()]
+    [Shard(dim=0), Shard(dim=1), Replicate()]
+
+    Raises:
+        NotFoundError: A pattern matches no name.
+        ValueError: A rule is unknown, or cuts an axis that a parameter does not have.
+    """
+    _match_all(rules, params)
+
+    def cut(name: str, spec: TensorSpec) -> Placement:
+        rule = next((r for pattern, r in rules.items() if fnmatchcase(name, pattern)), "replicate")
+        if rule == "replicate" or (rule == "rowwise" and len(spec.shape) == 1):
+            return Replicate()
+        dim = {"colwise": 0, "rowwise": 1}.get(rule, -1) if isinstance(rule, str) else rule
+        if not 0 <= dim < len(spec.shape):
+            raise ValueError(f"rule {rule!r} does not fit `{name}` of shape {spec.shape}")
+        return Shard(dim)
+
+    return _place(params, mesh, axis, cut)
+
+
+def fsdp_tp(
+    params: Params, mesh: Mesh, rules: Mapping[str, Rule], *, dp: str = "dp", tp: str = "tp"
+) -> Specs:
+    """Cut within layers, then cut the rows of what results: FSDP2 over tensor parallelism.
+
+    Args:
+        params: Shapes or specs by name.
+        mesh: The ranks.
+        rules: What `tensor_parallel` takes.
+        dp: The mesh axis of FSDP.
+        tp: The mesh axis of tensor parallelism.
+
+    >>> from shardplan.planning import Mesh
+    >>> mesh, rules = Mesh(dp=4, tp=2), {"up": "colwise", "down": "rowwise"}
+    >>> specs = fsdp_tp({"up": (16, 8), "down": (8, 16)}, mesh, rules)
+    >>> specs["up"].placements, specs["down"].placements
+    ((StridedShard(dim=0, split_factor=2), Shard(dim=0)), (Shard(dim=0), Shard(dim=1)))
+    """
+    return fsdp(tensor_parallel(params, mesh, rules, axis=tp), mesh, axis=dp)
+
+
+def pipeline(
+    params: Params,
+    mesh: Mesh,
+    stages: Sequence[str | Iterable[str]] | None = None,
+    *,
+    axis: str = "pp",
+) -> Specs:
+    """Give each stage of a pipeline its own keys: a parameter gets `Only` its stage's coordinate.
+
+    Ranks of other stages hold nothing of it, not even an empty chunk, so that the plans of two
+    stages speak of disjoint keys.
+
+    Args:
+        params: Shapes or specs by name.
+        mesh: The ranks.
+        stages: Per coordinate of the axis, the patterns of names that it holds; a name that several
+            stages match is tied, and held by all of them. Left out, numbered layers
+            (``layers.7.``) are dealt evenly, in order; names before the first layer go to the first
+            stage, names after it to the last.
+        axis: The mesh axis along which the stages lie.
+
+    >>> from shardplan.planning import Mesh
+    >>> params = {"embed": (9, 4), "layers.0.w": (4, 4), "layers.1.w": (4, 4), "head": (9, 4)}
+    >>> specs = pipeline(params, Mesh(pp=2))
+    >>> {name: spec.placements[0].coordinates for name, spec in specs.items()}
+    {'embed': (0,), 'layers.0.w': (0,), 'layers.1.w': (1,), 'head': (1,)}
+
+    Raises:
+        NotFoundError: A pattern matches no name, or a name belongs to no stage.
+        ValueError: There are not as many stages, or too few layers, for the ranks of the mesh axis.
+    """
+    count = mesh.shape[_axis(mesh, axis)]
+    if stages is None:
+        at = _even_stages(params, count)
+    else:
+        patterns = [(s,) if isinstance(s, str) else tuple(s) for s in stages]
+        if len(patterns) != count:
+            raise ValueError(f"{len(patterns)} stages do not fit {mesh!r}: `{axis}` has {count}")
+        _match_all([p for stage in patterns for p in stage], params)
+        at = {
+            name: [
+                n for n, stage in enumerate(patterns) if any(fnmatchcase(name, p) for p in stage)
+            ]
+            for name in params
+        }
+    homeless = [name for name, found in at.items() if not found]
+    if homeless:
+        raise NotFoundError(f"no stage has {listed(homeless)}; add patterns that match", homeless)
+    return _place(params, mesh, axis, lambda name, spec: Only(at[name]))
+
+
+def expert_parallel(
+    params: Params, mesh: Mesh, experts: str = "*experts*", *, axis: str = "ep"
+) -> Specs:
+    """Deal the experts of a mixture over one mesh axis.
+
+    Experts stacked in one tensor are cut along its leading axis. Experts with keys of their own
+    (``experts.7.w1``) are held whole by `Only` one coordinate, the one that has row 7 of a stack.
+
+    Args:
+        params: Shapes or specs by name.
+        mesh: The ranks.
+        experts: The pattern of the experts' names; everything else stays as it is.
+        axis: The mesh axis to deal over.
+
+    >>> from shardplan.planning import Mesh
+    >>> params = {"experts.w1": (4, 8, 8), "moe.experts.0.w": (8, 8), "moe.experts.1.w": (8, 8)}
+    >>> [spec.placements for spec in expert_parallel(params, Mesh(ep=2)).values()]
+    [(Shard(dim=0),), (Only(coordinates=(0,)),), (Only(coordinates=(1,)),)]
+
+    Raises:
+        NotFoundError: The pattern matches no name.
+    """
+    _match_all([experts], params)
+    ranks = mesh.shape[_axis(mesh, axis)]
+    counts: dict[str, int] = {}
+    for found in filter(None, map(_EXPERT.match, params)):
+        counts[found[1]] = max(counts.get(found[1], 0), int(found[2]) + 1)
+
+    def deal(name: str, spec: TensorSpec) -> Placement:
+        if not fnmatchcase(name, experts):
+            return Replicate()
+        found = _EXPERT.match(name)
+        return Only(int(found[2]) // -(-counts[found[1]] // ranks)) if found else Shard(0)
+
+    return _place(params, mesh, axis, deal)
+
+
+def adam(params: Params) -> Specs:
+    """Add the state of Adam: per parameter two float32 moments that lie as it does, and its step.
+
+    The step is a float32 scalar that every rank holds which holds the parameter.
+
+    >>> for name in adam({"w": (8, 4)}):
+    ...     print(name)
+    w
+    optimizer.state.w.exp_avg
+    optimizer.state.w.exp_avg_sq
+    optimizer.state.w.step
+    """
+    specs = _as_specs(params)
+    state: dict[str, TensorSpec] = {}
+    for name, spec in specs.items():
+        moment = attrs.evolve(spec, dtype="float32")
+        state[f"optimizer.state.{name}.exp_avg"] = moment
+        state[f"optimizer.state.{name}.exp_avg_sq"] = moment
+        where: list[Any] = list(spec.placements)
+        where = [p if isinstance(p, Only) else Replicate() for p in where]
+        everywhere = all(isinstance(p, Replicate) for p in where)
+        state[f"optimizer.state.{name}.step"] = TensorSpec(
+            (), "float32", () if everywhere else where
+        )
+    return FrozenDict({**specs, **state})
+
+
+def _as_specs(params: Params) -> dict[str, TensorSpec]:
+    return {k: s if isinstance(s, TensorSpec) else TensorSpec(s) for k, s in params.items()}
+
+
+def _axis(mesh: Mesh, axis: str) -> int:
+    if axis not in mesh.axes:
+        raise ValueError(f"{mesh!r} has no axis `{axis}`; name one of {', '.join(mesh.names)}")
+    return mesh.names.index(axis)
+
+
+def _place(
+    params: Params, mesh: Mesh, axis: str, choose: Callable[[str, TensorSpec], Placement]
+) -> Specs:
+    """Set the placement of every parameter on one mesh axis, which must still be free."""
+    at = _axis(mesh, axis)
+    placed = {}
+    for name, spec in _as_specs(params).items():
+        whole = [*(spec.placements or [Replicate()] * len(mesh.shape))]
+        if len(whole) != len(mesh.shape):
+            raise ValueError(f"`{name}` has {len(whole)} placements, which do not fit {mesh!r}")
+        if not isinstance(whole[at], Replicate):
+            raise ValueError(f"`{name}` is placed on `{axis}` already: {whole[at]!r}")
+        whole[at] = choose(name, attrs.evolve(spec, placements=whole))
+        placed[name] = attrs.evolve(spec, placements=whole)
+    return FrozenDict(placed)
+
+
+def _cuts_rows(placement: object, spec: TensorSpec) -> bool:
+    if not isinstance(placement, (Shard, StridedShard)):
+        return False
+    return placement.dim % len(spec.shape) == 0
+
+
+def _match_all(patterns: Iterable[str], names: Iterable[str]) -> None:
+    """Insist that every pattern matches something: a typo must not leave a tensor whole."""
+    known = list(names)
+    idle = [p for p in patterns if not any(fnmatchcase(name, p) for name in known)]
+    if idle:
+        near = nearest_names(idle[0], known)
+        hint = nearest_hint(near)
+        raise NotFoundError(f"no parameter matches {listed(idle)}{hint}", near)
+
+
+def _even_stages(names: Iterable[str], stages: int) -> dict[str, list[int]]:
+    """Deal numbered layers evenly, in order; what comes before or after them goes to the ends."""
+    layer_of = {name: int(f[1]) if (f := _LAYER.search(name)) else None for name in names}
+    layers = sorted({layer for layer in layer_of.values() if layer is not None})
+    if len(layers) < stages:
+        raise ValueError(f"{len(layers)} numbered layers do not fill {stages} stages; pass stages=")
+    at: dict[str, list[int]] = {}
+    for name, layer in layer_of.items():
+        if layer is not None:
+            at[name] = [layers.index(layer) * stages // len(layers)]
+        else:
+            at[name] = [0 if all(layer_of[n] is None for n in at) else stages - 1]
+    return at

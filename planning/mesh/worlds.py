@@ -1,0 +1,278 @@
+"""What would every rank hold? The plans of a whole world, for a mesh that nobody owns.
+
+Tensors of one shape, placed alike, lie alike: a `SpecLayout` is worked out once, for all ranks, and
+a rank's plan is put together from layouts when somebody asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from operator import index as as_index
+from typing import Any, Final, overload
+
+import attrs
+import numpy as np
+
+from ..check import layout_issues
+from ..columns.arrays import Ints, readonly
+from ..columns.catalog import Catalog, Head, column, padded
+from ..columns.items import WriteItems
+from ..errors import Issue, PlanError, RefusedError
+from ..frozen import FrozenDict
+from ..geometry.overlap import fills
+from ..geometry.tilings import Grid, Tiling, shape_fault, tile
+from ..items import TensorProperties, WriteItemType
+from ..metadata import Entries, Layout, Metadata
+from ..records import SavePlan
+from ..text import Sheet, counted, human_bytes, listing
+from ..tree import flatten, is_tensor, nesting_data
+from .placed import SpecLayout, spread
+from .placements import Mesh, Only, Replicate, Shard, StridedShard, TensorSpec, as_mesh
+
+__all__ = ["WorldPlans", "world_metadata", "world_plans"]
+
+_SHOWN: Final = 12
+
+
+@attrs.frozen(eq=False, repr=False, slots=False)
+class WorldPlans(Sequence[SavePlan]):
+    """One plan per rank of a mesh, made when it is asked for. Compares and hashes like a tuple.
+
+    A plan is not kept once it is made, and all share one catalog. Hashing makes every plan, as
+    hashing a tuple would; ``(plans.mesh, plans.specs)`` is a key that costs nothing.
+
+    Attributes:
+        mesh: Where the ranks lie.
+        specs: The tensors by name, in order of names.
+        values: The names of all values that are no tensors; every rank holds them.
+        planner_data: What each plan carries as its ``planner_data``: the paths of nested keys.
+    """
+
+    mesh: Mesh
+    specs: FrozenDict[str, TensorSpec]
+    values: tuple[str, ...] = ()
+    planner_data: Any = None
+
+    @cached_property
+    def layouts(self) -> tuple[SpecLayout, ...]:
+        """The distinct shapes and placements."""
+        distinct = dict.fromkeys((s.shape, s.placements) for s in self.specs.values())
+        return tuple(SpecLayout(shape, placed, self.mesh) for shape, placed in distinct)
+
+    @cached_property
+    def layout_of(self) -> FrozenDict[str, int]:
+        """Which of ``layouts`` each tensor has."""
+        number = {(layout.size, layout.placements): n for n, layout in enumerate(self.layouts)}
+        return FrozenDict({k: number[s.shape, s.placements] for k, s in self.specs.items()})
+
+    @cached_property
+    def catalog(self) -> Catalog:
+        """The tensors and values that all plans speak of."""
+        heads: list[Head] = [(k, k, WriteItemType.BYTE_IO, None, ()) for k in self.values]
+        properties = {d: TensorProperties(d) for d in {s.dtype for s in self.specs.values()}}
+        for name, spec in self.specs.items():
+            kind = WriteItemType.SHARD if spec.placements else WriteItemType.TENSOR
+            heads.append((name, name, kind, properties[spec.dtype], spec.shape))
+        return Catalog.of(tuple(sorted(heads, key=lambda head: head[0])))
+
+    @cached_property
+    def layout_numbers(self) -> Ints:
+        """Which layout each row of the catalog has; values come after the last one."""
+        return column([self.layout_of.get(k, len(self.layouts)) for k in self.catalog.names])
+
+    def _plan(self, rank: int) -> SavePlan:
+        """Look up what one rank holds of each layout, and repeat that for each of its tensors."""
+        held = [layout.held_by(rank) for layout in self.layouts]
+        counts = column([*map(len, held), 1])  # a value that is no tensor counts once
+        boxes = [chunk for chunks in held for chunk in chunks]
+        offsets = padded([*(box.offsets for box in boxes), ()], 0, self.catalog.axes)
+        sizes = padded([*(box.sizes for box in boxes), ()], 1, self.catalog.axes)
+        row, nth = spread(counts[self.layout_numbers])
+        at = (np.cumsum(counts) - counts)[self.layout_numbers][row] + nth
+        items = WriteItems(self.catalog, readonly(row), readonly(offsets[at]), readonly(sizes[at]))
+        return SavePlan(items, None, self.planner_data, rank, len(self), held=items)
+
+    def __len__(self) -> int:
+        return len(self.mesh)
+
+    @overload
+    def __getitem__(self, index: int) -> SavePlan: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[SavePlan, ...]: ...
+    def __getitem__(self, index: int | slice) -> SavePlan | tuple[SavePlan, ...]:
+        if isinstance(index, slice):
+            return tuple(map(self._plan, range(len(self))[index]))
+        if not -len(self) <= as_index(index) < len(self):
+            raise IndexError(f"rank {index} is not on {self.mesh!r}, which has {len(self)} ranks")
+        return self._plan(as_index(index) % len(self))
+
+    def __iter__(self) -> Iterator[SavePlan]:
+        return map(self._plan, range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (WorldPlans, tuple, list)):
+            return NotImplemented
+        if isinstance(other, WorldPlans) and self._key == other._key:
+            return True
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return self.mesh, self.specs, self.values, self.planner_data
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WorldPlans, self._key
+
+    @property
+    def _sheet(self) -> Sheet:
+        nbytes, tensors = ([0] * len(self.layouts) for _ in range(2))
+        for name, number in self.layout_of.items():
+            nbytes[number] += self.specs[name].nbytes
+            tensors[number] += 1
+        largest = sorted(range(len(self.layouts)), key=lambda n: -nbytes[n])[:_SHOWN]
+        rows = [
+            (str(list(self.layouts[n].size)), self.layouts[n], tensors[n], human_bytes(nbytes[n]))
+            for n in largest
+        ]
+        title = (
+            f"WorldPlans: {counted(len(self), 'rank')} on {self.mesh!r}, "
+            f"{counted(len(self.specs), 'tensor')} in {counted(len(self.layouts), 'layout')}, "
+            f"{human_bytes(sum(nbytes))}"
+        )
+        head = ("shape", "placements", "tensors", "bytes")
+        return listing(title, head, rows, len(self.layouts))
+
+    def __repr__(self) -> str:
+        return self._sheet.text()
+
+    def _repr_html_(self) -> str:
+        return self._sheet.html()
+
+
+def world_plans(specs: Mapping[Any, Any], mesh: Mesh) -> WorldPlans:
+    """Plan for every rank of a mesh, without the mesh.
+
+    Args:
+        specs: A state dict, nested or flat, whose tensors are `TensorSpec`s. Placements may be
+            `Only`, too.
+        mesh: The ranks.
+
+    Returns:
+        One plan per rank: ``plans[r] == local_plan(specs, mesh=mesh, rank=r)``, made on the spot.
+
+    >>> plans = world_plans({"w": TensorSpec((6, 2), "float32", [Shard(0)]), "step": 7}, Mesh(dp=2))
+    >>> plans
+    WorldPlans: 2 ranks on Mesh(dp=2), 1 tensor in 1 layout, 48 B
+    shape   placements   tensors  bytes
+    [6, 2]  dp=Shard(0)        1   48 B
+    >>> plans[1]
+    SavePlan: 2 items, 24 B
+    name  type     dtype    shape   box
+    step  BYTE_IO
+    w     SHARD    float32  [6, 2]  [3:6, 0:2]
+
+    Raises:
+        PlanError: Two keys flatten to the same name, or placements do not fit the mesh or the
+            shape; every such key is told.
+        RefusedError: A tensor is no `TensorSpec`, or a placement none that can be saved.
+    """
+    as_mesh(mesh)
+    flat, paths = flatten(specs)
+    tensors = {name: flat[name] for name in sorted(flat) if is_tensor(flat[name])}
+    refused = [
+        f"`{name}` is a {type(value).__name__}; describe it as TensorSpec(shape, dtype, placements)"
+        for name, value in tensors.items()
+        if not isinstance(value, TensorSpec)
+    ]
+    if not refused:
+        refused = [
+            f"`{name}`: {placement!r} is no placement that can be saved"
+            for name, spec in tensors.items()
+            for placement in spec.placements
+            if not isinstance(placement, (Shard, StridedShard, Replicate, Only))
+        ]
+    if refused:
+        raise RefusedError(*refused)
+    issues = [
+        Issue(kind, name, f"`{name}` {text}")
+        for name, spec in tensors.items()
+        for kind, text in _misfits(spec, mesh)
+    ]
+    if issues:
+        raise PlanError(issues)
+    values = tuple(name for name in sorted(flat) if name not in tensors)
+    return WorldPlans(mesh, FrozenDict(tensors), values, nesting_data(flat, paths))
+
+
+def _misfits(spec: TensorSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
+    """Say what keeps a spec from lying on a mesh."""
+    shape, placements = spec.shape, spec.placements
+    fault = shape_fault(shape)
+    if fault is not None:
+        yield "too_large", fault
+    if placements and len(placements) != len(mesh.shape):
+        yield "shape", f"has {len(placements)} placements, which do not fit {mesh!r}"
+        return
+    for placement, ranks in zip(placements, mesh.shape, strict=False):
+        if isinstance(placement, (Shard, StridedShard)):
+            if not -len(shape) <= placement.dim < len(shape):
+                yield "shape", f"has no axis for {placement!r}: its shape is {shape}"
+        elif isinstance(placement, Only):
+            at = placement.coordinates
+            if not at or not 0 <= at[0] <= at[-1] < ranks:
+                yield "shape", f"is at {placement!r} of a mesh axis that has {ranks} ranks"
+
+
+def world_metadata(plans: WorldPlans) -> Metadata:
+    """Describe the checkpoint that a world would save, layout by layout, without making its plans.
+
+    Args:
+        plans: What `world_plans` returned.
+
+    Returns:
+        The metadata that ``global_plan(plans)`` returns.
+
+    >>> specs = {"w": TensorSpec((13,), "float32", [StridedShard(0, split_factor=2), Shard(0)])}
+    >>> world_metadata(world_plans(specs, Mesh(dp=3, tp=2)))
+    Metadata: 1 entry, 52 B
+    name  dtype    shape  chunks
+    w     float32  [13]   Grid(0:3:6:7:9:11:12:13)
+
+    Raises:
+        PlanError: The ranks do not hold some tensor whole; every such fault is told.
+    """
+    found = [Layout(layout.size, _tiling(layout)) for layout in plans.layouts]
+    faulty = {n for n, layout in enumerate(found) if not fills(layout.tiling, layout.size)}
+    issues = [
+        issue
+        for name, number in plans.layout_of.items()
+        if number in faulty
+        for issue in layout_issues(name, found[number])
+    ]
+    if issues:
+        raise PlanError(issues)
+    numbers: dict[tuple[Any, ...], int] = {}
+    which = []
+    for layout in found:
+        cuts = layout.tiling.cuts if isinstance(layout.tiling, Grid) else ()
+        key = (layout.size, *(c.tobytes() for c in cuts))
+        which.append(numbers.setdefault(key, len(numbers)))
+    layouts = tuple(found[which.index(number)] for number in range(len(numbers)))
+    names, props, prop = plans.catalog.names, plans.catalog.props, plans.catalog.prop
+    entries = Entries(names, props, prop, layouts, column([*which, -1])[plans.layout_numbers])
+    return Metadata(entries, planner_data=plans.planner_data)
+
+
+def _tiling(layout: SpecLayout) -> Tiling:
+    """Return what all ranks together hold, replicas once, in order: a grid, by construction."""
+    if 0 in layout.size:
+        return tile([[0] * len(layout.size)], [layout.size])
+    lines = layout.lines()
+    if all(isinstance(line, Grid) for line in lines):
+        return Grid(tuple(line.cuts[0] for line in lines if isinstance(line, Grid)))
+    boxes = np.unique(np.concatenate([layout.offsets, layout.sizes], axis=1), axis=0)
+    return tile(*np.hsplit(boxes, 2))

@@ -1,0 +1,454 @@
+"""Passes: pure functions from one plan per rank to one plan per rank, and how they are run.
+
+Any ``Callable[[tuple[Plan, ...]], tuple[Plan, ...]]`` is a pass, a lambda too. Its *scope* says
+what it is given, wherever it runs (`save`, `load`, `convert`, `global_plan`, torch's planners):
+
+- a ``"rank"`` pass is given one plan at a time, with ``plan.rank`` and ``plan.world_size`` known;
+- a ``"world"`` pass is given the plans of all ranks, in rank order.
+
+A plain function is a rank pass unless `world_pass` marks it. `run_pass` is the only place that
+calls one. Passes that rewrite keys are in `keys`, those that rewrite chunks in `chunking`, those
+for loads in `sharing`; all of these are `Step`s.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any, Final, Generic, Literal, TypeVar, cast
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from ..columns.arrays import Ints, readonly
+from ..columns.catalog import Catalog, Merged, merge_catalogs
+from ..columns.items import WriteItems
+from ..errors import Issue, PlanError
+from ..frozen import FrozenDict
+from ..records import LoadPlan, SavePlan
+
+__all__ = [
+    "Pass",
+    "Passes",
+    "Stages",
+    "Step",
+    "annotate",
+    "as_steps",
+    "chain",
+    "may_see_rank",
+    "named_chain",
+    "only_assigns",
+    "partition",
+    "positioned",
+    "run_pass",
+    "scope_of",
+    "world_pass",
+]
+
+_HINT: Final = "mark it with @world_pass to be given all plans"
+
+P = TypeVar("P", SavePlan, LoadPlan)
+F = TypeVar("F", bound=Callable[..., Any])
+Scope = Literal["rank", "world"]
+Pass = Callable[[tuple[P, ...]], tuple[P, ...]]
+Passes = Pass[P] | Sequence[Pass[P]]
+"""What a planner may be: a pass, or several, which run one after the other."""
+
+
+@attrs.frozen(repr=False)
+class Step(Generic[P]):
+    """A pass that ships with shardplan: it knows its scope, and prints as it was written.
+
+    Given the plans of several ranks, a rank pass of this kind does with each what it would do with
+    that plan alone; what ranks have in common is looked at once.
+
+    Attributes:
+        factory: The function that made it.
+        args, options: What that function was given.
+        scope: What it looks at: one plan at a time, or all of them.
+        run: What it does to plans.
+        assigns: Whether all it decides is who writes what several ranks hold. Then it has no
+            meaning for a load, and cannot lose what a rank holds.
+        shows_rank: Whether it shows plans, which know their rank, to a function that it was given.
+    """
+
+    factory: Callable[..., Any]
+    args: tuple[Any, ...]
+    options: Mapping[str, Any]
+    scope: Scope
+    run: Pass[P] = attrs.field(eq=False)
+    assigns: bool = attrs.field(default=False, eq=False)
+    shows_rank: bool = attrs.field(default=False, eq=False)
+
+    def __call__(self, plans: tuple[P, ...]) -> tuple[P, ...]:
+        """Run it over one plan per rank."""
+        return self.run(plans)
+
+    def __repr__(self) -> str:
+        known = inspect.signature(self.factory).parameters
+        shown = [_shown(value) for value in self.args]
+        for name, value in self.options.items():
+            if value != known[name].default:
+                shown.append(f"{name}={_shown(value)}")
+        return f"{self.factory.__name__}({', '.join(shown)})"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping) and any(map(callable, value.values())):
+        return "{" + ", ".join(f"{k!r}: {_shown(v)}" for k, v in value.items()) + "}"
+    return repr(value) if isinstance(value, Step) else getattr(value, "__name__", repr(value))
+
+
+def world_pass(run: F) -> F:
+    """Mark a function as a pass over the plans of all ranks; without it, it is given one at a time.
+
+    >>> from shardplan.planning import TensorSpec, global_plan, local_plan
+    >>> @world_pass
+    ... def only_the_last_writes(plans):
+    ...     return (*(attrs.evolve(plan, items=[]) for plan in plans[:-1]), plans[-1])
+    >>> plans = [local_plan({"w": TensorSpec((4,))})] * 3
+    >>> [len(plan.items) for plan in global_plan(plans, only_the_last_writes)[0]]
+    [0, 0, 1]
+    """
+    run.scope = "world"  # type: ignore[attr-defined]
+    return run
+
+
+def scope_of(step: Callable[..., Any]) -> Scope:
+    """Return what a pass looks at: ``"rank"``, or ``"world"`` if it says so.
+
+    >>> scope_of(lambda plans: plans), scope_of(world_pass(lambda plans: plans))
+    ('rank', 'world')
+    """
+    while isinstance(step, partial) and not hasattr(step, "scope"):
+        step = step.func
+    scope = getattr(step, "scope", "rank")
+    if scope not in ("rank", "world"):
+        raise ValueError(f'the scope of a pass is "rank" or "world", not {scope!r}: {step!r}')
+    return cast(Scope, scope)
+
+
+def chain(*passes: Passes[P]) -> Step[P]:
+    """Return the pass that runs ``passes`` one after the other, each in its scope.
+
+    Without any, it is the identity. A list of passes counts as a chain of them.
+
+    >>> chain()((SavePlan([]),)) == (SavePlan([]),)
+    True
+
+    Raises:
+        ValueError: When run, if a pass returns more or fewer plans than it was given.
+    """
+    steps: tuple[Pass[P], ...] = as_steps(passes)
+    run: Pass[P] = partial(_chain, steps)
+    return Step(chain, passes, {}, _widest(steps), run, shows_rank=any(map(may_see_rank, steps)))
+
+
+def _chain(steps: tuple[Pass[P], ...], plans: tuple[P, ...]) -> tuple[P, ...]:
+    for step in steps:
+        plans = run_pass(step, plans)
+    return plans
+
+
+def _widest(steps: Iterable[Callable[..., Any]]) -> Scope:
+    return "world" if "world" in map(scope_of, steps) else "rank"
+
+
+def as_steps(passes: Passes[P] | Iterable[Passes[P]] | None) -> tuple[Pass[P], ...]:
+    """Return the passes of a planner, given as one, as several or as none; chains are taken apart.
+
+    >>> from shardplan.planning import cast, drop
+    >>> as_steps([drop("a"), chain(drop("b"), [cast("bfloat16")])])
+    (drop('a'), drop('b'), cast('bfloat16'))
+
+    Raises:
+        TypeError: Something is not a pass.
+    """
+    if passes is None:
+        return ()
+    return _steps(passes)
+
+
+def _steps(passes: object) -> tuple[Any, ...]:
+    if isinstance(passes, Step) and passes.factory is chain:
+        return _steps(passes.args)
+    if callable(passes):
+        return (passes,)
+    if isinstance(passes, (str, Mapping)) or not isinstance(passes, Iterable):
+        raise TypeError(
+            f"a pass is a function from plans to plans, and a planner one or a list of them, "
+            f"not {passes!r}"
+        )
+    return tuple(step for one in passes for step in _steps(one))
+
+
+@attrs.frozen
+class Stages(Generic[P]):
+    """A planner, cut where it first needs the plans of all ranks.
+
+    Attributes:
+        own: The rank passes before that: each rank runs its own over its own plan.
+        rest: The first world pass, and all that comes after it: run where all plans are known.
+    """
+
+    own: tuple[Pass[P], ...]
+    rest: tuple[Pass[P], ...]
+
+    @classmethod
+    def of(cls, planner: Passes[P] | None, *, load: bool = False) -> Stages[P]:
+        """Cut a planner; for a load, passes that only choose who writes are left out.
+
+        They stay where a pass after them is shown plans, and may look at what they have chosen.
+
+        >>> from shardplan.planning import cast, dedup_replicas, drop, split_replicas
+        >>> Stages.of([drop("a"), split_replicas(), cast("int8")])
+        Stages(own=(drop('a'),), rest=(split_replicas(), cast('int8')))
+        >>> Stages.of([drop("a"), split_replicas(), cast("int8")], load=True)
+        Stages(own=(drop('a'), cast('int8')), rest=())
+        """
+        steps = as_steps(planner)
+        if load:
+            shown = max((n for n, step in enumerate(steps) if may_see_rank(step)), default=-1)
+            pairs = enumerate(steps)
+            steps = tuple(s for n, s in pairs if n < shown or not only_assigns(s))
+        cut = next((n for n, s in enumerate(steps) if scope_of(s) == "world"), len(steps))
+        return cls(steps[:cut], steps[cut:])
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether the rest does more than choose who writes: it must run in one place."""
+        return not all(map(only_assigns, self.rest))
+
+    @property
+    def rest_text(self) -> str:
+        """What the rest is, in words that are the same in every process."""
+        return ", ".join(repr(s) if only_assigns(s) else _name(s) for s in self.rest)
+
+
+def only_assigns(step: Callable[..., Any]) -> bool:
+    """Return True if all that a pass decides is who writes what several ranks hold."""
+    return isinstance(step, Step) and step.assigns
+
+
+def may_see_rank(step: Callable[..., Any]) -> bool:
+    """Return True if what a pass does may depend on ``plan.rank``."""
+    return step.shows_rank if isinstance(step, Step) else True
+
+
+def _name(step: Callable[..., Any]) -> str:
+    return step.factory.__name__ if isinstance(step, Step) else getattr(step, "__name__", "a pass")
+
+
+def named_chain(
+    **passes: Passes[P],
+) -> Callable[[tuple[P, ...]], tuple[tuple[P, ...], dict[str, tuple[P, ...]]]]:
+    """Return a function that runs named passes and also returns the plans after each of them.
+
+    >>> from shardplan.planning import TensorSpec, drop, local_plan
+    >>> plan = local_plan({"w": TensorSpec((2,)), "tmp": 1})
+    >>> plans, after = named_chain(clean=drop("tmp"))((plan,))
+    >>> [len(p.items) for p in after["clean"]]
+    [1]
+    """
+    return partial(_named_chain, {name: chain(step) for name, step in passes.items()})
+
+
+def _named_chain(
+    passes: Mapping[str, Pass[P]], plans: tuple[P, ...]
+) -> tuple[tuple[P, ...], dict[str, tuple[P, ...]]]:
+    after: dict[str, tuple[P, ...]] = {}
+    for name, step in passes.items():
+        plans = after[name] = run_pass(step, plans)
+    return plans, after
+
+
+def run_pass(step: Pass[P], plans: tuple[P, ...]) -> tuple[P, ...]:
+    """Run a pass in its scope.
+
+    Plans that do not know their rank are numbered by position. Whatever a pass does, a plan keeps
+    its rank, the number of ranks, and what the rank holds.
+
+    Raises:
+        ValueError: It returns more or fewer plans than it was given.
+    """
+    if any(plan.rank is None for plan in plans):
+        plans = positioned(plans)
+    if isinstance(step, Step) or scope_of(step) == "world":
+        done = _returned(step, plans, step(plans))
+    else:
+        done = tuple(_run_on(step, plan) for plan in plans)
+    kept = [after.following(before) for before, after in zip(plans, done, strict=True)]
+    same = all(a is b for a, b in zip(kept, done, strict=True))
+    return done if same else tuple(kept)  # a `World` that knows its rows stays one
+
+
+def _run_on(step: Pass[P], plan: P) -> P:
+    """Run a function of somebody's own over one rank's plan."""
+    try:
+        return _returned(step, (plan,), step((plan,)))[0]
+    except IndexError as error:
+        error.add_note(f"pass {_name(step)} was given the plan of rank {plan.rank} only; {_HINT}")
+        raise
+
+
+def _returned(step: Pass[P], plans: tuple[P, ...], done: object) -> tuple[P, ...]:
+    """Return what a pass returned, once it is known to be as many plans of the same kind."""
+    name = _name(step)
+    if done is None or isinstance(done, Step):
+        what = "None: is its `return` missing?" if done is None else f"{done!r}: call it first"
+        raise ValueError(f"pass {name} must return plans, and returned {what}")
+    if not isinstance(done, tuple) or len(done) != len(plans):
+        got = f"a tuple of {len(done)}" if isinstance(done, tuple) else f"a {type(done).__name__}"
+        many = "a tuple of 1 plan" if len(plans) == 1 else f"a tuple of {len(plans)} plans"
+        short = isinstance(done, tuple) and scope_of(step) != "world"
+        hint = f"; {_HINT}" if short else ""
+        raise ValueError(f"pass {name} was given {many} and returned {got}{hint}")
+    for before, after in zip(plans, done, strict=True):
+        if type(after) is not type(before):
+            kinds = f"{type(before).__name__}s and returned a {type(after).__name__}"
+            raise ValueError(f"pass {name} was given {kinds} among them")
+    return done
+
+
+def positioned(plans: Iterable[P]) -> tuple[P, ...]:
+    """Number plans by their position: one plan per rank, in rank order.
+
+    >>> [(plan.rank, plan.world_size) for plan in positioned([SavePlan([])] * 2)]
+    [(0, 2), (1, 2)]
+    """
+    known = tuple(plans)
+    places = [(rank, len(known)) for rank in range(len(known))]
+    if [(plan.rank, plan.world_size) for plan in known] == places:
+        return known
+    return tuple(
+        attrs.evolve(plan, rank=rank, world_size=count)
+        for plan, (rank, count) in zip(known, places, strict=True)
+    )
+
+
+def annotate(note: Callable[[SavePlan], Mapping[str, Any]]) -> Step[SavePlan]:
+    """Have every rank add data of its own, which `global_plan` collects.
+
+    The data of all ranks, in rank order, becomes ``metadata.planner_data["ranks"]``.
+
+    Args:
+        note: Given a rank's plan, returns what to add to its ``planner_data``.
+
+    >>> from shardplan.planning import global_plan, local_plan
+    >>> passes = [annotate(lambda plan: {"rank": plan.rank})]
+    >>> global_plan([local_plan({"a": 1}), local_plan({"b": 2})], passes)[1].planner_data["ranks"]
+    (FrozenDict({'rank': 0}), FrozenDict({'rank': 1}))
+    """
+    return Step(annotate, (note,), {}, "rank", partial(_annotate, note), shows_rank=True)
+
+
+def _annotate(
+    note: Callable[[SavePlan], Mapping[str, Any]], plans: tuple[SavePlan, ...]
+) -> tuple[SavePlan, ...]:
+    return tuple(_noted(plan, note(plan)) for plan in plans)
+
+
+def _noted(plan: SavePlan, extra: Mapping[str, Any]) -> SavePlan:
+    if not isinstance(extra, Mapping):
+        raise TypeError(f"annotate needs a mapping of names to data, not {extra!r}")
+    for taken in ("paths", "empty"):
+        if taken in extra:
+            raise ValueError(f'planner_data["{taken}"] is about nested keys; use another name')
+    return attrs.evolve(plan, planner_data=FrozenDict({**(plan.planner_data or {}), **extra}))
+
+
+def partition(
+    label: Callable[[str], str], passes: Mapping[str, Passes[SavePlan]]
+) -> Step[SavePlan]:
+    """Route items by their name: those of each label go through that label's pass.
+
+    Its scope is the widest of the passes that it routes to.
+
+    Args:
+        label: Given a name in the checkpoint, returns its label.
+        passes: What to do with the items of each label; `chain` () leaves them as they are.
+
+    >>> from shardplan.planning import TensorSpec, cast, chain, local_plan
+    >>> kind = lambda name: name.split(".")[0]
+    >>> route = partition(kind, {"model": cast("bfloat16"), "optim": chain()})
+    >>> plan = local_plan({"model.w": TensorSpec((2,)), "optim.w": TensorSpec((2,))})
+    >>> [i.tensor_data.properties.dtype for i in route((plan,))[0].items]
+    ['bfloat16', 'float32']
+
+    Raises:
+        PlanError: When run, if a name has a label for which there is no pass.
+    """
+    routes = {name: chain(step) for name, step in passes.items()}
+    run: Pass[SavePlan] = partial(_partition, label, routes)
+    seen = any(map(may_see_rank, routes.values()))
+    scope = _widest(routes.values())
+    return Step(partition, (label, passes), {}, scope, run, shows_rank=seen)
+
+
+def _partition(
+    label: Callable[[str], str],
+    routes: Mapping[str, Pass[SavePlan]],
+    plans: tuple[SavePlan, ...],
+) -> tuple[SavePlan, ...]:
+    catalogs = {id(plan.items.catalog): plan.items.catalog for plan in plans}
+    labels = {at: np.array([label(n) for n in c.names], object) for at, c in catalogs.items()}
+    _refuse_strays(plans, [labels[id(p.items.catalog)] for p in plans], routes)
+    parts: list[list[WriteItems]] = [[] for _ in plans]
+    last = plans
+    for name, step in routes.items():
+        of = {at: _restricted(c, labels[at] == name) for at, c in catalogs.items()}
+        chosen = [_chosen(plan.items, *of[id(plan.items.catalog)]) for plan in plans]
+        subset = [
+            attrs.evolve(now, items=items, held=plan.holds)
+            for now, plan, items in zip(last, plans, chosen, strict=True)
+        ]
+        last = run_pass(step, tuple(subset))  # data that one part leaves, the next one finds
+        for mine, plan in zip(parts, last, strict=True):
+            mine.append(plan.items)
+    merge = lru_cache(merge_catalogs)  # ranks share catalogs, by identity
+    return tuple(
+        attrs.evolve(now, items=_joined(mine, merge), held=plan.holds)
+        for now, plan, mine in zip(last, plans, parts, strict=True)
+    )
+
+
+def _joined(parts: Sequence[WriteItems], merge: Callable[..., Merged]) -> WriteItems:
+    """Return the items of all parts, under a catalog that lists what empty parts know of, too."""
+    catalog, numbers = merge(*(part.catalog for part in parts))
+    pairs = zip(parts, numbers, strict=True)
+    return WriteItems.concat([p.recatalog(catalog, readonly(n[p.row])) for p, n in pairs])
+
+
+def _restricted(catalog: Catalog, mask: npt.NDArray[np.bool_]) -> tuple[Catalog, Ints]:
+    """Return some rows of a catalog as one, and each old row's number in it (-1: left out)."""
+    rows = np.flatnonzero(mask)
+    number = np.full(len(catalog), -1, np.int64)
+    number[rows] = np.arange(len(rows))
+    return Catalog.of(tuple(catalog.heads[row] for row in rows.tolist())), number
+
+
+def _chosen(items: WriteItems, catalog: Catalog, number: Ints) -> WriteItems:
+    """Return the items whose rows a restricted catalog has."""
+    row = number[items.row]
+    return items.take(row >= 0).recatalog(catalog, readonly(row[row >= 0]))
+
+
+def _refuse_strays(
+    plans: tuple[SavePlan, ...], labels: list[Any], routes: Mapping[str, Pass[SavePlan]]
+) -> None:
+    """Refuse names whose label has no pass: they would silently vanish."""
+    stray: dict[str, str] = {}
+    for plan, of in zip(plans, labels, strict=True):
+        lost = ~np.isin(of, list(routes))[plan.items.row] if len(of) else plan.items.row < 0
+        for row in np.unique(plan.items.row[lost]).tolist():
+            stray[plan.items.catalog.names[row]] = of[row]
+    if stray:
+        known = ", ".join(map(repr, routes))
+        raise PlanError(
+            Issue(
+                "label", name, f"`{name}` is labelled {of!r}, and there are passes for {known} only"
+            )
+            for name, of in sorted(stray.items())
+        )

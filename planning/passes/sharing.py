@@ -1,0 +1,354 @@
+"""Passes for loads: what several ranks need is read by one of them and sent to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache, partial
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from ..columns.arrays import Ints, readonly
+from ..columns.catalog import Catalog, Head, column
+from ..columns.items import WriteItems
+from ..columns.reads import ReadItems, Transfers
+from ..columns.uniques import group_rows
+from ..columns.world import Rows, World
+from ..geometry.overlap import overlap_many, self_overlaps
+from ..geometry.tilings import Grid, Tiling, pad
+from ..items import LoadItemType, WriteItemType
+from ..metadata import Metadata, TensorMetadata
+from ..records import LoadPlan, SavePlan
+from ..storage.blocks import BLOCK_BYTES, cut_blocks
+from ..storage.located import Located, locate_reads
+from ..storage.ranges import fetched, has_narrow_gaps, lies_together
+from .balance import assign
+from .base import Step
+
+__all__ = ["read_on", "share_reads", "split_reads"]
+
+
+def share_reads(
+    metadata: Metadata,
+    *,
+    min_readers: int = 2,
+    min_bytes: int = 1 << 16,
+    block_bytes: int = BLOCK_BYTES,
+    max_gap: int = 0,
+) -> Step[LoadPlan]:
+    """Have bytes that several ranks need read by one of them, and say who sends what to whom.
+
+    Reads that overlap in part are cut first, so that no byte is read twice. Readers are chosen so
+    that bytes read per rank come out even, each among those who need the piece. A block that some
+    rank needs whole is read whole by one rank, in however many pieces, so that it can be checked.
+
+    So is a block that ranks need in parts with narrow gaps between their ranges, such as columns,
+    if fetching these, and the others' along with them, takes no less. Cut with `split_reads` first.
+
+    Args:
+        metadata: The checkpoint that the plans read.
+        min_readers: Leave alone what fewer ranks need.
+        min_bytes: Leave alone pieces smaller than this: a message costs as much as the read saves.
+        block_bytes: The most bytes of a block that the checkpoint was hashed with.
+        max_gap: Bytes between two ranges that are sooner fetched than left out.
+
+    >>> from shardplan.planning import TensorSpec, global_plan, load_plan, local_plan
+    >>> plan = local_plan({"w": TensorSpec((4,))})
+    >>> metadata = global_plan([plan])[1]
+    >>> loads = (load_plan(metadata, plan),) * 2
+    >>> a, b = share_reads(metadata, min_bytes=1)(loads)
+    >>> len(a.items), len(b.items), b.transfers[0].source, b.transfers[0].target
+    (1, 0, 0, 1)
+    """
+    run = partial(_share_reads, metadata, min_readers, min_bytes, block_bytes, max_gap)
+    options = {
+        "min_readers": min_readers,
+        "min_bytes": min_bytes,
+        "block_bytes": block_bytes,
+        "max_gap": max_gap,
+    }
+    return Step(share_reads, (metadata,), options, "world", run)
+
+
+def _share_reads(
+    metadata: Metadata,
+    min_readers: int,
+    min_bytes: int,
+    block_bytes: int,
+    max_gap: int,
+    plans: tuple[LoadPlan, ...],
+) -> tuple[LoadPlan, ...]:
+    catalog = _catalog(metadata)
+    rows = _regions(plans, metadata, catalog)
+    grids = dict(_grids(rows))
+    if grids:
+        cut = [_cut(plan.items, metadata, catalog, grids) for plan in plans]
+        plans = tuple(attrs.evolve(p, items=c) for p, c in zip(plans, cut, strict=True))
+        rows = _regions(plans, metadata, catalog)
+    group = np.cumsum(~rows.repeats) - 1
+    if not rows.repeats.any() and not max_gap:
+        return plans
+    reader, woven = _readers(plans, rows, group, metadata, block_bytes, max_gap)
+    is_value = rows.prop[rows.tensor] < 0
+    worth = np.bincount(group)[group] >= min_readers
+    worth &= (rows.nbytes >= min_bytes) | is_value
+    worth |= woven >= min_bytes
+    return _hand_over(plans, rows.rank, rows.item, reader, worth & (rows.rank != reader))
+
+
+def split_reads(metadata: Metadata, max_bytes: int, *, max_gap: int = 0) -> Step[LoadPlan]:
+    """Cut every read into pieces of at most ``max_bytes`` of storage, by rows, then within rows.
+
+    Before `share_reads`, this lets several ranks read parts of what all of them need. What is one
+    range of its chunk, or several with at most ``max_gap`` bytes between them, is cut where the
+    chunk's blocks of so many bytes end, so that each block can be hashed by whoever reads it.
+
+    >>> from shardplan.planning import TensorSpec, global_plan, load_plan, local_plan
+    >>> plan = local_plan({"w": TensorSpec((5, 4))})
+    >>> metadata = global_plan([plan])[1]
+    >>> cut = split_reads(metadata, 32)((load_plan(metadata, plan),))[0]
+    >>> [read.lengths for read in cut.items]
+    [(2, 4), (2, 4), (1, 4)]
+    """
+    if max_bytes < 1:
+        raise ValueError(f"max_bytes must be at least 1, not {max_bytes}")
+    run = partial(_split_reads, metadata, max_bytes, max_gap)
+    return Step(split_reads, (metadata, max_bytes), {"max_gap": max_gap}, "rank", run)
+
+
+def _split_reads(
+    metadata: Metadata, max_bytes: int, max_gap: int, plans: tuple[LoadPlan, ...]
+) -> tuple[LoadPlan, ...]:
+    entries = metadata.state_dict_metadata
+    width = column([*(p.itemsize for p in entries.props), 0])[entries.prop]
+    return tuple(
+        attrs.evolve(plan, items=_split_items(plan.items, metadata, max_bytes, max_gap, width))
+        for plan in plans
+    )
+
+
+def _split_items(
+    reads: ReadItems, metadata: Metadata, max_bytes: int, max_gap: int, width: Ints
+) -> ReadItems:
+    itemsize = width[_rows_of(reads.names, metadata)[reads.storage]] if len(reads) else None
+    if itemsize is None or (not max_gap and (reads.numel * itemsize <= max_bytes).all()):
+        return reads
+    axes, extents = reads.lengths.shape[1], locate_reads(metadata, reads).extents
+    lengths, offsets = pad(reads.lengths, extents.shape[1], 1), np.zeros_like(extents)
+    offsets[:, :axes] = reads.storage_offsets
+    aligned = lies_together(lengths, extents)[:, None]
+    if max_gap:
+        aligned |= has_narrow_gaps(lengths, extents, itemsize, max_gap)[:, None]
+    blocks = cut_blocks(
+        lengths,
+        itemsize,
+        max_bytes,
+        offsets=np.where(aligned, offsets, 0),
+        extents=np.where(aligned, extents, lengths),
+    )
+    shift = blocks.offsets[:, :axes]
+    taken = reads.take(blocks.box)
+    return attrs.evolve(
+        taken,
+        dest_offsets=readonly(taken.dest_offsets + shift),
+        storage_offsets=readonly(taken.storage_offsets + shift),
+        lengths=readonly(blocks.sizes[:, :axes]),
+    )
+
+
+def read_on(reader: int) -> Step[LoadPlan]:
+    """Have one rank read everything, and send every other rank just what it needs.
+
+    >>> from shardplan.planning import TensorSpec, global_plan, load_plan, local_plan
+    >>> plan = local_plan({"w": TensorSpec((4,))})
+    >>> loads = (load_plan(global_plan([plan])[1], plan),) * 2
+    >>> [len(plan.items) for plan in read_on(1)(loads)]
+    [0, 1]
+    """
+    return Step(read_on, (reader,), {}, "world", partial(_read_on, reader))
+
+
+def _read_on(reader: int, plans: tuple[LoadPlan, ...]) -> tuple[LoadPlan, ...]:
+    if not 0 <= reader < len(plans):
+        raise ValueError(f"rank {reader} is not one of the {len(plans)} that load")
+    counts = [len(plan.items) for plan in plans]
+    rank = np.repeat(np.arange(len(plans)), counts)
+    item = np.concatenate([np.arange(n) for n in counts]) if counts else rank
+    moved = np.flatnonzero(rank != reader)
+    return _hand_over(plans, rank, item, np.full(len(rank), reader), moved)
+
+
+def _catalog(metadata: Metadata) -> Catalog:
+    """List the saved tensors as plans do, so that reads can be compared as chunks are."""
+    heads: list[Head] = []
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorMetadata):
+            heads.append((name, name, WriteItemType.SHARD, entry.properties, entry.size))
+        else:
+            heads.append((name, name, WriteItemType.BYTE_IO, None, ()))
+    return Catalog.of(tuple(heads))
+
+
+def _regions(plans: Sequence[LoadPlan], metadata: Metadata, catalog: Catalog) -> Rows:
+    """See every read as the region of the saved tensor that it copies, sorted."""
+    row_of = lru_cache(lambda names: _rows_of(names, metadata))  # ranks share their names
+    regions = (_region(plan.items, row_of(plan.items.names), catalog.axes) for plan in plans)
+    return World(SavePlan(WriteItems(catalog, *region)) for region in regions).rows
+
+
+def _rows_of(names: tuple[str, ...], metadata: Metadata) -> Ints:
+    row_of = metadata.state_dict_metadata.row_of
+    return column([row_of.get(name, -1) for name in names])  # names of the state dict have none
+
+
+def _region(reads: ReadItems, row_of: Ints, width: int) -> tuple[Ints, Ints, Ints]:
+    row = row_of[reads.storage] if len(reads) else reads.storage
+    if (row < 0).any():
+        name = reads.names[int(reads.storage[(row < 0).argmax()])]
+        raise ValueError(f"share_reads: `{name}` is read but not in the metadata that was given")
+    is_bytes = (reads.type == LoadItemType.BYTE_IO.value)[:, None]
+    offsets = np.where(is_bytes, 0, reads.storage_anchor + reads.storage_offsets)
+    sizes = np.where(is_bytes, 1, reads.lengths)
+    fitted = (pad(offsets, width, 0)[:, :width], pad(sizes, width, 1)[:, :width])
+    return row, readonly(fitted[0]), readonly(fitted[1])
+
+
+def _readers(
+    plans: Sequence[LoadPlan],
+    rows: Rows,
+    group: Ints,
+    metadata: Metadata,
+    block_bytes: int,
+    max_gap: int,
+) -> tuple[Ints, Ints]:
+    """Choose who reads each row's region; all regions of a block go to one that needs it whole.
+
+    Args:
+        plans: One per rank.
+        rows: Their reads as regions.
+        group: Which of the distinct regions each row is.
+        metadata: The checkpoint.
+        block_bytes: The most bytes of a block.
+        max_gap: Bytes between two ranges that are sooner fetched than left out.
+
+    Returns:
+        The reader, and how many bytes the row's block has, if it is read whole for ranks of which
+        none needs all of it; else 0.
+    """
+    reads = ReadItems.concat([plan.items for plan in plans]).take(rows.flat)
+    spots = locate_reads(metadata, reads, block_bytes)
+    _, block = group_rows([spots.entry, spots.chunk, spots.number])
+    whole = _holds_whole(rows, group, block, spots, reads.numel, len(plans))
+    first = np.diff(group, prepend=-1) != 0  # the first row of each region
+    several, held = (np.bincount(block[first]) > 1)[block], (np.bincount(block, whole) > 0)[block]
+    nbytes = rows.nbytes // np.maximum(reads.numel, 1) * spots.numel  # of the block
+    woven = several & ~held & _is_woven(rows, first, block, spots, reads, max_gap)
+    together = (several & held) | woven
+    unit = np.where(together, len(group) + block, group)  # what one rank reads
+    weight = np.where(together, nbytes, rows.nbytes)
+    able = np.flatnonzero(~together | whole | woven)
+    able = able[np.lexsort((rows.rank[able], unit[able]))]
+    names, number = np.unique(unit[able], return_inverse=True)
+    again = np.diff(number, prepend=-1) + np.abs(np.diff(rows.rank[able], prepend=-1)) == 0
+    able, number = able[~again], number[~again]
+    chosen = able[assign(number, rows.rank[able], weight[able], len(plans))]
+    readers: Ints = rows.rank[chosen][np.searchsorted(names, unit)]
+    return readers, np.where(woven, nbytes, 0)
+
+
+def _is_woven(
+    rows: Rows,
+    first: npt.NDArray[np.bool_],
+    block: Ints,
+    spots: Located,
+    reads: ReadItems,
+    max_gap: int,
+) -> npt.NDArray[np.bool_]:
+    """Tell which rows are of a block of which no less is fetched region by region than whole."""
+    if not max_gap:
+        return np.zeros(len(block), bool)
+    itemsize = rows.nbytes // np.maximum(reads.numel, 1)
+    lengths = pad(reads.lengths, spots.extents.shape[1], 1)
+    numel = fetched(lengths, spots.extents, itemsize, max_gap)
+    wide = np.bincount(block, numel > reads.numel)[block] > 0  # some have narrow gaps
+    total = np.bincount(block, np.where(first & spots.inside, numel, 0))[block]
+    woven: npt.NDArray[np.bool_] = spots.inside & wide & (total >= spots.numel)
+    return woven
+
+
+def _holds_whole(
+    rows: Rows, group: Ints, block: Ints, spots: Located, numel: Ints, ranks: int
+) -> npt.NDArray[np.bool_]:
+    """Tell which rows are of a rank that needs all of the block that the row lies in."""
+    _, pair = np.unique(block * ranks + rows.rank, return_inverse=True)
+    again = (np.diff(group, prepend=-1) == 0) & (np.diff(rows.rank, prepend=-1) == 0)
+    held = np.bincount(pair, np.where(again | ~spots.inside, 0, numel))[pair]
+    whole: npt.NDArray[np.bool_] = (held == spots.numel) & spots.inside & (numel > 0)
+    return whole
+
+
+def _hand_over(
+    plans: tuple[LoadPlan, ...], rank: Ints, item: Ints, reader: Ints, moved: Ints
+) -> tuple[LoadPlan, ...]:
+    """Take the moved reads out of the plans and write them down as transfers on both sides."""
+    order = np.lexsort((item[moved], rank[moved]))
+    target, source, item = rank[moved][order], reader[moved][order], item[moved][order]
+    edges = np.searchsorted(target, np.arange(len(plans) + 1))
+    mine = [slice(a, b) for a, b in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)]
+    parts = [plan.items.take(item[rows]) for plan, rows in zip(plans, mine, strict=True)]
+    transfers = Transfers(ReadItems.concat(parts), readonly(source), readonly(target))
+    sending = np.argsort(source, kind="stable")
+    starts = np.searchsorted(source[sending], np.arange(len(plans) + 1))
+    done = []
+    for number, (plan, rows) in enumerate(zip(plans, mine, strict=True)):
+        stay = np.ones(len(plan.items), bool)
+        stay[item[rows]] = False
+        sent = sending[starts[number] : starts[number + 1]]
+        both = np.concatenate([np.arange(rows.start, rows.stop), sent])
+        every = Transfers.concat([plan.transfers, transfers.take(both)])
+        done.append(attrs.evolve(plan, items=plan.items.take(stay), transfers=every))
+    return tuple(done)
+
+
+def _grids(rows: Rows) -> Iterator[tuple[str, Tiling]]:
+    """Give, for each tensor whose regions overlap in part, the grid of all their edges."""
+    layouts, which = rows.take(~rows.repeats).layouts
+    for number, layout in enumerate(layouts):
+        tiling = layout.tiling
+        if not self_overlaps(tiling, limit=1):
+            continue
+        edges = np.concatenate([tiling.offsets, tiling.offsets + tiling.sizes])
+        grid = Grid(tuple(readonly(np.unique(edges[:, axis])) for axis in range(tiling.ndim)))
+        for tensor in np.flatnonzero(which == number).tolist():
+            yield rows.names[tensor], grid
+
+
+def _cut(
+    reads: ReadItems, metadata: Metadata, catalog: Catalog, grids: dict[str, Tiling]
+) -> ReadItems:
+    row, offsets, sizes = _region(reads, _rows_of(reads.names, metadata), catalog.axes)
+    hit = np.flatnonzero([catalog.names[r] in grids for r in row.tolist()])
+    numbers, which = np.unique(row[hit], return_inverse=True)
+    used = [grids[catalog.names[number]] for number in numbers.tolist()]
+    pieces = overlap_many(used, which, offsets[hit], sizes[hit])
+    # The untouched reads keep their place; a cut one is followed by its pieces, in order.
+    whole = np.setdiff1d(np.arange(len(reads)), hit)
+    taken = reads.take(np.concatenate([whole, hit[pieces.box]]))
+    width = reads.lengths.shape[1]
+    shift = (pieces.offsets - offsets[hit][pieces.box])[:, :width]
+    moved = {
+        name: np.concatenate([getattr(reads, name)[whole], now])
+        for name, now in {
+            "dest_offsets": reads.dest_offsets[hit][pieces.box] + shift,
+            "storage_offsets": reads.storage_offsets[hit][pieces.box] + shift,
+            "lengths": pieces.sizes[:, :width],
+        }.items()
+    }
+    cut = attrs.evolve(
+        taken,
+        dest_offsets=readonly(moved["dest_offsets"]),
+        storage_offsets=readonly(moved["storage_offsets"]),
+        lengths=readonly(moved["lengths"]),
+    )
+    return cut.take(np.argsort(np.concatenate([whole, hit[pieces.box]]), kind="stable"))

@@ -1,0 +1,301 @@
+"""Reads as byte ranges: which bytes of a file a read needs, and which ranges to fetch as one.
+
+A saved chunk lies row-major in its file. A box out of it is one range if it spans the chunk's
+trailing axes, and several otherwise. Storage only ever executes what is decided here.
+"""
+
+from __future__ import annotations
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from ..columns.arrays import Ints
+from ..geometry.overlap import expand
+from .blocks import reach_of
+
+__all__ = [
+    "ByteRanges",
+    "Requests",
+    "byte_ranges",
+    "coalesce",
+    "fetched",
+    "filled",
+    "has_narrow_gaps",
+    "lies_together",
+    "whole_blocks",
+]
+
+
+@attrs.frozen(eq=False)
+class ByteRanges:
+    """Bytes that lie together in a file; one row a range, in order of read, then of place.
+
+    Attributes:
+        read: Which read the range belongs to.
+        start: Where it starts in the file, in bytes.
+        length: How long it is, in bytes.
+        into: Where it goes in the read's own box, laid out row-major, in bytes.
+    """
+
+    read: Ints
+    start: Ints
+    length: Ints
+    into: Ints
+
+    def __len__(self) -> int:
+        return len(self.read)
+
+
+def byte_ranges(
+    offsets: Ints, lengths: Ints, extents: Ints, itemsize: Ints, begin: Ints
+) -> ByteRanges:
+    """Return the byte ranges of some boxes of saved chunks.
+
+    Args:
+        offsets: Where each box starts, relative to its chunk; one row a box.
+        lengths: How large each box is.
+        extents: How large the chunk is that it lies in.
+        itemsize: Bytes an element takes.
+        begin: Where the chunk begins in its file, in bytes.
+
+    >>> one = lambda *n: np.array([n])
+    >>> r = byte_ranges(one(1, 0), one(2, 4), one(6, 4), np.array([4]), np.array([100]))
+    >>> r.start.tolist(), r.length.tolist()  # whole rows lie together
+    ([116], [32])
+    >>> r = byte_ranges(one(1, 2), one(2, 2), one(6, 4), np.array([4]), np.array([100]))
+    >>> r.start.tolist(), r.length.tolist(), r.into.tolist()
+    ([124, 140], [8, 8], [0, 8])
+    """
+    boxes, axes = lengths.shape
+    run = np.ones(boxes, np.int64)  # elements that lie together
+    strides = np.ones((boxes, axes), np.int64)  # elements of the chunk that one step skips
+    counts = np.ones((boxes, axes), np.int64)  # steps along each axis from run to run
+    whole = np.ones(boxes, bool)  # whether all later axes are spanned
+    step = np.ones(boxes, np.int64)
+    for axis in reversed(range(axes)):
+        strides[:, axis] = step
+        step = step * extents[:, axis]
+        counts[:, axis] = np.where(whole, 1, lengths[:, axis])
+        run = np.where(whole, run * lengths[:, axis], run)
+        whole = whole & (lengths[:, axis] == extents[:, axis])
+    empty = (lengths == 0).any(axis=1, keepdims=True)
+    read, cell = expand(np.where(empty, 0, counts))
+    place = ((offsets[read] + cell) * strides[read]).sum(axis=1)
+    length = run[read] * itemsize[read]
+    number = np.arange(len(read)) - np.searchsorted(read, read)  # of a range among its read's
+    return ByteRanges(read, begin[read] + place * itemsize[read], length, number * length)
+
+
+def steps(extents: Ints) -> Ints:
+    """Return how many elements of a row-major box one step along each axis skips.
+
+    >>> steps(np.array([[6, 4, 2]])).tolist()
+    [[8, 2, 1]]
+    """
+    step = np.ones_like(extents)
+    for axis in reversed(range(extents.shape[1] - 1)):
+        step[:, axis] = step[:, axis + 1] * extents[:, axis + 1]
+    return step
+
+
+def lies_together(lengths: Ints, extents: Ints) -> npt.NDArray[np.bool_]:
+    """Tell which boxes, none of them empty, are a single range of the chunks they lie in.
+
+    >>> lies_together(np.array([[2, 4], [1, 3], [2, 3]]), np.array([[6, 4]] * 3)).tolist()
+    [True, True, False]
+    """
+    span = ((lengths - 1) * steps(extents)).sum(axis=1) + 1  # from first to last element
+    together: npt.NDArray[np.bool_] = span == lengths.prod(axis=1)
+    return together
+
+
+def has_narrow_gaps(
+    lengths: Ints, extents: Ints, itemsize: Ints, max_gap: int
+) -> npt.NDArray[np.bool_]:
+    """Tell which boxes are several ranges of their chunks, none far from the next.
+
+    Args:
+        lengths: How large each box is, in elements; none is empty.
+        extents: How large its chunk is.
+        itemsize: Bytes an element takes.
+        max_gap: The most bytes from the end of a range to the next one.
+
+    Of rows of 4 bytes, two columns; two rows; and every column but the last of 9:
+
+    >>> lengths, extents = np.array([[3, 2], [2, 4], [3, 8]]), np.array([[3, 4], [3, 4], [3, 9]])
+    >>> has_narrow_gaps(lengths, extents, np.array([1, 1, 4]), 2).tolist()
+    [True, False, False]
+    """
+    strides = steps(extents) * itemsize[:, None]
+    span, narrow = itemsize.copy(), np.ones(len(lengths), bool)
+    for axis in reversed(range(lengths.shape[1])):
+        gap = strides[:, axis] - span
+        narrow &= (lengths[:, axis] == 1) | (gap <= max_gap)
+        span += (lengths[:, axis] - 1) * strides[:, axis]
+    return narrow & ~lies_together(lengths, extents)
+
+
+def fetched(lengths: Ints, extents: Ints, itemsize: Ints, max_gap: int) -> Ints:
+    """Count the elements that come with each box: its own, and those in gaps that are narrow.
+
+    Arguments are those of `has_narrow_gaps`; boxes may be empty.
+
+    >>> fetched(np.array([[3, 2], [2, 4]]), np.array([[3, 4]] * 2), np.array([1, 1]), 2).tolist()
+    [10, 8]
+    """
+    narrow = has_narrow_gaps(lengths, extents, itemsize, max_gap) & (lengths > 0).all(axis=1)
+    span = ((lengths - 1) * steps(extents)).sum(axis=1) + 1
+    numel: Ints = np.where(narrow, span, lengths.prod(axis=1))
+    return numel
+
+
+def filled(chunk: Ints, offsets: Ints, lengths: Ints, extents: Ints) -> npt.NDArray[np.bool_]:
+    """Tell which boxes are part of a chunk that one range after another makes up, each box one.
+
+    Args:
+        chunk: Which chunk each box lies in; boxes come in any order, and none is empty.
+        offsets: Where each starts in its chunk, in elements.
+        lengths: How large each is.
+        extents: How large its chunk is.
+
+    Chunk 0 of 4 elements is read in halves, chunk 1 but for its first element:
+
+    >>> column = lambda *n: np.array(n).reshape(-1, 1)
+    >>> filled(np.array([0, 1, 0]), column(2, 1, 0), column(2, 3, 2), column(4, 4, 4)).tolist()
+    [True, False, True]
+    """
+    begin = (offsets * steps(extents)).sum(axis=1)
+    end = begin + lengths.prod(axis=1)
+    order = np.lexsort((begin, chunk))
+    first = np.flatnonzero(np.diff(chunk[order], prepend=-1))  # the row each chunk starts at
+    if not len(first):
+        return np.zeros(0, bool)
+    wanted = np.roll(end[order], 1)  # a box starts where the one before it ends
+    wanted[first] = 0
+    right = lies_together(lengths, extents)[order] & (begin[order] == wanted)
+    last = np.append(first[1:], len(order)) - 1
+    right[last] &= (end == extents.prod(axis=1))[order][last]
+    found = np.empty(len(order), bool)
+    found[order] = np.repeat(
+        np.logical_and.reduceat(right, first), np.diff(first, append=len(order))
+    )
+    return found
+
+
+def whole_blocks(
+    chunk: Ints, offsets: Ints, lengths: Ints, extents: Ints, itemsize: Ints, max_bytes: int
+) -> npt.NDArray[np.bool_]:
+    """Tell which boxes are one range that begins and ends where blocks of their chunk do.
+
+    Of boxes that share elements, only one counts: a block is hashed once.
+
+    Args:
+        chunk: Which chunk each box lies in; boxes come in any order, and none is empty.
+        offsets: Where each starts in its chunk, in elements.
+        lengths: How large each is.
+        extents: How large its chunk is.
+        itemsize: Bytes an element takes.
+        max_bytes: The most bytes of a block.
+
+    Of a chunk of 5 elements in blocks of 2, the last two blocks are read, and half of the first:
+
+    >>> column = lambda *n: np.array(n).reshape(-1, 1)
+    >>> boxes = (column(2, 0), column(3, 1), column(5, 5))
+    >>> whole_blocks(np.array([0, 0]), *boxes, np.array([1, 1]), 2).tolist()
+    [True, False]
+    """
+    reach, ends = reach_of(extents, itemsize, max_bytes), offsets + lengths
+    right: npt.NDArray[np.bool_] = lies_together(lengths, extents)
+    right &= (offsets % reach == 0).all(axis=1)
+    right &= ((ends % reach == 0) | (ends == extents)).all(axis=1)
+    begin = (offsets * steps(extents)).sum(axis=1)
+    rows = np.flatnonzero(right)
+    rows = rows[np.lexsort((begin[rows], chunk[rows]))]
+    if len(rows):
+        reached = _reach(chunk[rows], (begin + lengths.prod(axis=1))[rows])
+        same = np.diff(chunk[rows]) == 0
+        right[rows[1:][same & (begin[rows[1:]] < reached[:-1])]] = False
+    return right
+
+
+@attrs.frozen(eq=False)
+class Requests:
+    """Ranges to fetch in one go each; one row a request.
+
+    Attributes:
+        file: Which file it fetches from.
+        start, length: Which bytes, in the file's frame.
+        members: Per range (in the order given), which request brings it.
+    """
+
+    file: Ints
+    start: Ints
+    length: Ints
+    members: Ints
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+
+def coalesce(
+    file: Ints,
+    start: Ints,
+    length: Ints,
+    *,
+    max_gap: int = 1 << 16,
+    max_waste: float = 0.1,
+    max_bytes: int = 1 << 26,
+) -> Requests:
+    """Join ranges of the same file where a request costs more than the gap between them.
+
+    Args:
+        file: Which file each range lies in; ranges come in any order.
+        start: Where each starts, in bytes.
+        length: How long each is, in bytes.
+        max_gap: The widest gap to read over, in bytes.
+        max_waste: The largest share of the two neighbours' bytes that the gap may be.
+        max_bytes: Requests do not grow past this (a longer range stays whole).
+
+    >>> r = coalesce(*map(np.array, ([0, 0, 0], [0, 100, 900], [96, 100, 10])))
+    >>> r.start.tolist(), r.length.tolist(), r.members.tolist()
+    ([0, 900], [200, 10], [0, 0, 1])
+    """
+    order = np.lexsort((start, file))
+    file, start, length = file[order], start[order], length[order]
+    joins = np.zeros(len(order), bool)
+    if len(order):
+        reach = _reach(file, start + length)
+        gap = start[1:] - reach[:-1]
+        near = (gap <= max_gap) & (gap <= max_waste * (length[1:] + length[:-1]))
+        joins[1:] = (file[1:] == file[:-1]) & near
+        joins = _bounded(joins, start, start + length, max_bytes)
+    number = np.cumsum(~joins) - 1
+    members = np.empty(len(order), np.int64)
+    members[order] = number
+    first = np.flatnonzero(~joins)
+    if not len(first):
+        return Requests(file, start, length, members)
+    ends = np.maximum.reduceat(start + length, first)
+    return Requests(file[first], start[first], ends - start[first], members)
+
+
+def _reach(file: Ints, ends: Ints) -> Ints:
+    """Return how far the ranges of a file reach, up to and including each of them."""
+    shift = int(ends.max()) + 1
+    number = np.cumsum(np.diff(file, prepend=file[0]) != 0)  # files apart, so that none leaks
+    return np.asarray(np.maximum.accumulate(ends + number * shift) - number * shift)
+
+
+def _bounded(joins: Ints, start: Ints, ends: Ints, max_bytes: int) -> Ints:
+    """Cut runs of joined ranges that would fetch more than ``max_bytes``."""
+    bounded = joins.copy()
+    first = np.flatnonzero(~joins)
+    total = np.maximum.reduceat(ends, first) - start[first]
+    for run in np.flatnonzero(total > max_bytes).tolist():
+        stop = first[run + 1] if run + 1 < len(first) else len(joins)
+        begin = first[run]
+        for row in range(begin + 1, stop):
+            if ends[row] - start[begin] > max_bytes:
+                bounded[row], begin = False, row
+    return bounded

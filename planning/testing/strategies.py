@@ -1,0 +1,422 @@
+"""Random plans for tests: Hypothesis strategies that are valid by construction and shrink well.
+
+They answer "does it hold for any shape, any mesh, any way of cutting?" in your own tests:
+
+    from hypothesis import given
+    from shardplan.planning import global_plan
+    from shardplan.planning.strategies import assert_written_once, save_plans
+
+    @given(save_plans())
+    def test_my_pass_loses_nothing(plans):
+        assert_written_once(*global_plan(plans, passes=[my_pass(), dedup_replicas()]))
+
+Tensors stay small, because the oracles (`assert_written_once`, `assert_read_once` and their kin,
+from `planning.testing.oracles`) look at every element. Everything shrinks towards one small
+tensor, all of it on one rank.
+
+Needs the extra ``shardplan[hypothesis]``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+
+from ..dtypes import ITEMSIZE, Dtype
+from ..extras import named_extras
+from ..geometry.tilings import Chunk, Tiling, tile_chunks
+from ..items import MetadataIndex, TensorProperties, TensorWriteData, WriteItem, WriteItemType
+from ..mesh.placements import (
+    Mesh,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+    TensorSpec,
+    local_chunks,
+)
+from ..records import SavePlan
+from .oracles import (
+    assert_all_saved,
+    assert_read_once,
+    assert_written_once,
+    cells,
+    count_writes,
+    trace_reads,
+)
+
+with named_extras("shardplan.planning.testing.strategies"):
+    from hypothesis import strategies as st
+    from hypothesis.strategies import SearchStrategy
+
+__all__ = [
+    "shapes",
+    "dtypes",
+    "chunks",
+    "tilings",
+    "meshes",
+    "placements",
+    "tensor_specs",
+    "values",
+    "state_dicts",
+    "save_plans",
+    "cells",
+    "count_writes",
+    "trace_reads",
+    "assert_all_saved",
+    "assert_read_once",
+    "assert_written_once",
+]
+
+_AXES: Final = ("dp", "tp", "pp", "cp", "ep")
+_COMMON: Final = ("float32", "float64", "float16", "int64", "int8", "uint8", "bool", "complex64")
+
+
+def shapes(
+    *, min_dims: int = 0, max_dims: int = 3, min_side: int = 0, max_side: int = 6
+) -> SearchStrategy[tuple[int, ...]]:
+    """Generate the shapes of small tensors: no axes, long ones, empty ones.
+
+    Args:
+        min_dims: The least number of axes.
+        max_dims: The greatest number of axes.
+        min_side: The least length of an axis; 0 allows empty tensors.
+        max_side: The greatest length of an axis.
+
+    >>> from hypothesis import find
+    >>> find(shapes(), lambda shape: len(shape) > 1)
+    (0, 0)
+    """
+    return st.lists(st.integers(min_side, max_side), min_size=min_dims, max_size=max_dims).map(
+        tuple
+    )
+
+
+def dtypes() -> SearchStrategy[str]:
+    """Generate the names of all dtypes that a checkpoint can carry, plain ones first.
+
+    >>> from hypothesis import find
+    >>> find(dtypes(), lambda dtype: True)
+    'float32'
+    """
+    rest = [name for name in ITEMSIZE if name not in _COMMON]
+    return st.sampled_from([*_COMMON, *rest])
+
+
+def chunks(shape: Sequence[int], *, allow_empty: bool = False) -> SearchStrategy[Chunk]:
+    """Generate boxes that lie inside a tensor.
+
+    Args:
+        shape: The tensor's global shape.
+        allow_empty: Whether boxes without elements come too. Those of an empty tensor always do.
+
+    >>> from hypothesis import find
+    >>> find(chunks((4, 4)), lambda chunk: chunk.numel == 16)
+    Chunk(offsets=(0, 0), sizes=(4, 4))
+    """
+
+    def interval(length: int) -> SearchStrategy[tuple[int, int]]:
+        least = 0 if allow_empty or not length else 1
+        return st.integers(0, length - least).flatmap(
+            lambda start: st.tuples(st.just(start), st.integers(least, length - start))
+        )
+
+    return st.tuples(*map(interval, shape)).map(
+        lambda box: Chunk([start for start, _ in box], [size for _, size in box])
+    )
+
+
+def tilings(shape: Sequence[int], *, max_chunks: int = 12) -> SearchStrategy[Tiling]:
+    """Generate ways to cut a tensor so that each element lies in exactly one chunk.
+
+    One chunk, grids with uneven cuts, and boxes from repeated splits that form no grid, in any
+    order.
+
+    Args:
+        shape: The tensor's global shape. An empty tensor has one empty chunk.
+        max_chunks: The most chunks a tiling has.
+
+    >>> from hypothesis import find
+    >>> find(tilings((2, 3)), lambda tiling: len(tiling) == 1)
+    Grid(0:2, 0:3)
+    """
+    return _tilings(tuple(shape), max_chunks)
+
+
+# Strategies are values: making one costs more than drawing from it, so those that recur are kept.
+@lru_cache(maxsize=1 << 12)
+def _tilings(shape: tuple[int, ...], max_chunks: int) -> SearchStrategy[Tiling]:
+    whole = Chunk([0] * len(shape), shape)
+    if math.prod(shape) < 2:
+        return st.just(tile_chunks([whole]))
+    boxes = _splits(whole, max_chunks) | _grids(shape, max_chunks)
+    return (boxes | boxes.flatmap(st.permutations)).map(tile_chunks)
+
+
+@st.composite
+def _splits(draw: st.DrawFn, whole: Chunk, max_chunks: int) -> list[Chunk]:
+    """Split a box, then one of the halves, and so on."""
+    boxes = [whole]
+    for _ in range(draw(st.integers(0, max_chunks - 1))):
+        choices = [
+            (number, axis)
+            for number, box in enumerate(boxes)
+            for axis, size in enumerate(box.sizes)
+            if size > 1
+        ]
+        if not choices:
+            break
+        number, axis = draw(st.sampled_from(choices))
+        box = boxes[number]
+        at = draw(st.integers(1, box.sizes[axis] - 1))
+        sizes, offsets, rest = list(box.sizes), list(box.offsets), list(box.sizes)
+        sizes[axis], rest[axis] = at, box.sizes[axis] - at
+        offsets[axis] += at
+        boxes[number : number + 1] = [Chunk(box.offsets, sizes), Chunk(offsets, rest)]
+    return boxes
+
+
+@st.composite
+def _grids(draw: st.DrawFn, shape: tuple[int, ...], max_chunks: int) -> list[Chunk]:
+    """Cut every axis straight through, anywhere."""
+    axes, left = [], max_chunks
+    for length in shape:
+        most = min(left, length) - 1
+        inner = draw(st.sets(st.integers(1, max(length - 1, 1)), max_size=most)) if most else ()
+        cuts = [0, *sorted(inner), length]
+        axes.append(list(itertools.pairwise(cuts)))
+        left //= len(axes[-1])
+    return [
+        Chunk([low for low, _ in box], [high - low for low, high in box])
+        for box in itertools.product(*axes)
+    ]
+
+
+def meshes(*, max_ranks: int = 6, max_axes: int = 3) -> SearchStrategy[Mesh]:
+    """Generate meshes of a few ranks.
+
+    Args:
+        max_ranks: The most ranks a mesh has.
+        max_axes: The most axes a mesh has, up to five; there is always one.
+
+    >>> from hypothesis import find
+    >>> find(meshes(), lambda mesh: len(mesh) > 1)
+    Mesh(dp=2)
+    """
+    return _meshes(max_ranks, max_axes)
+
+
+@st.composite
+def _meshes(draw: st.DrawFn, max_ranks: int, max_axes: int) -> Mesh:
+    sizes: dict[str, int] = {}
+    for name in _AXES[: draw(st.integers(1, max_axes))]:
+        sizes[name] = draw(st.integers(1, max_ranks // math.prod(sizes.values())))
+    return Mesh(sizes)
+
+
+def placements(mesh: Mesh, shape: Sequence[int]) -> SearchStrategy[tuple[Placement, ...]]:
+    """Generate one placement for each axis of a mesh: Replicate, Shard or StridedShard.
+
+    Args:
+        mesh: Where the tensor lies.
+        shape: The tensor's global shape; one without axes can only be replicated.
+
+    >>> from hypothesis import find
+    >>> find(placements(Mesh(dp=2, tp=2), (4,)), lambda placed: placed == (Shard(0), Shard(0)))
+    (Shard(dim=0), Shard(dim=0))
+    """
+    return _placements(len(mesh.names), len(shape))
+
+
+@lru_cache(maxsize=1 << 8)
+def _placements(count: int, ndim: int) -> SearchStrategy[tuple[Placement, ...]]:
+    one: SearchStrategy[Placement] = st.just(Replicate())
+    if ndim:
+        dims = st.integers(0, ndim - 1)
+        one |= st.builds(Shard, dims) | st.builds(StridedShard, dims, st.integers(1, 4))
+    return st.tuples(*(one for _ in range(count)))
+
+
+def tensor_specs(
+    *,
+    mesh: Mesh | None = None,
+    shape: SearchStrategy[tuple[int, ...]] | None = None,
+    dtype: SearchStrategy[Dtype] | None = None,
+) -> SearchStrategy[TensorSpec]:
+    """Generate tensors that nobody has allocated.
+
+    Args:
+        mesh: Where they are placed; without one they are whole on every rank.
+        shape: Which shapes to use; `shapes()` if left out.
+        dtype: Which dtypes to use; `dtypes()` if left out.
+
+    >>> from hypothesis import find
+    >>> find(tensor_specs(), lambda spec: len(spec.shape) == 2)
+    TensorSpec(shape=(0, 0), dtype='float32', placements=())
+    """
+    sizes, kinds = (shapes() if shape is None else shape), (dtypes() if dtype is None else dtype)
+    if mesh is None:
+        return st.builds(TensorSpec, sizes, kinds)
+    return sizes.flatmap(
+        lambda size: st.builds(TensorSpec, st.just(size), kinds, placements(mesh, size))
+    )
+
+
+def values() -> SearchStrategy[Any]:
+    """Generate what a state dict holds besides tensors; each equals itself, so NaN is left out.
+
+    >>> from hypothesis import find
+    >>> find(values(), lambda value: isinstance(value, tuple) and len(value) == 2)
+    (None, None)
+    """
+    plain = st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(allow_nan=False),
+        st.text(max_size=4),
+        st.binary(max_size=4),
+    )
+    lists = st.lists(plain, max_size=3)
+    return plain | lists | lists.map(tuple) | st.just({})
+
+
+def state_dicts(*, mesh: Mesh | None = None, max_leaves: int = 8) -> SearchStrategy[dict[Any, Any]]:
+    """Generate state dicts as training scripts have them: nested, mixed, with keys of any type.
+
+    Dicts, lists and tuples hold numpy arrays of several dtypes (without axes and empty ones too),
+    `TensorSpec`s and other values. No two leaves ever flatten to the same name.
+
+    Args:
+        mesh: Where `TensorSpec`s are placed; without one they are whole on every rank.
+        max_leaves: About how many leaves there are at most.
+
+    >>> from hypothesis import find
+    >>> sorted(map(len, [find(state_dicts(), bool), find(state_dicts(), lambda sd: not sd)]))
+    [0, 1]
+    """
+    leaves = values() | _arrays() | tensor_specs(mesh=mesh)
+    nested = st.recursive(
+        leaves,
+        lambda inner: (
+            _dicts(inner) | st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple)
+        ),
+        max_leaves=max_leaves,
+    )
+    return _dicts(nested)
+
+
+def _dicts(inner: SearchStrategy[Any]) -> SearchStrategy[dict[Any, Any]]:
+    """Generate dicts whose names differ before the first dot, so that none can run into another."""
+    words = st.text("abw_0", max_size=3)
+    keys = st.one_of(
+        words,
+        st.integers(0, 9),
+        st.tuples(words, words).map(".".join),
+        st.booleans(),
+        st.none(),
+        st.tuples(st.integers(0, 9)),
+    )
+    pairs = st.lists(
+        st.tuples(keys, inner),
+        max_size=4,
+        unique_by=(lambda pair: str(pair[0]).partition(".")[0], lambda pair: pair[0]),
+    )
+    return pairs.map(dict)
+
+
+def _arrays() -> SearchStrategy[Any]:
+    """Generate numpy arrays whose elements differ as far as the dtype can tell them apart."""
+    return st.builds(
+        lambda shape, dtype: np.arange(math.prod(shape)).reshape(shape).astype(dtype),
+        shapes(max_side=3),
+        st.sampled_from(_COMMON),
+    )
+
+
+def save_plans(
+    *,
+    mesh: Mesh | SearchStrategy[Mesh] | None = None,
+    tensors: Mapping[str, Any] | None = None,
+    max_tensors: int = 3,
+) -> SearchStrategy[tuple[SavePlan, ...]]:
+    """Generate the local plans of all ranks of a world, which `global_plan` accepts.
+
+    Each tensor is placed on the mesh, or whole on some ranks, or cut in any way with each chunk on
+    any ranks: replicas abound. Values that are no tensors are on some ranks. A plan's items are in
+    any order, and a rank may hold nothing.
+
+    Args:
+        mesh: Which ranks there are; `meshes()` if left out.
+        tensors: What the world holds, by name: a `TensorSpec`, of which shape and dtype are used,
+            or anything else for a value that is no tensor. Give it to lay the same tensors out in
+            a second world, as a load does. Any if left out.
+        max_tensors: The most tensors and values there are if ``tensors`` is left out.
+
+    >>> from hypothesis import find
+    >>> plans = find(save_plans(tensors={"w": TensorSpec((4,))}), lambda plans: len(plans) == 2)
+    >>> {item.index.fqn for plan in plans for item in plan.items}
+    {'w'}
+    """
+    where = meshes() if mesh is None else mesh
+    what: SearchStrategy[Mapping[str, Any]] = st.dictionaries(
+        st.text("abw.", min_size=1, max_size=3), tensor_specs() | st.none(), max_size=max_tensors
+    )
+    return _save_plans(
+        where if isinstance(where, SearchStrategy) else st.just(where),
+        what if tensors is None else st.just(tensors),
+    )
+
+
+@st.composite
+def _save_plans(
+    draw: st.DrawFn, mesh: SearchStrategy[Mesh], tensors: SearchStrategy[Mapping[str, Any]]
+) -> tuple[SavePlan, ...]:
+    where = draw(mesh)
+    plans: list[list[WriteItem]] = [[] for _ in range(len(where))]
+    for name, what in draw(tensors).items():
+        index = MetadataIndex(name)
+        if not isinstance(what, TensorSpec):
+            for rank in draw(_some_ranks(len(where))):
+                plans[rank].append(WriteItem(index, WriteItemType.BYTE_IO))
+            continue
+        kind, held = draw(_holdings(what, where))
+        properties = TensorProperties(what.dtype)
+        for items, boxes in zip(plans, held, strict=True):
+            data = [TensorWriteData(box, properties, what.shape) for box in boxes]
+            items.extend(WriteItem(index, kind, one) for one in data)
+    if draw(st.booleans()):
+        plans = [draw(st.permutations(items)) for items in plans]
+    return tuple(map(SavePlan, plans))
+
+
+@lru_cache(maxsize=1 << 8)
+def _some_ranks(count: int) -> SearchStrategy[list[int]]:
+    return st.sets(st.integers(0, count - 1), min_size=1).map(sorted)
+
+
+@st.composite
+def _holdings(
+    draw: st.DrawFn, spec: TensorSpec, mesh: Mesh
+) -> tuple[WriteItemType, list[list[Chunk]]]:
+    """Say which boxes of a tensor each rank holds."""
+    held: list[list[Chunk]] = [[] for _ in range(len(mesh))]
+    how = draw(st.sampled_from(["whole", "cut", "placed"]))
+    if how == "placed" and 0 not in spec.shape:
+        placed = draw(placements(mesh, spec.shape))
+        for rank in range(len(mesh)):
+            held[rank].extend(local_chunks(spec.shape, mesh.shape, mesh.coordinate(rank), placed))
+        return WriteItemType.SHARD, held
+    if how == "cut":
+        for chunk in draw(tilings(spec.shape)):
+            for rank in draw(_some_ranks(len(mesh))):
+                held[rank].append(chunk)
+        return WriteItemType.SHARD, held
+    for rank in draw(_some_ranks(len(mesh))):
+        held[rank].append(Chunk([0] * len(spec.shape), spec.shape))
+    return WriteItemType.TENSOR, held

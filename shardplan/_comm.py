@@ -1,0 +1,345 @@
+"""Which ranks take part, and how do they take a step together?"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, NoReturn
+
+import attrs
+
+from shardplan.dist import (
+    CheckpointError,
+    Comm,
+    Failure,
+    LostRanksError,
+    Reduce,
+    all_reduce,
+    solo,
+    torch_comm,
+)
+from shardplan.planning import leaves, listed, span
+
+__all__ = [
+    "Counted",
+    "JobComm",
+    "as_comm",
+    "Place",
+    "default_comm",
+    "device_of",
+    "fail_alike",
+    "host_name",
+    "normal_device",
+    "own_place",
+    "place_of",
+    "take_step",
+    "told_apart",
+    "world_group",
+]
+
+
+@attrs.frozen
+class Place:
+    """Where a rank is among all ranks.
+
+    Attributes:
+        rank: Its number.
+        ranks: How many there are.
+    """
+
+    rank: int
+    ranks: int
+
+    @property
+    def label(self) -> str:
+        """The key under which the rank's own state is saved.
+
+        >>> Place(3, 8).label
+        'rank_3_of_8'
+        """
+        return f"rank_{self.rank}_of_{self.ranks}"
+
+
+@attrs.define(eq=False)
+class JobComm:
+    """The comm of all ranks of the job: made when it is first needed, and anew when it was lost.
+
+    Making one is a step of its own, so every rank must ask for it in the same calls. A rank may
+    learn of a loss one call later than others, so that ranks which go on count those calls: the
+    parts of two different saves must never become one.
+
+    Attributes:
+        private: Whether it has connections of its own.
+        held: The comm as it is now; None where there is none yet.
+    """
+
+    private: bool
+    held: Comm | None = None
+    _group: Any = None
+    _calls: int = 0
+    _lock: threading.Lock = attrs.field(factory=threading.Lock)
+
+    def take(self) -> Comm:
+        """Return it, for one call; that of one rank where there is no process group.
+
+        Raises:
+            CheckpointError: It was lost, and not all ranks came to go on, or not in the same call.
+            RuntimeError: A launcher started several ranks, and there is no process group.
+        """
+        with self._lock:
+            group = world_group()
+            if group is None:
+                _refuse_missing_group()
+                self.held = self._group = None
+                return solo()
+            self._calls += 1
+            if self.held is None or self._group is not group:
+                with _named_step("make connections"):
+                    self.held, self._calls = torch_comm(group, private=self.private), 1
+                self._group = group
+            elif self.held.lost:
+                self._go_on()
+            return self.held
+
+    def _go_on(self) -> None:
+        step = "go on after a rank was lost"
+        with _named_step(step):
+            comm = self.held = torch_comm(self._group, private=True, fresh=True)
+        most, behind = all_reduce(comm, step, lambda: self._calls, _behind)
+        self._calls = most
+        if behind:
+            text = f"this rank is behind by {{}}, of {most} calls; from the next one on all go on"
+            raise CheckpointError(
+                Failure(comm.ranks[place], step, "RuntimeError", text.format(missing))
+                for place, missing in behind
+            )
+
+
+@contextmanager
+def _named_step(step: str) -> Iterator[None]:
+    """Raise lost ranks as the failures of a step."""
+    try:
+        yield
+    except LostRanksError as error:
+        raise CheckpointError(error.failures(step)) from None
+
+
+def _behind(calls: list[int]) -> tuple[int, list[tuple[int, int]]]:
+    """Return the most calls that any rank made, and by how many which places are behind.
+
+    >>> _behind([3, 2, 3])
+    (3, [(1, 1)])
+    """
+    most = max(calls)
+    return most, [(place, most - made) for place, made in enumerate(calls) if made < most]
+
+
+_job: Final = JobComm(private=False)
+
+
+def as_comm(comm: Comm | None) -> Comm:
+    """Return a comm that a caller passed; by default, `default_comm`.
+
+    Raises:
+        TypeError: It is something else, such as a process group of torch.
+    """
+    if comm is not None and not hasattr(comm, "coordinator"):  # which torch's groups lack
+        kind = type(comm).__name__
+        raise TypeError(
+            f"comm is a {kind}; for a process group, pass shardplan.dist.torch.comm(it)"
+        )
+    return default_comm() if comm is None else comm
+
+
+def default_comm() -> Comm:
+    """Return the comm of all ranks of the job; that of one rank where there is no process group.
+
+    Every rank of the job must call the function that asks for it.
+
+    >>> default_comm().world_size
+    1
+
+    Raises:
+        RuntimeError: A launcher started several ranks, and there is no process group.
+    """
+    return _job.take()
+
+
+def _launched() -> Place | None:
+    """Return where torchrun, or what sets its variables, has put this process; None if nowhere."""
+    rank, ranks = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if not rank.isdecimal() or not ranks.isdecimal() or int(ranks) < 2:
+        return None
+    return Place(int(rank), int(ranks))
+
+
+def _refuse_missing_group() -> None:
+    """Refuse to work alone in a process that a launcher started as one of several."""
+    place = _launched()
+    if place is not None:
+        raise RuntimeError(
+            f"this process is rank {place.rank} of {place.ranks} (RANK and WORLD_SIZE in its "
+            "environment), but torch.distributed has no process group here, so every rank would "
+            "work alone, and the last one to save would win; call "
+            "torch.distributed.init_process_group() first, or pass comm=shardplan.dist.solo() if "
+            "this process is meant to work alone"
+        )
+
+
+def world_group() -> Any:
+    """Return torch's process group of all ranks; None where there is none."""
+    dist = sys.modules.get("torch.distributed")  # whoever has a process group has imported it
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    return dist.group.WORLD
+
+
+def place_of(comm: Comm) -> Place:
+    """Return where this rank is among all ranks of a comm.
+
+    >>> place_of(solo())
+    Place(rank=0, ranks=1)
+    """
+    return Place(comm.rank, comm.world_size)
+
+
+def own_place() -> Place:
+    """Return where this process is in the job, without asking any other.
+
+    >>> own_place()
+    Place(rank=0, ranks=1)
+    """
+    group = world_group()
+    if group is None:
+        return _launched() or Place(0, 1)
+    return Place(group.rank(), group.size())
+
+
+def take_step(
+    comm: Comm, step: str, map: Callable[[], Any], reduce: Callable[[list[Any]], Any]
+) -> Any:
+    """Take a step on all ranks, as `all_reduce` does; a single rank raises its errors as they are.
+
+    >>> take_step(solo(), "add up", lambda: 2, sum)
+    2
+    """
+    if comm.world_size == 1:
+        return reduce([map()])
+    return all_reduce(comm, step, map, reduce)
+
+
+def told_apart(ranks: Sequence[int], values: Sequence[str]) -> str:
+    """Say which ranks have which of several values; nothing if all have the same.
+
+    >>> told_apart((0, 1, 2), ("a", "a", "b"))
+    'ranks 0, 1: a; rank 2: b'
+    """
+    sides: dict[str, list[int]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        sides.setdefault(value, []).append(rank)
+    told = [f"{span(who)}: {value}" for value, who in sides.items()]
+    return listed(told, quote="", between="; ") if len(sides) > 1 else ""
+
+
+def fail_alike(comm: Comm, step: str, error: Exception) -> NoReturn:
+    """Raise one error on a rank that knows all others to raise it, too."""
+    kind, text = type(error).__name__, str(error)
+    failures = [Failure(rank, step, kind, text, expected=True) for rank in comm.ranks]
+    raise CheckpointError(failures, error)
+
+
+class Counted:
+    """A comm that counts what a rank gives to and gets from the steps it takes with others.
+
+    What goes from one rank to another, outside of steps, is left to who sends it.
+
+    Args:
+        comm: The comm.
+        count: Called with numbers of bytes.
+    """
+
+    def __init__(self, comm: Comm, count: Callable[[int], None]) -> None:
+        self._comm, self._count = comm, count
+        self.rank, self.world_size = comm.rank, comm.world_size
+        self.coordinator, self.ranks = comm.coordinator, comm.ranks
+        self.barrier, self.leave = comm.barrier, comm.leave
+        self.send, self.receive = comm.send, comm.receive
+
+    @property
+    def lost(self) -> bool:
+        """Whether ranks were lost."""
+        return self._comm.lost
+
+    def gather(self, data: bytes, topic: str = "gather") -> list[bytes] | None:
+        """Gather, and count."""
+        got = self._comm.gather(data, topic)
+        self._count(len(data) if got is None else sum(map(len, got)))
+        return got
+
+    def scatter(self, parts: Sequence[bytes] | None, topic: str = "scatter") -> bytes:
+        """Scatter, and count."""
+        got = self._comm.scatter(parts, topic)
+        self._count(len(got) if parts is None else sum(map(len, parts)))
+        return got
+
+    def broadcast(self, data: bytes | None, topic: str = "broadcast") -> bytes:
+        """Broadcast, and count."""
+        got = self._comm.broadcast(data, topic)
+        self._count(len(got))
+        return got
+
+    def all_gather(self, data: bytes, topic: str = "all_gather") -> list[bytes]:
+        """Gather everywhere, and count."""
+        got = self._comm.all_gather(data, topic)
+        self._count(sum(map(len, got)))
+        return got
+
+    def reduce(self, data: bytes, work: Reduce, topic: str = "reduce") -> bytes:
+        """Reduce, and count."""
+        gathered = list[int]()
+
+        def counted(parts: list[bytes]) -> bytes:
+            gathered.extend(map(len, parts))
+            return work(parts)
+
+        got = self._comm.reduce(data, counted, topic)
+        self._count(sum(gathered or [len(data)]) + len(got))
+        return got
+
+
+def device_of(sd: Mapping[Any, Any]) -> str:
+    """Name the device that a state dict's tensors are on, the one way.
+
+    >>> import torch
+    >>> device_of({"step": 7, "w": torch.zeros(2)}), device_of({})
+    ('cpu', 'cpu')
+    """
+    for _, value in leaves(sd):
+        device = getattr(value, "device", None)
+        if getattr(device, "type", "cpu") != "cpu":
+            return normal_device(device)
+    return "cpu"
+
+
+def normal_device(device: Any) -> str:
+    """Write a device the one way: ``cpu``, ``cuda:3``.
+
+    >>> normal_device("cpu:0"), normal_device("cuda"), normal_device("cuda:3")
+    ('cpu', 'cuda:0', 'cuda:3')
+    """
+    kind, _, index = str(device).partition(":")
+    if kind in ("cpu", "meta"):
+        return kind
+    torch = sys.modules.get("torch")
+    if not index and torch is not None and kind == "cuda" and torch.cuda.is_available():
+        index = str(torch.cuda.current_device())
+    return f"{kind}:{index or 0}"
+
+
+def host_name() -> str:
+    """Return the name of the machine, to tell which ranks share one."""
+    return socket.gethostname()

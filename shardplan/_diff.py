@@ -1,0 +1,377 @@
+"""What is different between two checkpoints, however each of them was sharded?"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any, Final, Literal
+
+import attrs
+import numpy as np
+
+from shardplan.io import (
+    FormatError,
+    Pool,
+    Progress,
+    Tell,
+    TensorDiff,
+    compare_tensors,
+    default_pool,
+    named_errors,
+    same_value,
+)
+from shardplan.io.execute import Reader
+from shardplan.io.formats import locate, open_source
+from shardplan.io.formats.native import FileTable, NativeSource
+from shardplan.io.stores import MissingFileError, Store
+from shardplan.planning import (
+    BytesMetadata,
+    PlanError,
+    Sheet,
+    Table,
+    TensorMetadata,
+    check,
+    counted,
+    human_bytes,
+    human_seconds,
+)
+
+from ._freshness import ATTEMPTS, STOPPED, begins_anew
+from ._report import logged
+
+__all__ = ["Change", "CheckpointDiff", "diff", "taken_on_trust"]
+
+_SHOWN: Final = 50
+_WIDE: Final = 60  # characters of a value that are shown
+_SIGNS: Final = {"added": "+", "removed": "-"}
+
+
+@attrs.frozen
+class Change:
+    """One way in which two checkpoints differ.
+
+    Attributes:
+        key: The name of the tensor or value.
+        what: ``added`` (only the second has it), ``removed`` (only the first has it), ``type``
+            (one has a tensor, the other a value of another kind), ``shape``, ``dtype`` or
+            ``values``.
+        before, after: Both sides: what is there, the shape, the dtype, the value, or the first
+            element that differs; None on the side that lacks it, and where it was not read.
+        elements: How many elements of a tensor differ; None if only checksums were compared.
+        first: Where the first of these is; None likewise.
+        chunks: How many of the first side's chunks differ; 0 for what is no tensor.
+    """
+
+    key: str
+    what: Literal["added", "removed", "type", "shape", "dtype", "values"]
+    before: Any = None
+    after: Any = None
+    elements: int | None = None
+    first: tuple[int, ...] | None = None
+    chunks: int = 0
+
+
+@attrs.frozen(repr=False)
+class CheckpointDiff:
+    """What differs between two checkpoints; true if anything does; printed as a table.
+
+    Attributes:
+        a, b: The checkpoints.
+        changes: All differences, by key.
+        keys: How many keys both have.
+        bytes_read: How many bytes of tensors were read to tell, of both.
+        seconds: How long it took.
+        by_checksum: How many keys were compared by the checksums recorded when they were saved, at
+            least in part: their bytes were not read.
+        values: Whether values were compared at all, beside names, shapes and dtypes.
+    """
+
+    a: str
+    b: str
+    changes: tuple[Change, ...]
+    keys: int = 0
+    bytes_read: int = 0
+    seconds: float = 0.0
+    by_checksum: int = 0
+    values: bool = True
+
+    def __bool__(self) -> bool:
+        return bool(self.changes)
+
+    @property
+    def added(self) -> tuple[str, ...]:
+        """Names that only the second checkpoint has."""
+        return tuple(c.key for c in self.changes if c.what == "added")
+
+    @property
+    def removed(self) -> tuple[str, ...]:
+        """Names that only the first checkpoint has."""
+        return tuple(c.key for c in self.changes if c.what == "removed")
+
+    @property
+    def changed(self) -> tuple[Change, ...]:
+        """How names differ that both have."""
+        return tuple(c for c in self.changes if c.what not in _SIGNS)
+
+    def __repr__(self) -> str:
+        return _sheet(self).text()
+
+    def _repr_html_(self) -> str:
+        return _sheet(self).html()
+
+
+def diff(
+    a: str | os.PathLike[str] | Store,
+    b: str | os.PathLike[str] | Store,
+    *,
+    values: bool = True,
+    locate: bool = False,
+    read: bool = False,
+    progress: Tell | None = None,
+    pool: Pool | None = None,
+) -> CheckpointDiff:
+    """Compare two checkpoints by key: names, shapes, dtypes and values.
+
+    Where both were cut alike, the checksums tell that were written down when they were saved, and
+    no tensor is read. All other elements are read from both and compared as bits, a few megabytes
+    at a time. Every file must be there in its full size; beyond that, what is on the disk is taken
+    to be what was saved: ``read=True`` looks, and so does `verify`. If a side is overwritten
+    meanwhile, the new one is compared, from the start.
+
+    Args:
+        a: The first checkpoint.
+        b: The second checkpoint.
+        values: Whether to compare values at all.
+        locate: Whether to read what checksums say differs, too: so that the number of differing
+            elements and the place of the first is told of every tensor, at the price of reading.
+        read: Whether to read everything from both, and go by no checksum. Damage is then an error.
+        progress: Called as ``progress(done_bytes, total_bytes)``, from one thread at a time, with
+            ever more bytes done and all of them in the end; bytes of one side.
+        pool: The threads and the memory budget to use.
+
+    Returns:
+        All differences; false if there are none.
+
+    >>> import tempfile, torch
+    >>> from shardplan import save
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     w = torch.zeros(4, 3)
+    ...     _ = save({"w": w, "step": 7}, f"{folder}/a")
+    ...     w[2, 1] = 5
+    ...     _ = save({"w": w, "step": 8}, f"{folder}/b")
+    ...     found = diff(f"{folder}/a", f"{folder}/b", locate=True)
+    >>> for change in found.changes:
+    ...     print(change.key, change.what, change.before, change.after, change.first)
+    step values 7 8 None
+    w values 0.0 5.0 (2, 1)
+
+    Raises:
+        FormatError: One of them is no checkpoint, or damage was met.
+        PlanError: A checkpoint does not hold every element of its tensors.
+    """
+    start = time.perf_counter()
+    pool = pool or default_pool()
+    for left in reversed(range(ATTEMPTS)):
+        sides = [_open(path, pool) for path in (a, b)]
+        try:
+            for side in sides:
+                _check_side(side)
+            found = _compare(*sides, values=values, locate=locate, read=read, tell=progress)
+            break
+        except STOPPED:  # a side that was overwritten meanwhile is compared as it is now
+            if not left or not any(map(begins_anew, sides)):
+                raise
+    ours, theirs = (side.metadata.state_dict_metadata for side in sides)
+    report = CheckpointDiff(
+        _url(a),
+        _url(b),
+        tuple(sorted(found.changes, key=lambda change: change.key)),
+        len(ours.keys() & theirs.keys()),
+        found.bytes_read,
+        time.perf_counter() - start,
+        len(found.by_checksum),
+        values,
+    )
+    return logged(report, f"{report.a} and {report.b}")
+
+
+def _open(path: str | os.PathLike[str] | Store, pool: Pool) -> Reader:
+    try:
+        return Reader(open_source(path, pool=pool), pool)
+    except FormatError as error:
+        raise error.within(locate(path)[0].url) from error.__cause__
+
+
+def _check_side(side: Reader) -> None:
+    try:
+        check(side.metadata)
+    except PlanError as error:
+        error.add_note(f"the checkpoint is {side.store.url}")
+        raise
+    if isinstance(side.source, NativeSource):
+        _check_sizes(side.store, side.source.manifest.files)
+
+
+def _url(path: str | os.PathLike[str] | Store) -> str:
+    """Name a checkpoint: its folder, or its file if it is a single one."""
+    store, name = locate(path)
+    return f"{store.url.rstrip('/')}/{name}" if name else store.url
+
+
+def _check_sizes(store: Store, files: FileTable) -> None:
+    """Refuse a checkpoint of which a file is missing or cut short: checksums would not notice.
+
+    Raises:
+        FormatError: There is such a file.
+    """
+    listed = {entry.name: entry.size for entry in store.entries(recursive=False)}
+    for name, size in zip(files.names, files.sizes.tolist(), strict=True):
+        found = listed.get(name)
+        if found != size:
+            try:
+                found = store.size(name)  # a listing may be late
+            except MissingFileError:
+                raise FormatError(name, f"it is missing from {store.url}") from None
+        if found != size:
+            raise FormatError(
+                name, f"it has {found:,} bytes in {store.url}, and was saved with {size:,}"
+            )
+
+
+@attrs.frozen
+class _Found:
+    """What differs, the bytes that were read to tell, and the keys that were not all read."""
+
+    changes: list[Change]
+    bytes_read: int = 0
+    by_checksum: frozenset[str] = frozenset()
+
+
+def _compare(
+    a: Reader, b: Reader, *, values: bool, locate: bool, read: bool, tell: Tell | None
+) -> _Found:
+    changes = list(_structure(a, b))
+    if not values:
+        Progress(0, tell)
+        return _Found(changes)
+    changed = {change.key for change in changes}
+    entries = a.metadata.state_dict_metadata
+    shared = [name for name in entries if name not in changed]
+    tensors = [n for n in shared if isinstance(entries[n], TensorMetadata)]
+    found = compare_tensors(a, b, tensors, locate=locate, read=read, tell=tell)
+    changes += [_tensor_change(name, differs) for name, differs in found.differing.items()]
+    others = [n for n in shared if isinstance(entries[n], BytesMetadata)]
+    alike = set() if read else {name for name in others if _stored_alike(a, b, name)}
+    changes += _values(a, b, [name for name in others if name not in alike])
+    return _Found(changes, found.bytes_read, found.unread | alike)
+
+
+def _structure(a: Reader, b: Reader) -> Iterator[Change]:
+    """Compare names, kinds, shapes and dtypes."""
+    ours, theirs = a.metadata.state_dict_metadata, b.metadata.state_dict_metadata
+    for name in theirs.keys() - ours.keys():
+        yield Change(name, "added", after=_told(theirs[name]))
+    for name in ours:
+        old, new = ours[name], theirs.get(name)
+        if new is None:
+            yield Change(name, "removed", before=_told(old))
+        elif isinstance(old, TensorMetadata) and isinstance(new, TensorMetadata):
+            if old.size != new.size:
+                yield Change(name, "shape", old.size, new.size)
+            if old.properties.dtype != new.properties.dtype:
+                yield Change(name, "dtype", old.properties.dtype, new.properties.dtype)
+        elif type(old) is not type(new):
+            yield Change(name, "type", _told(old), _told(new))
+
+
+def _tensor_change(name: str, found: TensorDiff) -> Change:
+    return Change(
+        name, "values", found.before, found.after, found.elements, found.first, found.chunks
+    )
+
+
+def _stored_alike(a: Reader, b: Reader, name: str) -> bool:
+    """Tell whether a value lies in a file of either side, in the same way and by its checksum."""
+    if not isinstance(a.source, NativeSource) or not isinstance(b.source, NativeSource):
+        return False  # no other format has checksums of values
+    ours, theirs = a.source, b.source
+    return (
+        ours.manifest.values[name] == theirs.manifest.values[name]  # the same bytes mean the same
+        and len(ours.sums_of(name)) > 0  # stored in a file
+        and ours.block_bytes == theirs.block_bytes
+        and np.array_equal(ours.sums_of(name), theirs.sums_of(name))
+    )
+
+
+def _values(a: Reader, b: Reader, names: list[str]) -> Iterator[Change]:
+    """Compare values that are no tensors."""
+    for name in names:
+        with named_errors(a):
+            old = a.value(name)
+        with named_errors(b):
+            new = b.value(name)
+        if not same_value(old, new):
+            yield Change(name, "values", old, new)
+
+
+def _told(entry: TensorMetadata | BytesMetadata) -> str:
+    if isinstance(entry, BytesMetadata):
+        return "value"
+    return f"{entry.properties.dtype} {list(entry.size)}"
+
+
+def taken_on_trust(found: CheckpointDiff) -> str:
+    """Say what was not read; nothing if all was.
+
+    >>> taken_on_trust(CheckpointDiff("a", "b", (), keys=3, by_checksum=2))
+    '2 of 3 keys compared by recorded checksums: their bytes were not read'
+    """
+    if not found.values:
+        return "values were not compared: only names, shapes and dtypes"
+    if not found.by_checksum:
+        return ""
+    keys = counted(found.keys, "key")
+    some = keys if found.by_checksum == found.keys else f"{found.by_checksum:,} of {keys}"
+    return f"{some} compared by recorded checksums: their bytes were not read"
+
+
+def _sheet(found: CheckpointDiff) -> Sheet:
+    cost = f"{human_bytes(found.bytes_read)} of tensors read in {human_seconds(found.seconds)}"
+    trust = list(filter(None, [taken_on_trust(found)]))
+    if not found.changes:
+        return Sheet(f"No difference: {counted(found.keys, 'key')}, {cost}", notes=trust)
+    changed = len({change.key for change in found.changed})
+    counts = len(found.added), len(found.removed), changed, found.keys - changed
+    title = "{:,} added, {:,} removed, {:,} changed, {:,} equal; {}".format(*counts, cost)
+    rows = [_row(change) for change in found.changes[:_SHOWN]]
+    more = len(found.changes) - _SHOWN
+    head = ("", "key", "what", "before", "after", "where")
+    sides = [f"before: {found.a}", f"after: {found.b}", *trust]
+    notes = [f"… {more:,} more", *sides] if more > 0 else sides
+    return Sheet(title, [Table(head, rows)], notes)
+
+
+def _row(change: Change) -> tuple[str, ...]:
+    sides = (change.before, change.after)
+    before, after = ("" if s is None and change.chunks else _text(s) for s in sides)
+    if change.what in _SIGNS:
+        before, after = change.before or "", change.after or ""
+    elif change.what in ("shape", "dtype", "type"):
+        before, after = (str(list(s)) if isinstance(s, tuple) else str(s) for s in sides)
+    return _SIGNS.get(change.what, "~"), change.key, change.what, before, after, _where(change)
+
+
+def _text(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _WIDE else f"{text[:_WIDE]}…"
+
+
+def _where(change: Change) -> str:
+    if not change.chunks:
+        return ""
+    chunks = f"{change.chunks:,} chunk{'s' if change.chunks > 1 else ''}"
+    if change.elements is None or change.first is None:
+        return f"in {chunks}, by checksum"
+    many = f"{change.elements:,} elements, the first" if change.elements > 1 else "1 element"
+    return f"{many} at {list(change.first)}"

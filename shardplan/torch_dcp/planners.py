@@ -1,0 +1,376 @@
+"""A pipeline of passes as a planner of torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import attrs
+import torch
+from torch.distributed.checkpoint import metadata as theirs
+from torch.distributed.checkpoint import planner as torch_plans
+
+from shardplan._memory import blanks, refuse_unfillable, tied_names
+from shardplan._nested import put, refilled
+from shardplan.io import ValueRefusedError, as_tensor, can_cast, torch_dtype, window
+from shardplan.planning import (
+    DEFAULT_PASSES,
+    KeyReport,
+    LoadPlan,
+    Metadata,
+    MetadataIndex,
+    Passes,
+    SavePlan,
+    Strict,
+    TensorMetadata,
+    WriteItem,
+    chain,
+    dtype_name,
+    find_shard,
+    flatten,
+    global_plan,
+    load_plan,
+    local_plan,
+    whole_names,
+    with_replicas,
+)
+from shardplan.planning.passes import Stages, may_see_rank
+
+from .inward import from_torch
+from .outward import to_torch
+from .values import UnsafeValueError, load_value, safe_dump
+
+__all__ = ["PipelineLoadPlanner", "as_torch_load_planner", "as_torch_save_planner"]
+
+
+def as_torch_save_planner(
+    pipeline: Passes[SavePlan] | None = None, *, process_group: Any = None
+) -> torch_plans.SavePlanner:
+    """Return a planner for ``torch.distributed.checkpoint.save`` that runs a pipeline of passes.
+
+    The plan is that of `save`: each rank runs its rank passes over its own plan; from the first
+    world pass on, torch's coordinator runs the rest over the plans of all; then replicas are
+    written once. Names, dtypes and chunks of the checkpoint are as the pipeline says, so torch
+    loads the result without any planner, from a state dict that has these names. Beside torch's own
+    checks all of `global_plan`'s are made.
+
+    Keys are flattened as `flatten` does it. That differs from torch's way in two cases: a tuple
+    that holds tensors is saved tensor by tensor, as torch does it for a list; a numpy array is
+    saved as a tensor. An empty dict is saved where torch does not look for it.
+
+    Args:
+        pipeline: A pass, or a list of them, such as ``[rename(...), cast("bfloat16")]``. Load
+            through `as_torch_load_planner` with the same one to get the names and dtypes back.
+            Where torch saves in another process, the pipeline is pickled: what its passes are given
+            has to allow that, as a mapping or a function of a module does, and a lambda does not.
+        process_group: The ranks that save, as torch is told; by default all of them. Passes see
+            their rank in it.
+
+    >>> import tempfile, warnings
+    >>> import torch.distributed.checkpoint as dcp
+    >>> from shardplan.planning import rename
+    >>> warnings.simplefilter("ignore")  # torch warns that there is one process only
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     planner = as_torch_save_planner(rename({"w": "model.w"}))
+    ...     _ = dcp.save({"w": torch.ones(3)}, checkpoint_id=folder, planner=planner)
+    ...     sd = {"model": {"w": torch.zeros(3)}}
+    ...     dcp.load(sd, checkpoint_id=folder)
+    >>> sd
+    {'model': {'w': tensor([1., 1., 1.])}}
+
+    torch raises what goes wrong as its CheckpointException, which holds, by rank:
+        PlanError, RefusedError: There is no correct plan; see `global_plan` and `local_plan`.
+        ValueRefusedError: Some values cannot be stored safely; all of this rank's are named.
+        ValueError: A pass needs the plans of all ranks, and torch does not give them.
+    """
+    return _SavePlanner(Stages.of(pipeline), process_group)
+
+
+@attrs.frozen
+class _Place:
+    """Where a process is among those that save or load."""
+
+    rank: int
+    world_size: int
+
+    @classmethod
+    def of(cls, process_group: Any) -> _Place:
+        """Ask torch; a process without a process group is alone."""
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return cls(0, 1)
+        ranks = torch.distributed.get_world_size(process_group)
+        return cls(torch.distributed.get_rank(process_group), ranks)
+
+
+def _check_places(plans: Sequence[SavePlan | LoadPlan], stages: Stages[SavePlan]) -> None:
+    """Refuse plans that are not those of all ranks, in order, where a pass may depend on that.
+
+    Where torch gives this process its own plan only, as ``no_dist=True`` and
+    ``use_collectives=False`` ask it to, rank passes have seen the right rank nevertheless.
+    """
+    places = [(plan.rank, plan.world_size) for plan in plans]
+    if len(plans) == 1 and (not stages.needs_all or places == [(0, 1)]):
+        return
+    if len(plans) == 1:
+        raise ValueError(
+            f"{stages.rest_text} needs the plans of all {places[0][1]} ranks, and torch gives each "
+            "rank its own only; leave out no_dist=True and use_collectives=False, or the pass"
+        )
+    right = places == [(n, len(plans)) for n in range(len(plans))]
+    if not right and any(map(may_see_rank, stages.own)):
+        raise ValueError(
+            f"{len(plans)} ranks plan together, and their passes saw them as ranks "
+            f"{', '.join(str(rank) for rank, _ in places)} of {places[0][1]}; give the planner the "
+            "process_group that torch is given"
+        )
+
+
+class _SavePlanner(torch_plans.SavePlanner):
+    def __init__(self, stages: Stages[SavePlan], process_group: Any) -> None:
+        self._stages, self._group = stages, process_group
+        self._flat: dict[str, Any] = {}
+        self._local = SavePlan([])
+        self._items: dict[Any, WriteItem] = {}
+        self._values: dict[str, io.BytesIO] = {}
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: theirs.StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        self._flat, _ = flatten(state_dict)
+        self._local = local_plan(state_dict)
+
+    def create_local_plan(self) -> torch_plans.SavePlan:
+        local = attrs.evolve(self._local, **attrs.asdict(_Place.of(self._group)))
+        plan: torch_plans.SavePlan = to_torch(chain(*self._stages.own)((local,))[0])
+        return plan
+
+    def create_global_plan(
+        self, all_plans: list[torch_plans.SavePlan]
+    ) -> tuple[list[torch_plans.SavePlan], theirs.Metadata]:
+        local = [from_torch(plan) for plan in all_plans]
+        _check_places(local, self._stages)
+        plans, metadata = global_plan(local, [*self._stages.rest, *DEFAULT_PASSES])
+        bare = (attrs.evolve(p, rank=None, world_size=None, held=None) for p in plans)
+        return [to_torch(plan) for plan in bare], to_torch(metadata)
+
+    def finish_plan(self, new_plan: torch_plans.SavePlan) -> torch_plans.SavePlan:
+        plan: SavePlan = from_torch(new_plan)
+        self._items = {_key(item.index): item for item in plan.items}
+        self._values = {}
+        refused: dict[str, str] = {}
+        for item in plan.items:
+            try:
+                if item.tensor_data is None:
+                    self._values[item.index.fqn] = safe_dump(self._flat[item.source.fqn])
+                else:
+                    _check_cast(self._box(item), item.tensor_data.properties.dtype)
+            except TypeError as error:
+                refused[item.index.fqn] = str(error)
+        if refused:
+            raise ValueRefusedError(refused)
+        return new_plan
+
+    def resolve_data(self, write_item: torch_plans.WriteItem) -> torch.Tensor | io.BytesIO:
+        item = self._items[_key(from_torch(write_item.index))]
+        if item.tensor_data is None:
+            return self._values[item.index.fqn]
+        box = self._box(item).resolve_conj().resolve_neg()
+        return box.to(torch_dtype(item.tensor_data.properties.dtype))
+
+    def _box(self, item: WriteItem) -> torch.Tensor:
+        """Return the memory that holds a chunk, in the dtype that it has in the state dict."""
+        data, start = item.tensor_data, item.source.offset or ()
+        assert data is not None
+        shard = as_tensor(find_shard(self._flat, item.source))
+        if not data.chunk.numel:  # an empty tensor counts as whole on each rank; its memory may not
+            return shard.new_empty(data.chunk.sizes)
+        offsets = [o - s for o, s in zip(data.chunk.offsets, start, strict=True)]
+        return window(shard, offsets, data.chunk.sizes)
+
+
+def _key(index: MetadataIndex) -> tuple[str, tuple[int, ...] | None]:
+    return index.fqn, index.offset
+
+
+def _check_cast(tensor: torch.Tensor, stored: str) -> None:
+    own = dtype_name(tensor.dtype)
+    if not can_cast(own, stored):
+        raise TypeError(f"is {own}, which torch cannot cast to {stored}")
+
+
+def as_torch_load_planner(
+    pipeline: Passes[SavePlan] | None = None,
+    *,
+    strict: Strict = True,
+    dtype: Literal["same", "cast"] = "same",
+    shape: Literal["same", "overlap"] = "same",
+    process_group: Any = None,
+) -> PipelineLoadPlanner:
+    """Return a planner for ``torch.distributed.checkpoint.load`` that runs a pipeline of passes.
+
+    The plan is that of `load`: each rank runs its rank passes over its own plan, torch's
+    coordinator what is left from the first world pass on; passes that only choose who writes are
+    skipped. Values that are not tensors are loaded only if that runs no code.
+
+    Args:
+        pipeline: The pass, or the list of passes, that the checkpoint was saved with, or one that
+            gives the names and dtypes that it has. What it drops is not loaded, and reported.
+        strict: Whether everything must be filled: True, False, or patterns of names that must be.
+        dtype: ``"same"`` takes another stored dtype for a mistake, ``"cast"`` for a wish to cast.
+        shape: ``"same"`` takes another shape for a mistake; ``"overlap"`` fills what both have.
+        process_group: The ranks that load, as torch is told; by default all of them. Passes see
+            their rank in it.
+
+    Returns:
+        The planner. After a load, its ``report`` says what this rank asked for and did not get, and
+        ``tied`` which names are not in the checkpoint, but share memory with one that is.
+
+    >>> import tempfile, warnings
+    >>> import torch.distributed.checkpoint as dcp
+    >>> from shardplan.planning import rename
+    >>> warnings.simplefilter("ignore")  # torch warns that there is one process only
+    >>> sd = {"w": torch.zeros(3)}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = dcp.save({"model": {"w": torch.ones(3)}}, checkpoint_id=folder)
+    ...     planner = as_torch_load_planner(rename({"w": "model.w"}))
+    ...     dcp.load(sd, checkpoint_id=folder, planner=planner)
+    >>> sd
+    {'w': tensor([1., 1., 1.])}
+
+    torch raises what goes wrong as its CheckpointException, which holds, by rank:
+        PlanError: Something that must be filled cannot be; every reason is told.
+        ValueRefusedError: A value is not safe to load, or a tensor cannot be written to.
+        ValueError: A pass needs the plans of all ranks, and torch does not give them.
+    """
+    stages = Stages.of(pipeline, load=True)
+    return PipelineLoadPlanner(stages, strict, dtype, shape, process_group)
+
+
+class PipelineLoadPlanner(torch_plans.LoadPlanner):
+    """A pipeline of passes as torch's load planner; `as_torch_load_planner` makes one.
+
+    Attributes:
+        report: How the state dict and the checkpoint agree, once a load is planned.
+        tied: Names that are not in the checkpoint, but share memory with one that is, by name.
+    """
+
+    def __init__(
+        self,
+        stages: Stages[SavePlan],
+        strict: Strict,
+        dtype: Literal["same", "cast"],
+        shape: Literal["same", "overlap"],
+        process_group: Any,
+    ) -> None:
+        self._stages, self._group = stages, process_group
+        self._strict, self._dtype, self._shape = strict, dtype, shape
+        self._sd: Mapping[str, Any] = {}
+        self._flat: dict[str, Any] = {}
+        self._paths: Mapping[str, Any] = {}
+        self._metadata = Metadata({})
+        self._whole: frozenset[str] = frozenset()
+        self.report = KeyReport()
+        self.tied: Mapping[str, str] = {}
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: theirs.Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take the state dict to fill, and the metadata of the checkpoint."""
+        if metadata is None:
+            raise ValueError("this planner needs the checkpoint's metadata")
+        self._sd, self._metadata = state_dict, from_torch(metadata)
+        self._whole = whole_names(*flatten(state_dict), self._metadata)
+        self._flat, self._paths = flatten(state_dict, whole=self._whole)
+
+    def create_local_plan(self) -> torch_plans.LoadPlan:
+        """Plan this rank's reads, unless a pass needs the plans of all ranks first."""
+        local = local_plan(self._sd, whole=self._whole)
+        local = attrs.evolve(local, **attrs.asdict(_Place.of(self._group)))
+        (plan,) = chain(*self._stages.own)((local,))
+        self.tied = tied_names(plan, self._flat, self._metadata)
+        if self._stages.rest:
+            data = (to_torch(plan), dict(self.tied))
+            return torch_plans.LoadPlan([], planner_data=data)
+        return self._reads(plan, self.tied)
+
+    def _reads(self, plan: SavePlan, tied: Mapping[str, str]) -> torch_plans.LoadPlan:
+        """Plan the reads of a rank."""
+        options: Any = {"strict": self._strict, "dtype": self._dtype, "shape": self._shape}
+        wanted = load_plan(self._metadata, plan, **options, optional=tied)
+        result: torch_plans.LoadPlan = to_torch(wanted)
+        return result
+
+    def create_global_plan(
+        self, global_plan: list[torch_plans.LoadPlan]
+    ) -> list[torch_plans.LoadPlan]:
+        """Run the passes that need the plans of all ranks, if any; each rank reads on its own."""
+        if not self._stages.rest:
+            if any(map(may_see_rank, self._stages.own)):
+                _check_places([from_torch(plan) for plan in global_plan], self._stages)
+            return global_plan
+        plans = tuple(from_torch(plan.planner_data[0]) for plan in global_plan)
+        tied = [plan.planner_data[1] for plan in global_plan]
+        _check_places(plans, self._stages)
+        done = with_replicas(chain(*self._stages.rest)(plans))
+        return [self._reads(plan, names) for plan, names in zip(done, tied, strict=True)]
+
+    def finish_plan(self, central_plan: torch_plans.LoadPlan) -> torch_plans.LoadPlan:
+        """Refuse tensors that cannot be written to, before any is; make those that are not there.
+
+        A tensor on the meta device is replaced in the state dict, as torch does it.
+        """
+        plan = from_torch(central_plan)
+        self.report = plan.report
+        made = blanks(self._flat, plan)
+        refuse_unfillable(self._sd, self._paths, plan, made)
+        self._flat |= made
+        refused: dict[str, str] = {}
+        for item in central_plan.items:
+            if item.type is torch_plans.LoadItemType.TENSOR:
+                try:
+                    self._box(item)
+                except TypeError as error:
+                    refused[item.dest_index.fqn] = str(error)
+        if refused:
+            raise ValueRefusedError(refused)
+        for name, tensor in made.items():
+            put(self._sd, self._paths[name], tensor)
+        return central_plan
+
+    def load_bytes(self, read_item: torch_plans.ReadItem, value: io.BytesIO) -> None:
+        """Put a value into the state dict that is no tensor, if it is safe to load."""
+        name = read_item.dest_index.fqn
+        try:
+            found = load_value(value)
+            found = refilled(self._flat[name], found) if name in self._whole else found
+            put(self._sd, self._paths[name], found)
+        except UnsafeValueError as error:
+            raise ValueRefusedError({name: str(error)}) from None
+
+    def resolve_tensor(self, read_item: torch_plans.ReadItem) -> torch.Tensor:
+        """Return what a read fills: memory of the state dict, unless it has to be cast."""
+        box = self._box(read_item)
+        entry = self._metadata.entry(read_item.storage_index.fqn)
+        assert isinstance(entry, TensorMetadata)
+        stored = torch_dtype(entry.properties.dtype)
+        if stored == box.dtype:
+            return box
+        return torch.empty(box.shape, dtype=stored, device=box.device)  # `commit_tensor` casts
+
+    def commit_tensor(self, read_item: torch_plans.ReadItem, tensor: torch.Tensor) -> None:
+        """Cast what was read into the state dict, if it has to be."""
+        box = self._box(read_item)
+        if tensor.dtype != box.dtype:
+            box.copy_(tensor)
+
+    def _box(self, item: torch_plans.ReadItem) -> torch.Tensor:
+        """Return the memory of the state dict that a read fills."""
+        shard = find_shard(self._flat, from_torch(item.dest_index))
+        return window(as_tensor(shard, writable=True), item.dest_offsets, item.lengths)
