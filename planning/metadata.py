@@ -15,7 +15,7 @@ from .frozen import freeze
 from .items import TensorProperties
 from .packing import Ints
 from .text import Sheet, counted, human_bytes, listing
-from .tiling import Tiling, as_ints, tile_chunks
+from .tiling import MAX_AXES, Tiling, as_ints, shape_fault, tile_chunks
 
 __all__ = ["BytesMetadata", "Entries", "Layout", "Metadata", "StorageMeta", "TensorMetadata"]
 
@@ -39,6 +39,8 @@ class TensorMetadata:
     def __attrs_post_init__(self) -> None:
         if any(n < 0 for n in self.size):
             raise ValueError(f"a tensor cannot have the shape {self.size}: an axis is negative")
+        if len(self.size) > MAX_AXES:
+            raise ValueError(f"a tensor {shape_fault(self.size)}")
 
 
 @attrs.frozen
