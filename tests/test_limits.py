@@ -108,11 +108,11 @@ def test_a_pass_cannot_make_a_tensor_that_could_not_be_read(kind):
 def test_metadata_refuses_a_tensor_of_too_many_axes_by_name(tmp_path):
     dcp.save({"a": torch.ones((1,) * (MAX_AXES + 1))}, checkpoint_id=tmp_path, no_dist=True)
     theirs = dcp.FileSystemReader(tmp_path).read_metadata()
-    with pytest.raises(RefusedError, match="`a`: a tensor has 64 axes, .* at most 63"):
+    with pytest.raises(RefusedError, match=r"`a`: a tensor has 64 axes, .* at most 63"):
         shardplan.from_torch(theirs)
     shape = (1,) * (MAX_AXES + 1)
     whole = Chunk((0,) * len(shape), shape)
-    with pytest.raises(ValueError, match="a tensor has 64 axes, .* at most 63"):
+    with pytest.raises(ValueError, match=r"a tensor has 64 axes, .* at most 63"):
         TensorMetadata(TensorProperties("float32"), shape, [whole])
 
 
