@@ -13,7 +13,7 @@ from .columns.arrays import Ints
 from .columns.catalog import column
 from .errors import NotFoundError, nearest_hint, nearest_names
 from .frozen import freeze
-from .geometry.tilings import Tiling, as_ints, tile_chunks
+from .geometry.tilings import MAX_AXES, Tiling, as_ints, shape_fault, tile_chunks
 from .items import TensorProperties
 from .text import Sheet, counted, human_bytes, listing
 
@@ -39,6 +39,8 @@ class TensorMetadata:
     def __attrs_post_init__(self) -> None:
         if any(n < 0 for n in self.size):
             raise ValueError(f"a tensor cannot have the shape {self.size}: an axis is negative")
+        if len(self.size) > MAX_AXES:
+            raise ValueError(f"a tensor {shape_fault(self.size)}")
 
 
 @attrs.frozen

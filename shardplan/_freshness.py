@@ -15,7 +15,7 @@ import attrs
 from shardplan.io import FormatError, LoadError
 from shardplan.io.formats import Source, open_source
 from shardplan.io.stores import Store, StoreError
-from shardplan.planning import PlanError
+from shardplan.planning import Issue, PlanError
 
 from ._report import LOG
 
@@ -83,7 +83,7 @@ def plain_errors(reader: Reader) -> Iterator[None]:
     try:
         yield
     except PlanError as error:
-        raise PlanError(attrs.evolve(issue, remedy="") for issue in error.issues) from None
+        raise PlanError(_without_arguments(issue) for issue in error.issues) from None
     except STOPPED as error:
         if was_replaced(reader):
             reason = "it was overwritten while it was open: open it again"
@@ -93,3 +93,14 @@ def plain_errors(reader: Reader) -> Iterator[None]:
         if isinstance(error, LoadError):
             raise LoadError(str(error.args[0]), (), ()) from error.__cause__
         raise
+
+
+def _without_arguments(issue: Issue) -> Issue:
+    """Leave out the argument to try, which only `load` has; for a prefix, say that `load` has it.
+
+    >>> str(_without_arguments(Issue("missing", "w", "no `w`", remedy="strict=False leaves it")))
+    'no `w`'
+    """
+    if issue.kind != "missing" or not issue.summary:
+        return attrs.evolve(issue, remedy="")
+    return attrs.evolve(issue, remedy=f"restore takes no planner: use load, and {issue.remedy}")

@@ -397,6 +397,45 @@ def test_a_rank_that_comes_right_after_the_last_look_is_there():
     assert (notes, said) == ([b"zero", b"one"], b"zeroone")
 
 
+@pytest.mark.parametrize("coordinator", [0, 2])
+def test_a_rank_that_reads_the_verdict_late_still_names_the_rank_that_did_not_come(coordinator):
+    inner, ended = torch.distributed.HashStore(), threading.Event()
+
+    class Hosted:
+        """The store of rank 0, which ends when rank 0 does; to ask it takes a while."""
+
+        def __init__(self, delay):
+            self.delay = delay
+
+        def __getattr__(self, name):
+            def call(*arguments):
+                time.sleep(self.delay)
+                if ended.is_set():
+                    raise RuntimeError("Connection reset by peer")
+                return getattr(inner, name)(*arguments)
+
+            return call
+
+    delays = {0: 0.0, 2: 0.1, 3: 0.1}
+    ranks = {r: Meetings(Hosted(delays[r]), r, coordinator, range(4), 1.0) for r in delays}
+    named = {}
+
+    def attend(rank):
+        try:
+            ranks[rank].meet("a topic", b"", lambda notes: b"")
+        except LostRanksError as error:
+            named[rank] = list(error.reasons)
+        if rank == 0:
+            ended.set()
+
+    threads = [threading.Thread(target=attend, args=[rank]) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert named == {0: [1], 2: [1], 3: [1]}
+
+
 def test_that_work_was_begun_is_told_and_taken_back():
     inner, log = torch.distributed.HashStore(), []
 

@@ -6,13 +6,22 @@ import attrs
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import shardplan
 from shardplan.io import limits
 from shardplan.io.errors import FormatError
 from shardplan.io.formats import headers
 from shardplan.io.limits import LIMITS
-from shardplan.planning import PlanError, find_issues, global_plan, local_plan
+from shardplan.planning import (
+    Chunk,
+    PlanError,
+    TensorMetadata,
+    TensorProperties,
+    find_issues,
+    global_plan,
+    local_plan,
+)
 from shardplan.planning.errors import RefusedError
 from shardplan.planning.geometry.tilings import MAX_AXES, MAX_NUMEL
 from shardplan.planning.tree import flatten
@@ -95,6 +104,17 @@ def test_a_pass_cannot_make_a_tensor_that_could_not_be_read(kind):
     with pytest.raises(PlanError, match=reason):
         global_plan([plan], ())
     assert any(issue.kind == "too_large" for issue in find_issues(plan))
+
+
+def test_metadata_refuses_a_tensor_of_too_many_axes_by_name(tmp_path):
+    dcp.save({"a": torch.ones((1,) * (MAX_AXES + 1))}, checkpoint_id=tmp_path, no_dist=True)
+    theirs = dcp.FileSystemReader(tmp_path).read_metadata()
+    with pytest.raises(RefusedError, match=r"`a`: a tensor has 64 axes, .* at most 63"):
+        shardplan.from_torch(theirs)
+    shape = (1,) * (MAX_AXES + 1)
+    whole = Chunk((0,) * len(shape), shape)
+    with pytest.raises(ValueError, match=r"a tensor has 64 axes, .* at most 63"):
+        TensorMetadata(TensorProperties("float32"), shape, [whole])
 
 
 def test_nesting_has_a_limit_that_every_format_reads(tmp_path):

@@ -141,6 +141,10 @@ class Meetings:
         # If the store is gone as well, there is no one to tell.
         with contextlib.suppress(LostRanksError):
             reasons = self._ask(lambda: self._publish(reasons), GRACE)
+            if self.ranks[self.rank] == self.host:
+                # The caller may end this process at once, and the store with it: whoever has not
+                # read the verdict by then would blame this rank.
+                self._ask(lambda: self._wait(lambda _: self._is_read(reasons), GRACE / 2), GRACE)
         self.lost = LostRanksError(reasons)
         return LostRanksError(reasons)
 
@@ -304,6 +308,11 @@ class Meetings:
         if not self._called_off():
             reasons = self._decide(self.number, reasons)[0] or reasons
         return self._decide(self.number + 1, reasons)[0]
+
+    def _is_read(self, lost: Mapping[int, str]) -> bool:
+        """Return True once no other rank that came to this meeting still waits for its verdict."""
+        others = (p for p, rank in enumerate(self.ranks) if p != self.rank and rank not in lost)
+        return not any(self.store.check([self._key(place)]) for place in others)
 
     def _wait(self, ready: Callable[[float], bool], seconds: float) -> bool:
         """Ask again and again, less often as time passes, until ready or out of time.
