@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .errors import FormatError, listed
-from .formats.sources import Source
+from .formats.base import Source
 
 __all__ = ["BlockSums"]
 

@@ -20,7 +20,7 @@ from shardplan.planning.storage import cut_blocks
 
 from .checksums import combine, hash_views
 from .errors import FormatError, listed
-from .formats.sources import Source
+from .formats.base import Source
 from .pool import Pool
 from .tensors import memory
 

@@ -18,7 +18,7 @@ from shardplan._replicas import COMPARED_BYTES
 from shardplan._report import Stopwatch
 from shardplan._targets import plan_target
 from shardplan.dist import CheckpointError, run_ranks
-from shardplan.io.formats.sources import open_source
+from shardplan.io.formats.registry import open_source
 from shardplan.io.stores.base import open_store
 from shardplan.planning import (
     Mesh,

@@ -20,7 +20,7 @@ from shardplan.planning.storage import Blocks, ChunkTable, entries_of, filled, w
 
 from ..blocksums import BlockSums
 from ..errors import FormatError, LoadError, listed
-from ..formats.sources import Source
+from ..formats.base import Source
 from ..pool import Pool, default_pool, own_processors
 from ..progress import Progress
 from ..stores.base import StoreError

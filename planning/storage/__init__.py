@@ -19,6 +19,16 @@ if TYPE_CHECKING:
         steps,
         whole_blocks,
     )
+    from .shards import (
+        MAX_SHARD_SIZE,
+        Shards,
+        assign_shards,
+        number_shards,
+        parse_size,
+        refuse_split,
+        shard_plans,
+        shards_of,
+    )
 
 __getattr__, __dir__ = door(
     __name__,
@@ -29,6 +39,10 @@ __getattr__, __dir__ = door(
         "ranges": (
             "ByteRanges Requests byte_ranges coalesce fetched filled lies_together steps "
             "whole_blocks"
+        ),
+        "shards": (
+            "MAX_SHARD_SIZE Shards assign_shards number_shards parse_size refuse_split shard_plans "
+            "shards_of"
         ),
     },
 )

@@ -58,11 +58,6 @@ class Contents:
         return self.source.metadata.state_dict_metadata
 
     @cached_property
-    def manifest(self) -> Any:
-        """The manifest of a checkpoint of ours; None for other formats."""
-        return getattr(self.source, "manifest", None)
-
-    @cached_property
     def tensors(self) -> list[int]:
         """The rows that are tensors."""
         return [row for row in self.rows if self.entries.layout[row] >= 0]
@@ -113,69 +108,36 @@ class Contents:
 
     @cached_property
     def _places(self) -> list[int]:
-        return [len(set(place.tolist())) for place in self.manifest.places]
+        found = self.source.file_columns
+        return [] if found is None else [len(set(place.tolist())) for place in found.columns]
 
     def files(self, row: int) -> int | None:
         """In how many files a tensor lies; None if what describes the checkpoint is silent."""
-        if self.manifest is not None:
-            return self._places[int(self.manifest.place[row])]
-        numbers = self._file_numbers(row)
+        if self.source.file_columns is not None:
+            return self._places[int(self.source.file_columns.entry[row])]
+        numbers = self.source.file_numbers(self.entries.names[row])
         return None if numbers is None else len(set(numbers))
 
     def file_names(self, row: int) -> list[str] | None:
         """The file of each chunk of a tensor; None likewise."""
-        numbers = self._file_numbers(row)
+        numbers = self.source.file_numbers(self.entries.names[row])
         return None if numbers is None else [self.source.files[number] for number in numbers]
-
-    def _file_numbers(self, row: int) -> list[int] | None:
-        name = self.entries.names[row]
-        if self.manifest is not None:
-            numbers: list[int] = self.manifest.files_of(name).tolist()
-            return numbers
-        match self.source.format:
-            case "torch":
-                return [0] * self.count(row)  # there is one file
-            case "dcp":
-                return self._described(row)
-            case _:
-                chunks = [(name, chunk) for chunk in range(self.count(row))]
-                return [spot.file for spot in self.source.spots(chunks)]
-
-    def _described(self, row: int) -> list[int] | None:
-        """The file of each chunk as `.metadata` tells it; None if it lacks one."""
-        places = self._foreign.described.places
-        name = self.entries.names[row]
-        offsets = self.entries.layouts[int(self.entries.layout[row])].tiling.offsets.tolist()
-        found = [places.get((name, tuple(offset))) for offset in offsets]
-        return None if None in found else [place.file for place in found]
 
     def values_at_hand(self, rows: Iterable[int]) -> dict[int, Any]:
         """Return values by row: those that are small, and take neither torch nor much reading."""
         found: dict[int, Any] = {}
+        requests = 0
         for row in rows:
             with suppress(ValueError):  # whoever asks for this one learns what is wrong
-                match self.source.format:
-                    case "safetensors" if self._is_inline(row):
-                        found[row] = self.source.value(self.entries.names[row])
-                    case "dcp" if len(found) < _FEW and self._is_small(row):
-                        found[row] = self._foreign.plain_value(self.entries.names[row])
-                    case "torch":
-                        value = self._foreign.plain_value(self.entries.names[row])
-                        if len(repr(value)) <= _SMALL:
-                            found[row] = value
+                name = self.entries.names[row]
+                nbytes = self.source.value_bytes(name)
+                requests += nbytes > 0
+                if nbytes > _SMALL or requests > _FEW:
+                    continue
+                value = self.source.plain_value(name)
+                if len(repr(value)) <= _SMALL:
+                    found[row] = value
         return found
-
-    @property
-    def _foreign(self) -> Any:
-        """The source, as one of another format, which reads plain values."""
-        return self.source
-
-    def _is_inline(self, row: int) -> bool:
-        return bool(self.manifest.values[self.entries.names[row]][0] == "inline")
-
-    def _is_small(self, row: int) -> bool:
-        place = self._foreign.described.places.get((self.entries.names[row], None))
-        return place is None or place.length <= _SMALL
 
     @property
     def by_dtype(self) -> dict[str, Total]:
@@ -217,15 +179,15 @@ class Contents:
 
     def as_json(self, *, chunks: bool = False) -> dict[str, Any]:
         """Return all of this as plain data."""
-        manifest, sizes = self.manifest, self._file_sizes()
+        source, sizes = self.source, self._file_sizes()
         return {
             "path": self.path,
-            "format": self.source.format,
-            "save_id": None if manifest is None else manifest.save_id,
-            "created": None if manifest is None else manifest.created or None,
+            "format": source.format,
+            "save_id": None if source.created is None else source.save_id,
+            "created": source.created or None,
             "bytes": self.total(self.rows).nbytes,
             "chunks": sum(map(self.count, self.tensors)),
-            "files": [{"name": name, "bytes": sizes.get(name)} for name in self.source.files],
+            "files": [{"name": name, "bytes": sizes.get(name)} for name in source.files],
             "tensors": [self._tensor(row, chunks) for row in self.tensors],
             "values": self._values(),
             "by_dtype": _plain(self.by_dtype),
@@ -234,9 +196,8 @@ class Contents:
 
     def _file_sizes(self) -> Mapping[str, int]:
         """The size of each file: as the manifest says, or as a listing of the folder does."""
-        if self.manifest is not None:
-            files = self.manifest.files
-            return dict(zip(files.names, files.sizes.tolist(), strict=True))
+        if self.source.file_sizes:
+            return self.source.file_sizes
         return {entry.name: entry.size for entry in self.source.store.entries(recursive=False)}
 
     def _values(self) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from .screen import fits, plain, print_json, safe, shape_text, show, table, unbr
 if TYPE_CHECKING:
     from shardplan._diff import Change, CheckpointDiff
     from shardplan._verify import VerifyReport
-    from shardplan.io.formats.native import Fault
+    from shardplan.io.formats import Fault
 
 __all__ = ["print_diff", "print_verified", "show_diff", "show_verified"]
 

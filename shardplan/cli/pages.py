@@ -38,12 +38,12 @@ _LETTERS: Final = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "compl
 
 def head(contents: Contents) -> Text:
     """Say which checkpoint this is, and how large."""
-    source, manifest = contents.source, contents.manifest
+    source = contents.source
     about = [f"format {source.format}"]
-    if manifest is not None:
-        about.append(f"save {manifest.save_id}")
-        if manifest.created:
-            about.append(f"{datetime.fromtimestamp(manifest.created, UTC):%Y-%m-%d %H:%M} UTC")
+    if source.created is not None:
+        about.append(f"save {source.save_id}")
+        if source.created:
+            about.append(f"{datetime.fromtimestamp(source.created, UTC):%Y-%m-%d %H:%M} UTC")
     everything = contents.total(contents.rows)
     parts = [counted(len(contents.tensors), "tensor")]
     if contents.values:
@@ -224,7 +224,7 @@ def chunk_lists(contents: Contents, everything: bool) -> Iterator[Table | Lines 
         left += len(rows) - _LINES
         del rows[_LINES:]
     yield table(("name", "chunk", "bytes", "file"), rows, right=("bytes",), keep=("chunk",))
-    if contents.manifest is not None:
+    if _ending(contents):
         yield Text(f"all files end with {_ending(contents)}", style=_DIM)
     if left:
         yield Text(f"… {left:,} more chunks; give a PATTERN, or see --all", style=_DIM)
@@ -249,4 +249,5 @@ def _chunks(contents: Contents, row: int) -> Iterator[tuple[object, ...]]:
 
 def _ending(contents: Contents) -> str:
     """Return what the names of all files of a save end with."""
-    return "" if contents.manifest is None else f"-{contents.manifest.save_id}.safetensors"
+    ending = f"-{contents.source.save_id}.safetensors"
+    return ending if all(file.endswith(ending) for file in contents.source.files) else ""

@@ -19,9 +19,8 @@ from shardplan.planning import (
     is_tensor,
     local_plan,
 )
-from shardplan.planning.storage import BLOCK_BYTES
 
-from ...checksums import CRC32, Sums
+from ...checksums import CRC32
 from ...errors import FormatError, listed
 from ...pool import Pool
 from ...stores.base import MissingFileError, Store, StoreError
@@ -30,7 +29,7 @@ from ..archive.standins import build_value, needs_torch
 from ..archive.strided import Overlay
 from ..archive.unpickler import PickleError
 from ..archive.zip_read import Archive, Window, read_archive, read_ranges
-from ..sources import Spot
+from ..base import Source, Spot
 from .pickles import Pickled, read_legacy, read_zip
 
 __all__ = ["TorchSource", "find", "source"]
@@ -83,7 +82,7 @@ def _check_archive(archive: Archive, name: str) -> None:
         )
 
 
-class TorchSource:
+class TorchSource(Source):
     """A `torch.save` file; a `Source`.
 
     Args:
@@ -97,7 +96,6 @@ class TorchSource:
     """
 
     format = "torch"
-    block_bytes = BLOCK_BYTES
 
     def __init__(
         self, store: Store, file: str, pickled: Pickled, archive: Archive | None = None
@@ -148,9 +146,9 @@ class TorchSource:
         found = self._tensors.items()
         return tuple(n for n, one in found if f"data/{one.stored.storage.key}" == record)
 
-    def sums_of(self, name: str) -> Sums | None:
-        """There are no checksums that could be compared."""
-        return None
+    def file_numbers(self, name: str) -> Sequence[int]:
+        """Return the one file, for the one chunk of a tensor; see `Source.file_numbers`."""
+        return [0]
 
     checksum = CRC32
 
@@ -188,14 +186,6 @@ class TorchSource:
         if needs_torch(self._flat[name]):
             raise PickleError(f"the value of `{name}` takes torch")
         return self.value(name)
-
-    def value_bytes(self, name: str) -> int:
-        """Return 0: values are known once the file is opened."""
-        return 0
-
-    def value_cost(self, name: str) -> int:
-        """Return 0: values are held already; what a copy of one takes, nobody knows before."""
-        return 0
 
     def _read_storage(self, key: str) -> memoryview:
         nbytes = self._pickled.storages.nbytes[key]
