@@ -150,7 +150,7 @@ def as_comm(comm: Comm | None) -> Comm:
     if comm is not None and not hasattr(comm, "coordinator"):  # which torch's groups lack
         kind = type(comm).__name__
         raise TypeError(
-            f"comm is a {kind}; for a process group, pass shardplan.dist.torch.comm(it)"
+            f"comm is a {kind}; for a process group, pass shardplan.dist.torch_comm(it)"
         )
     return default_comm() if comm is None else comm
 
