@@ -16,7 +16,7 @@ from .metadata import Layout, Metadata
 
 if TYPE_CHECKING:
     from .columns.world import Rows, World
-    from .records import SavePlan
+    from .plans import SavePlan
 
 __all__ = ["check", "find_issues"]
 
@@ -45,7 +45,7 @@ def find_issues(subject: Metadata | SavePlan | Iterable[SavePlan]) -> tuple[Issu
     if isinstance(subject, Metadata):
         return tuple(sorted(_metadata_issues(subject), key=lambda i: (i.fqn, i.kind)))
     from .columns.world import World
-    from .records import SavePlan  # which nobody needs who only looks into a checkpoint
+    from .plans import SavePlan  # not needed to look into a checkpoint
 
     world = World.of((subject,) if isinstance(subject, SavePlan) else subject)
     issues = world_issues(world) + source_issues(world)

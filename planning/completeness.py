@@ -21,8 +21,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from .columns.arrays import Ints
-from .columns.uniques import distinct, group_rows
+from .columns.arrays import Ints, distinct, group_rows
 from .errors import Issue, region_text, span
 from .geometry.overlap import gaps, self_overlaps
 from .geometry.tilings import Chunk, pad, tile
@@ -30,8 +29,8 @@ from .geometry.tilings import Chunk, pad, tile
 if TYPE_CHECKING:
     from .columns.catalog import Catalog
     from .columns.items import WriteItems
-    from .items import WriteItem
-    from .records import SavePlan
+    from .plans import SavePlan
+    from .records import WriteItem
 
 __all__ = ["dropped_names", "is_untouched", "source_boxes", "source_issues", "with_replicas"]
 

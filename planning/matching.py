@@ -12,9 +12,9 @@ from .columns.arrays import Ints
 from .columns.catalog import Catalog
 from .dtypes import is_exact_cast
 from .errors import Issue, nearest_hint, nearest_names
-from .items import TensorProperties
 from .metadata import BytesMetadata, Entries, TensorMetadata
 from .prefixes import Renames, find_renames
+from .records import TensorProperties
 
 __all__ = ["Match", "explain_missing", "match_entries"]
 

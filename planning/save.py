@@ -16,13 +16,13 @@ from .columns.world import World
 from .completeness import source_issues
 from .errors import Issue, PlanError, RefusedError
 from .frozen import FrozenDict
-from .items import WriteItemType
 from .mesh.placements import Mesh
 from .metadata import Entries, Metadata
 from .passes.base import Pass, Passes, as_steps, chain, only_assigns, positioned
 from .passes.chunks import dedup_replicas
 from .passes.keys import drop
-from .records import SavePlan
+from .plans import SavePlan
+from .records import WriteItemType
 from .tensors import Memo, held, held_alike
 from .tree import Path, clash, empty_names, flatten, is_tensor, nesting_data, nesting_issues
 

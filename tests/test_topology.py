@@ -49,15 +49,18 @@ from shardplan.planning import (
     local_plan,
 )
 from shardplan.planning.mesh import worlds as topology
-from shardplan.planning.mesh.models import LLAMA_TP, llama, llama3_8b, llama3_405b
 from shardplan.planning.mesh.placed import SpecLayout, axis_runs
 from shardplan.planning.mesh.placements import Only, shard_runs
 from shardplan.planning.mesh.presets import (
+    LLAMA_TP,
     adam,
     expert_parallel,
     fsdp,
     fsdp_tp,
     hsdp,
+    llama,
+    llama3_8b,
+    llama3_405b,
     pipeline,
     tensor_parallel,
 )

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..errors import CodecError
 from ..geometry.tilings import MAX_AXES
-from ..items import TensorProperties, WriteItemType
+from ..records import TensorProperties, WriteItemType
 from .arrays import DAMAGE, Ints, flat, pack, readonly, unpack
 
 __all__ = ["Catalog", "Head", "column", "merge_catalogs", "padded"]

@@ -18,10 +18,9 @@ import numpy.typing as npt
 
 from ..errors import CodecError
 from ..geometry.tilings import Chunk, pad
-from ..items import MetadataIndex, TensorWriteData, WriteItem
-from .arrays import DAMAGE, Ints, flat, pack, readonly, unpack
+from ..records import MetadataIndex, TensorWriteData, WriteItem
+from .arrays import DAMAGE, Ints, flat, numbered, pack, readonly, unpack
 from .catalog import Catalog, Head, Merged, column, merge_catalogs, padded, within
-from .uniques import numbered
 
 __all__ = ["Columns", "WriteItems"]
 

@@ -11,12 +11,12 @@ import numpy as np
 
 from ..errors import CodecError
 from ..geometry.tilings import MAX_AXES, pad
-from ..items import LoadItemType, MetadataIndex, ReadItem
+from ..records import LoadItemType, MetadataIndex, ReadItem, Transfer
 from .arrays import DAMAGE, Ints, flat, pack, readonly, unpack
 from .catalog import column, pack_names, padded, unpack_names, within
 from .items import Columns, Index
 
-__all__ = ["ReadItems", "Transfer", "Transfers"]
+__all__ = ["ReadItems", "Transfers"]
 
 _TYPES: Final = {t.value: t for t in LoadItemType}
 _BYTES: Final = LoadItemType.BYTE_IO.value
@@ -190,21 +190,6 @@ class ReadItems(Columns[ReadItem]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ReadItems.from_bytes, (self.to_bytes(),)
-
-
-@attrs.frozen
-class Transfer:
-    """A read that one rank makes for another.
-
-    Attributes:
-        read: What the target needs, told as if it read for itself.
-        source: The rank that reads it from storage and sends it.
-        target: The rank that receives it.
-    """
-
-    read: ReadItem
-    source: int
-    target: int
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)

@@ -20,8 +20,8 @@ from ..columns.catalog import column
 from ..columns.items import WriteItems
 from ..geometry.tilings import pad
 from ..metadata import Metadata
-from ..passes.balance import even_out, uneven
-from ..records import SavePlan
+from ..passes.chunks import even_out, uneven
+from ..plans import SavePlan
 from .placed import SpecLayout, spread
 from .worlds import WorldPlans, world_metadata
 

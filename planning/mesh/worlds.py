@@ -22,9 +22,9 @@ from ..errors import Issue, PlanError, RefusedError
 from ..frozen import FrozenDict
 from ..geometry.overlap import fills
 from ..geometry.tilings import Grid, Tiling, shape_fault, tile
-from ..items import TensorProperties, WriteItemType
 from ..metadata import Entries, Layout, Metadata
-from ..records import SavePlan
+from ..plans import SavePlan
+from ..records import TensorProperties, WriteItemType
 from ..text import Sheet, counted, human_bytes, listing
 from ..tree import flatten, is_tensor, nesting_data
 from .placed import SpecLayout, spread

@@ -27,7 +27,7 @@ from ..columns.catalog import Catalog, Merged, merge_catalogs
 from ..columns.items import WriteItems
 from ..errors import Issue, PlanError
 from ..frozen import FrozenDict
-from ..records import LoadPlan, SavePlan
+from ..plans import LoadPlan, SavePlan
 
 __all__ = [
     "Pass",

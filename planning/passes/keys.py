@@ -20,7 +20,7 @@ from ..columns.catalog import Catalog, Head
 from ..dtypes import Dtype, dtype_name, family, is_exact_cast
 from ..errors import Issue, PlanError, listed, nearest_hint, nearest_names, span
 from ..frozen import FrozenDict
-from ..records import SavePlan
+from ..plans import SavePlan
 from ..tree import empty_names
 from .base import Step
 

@@ -9,22 +9,21 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Ints, readonly
+from ..columns.arrays import Ints, group_rows, readonly
 from ..columns.catalog import Catalog, Head, column
 from ..columns.items import WriteItems
 from ..columns.reads import ReadItems, Transfers
-from ..columns.uniques import group_rows
 from ..columns.world import Rows, World
 from ..geometry.overlap import overlap_many, self_overlaps
 from ..geometry.tilings import Grid, Tiling, pad
-from ..items import LoadItemType, WriteItemType
 from ..metadata import Metadata, TensorMetadata
-from ..records import LoadPlan, SavePlan
+from ..plans import LoadPlan, SavePlan
+from ..records import LoadItemType, WriteItemType
 from ..storage.blocks import BLOCK_BYTES, cut_blocks
 from ..storage.located import Located, locate_reads
 from ..storage.ranges import fetched, has_narrow_gaps, lies_together
-from .balance import assign
 from .base import Step
+from .chunks import assign
 
 __all__ = ["read_on", "share_reads", "split_reads"]
 

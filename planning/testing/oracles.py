@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..geometry.tilings import Chunk
-from ..items import LoadItemType, MetadataIndex, ReadItem, WriteItem
 from ..metadata import BytesMetadata, Metadata, TensorMetadata
-from ..records import LoadPlan, SavePlan
+from ..plans import LoadPlan, SavePlan
+from ..records import LoadItemType, MetadataIndex, ReadItem, WriteItem
 
 __all__ = [
     "Element",

@@ -28,9 +28,8 @@ from typing import Any, Final
 import numpy as np
 
 from ..dtypes import ITEMSIZE, Dtype
-from ..extras import named_extras
+from ..errors import named_extras
 from ..geometry.tilings import Chunk, Tiling, tile_chunks
-from ..items import MetadataIndex, TensorProperties, TensorWriteData, WriteItem, WriteItemType
 from ..mesh.placements import (
     Mesh,
     Placement,
@@ -40,7 +39,8 @@ from ..mesh.placements import (
     TensorSpec,
     local_chunks,
 )
-from ..records import SavePlan
+from ..plans import SavePlan
+from ..records import MetadataIndex, TensorProperties, TensorWriteData, WriteItem, WriteItemType
 from .oracles import (
     assert_all_saved,
     assert_read_once,
