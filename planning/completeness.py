@@ -27,7 +27,7 @@ from .geometry.overlap import gaps, self_overlaps
 from .geometry.tilings import Chunk, pad, tile
 
 if TYPE_CHECKING:
-    from .columns.catalog import Catalog
+    from .columns.catalog import Catalog, Head
     from .columns.items import WriteItems
     from .plans import SavePlan
     from .records import WriteItem
@@ -327,11 +327,11 @@ class _All:
         known = self.table.plans[rank].rank
         return rank if known is None else known
 
-    def item_of(self, row: int) -> tuple[str, str, tuple[int, ...]]:
-        """Return an item's name in the checkpoint, its source's name, and its shape."""
+    def item_of(self, row: int) -> Head:
+        """Return what the catalog says of an item."""
         items = self.table.plans[int(self.moved.rank[row])].items
-        name, source, _, _, size = items.catalog.heads[items.row[self.item[row]]]
-        return name, source, size
+        head: Head = items.catalog.heads[items.row[self.item[row]]]
+        return head
 
 
 def _unheld(every: _All) -> Iterator[tuple[int, Issue]]:
@@ -348,7 +348,8 @@ def _unheld(every: _All) -> Iterator[tuple[int, Issue]]:
     order = np.argsort(every.held_shard, kind="stable")
     shards = every.held_shard[order]
     for row in _few_per_source(moved.source, np.flatnonzero(~inside)).tolist():
-        name, source, size = every.item_of(row)
+        head = every.item_of(row)
+        name, source, size = head.name, head.source, head.size
         rank = every.rank(int(moved.rank[row]))
         if moved.source[row] < 0:
             text = f"`{name}` comes from `{source}`, which rank {rank} does not hold"
@@ -392,7 +393,7 @@ def _doubled(every: _All) -> Iterator[tuple[int, Issue]]:
     for low, high in itertools.pairwise(edges):
         if high - low == 1 or moved.source[low] < 0:
             continue
-        size = every.item_of(low)[2]
+        size = every.item_of(low).size
         key = len(size), boxes[low:high].tobytes()
         if key in sound:
             continue
@@ -416,7 +417,7 @@ def _repeated(every: _All, region: Box, rows: Sequence[int]) -> Issue:
     """Report a region that one rank moves several times."""
     rank = every.rank(int(every.moved.rank[rows[0]]))
     source, shape = every.table.sources[int(every.moved.source[rows[0]])]
-    names = dict.fromkeys(f"`{every.item_of(row)[0]}`" for row in rows)
+    names = dict.fromkeys(f"`{every.item_of(row).name}`" for row in rows)
     where, times = region_text(*region, shape) if shape else "it", len(rows)
     how, rule = f"saved {times} times by rank {rank}, as", "a pass must take each element once"
     if every.verb == "filled":

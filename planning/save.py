@@ -75,7 +75,7 @@ def local_plan(
     for name in sorted(flat):
         value = flat[name]
         if name in whole or not is_tensor(value):
-            heads.append((name, name, WriteItemType.BYTE_IO, None, ()))
+            heads.append(Head.value(name))
             row.append(len(heads) - 1)
             offsets.append(())
             sizes.append(())
@@ -86,7 +86,7 @@ def local_plan(
             refused.append(str(error))
             continue
         kind = WriteItemType.SHARD if here.sharded else WriteItemType.TENSOR
-        heads.append((name, name, kind, here.properties, here.size))
+        heads.append(Head(name, name, kind, here.properties, here.size))
         for chunk in here.chunks:
             row.append(len(heads) - 1)
             offsets.append(chunk.offsets)

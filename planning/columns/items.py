@@ -283,7 +283,7 @@ _NO_CHUNK: Final = Chunk((), ())
 def _head(item: WriteItem) -> Head:
     data = item.tensor_data
     properties, size = (None, ()) if data is None else (data.properties, data.size)
-    return item.index.fqn, item.source.fqn, item.type, properties, size
+    return Head(item.index.fqn, item.source.fqn, item.type, properties, size)
 
 
 def _optional(values: Ints | None, rows: Index | slice) -> Ints | None:

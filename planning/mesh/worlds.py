@@ -69,12 +69,12 @@ class WorldPlans(Sequence[SavePlan]):
     @cached_property
     def catalog(self) -> Catalog:
         """The tensors and values that all plans speak of."""
-        heads: list[Head] = [(k, k, WriteItemType.BYTE_IO, None, ()) for k in self.values]
+        heads = [Head.value(name) for name in self.values]
         properties = {d: TensorProperties(d) for d in {s.dtype for s in self.specs.values()}}
         for name, spec in self.specs.items():
             kind = WriteItemType.SHARD if spec.placements else WriteItemType.TENSOR
-            heads.append((name, name, kind, properties[spec.dtype], spec.shape))
-        return Catalog.of(tuple(sorted(heads, key=lambda head: head[0])))
+            heads.append(Head(name, name, kind, properties[spec.dtype], spec.shape))
+        return Catalog.of(sorted(heads, key=lambda head: head.name))
 
     @cached_property
     def layout_numbers(self) -> Ints:

@@ -86,7 +86,7 @@ def _rename(how: Renaming, required: bool, plans: tuple[SavePlan, ...]) -> tuple
             raise TypeError(f"rename: `{old}` must become a string, not {name!r}")
     for use in _uses(plans):
         _refuse_collisions({old: new[old] for old in use.names})
-    return _edit(plans, lambda head: (new[head[0]], *head[1:]))
+    return _edit(plans, lambda head: head._replace(name=new[head.name]))
 
 
 def select(*patterns: Pattern, required: bool = True) -> Step[SavePlan]:
@@ -171,25 +171,24 @@ def _cast(
     plans: tuple[SavePlan, ...],
 ) -> tuple[SavePlan, ...]:
     def target(head: Head) -> str | None:
-        name, _, _, properties, _ = head
-        if properties is None:
+        if head.properties is None:
             return None
-        wanted = next((d for p, d in table.items() if fnmatchcase(name, p)), None)
-        same_kind = wanted is not None and _kind(wanted) == _kind(properties.dtype)
+        wanted = next((d for p, d in table.items() if fnmatchcase(head.name, p)), None)
+        same_kind = wanted is not None and _kind(wanted) == _kind(head.properties.dtype)
         return wanted if by_pattern or same_kind else None
 
     heads = list(dict.fromkeys(head for use in _uses(plans) for head in use.heads))
     if required and by_pattern:
-        values = {head[0] for head in heads if head[3] is None}
+        values = {head.name for head in heads if head.properties is None}
         _demand("cast", plans, {p: _globs(p) for p in table}, values)
     if not lossy:
         _refuse_losses([(head, wanted) for head in heads if (wanted := target(head))])
 
     def edit(head: Head) -> Head:
-        wanted, properties = target(head), head[3]
+        wanted, properties = target(head), head.properties
         if wanted is None or properties is None:
             return head
-        return (*head[:3], attrs.evolve(properties, dtype=wanted), head[4])
+        return head._replace(properties=attrs.evolve(properties, dtype=wanted))
 
     return _edit(plans, edit)
 
@@ -207,7 +206,7 @@ def _tests(what: str, patterns: Sequence[Pattern]) -> Tests:
 
 
 def _matches(head: Head, tests: Tests) -> bool:
-    return any(test(head[0]) for test in tests.values())
+    return any(test(head.name) for test in tests.values())
 
 
 def _globs(pattern: Pattern) -> Test:

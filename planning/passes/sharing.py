@@ -180,13 +180,12 @@ def _read_on(reader: int, plans: tuple[LoadPlan, ...]) -> tuple[LoadPlan, ...]:
 
 def _catalog(metadata: Metadata) -> Catalog:
     """List the saved tensors as plans do, so that reads can be compared as chunks are."""
-    heads: list[Head] = []
-    for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorMetadata):
-            heads.append((name, name, WriteItemType.SHARD, entry.properties, entry.size))
-        else:
-            heads.append((name, name, WriteItemType.BYTE_IO, None, ()))
-    return Catalog.of(tuple(heads))
+    return Catalog.of(
+        Head(name, name, WriteItemType.SHARD, entry.properties, entry.size)
+        if isinstance(entry, TensorMetadata)
+        else Head.value(name)
+        for name, entry in metadata.state_dict_metadata.items()
+    )
 
 
 def _regions(plans: Sequence[LoadPlan], metadata: Metadata, catalog: Catalog) -> Rows:
