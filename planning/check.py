@@ -11,7 +11,7 @@ import numpy as np
 from .completeness import source_issues
 from .errors import Issue, PlanError, region_text, span
 from .geometry.overlap import fills, gaps, self_overlaps
-from .geometry.tilings import Chunk, shape_fault
+from .geometry.tilings import Chunk, meet, shape_fault
 from .metadata import Layout, Metadata
 
 if TYPE_CHECKING:
@@ -149,14 +149,13 @@ def _last(issue: Issue, number: int) -> Issue:
 def _collision(
     name: str, size: Sequence[int], a: Chunk, b: Chunk, ranks: Sequence[int] = ()
 ) -> Issue:
-    low = tuple(max(x, y) for x, y in zip(a.offsets, b.offsets, strict=True))
-    high = tuple(min(x, y) for x, y in zip(a.ends, b.ends, strict=True))
-    shared = tuple(h - o for h, o in zip(high, low, strict=True))
+    shared = meet(a, b) or a
+    low, extent = shared.offsets, shared.sizes
     kind = "conflict" if a.offsets == b.offsets else "overlap"
     who = f" ({span(ranks)})" if ranks else ""
-    text = f"`{name}`: chunks {_box(a)} and {_box(b)}{who} share {region_text(low, shared, size)}; "
+    text = f"`{name}`: chunks {_box(a)} and {_box(b)}{who} share {region_text(low, extent, size)}; "
     text += "is an offset or a size wrong, or one name used for two tensors?"
-    return Issue(kind, name, text, ranks, (low, shared))
+    return Issue(kind, name, text, ranks, (low, extent))
 
 
 def _metadata_issues(metadata: Metadata) -> Iterable[Issue]:

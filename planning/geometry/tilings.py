@@ -28,6 +28,7 @@ __all__ = [
     "Chunk",
     "Grid",
     "Tiling",
+    "meet",
     "shape_fault",
     "tile",
     "tile_chunks",
@@ -93,6 +94,17 @@ class Chunk:
     def numel(self) -> int:
         """How many elements it has."""
         return math.prod(self.sizes)
+
+
+def meet(a: Chunk, b: Chunk) -> Chunk | None:
+    """Return the box that two boxes share; None if they share no element.
+
+    >>> meet(Chunk((0, 0), (4, 4)), Chunk((2, 3), (4, 4)))
+    Chunk(offsets=(2, 3), sizes=(2, 1))
+    """
+    low = tuple(map(max, a.offsets, b.offsets))
+    sizes = [min(x, y) - o for x, y, o in zip(a.ends, b.ends, low, strict=True)]
+    return Chunk(low, sizes) if all(n > 0 for n in sizes) else None
 
 
 class Tiling(Sequence[Chunk]):
