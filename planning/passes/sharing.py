@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import attrs
 import numpy as np
@@ -60,23 +60,22 @@ def share_reads(
     >>> len(a.items), len(b.items), b.transfers[0].source, b.transfers[0].target
     (1, 0, 0, 1)
     """
-    run = partial(_share_reads, metadata, min_readers, min_bytes, block_bytes, max_gap)
     options = {
         "min_readers": min_readers,
         "min_bytes": min_bytes,
         "block_bytes": block_bytes,
         "max_gap": max_gap,
     }
-    return Step(share_reads, (metadata,), options, "world", run)
+    return Step(share_reads, (metadata,), options, "world", _share_reads)
 
 
 def _share_reads(
+    plans: tuple[LoadPlan, ...],
     metadata: Metadata,
     min_readers: int,
     min_bytes: int,
     block_bytes: int,
     max_gap: int,
-    plans: tuple[LoadPlan, ...],
 ) -> tuple[LoadPlan, ...]:
     catalog = _catalog(metadata)
     rows = _regions(plans, metadata, catalog)
@@ -112,12 +111,12 @@ def split_reads(metadata: Metadata, max_bytes: int, *, max_gap: int = 0) -> Step
     """
     if max_bytes < 1:
         raise ValueError(f"max_bytes must be at least 1, not {max_bytes}")
-    run = partial(_split_reads, metadata, max_bytes, max_gap)
-    return Step(split_reads, (metadata, max_bytes), {"max_gap": max_gap}, "rank", run)
+    options = {"max_gap": max_gap}
+    return Step(split_reads, (metadata, max_bytes), options, "rank", _split_reads)
 
 
 def _split_reads(
-    metadata: Metadata, max_bytes: int, max_gap: int, plans: tuple[LoadPlan, ...]
+    plans: tuple[LoadPlan, ...], metadata: Metadata, max_bytes: int, max_gap: int
 ) -> tuple[LoadPlan, ...]:
     entries = metadata.state_dict_metadata
     width = column([*(p.itemsize for p in entries.props), 0])[entries.prop]
@@ -165,10 +164,10 @@ def read_on(reader: int) -> Step[LoadPlan]:
     >>> [len(plan.items) for plan in read_on(1)(loads)]
     [0, 1]
     """
-    return Step(read_on, (reader,), {}, "world", partial(_read_on, reader))
+    return Step(read_on, (reader,), {}, "world", _read_on)
 
 
-def _read_on(reader: int, plans: tuple[LoadPlan, ...]) -> tuple[LoadPlan, ...]:
+def _read_on(plans: tuple[LoadPlan, ...], reader: int) -> tuple[LoadPlan, ...]:
     if not 0 <= reader < len(plans):
         raise ValueError(f"rank {reader} is not one of the {len(plans)} that load")
     counts = [len(plan.items) for plan in plans]
