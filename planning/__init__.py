@@ -124,6 +124,7 @@ if TYPE_CHECKING:
     )
     from .testing import assert_all_saved, assert_read_once, assert_written_once
     from .text import (
+        Printed,
         Sheet,
         Table,
         counted,
@@ -165,7 +166,9 @@ __getattr__, __dir__ = door(
         "storage": "ByteRanges Requests byte_ranges coalesce",
         "tensors": "find_object find_shard held kind_of placement_of shard_finder spec_of",
         "testing": "assert_all_saved assert_read_once assert_written_once",
-        "text": "Sheet Table counted cut_text human_bytes human_seconds listing shape_text",
+        "text": (
+            "Printed Sheet Table counted cut_text human_bytes human_seconds listing shape_text"
+        ),
         "tree": "Path _is_leaf empty_names is_tensor leaves nesting_issues",
     },
 )

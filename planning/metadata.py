@@ -15,7 +15,7 @@ from .errors import NotFoundError, RefusedError, nearest_hint, nearest_names
 from .frozen import freeze
 from .geometry.tilings import MAX_AXES, Chunk, Tiling, as_ints, shape_fault, tile_chunks
 from .records import TensorProperties
-from .text import Sheet, counted, human_bytes, listing
+from .text import Printed, Sheet, counted, human_bytes, listing
 
 __all__ = [
     "BytesMetadata",
@@ -197,7 +197,7 @@ def _entries_of(entries: Mapping[str, TensorMetadata | BytesMetadata]) -> Entrie
 
 
 @attrs.frozen(repr=False)
-class Metadata:
+class Metadata(Printed):
     """All that is global about a checkpoint.
 
     Attributes:
@@ -234,15 +234,6 @@ class Metadata:
         total = sum(_nbytes(entries.record(row)) for row in range(len(entries)))
         title = f"Metadata: {counted(len(entries), 'entry')}, {human_bytes(total)}"
         return listing(title, ("name", "dtype", "shape", "chunks"), rows, len(entries))
-
-    def __repr__(self) -> str:
-        return self._sheet.text()
-
-    def _repr_html_(self) -> str:
-        return self._sheet.html()
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(repr(self))  # for IPython, and for Hypothesis, which would list the columns
 
 
 def _row(name: str, entry: TensorMetadata | BytesMetadata) -> tuple[str, str, str, str]:

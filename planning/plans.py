@@ -11,7 +11,7 @@ from .columns.items import WriteItems
 from .columns.reads import ReadItems, Transfers
 from .frozen import freeze
 from .records import KeyReport, LoadItemType, ReadItem, Transfer, WriteItem
-from .text import Sheet, counted, human_bytes, listing
+from .text import Printed, Sheet, counted, human_bytes, listing
 
 __all__ = ["LoadPlan", "Plan", "SavePlan"]
 
@@ -39,7 +39,7 @@ def _no_transfers() -> Transfers:
 
 
 @attrs.frozen(repr=False)
-class SavePlan:
+class SavePlan(Printed):
     """What one rank holds, or, after `global_plan`, what it writes.
 
     Where a plan comes from (its rank, the number of ranks, what was held before any pass) takes no
@@ -92,18 +92,9 @@ class SavePlan:
         title = f"SavePlan: {counted(len(self.items), 'item')}, {human_bytes(self.nbytes)}"
         return listing(title, ("name", "type", "dtype", "shape", "box"), rows, len(self.items))
 
-    def __repr__(self) -> str:
-        return self._sheet.text()
-
-    def _repr_html_(self) -> str:
-        return self._sheet.html()
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(repr(self))  # for IPython, and for Hypothesis, which would list the columns
-
 
 @attrs.frozen(repr=False)
-class LoadPlan:
+class LoadPlan(Printed):
     """What one rank reads.
 
     Attributes:
@@ -142,15 +133,6 @@ class LoadPlan:
         )
         head = ("name", "saved chunk", "at", "into", "at", "lengths")
         return listing(title, head, rows, len(self.items))
-
-    def __repr__(self) -> str:
-        return self._sheet.text()
-
-    def _repr_html_(self) -> str:
-        return self._sheet.html()
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(repr(self))  # for IPython, and for Hypothesis, which would list the columns
 
 
 Plan = SavePlan | LoadPlan

@@ -333,7 +333,7 @@ def test_a_world_behaves_like_a_tuple():
     assert plans != "plans"
     assert plans != world_plans(plans.specs, plans.mesh)  # without the value
     for rank in (3, -4):
-        with pytest.raises(IndexError, match="not on Mesh"):
+        with pytest.raises(IndexError, match=f"no item {rank}: WorldPlans has 3"):
             plans[rank]
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, Self, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,8 @@ from ..errors import CodecError
 
 __all__ = [
     "DAMAGE",
+    "Columns",
+    "Index",
     "Ints",
     "distinct",
     "flat",
@@ -30,6 +32,8 @@ __all__ = [
 
 Ints = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
+Index = npt.NDArray[Any]
+T = TypeVar("T")
 
 # What decoding can run into when bytes are not what it expects (deep nesting is a RuntimeError).
 DAMAGE: Final = (
@@ -54,6 +58,64 @@ def readonly(array: Array) -> Array:
     view = array.view()
     view.flags.writeable = False
     return view
+
+
+class Columns(Sequence[T]):
+    """An immutable sequence of records that lives in arrays. Compares and hashes like a tuple."""
+
+    def record(self, row: int) -> T:
+        """Make the record of one row."""
+        raise NotImplementedError
+
+    def take(self, rows: Index | slice) -> Sequence[T]:
+        """Return the given rows (numbers, a mask or a slice), in that order."""
+        raise NotImplementedError
+
+    def _same(self, other: Self) -> bool:
+        """Compare with columns of the same length."""
+        return all(a == b for a, b in zip(self, other, strict=True))
+
+    def to_bytes(self) -> bytes:
+        """Encode the columns."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Decode, or raise `CodecError` where the columns do not fit each other."""
+        raise NotImplementedError
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        if isinstance(index, slice):
+            return self.take(index)
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"there is no item {index}: {type(self).__name__} has {len(self):,}")
+        return self.record(int(index) % len(self))
+
+    def __iter__(self) -> Iterator[T]:
+        return map(self.record, range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (Columns, tuple, list)):
+            return NotImplemented
+        if self is other or len(self) != len(other):
+            return self is other
+        if type(other) is type(self) and len(self):
+            return self._same(other)
+        return all(a == b for a, b in zip(self, other, strict=True))
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        shown = [repr(item) for item in self[:4]] + (["…"] if len(self) > 4 else [])
+        return f"<{len(self):,} {type(self).__name__}: {', '.join(shown)}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).from_bytes, (self.to_bytes(),)
 
 
 def _narrow(array: Array) -> Array:

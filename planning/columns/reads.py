@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any, Final
+from typing import Final
 
 import attrs
 import numpy as np
@@ -188,9 +188,6 @@ class ReadItems(Columns[ReadItem]):
             raise CodecError(f"a load plan's items are damaged: {error}") from error
         return cls(names, **columns)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ReadItems.from_bytes, (self.to_bytes(),)
-
 
 @attrs.frozen(eq=False, repr=False, slots=False)
 class Transfers(Columns[Transfer]):
@@ -253,9 +250,6 @@ class Transfers(Columns[Transfer]):
         except DAMAGE as error:
             raise CodecError(f"a load plan's transfers are damaged: {error}") from error
         return cls(reads, source, target)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Transfers.from_bytes, (self.to_bytes(),)
 
 
 _COLUMNS: Final = tuple(a.name for a in attrs.fields(ReadItems) if a.name != "names")

@@ -8,15 +8,14 @@ are given out without looking at the others.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from operator import index as as_index
-from typing import overload
+from typing import Any
 
 import attrs
 import numpy as np
 
-from ..columns.arrays import Ints, distinct, group_rows, readonly
+from ..columns.arrays import Columns, Index, Ints, distinct, group_rows, readonly
 from ..columns.catalog import column
 from ..columns.items import WriteItems
 from ..geometry.tilings import pad
@@ -109,7 +108,7 @@ class _Boxes:
 
 
 @attrs.frozen(eq=False, slots=False)
-class DerivedPlans(Sequence[SavePlan]):
+class DerivedPlans(Columns[SavePlan]):
     """One plan per rank, after replicas were given out; made when it is asked for.
 
     Compares like a tuple.
@@ -158,25 +157,16 @@ class DerivedPlans(Sequence[SavePlan]):
     def __len__(self) -> int:
         return len(self.plans)
 
-    @overload
-    def __getitem__(self, index: int) -> SavePlan: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[SavePlan, ...]: ...
-    def __getitem__(self, index: int | slice) -> SavePlan | tuple[SavePlan, ...]:
-        if isinstance(index, slice):
-            return tuple(map(self._plan, range(len(self))[index]))
-        return self._plan(range(len(self))[as_index(index)])
+    def record(self, row: int) -> SavePlan:
+        """Make the plan of one rank."""
+        return self._plan(row)
 
-    def __iter__(self) -> Iterator[SavePlan]:
-        return map(self._plan, range(len(self)))
+    def take(self, rows: Index | slice) -> tuple[SavePlan, ...]:
+        """Return the plans of some ranks."""
+        return tuple(map(self._plan, np.arange(len(self))[rows].tolist()))
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, (DerivedPlans, tuple, list)):
-            return NotImplemented
-        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DerivedPlans, (self.plans,)
 
 
 def _writers(plans: WorldPlans, shares: Sequence[_Shares]) -> tuple[Ints, Ints]:
