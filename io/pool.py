@@ -60,7 +60,7 @@ class Pool:
     pool never waits for itself. In a forked process, pools of the parent start new threads.
 
     Attributes:
-        max_workers: The number of threads; they are started by the first `map`, and kept.
+        max_workers: The most threads; each is started when it is first needed, and kept.
         max_bytes: The budget.
         peak_bytes: The most that was ever reserved at once; above the budget only if a single
             piece of work was.
@@ -89,7 +89,7 @@ class Pool:
         self._held: dict[object, int] = {}  # bytes in flight by reservation
         self._turn, self._room = threading.RLock(), threading.Condition()
         self._threads: list[threading.Thread] = []
-        self._line: SimpleQueue[_Job | None] = SimpleQueue()
+        self._line = _Line()
         self._end = finalize(self, self._line.put, None)
         self._end.atexit = False  # threads that outlive the main one may still need the pool
 
@@ -119,11 +119,11 @@ class Pool:
         if self._closed:
             raise RuntimeError("this pool is closed: make another, or use default_pool()")
         job = _Job(self, work, items, 0 if self.inside else nbytes)
-        if here or self.inside or not self._start_threads():
+        if here or self.inside or not (self._threads or self._start_thread()):
             while job.step(lambda: None):
                 pass
         else:
-            job.run(self._line)
+            job.run()
         if job.failures:
             raise job.failures[0]
         return [job.results[number] for number in range(len(job.results))]
@@ -150,20 +150,27 @@ class Pool:
         """Whether the calling thread does work of this pool: then `map` runs on that thread."""
         return any(job.pool is self for job in _thread.jobs)
 
-    def _start_threads(self) -> bool:
-        """Start the threads that are not running yet; return whether there are any.
+    def enqueue(self, job: _Job) -> None:
+        """Put a job at the end of the line, and start a thread if all are busy."""
+        self._line.put(job)
+        if self._line.qsize() > self._line.idle:
+            self._start_thread()
 
-        An interrupt in here may leave a thread that is not in the list. It ends with the others.
+    def _start_thread(self) -> bool:
+        """Start another thread, unless there are enough; return whether there is one.
+
+        There are as few as needed, because memory that a thread has freed may stay with it. An
+        interrupt in here may leave a thread that is not in the list; it ends with the others.
         """
         with self._room:
-            while len(self._threads) < self.max_workers:
+            if len(self._threads) < self.max_workers:
                 thread = threading.Thread(target=_serve, args=(self._line,), daemon=True)
                 try:
                     thread.start()
                 except RuntimeError:  # the system has no more, or the interpreter is exiting
-                    break
+                    return False
                 self._threads.append(thread)
-        return bool(self._threads)
+        return True
 
     @contextmanager
     def reserved(self, nbytes: int) -> Iterator[None]:
@@ -215,10 +222,10 @@ class _Job:
         self._exhausted = False
         self._done = threading.Event()
 
-    def run(self, line: SimpleQueue[_Job | None]) -> None:
+    def run(self) -> None:
         """Have the pool's threads do the work, and return when none of them is at it any more."""
         try:
-            line.put(self)
+            self.pool.enqueue(self)
             self._wait()
         except BaseException as error:  # an interrupt: the threads still use the caller's memory
             with self._lock:
@@ -272,19 +279,39 @@ class _Job:
             pass
 
 
-def _serve(line: SimpleQueue[_Job | None]) -> None:
+class _Line(SimpleQueue["_Job | None"]):
+    """The jobs that wait for a thread; None when the pool ends.
+
+    Attributes:
+        idle: How many threads wait for a job.
+    """
+
+    def __init__(self) -> None:
+        self.idle, self._lock = 0, threading.Lock()
+
+    def take(self) -> _Job | None:
+        """Wait for the next job."""
+        with self._lock:
+            self.idle += 1
+        job = self.get()
+        with self._lock:
+            self.idle -= 1
+        return job
+
+
+def _serve(line: _Line) -> None:
     """Do the work of a thread, until the pool is closed and its line is empty."""
     while _serve_next(line):
         pass
 
 
-def _serve_next(line: SimpleQueue[_Job | None]) -> bool:
+def _serve_next(line: _Line) -> bool:
     """Do one item of the next job; a function of its own, so that no idle thread keeps a job."""
-    job = line.get()
+    job = line.take()
     if job is None:
         line.put(None)  # for the other threads
         return line.qsize() > 1
-    job.step(lambda: line.put(job))
+    job.step(lambda: job.pool.enqueue(job))
     return True
 
 

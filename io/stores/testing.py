@@ -13,7 +13,8 @@ from typing import Final, Literal
 import attrs
 
 from ..buffers import Buffer, byte_view
-from .base import Store, StoreError
+from ..errors import StoreError
+from .base import Store
 from .folders import WrappedStore
 
 __all__ = ["CountingStore", "FaultyStore", "InjectedError", "Operation"]
