@@ -18,7 +18,7 @@ from shardplan.planning.columns import Ints, ReadItems, column, numbered, padded
 from shardplan.planning.geometry import pad
 from shardplan.planning.storage import Blocks, ChunkTable, entries_of, filled, whole_blocks
 
-from ..blocksums import BlockSums
+from ..checksums import BlockSums
 from ..errors import FormatError, LoadError, listed
 from ..formats.sources import Source
 from ..pool import Pool, default_pool, own_processors

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import attrs
 
-from ..crc import combine_crc, sum_crc
+from ..checksums import combine_crc, sum_crc
 from ..errors import FormatError
 from ..pool import Pool, default_pool
 from ..progress import Progress, Tell

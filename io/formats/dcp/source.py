@@ -17,8 +17,7 @@ import attrs
 from shardplan.planning import BytesMetadata, flatten
 from shardplan.planning.storage import BLOCK_BYTES
 
-from ...checksums import CRC32, Sums
-from ...crc import sum_crc
+from ...checksums import CRC32, Sums, sum_crc
 from ...errors import FormatError
 from ...limits import read_whole
 from ...pool import Pool, default_pool
