@@ -6,6 +6,7 @@ from ..door import door
 
 if TYPE_CHECKING:
     from .derive import DerivedPlans, derive_plans
+    from .described import described_plans, layout_key, on_meta
     from .models import LLAMA_TP, llama, llama3_8b, llama3_405b
     from .placed import SpecLayout
     from .placements import (
@@ -26,6 +27,7 @@ __getattr__, __dir__ = door(
     __name__,
     {
         "derive": "DerivedPlans derive_plans",
+        "described": "described_plans layout_key on_meta",
         "models": "LLAMA_TP llama llama3_405b llama3_8b",
         "placed": "SpecLayout",
         "placements": (
