@@ -135,6 +135,7 @@ if TYPE_CHECKING:
         shape_text,
     )
     from .tree import Path, _is_leaf, empty_names, is_tensor, leaves, nesting_issues
+    from .whole import WholePlan, plan_contents, plan_whole, renumbered, tag_of_parts
 
 __getattr__, __dir__ = door(
     __name__,
@@ -170,6 +171,7 @@ __getattr__, __dir__ = door(
             "Printed Sheet Table counted cut_text human_bytes human_seconds listing shape_text"
         ),
         "tree": "Path _is_leaf empty_names is_tensor leaves nesting_issues",
+        "whole": "WholePlan plan_contents plan_whole renumbered tag_of_parts",
     },
 )
 

@@ -14,8 +14,7 @@ from shardplan.planning import LoadItemType, TensorMetadata, shard_finder
 from shardplan.planning.columns import Ints, ReadItems, column
 
 from ._checkpoint import SavedTensor
-from ._per_rank import PerRank
-from ._stateful import State
+from ._state import PerRank, State
 
 __all__ = ["destinations", "refuse_fixed", "refuse_shared"]
 

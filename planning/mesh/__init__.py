@@ -6,6 +6,7 @@ from ..door import door
 
 if TYPE_CHECKING:
     from .derive import DerivedPlans, derive_plans
+    from .described import described_plans, layout_key, on_meta
     from .placed import SpecLayout
     from .placements import (
         Mesh,
@@ -38,6 +39,7 @@ __getattr__, __dir__ = door(
     __name__,
     {
         "derive": "DerivedPlans derive_plans",
+        "described": "described_plans layout_key on_meta",
         "placed": "SpecLayout",
         "placements": (
             "Mesh Only Placement Replicate Shard StridedShard TensorSpec as_mesh local_chunks"
