@@ -115,7 +115,17 @@ if TYPE_CHECKING:
         writers_of,
     )
     from .save import DEFAULT_PASSES, global_plan, local_plan
-    from .storage import ByteRanges, Requests, byte_ranges, coalesce
+    from .storage import (
+        Access,
+        BoxReads,
+        ByteRanges,
+        ChunkPlaces,
+        FetchPlan,
+        Requests,
+        byte_ranges,
+        coalesce,
+        fetch_plan,
+    )
     from .tensors import held, kind_of, placement_of, spec_of
     from .testing import assert_all_saved, assert_read_once, assert_written_once
     from .text import (
@@ -160,7 +170,10 @@ __getattr__, __dir__ = door(
         "records": "KeyReport LoadPlan Plan SavePlan",
         "reports": "CostModel PlanDiff Report Why Writers explain plan_diff why writers_of",
         "save": "DEFAULT_PASSES global_plan local_plan",
-        "storage": "ByteRanges Requests byte_ranges coalesce",
+        "storage": (
+            "Access BoxReads ByteRanges ChunkPlaces FetchPlan Requests byte_ranges coalesce "
+            "fetch_plan"
+        ),
         "tensors": "held kind_of placement_of spec_of",
         "testing": "assert_all_saved assert_read_once assert_written_once",
         "text": "Sheet Table counted cut_text human_bytes human_seconds listing shape_text",
@@ -169,12 +182,16 @@ __getattr__, __dir__ = door(
 )
 
 __all__ = [
+    "Access",
+    "BoxReads",
     "Boxes",
     "ByteRanges",
     "BytesMetadata",
     "Chunk",
+    "ChunkPlaces",
     "CodecError",
     "CostModel",
+    "FetchPlan",
     "FrozenDict",
     "Grid",
     "Issue",
@@ -241,6 +258,7 @@ __all__ = [
     "encode_plan",
     "expert_parallel",
     "explain",
+    "fetch_plan",
     "fills",
     "derive_plans",
     "find_issues",
