@@ -112,7 +112,17 @@ if TYPE_CHECKING:
         writers_of,
     )
     from .save import DEFAULT_PASSES, global_plan, local_plan
-    from .storage import ByteRanges, Requests, byte_ranges, coalesce
+    from .storage import (
+        Access,
+        BoxReads,
+        ByteRanges,
+        ChunkPlaces,
+        FetchPlan,
+        Requests,
+        byte_ranges,
+        coalesce,
+        fetch_plan,
+    )
     from .tensors import (
         find_object,
         find_shard,
@@ -164,7 +174,10 @@ __getattr__, __dir__ = door(
         "records": "KeyReport Transfer",
         "reports": "CostModel PlanDiff Report Why Writers explain plan_diff why writers_of",
         "save": "DEFAULT_PASSES global_plan local_plan",
-        "storage": "ByteRanges Requests byte_ranges coalesce",
+        "storage": (
+            "Access BoxReads ByteRanges ChunkPlaces FetchPlan Requests byte_ranges coalesce "
+            "fetch_plan"
+        ),
         "tensors": "find_object find_shard held kind_of placement_of shard_finder spec_of",
         "testing": "assert_all_saved assert_read_once assert_written_once",
         "text": (
@@ -176,6 +189,7 @@ __getattr__, __dir__ = door(
 )
 
 __all__ = [
+    "Access", "BoxReads", "ChunkPlaces", "FetchPlan", "fetch_plan",
     "Boxes", "ByteRanges", "BytesMetadata", "Chunk", "CodecError", "CostModel", "DerivedPlans",
     "FrozenDict", "Grid", "Issue", "KeyReport", "LLAMA_TP", "LoadItemType", "LoadPlan", "Mesh",
     "Metadata", "MetadataIndex", "NotFoundError", "Only", "Overlap", "Pass", "Passes",
