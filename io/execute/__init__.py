@@ -7,17 +7,15 @@ from shardplan.planning.door import door
 if TYPE_CHECKING:
     from .ahead import BATCH_BYTES, DEPTH, Ahead, Box, Lender
     from .cleanup import MIN_AGE, by_save, leftovers, strays
-    from .jobs import FAR_GAP
     from .pieces import Kept, Lazy, Piece, boxes_of, collect, reads_of
-    from .read import Reader, ReadStats, find_chunks
+    from .read import Reader, ReadStats
 
 __getattr__, __dir__ = door(
     __name__,
     {
         "ahead": "Ahead BATCH_BYTES Box DEPTH Lender",
         "cleanup": "MIN_AGE by_save leftovers strays",
-        "jobs": "FAR_GAP",
         "pieces": "Kept Lazy Piece boxes_of collect reads_of",
-        "read": "ReadStats Reader find_chunks",
+        "read": "ReadStats Reader",
     },
 )

@@ -18,7 +18,7 @@ from ..columns.catalog import column
 from ..errors import RefusedError, listed
 
 if TYPE_CHECKING:
-    from ..records import SavePlan
+    from ..plans import SavePlan
 
 __all__ = [
     "MAX_SHARD_SIZE",

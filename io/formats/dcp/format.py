@@ -48,7 +48,7 @@ class DcpFormat(Format):
         self, store: Store, name: str = "", *, tell: Tell | None = None, pool: Pool | None = None
     ) -> Findings:
         """Compare every archive with its checksums; see `Format.verify`."""
-        from ..archive.check import check_archives
+        from ..torch_save.check import check_archives
 
         opened = self.open(store, name, pool)
         lacking = opened.missing()

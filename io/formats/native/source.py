@@ -13,7 +13,7 @@ from shardplan.planning import find_issues
 from shardplan.planning.columns import Ints, column
 from shardplan.planning.storage import save_id_of
 
-from ...checksums import Sums, combine, hash_views
+from ...checksums import XXH3, Sums
 from ...errors import FormatError, listed
 from ...pool import Pool, default_pool
 from ...progress import Tell
@@ -154,14 +154,9 @@ class NativeSource(Source):
         buffer = io.BytesIO(bytes(spot.extents[0]))  # which gives away its bytes without a copy
         with buffer.getbuffer() as view:
             self._store.read(file, [(spot.begin, view)])
-            if verify and self._digest(view) != int(self.sums_of(name)[0]):
+            if verify and XXH3.of_blocks(view, self.block_bytes) != int(self.sums_of(name)[0]):
                 raise FormatError(file, f"the value of `{name}` does not fit its checksum")
         return load_value(StoredValue(kind, buffer.getvalue()), file, name)
-
-    def _digest(self, view: memoryview) -> int:
-        """Return the checksum of a value that is stored in a file."""
-        step = self.block_bytes
-        return combine([hash_views([view[i : i + step]]) for i in range(0, len(view) or 1, step)])
 
     def value_bytes(self, name: str) -> int:
         """Return how many bytes `value` reads; see `Source.value_bytes`."""

@@ -45,7 +45,7 @@ class TorchFormat(Format):
         self, store: Store, name: str = "", *, tell: Tell | None = None, pool: Pool | None = None
     ) -> Findings:
         """Compare every record with its checksum; see `Format.verify`."""
-        from ..archive.check import Stored, check_archives
+        from .check import Stored, check_archives
 
         opened = self.open(store, name, pool)
         size = store.size(name)
