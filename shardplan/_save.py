@@ -19,8 +19,9 @@ from shardplan.io.formats import Part, Writer, open_target
 from shardplan.io.stores import Store
 from shardplan.planning import Passes, SavePlan
 
-from ._agree import Agreed, Begun, PlanCache, agree
-from ._comm import Counted, Kept, as_comm, keep_step, place_of
+from ._agree import Agreed, agree
+from ._comm import Kept, as_comm, counting, keep_step, place_of
+from ._offers import Begun, PlanCache
 from ._report import RankReport, SaveReport, Stopwatch, logged, rank_report, slowest_ranks
 from ._state import REFUSALS, State, expand, part, with_others
 
@@ -155,7 +156,7 @@ def save_state(
     3. write: each rank writes its part.
     4. commit: once all have written, the coordinator commits, and ranks report.
     """
-    comm = Counted(comm, partial(watch.count, "exchange"))
+    comm = counting(comm, partial(watch.count, "exchange"))
 
     def begin() -> Begun[Target]:
         with watch.phase("open"):

@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardplan
-from shardplan._agree import PlanCache
+from shardplan._offers import PlanCache
 from shardplan._replicas import COMPARED_BYTES, digests, replica_sums
 from shardplan.dist import CheckpointError, run_ranks, solo
 from shardplan.io.errors import ExistsError, FormatError, ValueRefusedError
