@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any, Final, Generic, TypeVar, cast
 
 import attrs
-import numpy as np
 
 from shardplan.dist import Comm, all_reduce, decode_json, encode_json, reduce_scatter
 from shardplan.planning import (
@@ -46,7 +45,7 @@ from shardplan.planning.passes import Stages
 
 from ._comm import Kept, fail_alike, keep_step, told_apart
 from ._offers import Agreement, Begun, How, Local, Offer, PlanCache, Sent
-from ._replicas import compare_replicas, differences, replica_sums, tag_of
+from ._replicas import differences, tag_of
 from ._report import Stopwatch
 
 __all__ = ["Agreed", "agree", "run_together"]
@@ -87,8 +86,7 @@ def agree(
         watch: Gets the seconds of the phases plan, verify and exchange.
         cache: Where to look for a plan made before, and to keep this one; by default the one of
             this process.
-        verify_replicas: Whether to compare all chunks that several ranks hold; then plans are
-            always gathered.
+        verify_replicas: Whether to compare all chunks that several ranks hold.
 
     Raises:
         CheckpointError: Anything went wrong on any rank; with a single rank, the error itself.
@@ -200,22 +198,22 @@ class _Planning:
                 return offer
             offer = offer.looked_up(self.cache)
             offer.refuse_values()
-            if offer.cached is None and not self.verify_replicas:
+            if offer.cached is None:
                 offer = offer.with_derived()
         with self.watch.phase("verify"):
-            return offer.with_table()
+            return offer.with_table(self.verify_replicas)
 
     def settle(self, offer: Offer[T], how: How) -> Agreement:
         """Take the plan that all ranks have, or have the coordinator plan for all."""
-        if not self.verify_replicas and how == "cached" and offer.cached is not None:
+        if how == "cached" and offer.cached is not None:
             return attrs.evolve(offer.cached, how="cached")
-        if not self.verify_replicas and how == "derived" and offer.derived is not None:
+        if how == "derived" and offer.derived is not None:
             return self._remember(offer, offer.derived)
         with self.watch.phase("exchange"):
             taken = keep_step(
                 self.comm,
                 _STEP,
-                lambda: Kept(None, self._pack(offer)),
+                lambda: Kept(None, _packed(offer)),
                 lambda blobs: self._plan_all(blobs, offer.last),
                 collective=_bytes_step,
             )
@@ -228,31 +226,23 @@ class _Planning:
             self.cache.put(offer.key, agreement)
         return agreement
 
-    def _pack(self, offer: Offer[T]) -> bytes:
-        """Encode this rank's plan, and the checksums of its items if they are to be compared."""
-        plan, shared = offer.plans
-        parts = {"meta": encode_json(offer.local.saved_meta)}
-        if not self.verify_replicas:
-            return pack({}, parts | _plan_parts(plan, plan))
-        with self.watch.phase("verify"):
-            sums = replica_sums(offer.local.flat, shared).astype("<u8").tobytes()
-            return pack({}, parts | _plan_parts(plan, shared) | {"sums": sums})
-
     def _plan_all(self, blobs: list[bytes], last: Sequence[Pass[SavePlan]]) -> Kept[WholePlan]:
         """Plan for all ranks, on the coordinator."""
         with self.watch.phase("plan"):
             parts = [unpack(blob)[1] for blob in blobs]
             plans = _decoded(part["plan"] for part in parts)
-            if self.verify_replicas:
-                shared = _decoded(part.get("shared", part["plan"]) for part in parts)
-                sums = [np.frombuffer(part["sums"], "<u8") for part in parts]
-                compare_replicas(shared, sums, self.comm.ranks)
             try:
                 whole = plan_whole(plans, last, [decode_json(part["meta"]) for part in parts])
             except PlanError as error:
                 raise PlanError(renumbered(error.issues, self.comm.ranks)) from None
             tag = tag_of_parts(part["plan"] for part in parts).encode()
             return Kept(whole, [tag + encode_plan(plan) for plan in whole.plans])
+
+
+def _packed(offer: Offer[Any]) -> bytes:
+    """Encode this rank's plan, and the names of its tensors on the meta device."""
+    meta = encode_json(offer.local.saved_meta)
+    return pack({}, {"plan": encode_plan(offer.plans[0]), "meta": meta})
 
 
 def _refuse_differences(comm: Comm, table: Mapping[str, int], speakers: Sequence[int]) -> None:
@@ -294,18 +284,16 @@ def run_together(
     def run(blobs: list[bytes]) -> list[bytes]:
         with watch.phase("plan"):
             plans = chain(*stages.rest)(_decoded(blobs))
-            pairs = zip(plans, with_replicas(plans), strict=True)
-            return [pack({}, _plan_parts(plan, shared)) for plan, shared in pairs]
+            return list(map(_packed_pair, plans, with_replicas(plans)))
 
     parts = unpack(_bytes_step(comm, "run passes", mine, run))[1]
     plan = cast(SavePlan, decode_plan(parts["plan"]))
     return plan, cast(SavePlan, decode_plan(parts["shared"])) if "shared" in parts else plan
 
 
-def _plan_parts(plan: SavePlan, shared: SavePlan) -> dict[str, bytes]:
-    """Encode a plan, and what it shares with other ranks if that is another plan."""
+def _packed_pair(plan: SavePlan, shared: SavePlan) -> bytes:
     parts = {"plan": encode_plan(plan)}
-    return parts if shared is plan else parts | {"shared": encode_plan(shared)}
+    return pack({}, parts if shared is plan else parts | {"shared": encode_plan(shared)})
 
 
 def _decoded(blobs: Iterable[bytes]) -> tuple[SavePlan, ...]:

@@ -244,13 +244,13 @@ class Offer(Generic[T]):
         derived = Agreement(whole.plans[comm.rank], "derived", tag, known)
         return attrs.evolve(self, derived=derived)
 
-    def with_table(self) -> Offer[T]:
+    def with_table(self, everything: bool) -> Offer[T]:
         """Add the digests of what must be the same on all ranks that hold it."""
         flat, paths = self.local.flattened
-        # Without a planner, what is stored is known without planning.
-        plan = None if self.local.planner is None else self.plans[1]
+        # Without a planner, small tensors and values are stored as they are.
+        plan = self.plans[1] if everything or self.local.planner is not None else None
         own = per_rank_names(self.local.begun.sd, paths)
-        return attrs.evolve(self, table=digests(flat, plan, own=own))
+        return attrs.evolve(self, table=digests(flat, plan, own=own, everything=everything))
 
     def refuse_values(self) -> None:
         """Refuse values that cannot be stored, also those that another rank will write."""
