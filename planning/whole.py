@@ -13,7 +13,7 @@ from .completeness import dropped_names
 from .errors import Issue, PlanError, span
 from .metadata import Metadata
 from .passes.base import Pass
-from .records import SavePlan
+from .plans import SavePlan
 from .save import DEFAULT_PASSES, global_plan
 
 __all__ = ["WholePlan", "contents_tag", "plan_whole", "renumbered", "tag_of_parts"]

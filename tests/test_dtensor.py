@@ -51,9 +51,8 @@ from shardplan.planning import (
     load_plan,
     local_plan,
 )
-from shardplan.planning.finding import shard_finder
 from shardplan.planning.mesh import layout_key
-from shardplan.planning.tensors import kind_of
+from shardplan.planning.tensors import kind_of, shard_finder
 
 pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
 

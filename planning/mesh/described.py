@@ -14,7 +14,7 @@ import numpy as np
 
 from ..dtypes import dtype_name
 from ..errors import PlanError, RefusedError
-from ..records import SavePlan
+from ..plans import SavePlan
 from ..tensors import kind_of, placement_of, spec_of
 from ..tree import _is_leaf, is_tensor
 from .placements import Mesh, Placement, Replicate, Shard, StridedShard, TensorSpec
