@@ -197,7 +197,8 @@ class _Planning:
             if offer.early:
                 return offer
             offer = offer.looked_up(self.cache)
-            offer.refuse_values()
+            with self.watch.phase("verify"):
+                offer.refuse_values()
             if offer.cached is None:
                 offer = offer.with_derived()
         with self.watch.phase("verify"):

@@ -73,11 +73,11 @@ class Place:
 
 @attrs.define(eq=False)
 class JobComm:
-    """The comm of all ranks of the job: made when it is first needed, and anew when it was lost.
+    """The comm of all ranks of the job: made when it is first needed, and again after it was lost.
 
-    Making one is a step of its own, so every rank must ask for it in the same calls. A rank may
-    learn of a loss one call later than others, so that ranks which go on count those calls: the
-    parts of two different saves must never become one.
+    Making one is a step, so every rank must ask for it in the same calls. A rank may learn of a
+    loss one call later than others. So ranks count their calls and compare the counts when they go
+    on: parts of two different saves must never become one checkpoint.
 
     Attributes:
         private: Whether it has connections of its own.
@@ -91,7 +91,7 @@ class JobComm:
     _lock: threading.Lock = attrs.field(factory=threading.Lock)
 
     def take(self) -> Comm:
-        """Return it, for one call; that of one rank where there is no process group.
+        """Return the comm for one call; `solo` where there is no process group.
 
         Raises:
             CheckpointError: It was lost, and not all ranks came to go on, or not in the same call.
@@ -194,7 +194,7 @@ def _refuse_missing_group() -> None:
 
 def world_group() -> Any:
     """Return torch's process group of all ranks; None where there is none."""
-    dist = sys.modules.get("torch.distributed")  # whoever has a process group has imported it
+    dist = sys.modules.get("torch.distributed")  # imported by whatever made a process group
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None
     return dist.group.WORLD

@@ -43,7 +43,7 @@ T = TypeVar("T")
 How = Literal["alone", "cached", "derived", "gathered"]
 
 _DERIVED_ITEMS: Final = 1 << 22  # items of all ranks together that each rank plans by itself
-_PLAIN: Final = frozenset((str, int, float, bool, type(None)))
+_PLAIN: Final = frozenset[type]((str, int, float, bool, type(None)))
 
 
 @attrs.frozen(eq=False)
@@ -254,9 +254,14 @@ class Offer(Generic[T]):
 
     def refuse_values(self) -> None:
         """Refuse values that cannot be stored, also those that another rank will write."""
-        plain = frozenset[type]() if self.cached is None else _PLAIN  # these were stored before
         flat = self.local.flat
-        store_values({k: v for k, v in flat.items() if type(v) not in plain and not is_tensor(v)})
+        kinds = {type(value): value for value in flat.values()}
+        # Whether an array is a tensor depends on its dtype; for others the type decides.
+        skipped = {k for k, v in kinds.items() if not issubclass(k, np.ndarray) and is_tensor(v)}
+        if self.cached is not None:
+            skipped |= _PLAIN  # can be stored, as when the plan was made
+        rest = {name: value for name, value in flat.items() if type(value) not in skipped}
+        store_values({name: value for name, value in rest.items() if not is_tensor(value)})
 
     def sent(self) -> Sent:
         """Return what the coordinator is sent."""
