@@ -145,7 +145,7 @@ if TYPE_CHECKING:
         shape_text,
     )
     from .tree import Path, _is_leaf, empty_names, is_tensor, leaves, nesting_issues
-    from .whole import WholePlan, plan_contents, plan_whole, renumbered, tag_of_parts
+    from .whole import WholePlan, contents_tag, plan_whole, renumbered, tag_of_parts
 
 __getattr__, __dir__ = door(
     __name__,
@@ -184,7 +184,7 @@ __getattr__, __dir__ = door(
             "Printed Sheet Table counted cut_text human_bytes human_seconds listing shape_text"
         ),
         "tree": "Path _is_leaf empty_names is_tensor leaves nesting_issues",
-        "whole": "WholePlan plan_contents plan_whole renumbered tag_of_parts",
+        "whole": "WholePlan contents_tag plan_whole renumbered tag_of_parts",
     },
 )
 
