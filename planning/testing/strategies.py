@@ -32,8 +32,8 @@ from ..mesh.placements import (
     Shard,
     StridedShard,
     TensorSpec,
-    local_chunks,
 )
+from ..mesh.runs import local_chunks
 from ..plans import SavePlan
 from ..records import MetadataIndex, TensorProperties, TensorWriteData, WriteItem, WriteItemType
 from .oracles import (
