@@ -229,7 +229,7 @@ def _regions(reads: ReadItems) -> dict[_Move, list[Chunk]]:
 
 
 def _filled(reads: ReadItems) -> dict[tuple[str, tuple[int, ...]], int]:
-    """Count the elements (of a value that is no tensor: the reads) that go to each shard."""
+    """Count the elements (of a non-tensor value: the reads) that go to each shard."""
     if not len(reads):
         return {}
     keys = np.concatenate([reads.dest[:, None], reads.dest_anchor], axis=1)
@@ -378,7 +378,7 @@ def _uncovered(
 
 
 def _read_items(items: WriteItems, wanted: Ints, pieces: Overlap, values: Ints) -> ReadItems:
-    """Write down where each piece comes from and goes to; values that are no tensors go along."""
+    """Write down where each piece comes from and goes to; non-tensor values go along."""
     catalog = items.catalog
     width = max(pieces.offsets.shape[1], 1)
     item = np.concatenate([wanted[pieces.box], values])

@@ -53,7 +53,7 @@ class TensorMetadata:
 
 @attrs.frozen
 class BytesMetadata:
-    """A value in a checkpoint that is no tensor."""
+    """A non-tensor value in a checkpoint."""
 
 
 def _names(values: Iterable[str]) -> tuple[str, ...]:

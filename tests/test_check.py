@@ -160,7 +160,7 @@ def test_a_rank_that_means_another_tensor_is_reported_with_both_sides(case, what
 
     (issue,) = refused(with_items(plans, rank, differ))
     assert (issue.kind, issue.fqn, issue.ranks) == ("conflict", name, tuple(holders))
-    other = {"dtype": "int16", "value": "a value that is no tensor"}.get(what, "of shape")
+    other = {"dtype": "int16", "value": "a non-tensor value"}.get(what, "of shape")
     assert f"rank {rank}: " in issue.message
     assert other in issue.message
     assert f"{data.properties.dtype} of shape {list(data.size)}" in issue.message

@@ -160,7 +160,7 @@ class WriteItems(Columns[WriteItem]):
 
     @cached_property
     def nbytes(self) -> Ints:
-        """Bytes of each chunk in the checkpoint; 0 for values that are no tensors."""
+        """Bytes of each chunk in the checkpoint; 0 for non-tensor values."""
         return readonly(self.sizes.prod(axis=1) * self.catalog.itemsize[self.row])
 
     def _same(self, other: WriteItems) -> bool:

@@ -110,7 +110,7 @@ class ReadItems(Columns[ReadItem]):
 
     @cached_property
     def numel(self) -> Ints:
-        """How many elements each read copies; 0 for values that are no tensors."""
+        """How many elements each read copies; 0 for non-tensor values."""
         return readonly(np.where(self.type == _BYTES, 0, self.lengths.prod(axis=1)))
 
     @property

@@ -116,7 +116,7 @@ class Rows:
 
     @cached_property
     def nbytes(self) -> Ints:
-        """Bytes of each chunk in the checkpoint; values that are no tensors count as one."""
+        """Bytes of each chunk in the checkpoint; non-tensor values count as one."""
         itemsize = np.array([*(p.itemsize for p in self.props), 1])[self.prop]
         return np.asarray(self.sizes.prod(axis=1) * itemsize[self.tensor])
 
@@ -383,7 +383,7 @@ def _conflicts(
         for (is_bytes, dtype, size), places in sides.items():
             held = [ranks_of[number][uses[number][:, row]].tolist() for number, row in places]
             who = sorted({rank for some in held for rank in some})
-            what = "a value that is no tensor" if is_bytes else f"{dtype} of shape {list(size)}"
+            what = "a non-tensor value" if is_bytes else f"{dtype} of shape {list(size)}"
             told.append((who, f"{span(who)}: {what}"))
         listing = listed([text for _, text in sorted(told)], quote="", between="; ")
         everyone = sorted({rank for who, _ in told for rank in who})

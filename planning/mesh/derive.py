@@ -77,7 +77,7 @@ class _Boxes:
 
     Attributes:
         first, count: Per rank and layout, where its boxes begin, and how many they are. After the
-            last layout comes that of values that are no tensors: one box on every rank.
+            last layout comes that of non-tensor values: one box on every rank.
         offsets, sizes: The boxes, as wide as the catalog is.
         chunk: Which chunk of its tensor each of them is.
     """

@@ -147,7 +147,7 @@ class WorldPlans(Printed, Columns[SavePlan]):
     Attributes:
         mesh: Where the ranks lie.
         specs: The tensors by name, in order of names.
-        values: The names of all values that are no tensors; every rank holds them.
+        values: The names of all non-tensor values; every rank holds them.
         planner_data: What each plan carries as its ``planner_data``: the paths of nested keys.
     """
 
@@ -186,7 +186,7 @@ class WorldPlans(Printed, Columns[SavePlan]):
     def _plan(self, rank: int) -> SavePlan:
         """Look up what one rank holds of each layout, and repeat that for each of its tensors."""
         held = [layout.held_by(rank) for layout in self.layouts]
-        counts = column([*map(len, held), 1])  # a value that is no tensor counts once
+        counts = column([*map(len, held), 1])  # a non-tensor value counts once
         boxes = [chunk for chunks in held for chunk in chunks]
         offsets = padded([*(box.offsets for box in boxes), ()], 0, self.catalog.axes)
         sizes = padded([*(box.sizes for box in boxes), ()], 1, self.catalog.axes)
