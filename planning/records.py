@@ -82,7 +82,7 @@ class MetadataIndex:
         fqn: The flattened key.
         offset: Where the chunk starts, in the global frame; None for a non-tensor value.
         index: Where the chunk was last seen in a list of chunks: a hint that is probed first. It
-            is no part of the name, so it takes no part in ``==`` and ``hash``.
+            is not part of the name, and so not of ``==`` and ``hash``.
 
     >>> MetadataIndex("w", [0, 4], 3) == MetadataIndex("w", (0, 4))
     True
@@ -242,7 +242,7 @@ class Transfer:
     """A read that one rank makes for another.
 
     Attributes:
-        read: What the target needs, told as if it read for itself.
+        read: What the target needs, as if it read for itself.
         source: The rank that reads it from storage and sends it.
         target: The rank that receives it.
     """

@@ -1,4 +1,4 @@
-"""How is a save plan made? `local_plan` for one rank, `global_plan` for all of them."""
+"""Save planning: `local_plan` for one rank, `global_plan` for all of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def local_plan(
     rank: int = 0,
     whole: Collection[str] = (),
 ) -> SavePlan:
-    """Say which chunks of which tensors this rank holds.
+    """Return which chunks of which tensors this rank holds.
 
     One plan serves both directions: `global_plan` turns everybody's into a save, `load_plan` finds
     what fills the same chunks.
@@ -177,7 +177,7 @@ def _without(items: WriteItems, sources: Collection[str]) -> WriteItems:
 
 
 def _with_hints(world: World) -> tuple[SavePlan, ...]:
-    """Let each item's hint tell which of the metadata's chunks it is."""
+    """Make each item's hint the number of its chunk in the metadata."""
     rows = world.rows
     hints = np.full(int(rows.first[-1]), -1, np.int64)
     hints[rows.flat] = np.arange(len(rows)) - rows.spread(rows.start[:-1])

@@ -263,7 +263,7 @@ def test_broken_worlds_of_many_ranks_are_told_in_few_words():
     plans = [SavePlan([item("w", (2 * i,), (1,), (2_000,))]) for i in range(1_000)]
     issues = find_issues(plans)
     assert len(issues) == 64
-    assert issues[-1].message.endswith("(there are more: the first 64 are told)")
+    assert issues[-1].message.endswith("(there may be more: only 64 are reported)")
     assert all(len(str(issue)) < 300 for issue in issues)
 
 

@@ -1,5 +1,6 @@
-"""Arrays as bytes: a JSON header that says what follows, then the arrays, as narrow as they allow.
+"""Columns: sequences of records that live in arrays, their distinct values, and their bytes.
 
+Packed arrays are a JSON header that says what follows, then the arrays, as narrow as they allow.
 The decoder only ever slices a buffer: it cannot run code, and it checks every length against the
 bytes that are there before it makes an array.
 """
@@ -175,7 +176,7 @@ def flat(arrays: Mapping[str, Any], *names: str) -> tuple[Ints, ...]:
     """Return the named columns, each an array with one number a row."""
     columns = tuple(arrays[name] for name in names)
     if any(column.ndim != 1 for column in columns):
-        raise ValueError(f"of {', '.join(names)}, one is no column")
+        raise ValueError(f"of {', '.join(names)}, one is not a column")
     return columns
 
 

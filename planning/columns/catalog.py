@@ -1,4 +1,4 @@
-"""Which tensors does a plan speak of? One row each, shared by all of its items, and by all ranks.
+"""The catalog of a plan: its tensors and values, one row each, shared by items and by ranks.
 
 Arrays are padded to the widest tensor: size 1 past a tensor's own axes.
 """

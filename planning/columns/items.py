@@ -1,9 +1,8 @@
-"""Columns behind, records in front: the sequences that plans are made of.
+"""A save plan's items in columns: columns behind, records in front.
 
-A coordinator sees ranks times tensors items; one object each is what makes peers take a minute
-there. Here a plan's items are arrays that share one `Catalog` of tensors, and a record is made when
-one is asked for. Arrays are padded to the widest tensor: offset 0 and size 1 past a tensor's own
-axes, so that no question about overlap depends on the number of axes.
+A coordinator sees as many items as ranks times tensors. They are arrays that share one `Catalog` of
+tensors, and a record is made when one is asked for. Arrays are padded to the widest tensor: offset
+0 and size 1 past a tensor's own axes, so that overlaps do not depend on the number of axes.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class ReadItems(Columns[ReadItem]):
         for key, a in mine.items():
             b = theirs[key]
             if key.endswith("_hint"):
-                continue  # a hint is no part of a name
+                continue  # a hint is not part of a name
             if key in ("dest", "storage"):
                 a, b = (column([ids[n] for n in i.names])[v] for i, v in ((self, a), (other, b)))
             if not np.array_equal(*((a, b) if a.ndim == 1 else (a[:, :width], b[:, :width]))):
@@ -191,7 +191,7 @@ class ReadItems(Columns[ReadItem]):
 
 @attrs.frozen(eq=False, repr=False, slots=False)
 class Transfers(Columns[Transfer]):
-    """`Transfer`s in columns: the reads, and who makes each for whom."""
+    """`Transfer`s in columns: the reads, the ranks that make them, and those that need them."""
 
     reads: ReadItems
     source: Ints

@@ -245,7 +245,7 @@ def world_plans(specs: Mapping[Any, Any], mesh: Mesh) -> WorldPlans:
         mesh: The ranks.
 
     Returns:
-        One plan per rank: ``plans[r] == local_plan(specs, mesh=mesh, rank=r)``, made on the spot.
+        One plan per rank: ``plans[r] == local_plan(specs, mesh=mesh, rank=r)``, made on demand.
 
     >>> plans = world_plans({"w": TensorSpec((6, 2), "float32", [Shard(0)]), "step": 7}, Mesh(dp=2))
     >>> plans

@@ -279,7 +279,7 @@ def _dicts(inner: SearchStrategy[Any]) -> SearchStrategy[dict[Any, Any]]:
 
 
 def _arrays() -> SearchStrategy[Any]:
-    """Generate numpy arrays whose elements differ as far as the dtype can tell them apart."""
+    """Generate numpy arrays whose elements differ as far as the dtype allows."""
     return st.builds(
         lambda shape, dtype: np.arange(math.prod(shape)).reshape(shape).astype(dtype),
         shapes(max_side=3),
