@@ -112,7 +112,17 @@ if TYPE_CHECKING:
         writers_of,
     )
     from .save import DEFAULT_PASSES, global_plan, local_plan
-    from .storage import ByteRanges, Requests, byte_ranges, coalesce
+    from .storage import (
+        Access,
+        BoxReads,
+        ByteRanges,
+        ChunkPlaces,
+        FetchPlan,
+        Requests,
+        byte_ranges,
+        coalesce,
+        fetch_plan,
+    )
     from .tensors import (
         find_object,
         find_shard,
@@ -135,6 +145,7 @@ if TYPE_CHECKING:
         shape_text,
     )
     from .tree import Path, _is_leaf, empty_names, is_tensor, leaves, nesting_issues
+    from .whole import WholePlan, plan_contents, plan_whole, renumbered, tag_of_parts
 
 __getattr__, __dir__ = door(
     __name__,
@@ -164,17 +175,22 @@ __getattr__, __dir__ = door(
         "records": "KeyReport Transfer",
         "reports": "CostModel PlanDiff Report Why Writers explain plan_diff why writers_of",
         "save": "DEFAULT_PASSES global_plan local_plan",
-        "storage": "ByteRanges Requests byte_ranges coalesce",
+        "storage": (
+            "Access BoxReads ByteRanges ChunkPlaces FetchPlan Requests byte_ranges coalesce "
+            "fetch_plan"
+        ),
         "tensors": "find_object find_shard held kind_of placement_of shard_finder spec_of",
         "testing": "assert_all_saved assert_read_once assert_written_once",
         "text": (
             "Printed Sheet Table counted cut_text human_bytes human_seconds listing shape_text"
         ),
         "tree": "Path _is_leaf empty_names is_tensor leaves nesting_issues",
+        "whole": "WholePlan plan_contents plan_whole renumbered tag_of_parts",
     },
 )
 
 __all__ = [
+    "Access", "BoxReads", "ChunkPlaces", "FetchPlan", "fetch_plan",
     "Boxes", "ByteRanges", "BytesMetadata", "Chunk", "CodecError", "CostModel", "DerivedPlans",
     "FrozenDict", "Grid", "Issue", "KeyReport", "LLAMA_TP", "LoadItemType", "LoadPlan", "Mesh",
     "Metadata", "MetadataIndex", "NotFoundError", "Only", "Overlap", "Pass", "Passes",

@@ -32,7 +32,7 @@ from shardplan.planning import (
 from shardplan.planning.columns import Catalog, Head, Ints, ReadItems, WriteItems, column, padded
 from shardplan.planning.storage import BLOCK_BYTES
 
-from ..proof import Proof
+from ..checksums import Proof
 from ..tensors import block_of_memory, empty, torch_dtype, window
 from .copying import Block, Stretch
 from .pieces import Lazy
@@ -278,9 +278,11 @@ class Ahead:
             offsets, lengths = items.dest_offsets[row], items.lengths[row]
             return window(found[key], offsets.tolist(), lengths.tolist())
 
-        self._count(self._reader.fill(items, dest, verify=self._proof is not None))
-        if self._proof is not None:
-            self._proof.note(items, dest)
+        if self._proof is None:
+            self._count(self._reader.fill(items, dest, verify=False))
+        else:
+            self._count(self._reader.fill(items, dest, sums=self._proof.sums))
+            self._proof.note(items)
         return tensors
 
     def _allocate(self, boxes: Sequence[Box]) -> dict[Box, torch.Tensor]:

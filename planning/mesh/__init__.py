@@ -6,6 +6,7 @@ from ..door import door
 
 if TYPE_CHECKING:
     from .derive import DerivedPlans, derive_plans
+    from .described import described_plans, layout_key, on_meta
     from .placements import (
         Mesh,
         Only,
@@ -37,6 +38,7 @@ __getattr__, __dir__ = door(
     __name__,
     {
         "derive": "DerivedPlans derive_plans",
+        "described": "described_plans layout_key on_meta",
         "placements": "Mesh Only Placement Replicate Shard StridedShard TensorSpec as_mesh",
         "presets": (
             "LLAMA_TP Rule adam expert_parallel fsdp fsdp_tp hsdp llama llama3_405b llama3_8b "
