@@ -11,7 +11,7 @@ import numpy as np
 
 from .check import layout_issues
 from .columns.arrays import Ints, distinct, readonly
-from .columns.catalog import column
+from .columns.catalog import Head, column
 from .columns.items import WriteItems
 from .columns.reads import ReadItems
 from .completeness import dropped_names, source_issues
@@ -27,8 +27,6 @@ from .records import (
     LoadItemType,
     MetadataIndex,
     TensorProperties,
-    TensorWriteData,
-    WriteItem,
     WriteItemType,
 )
 from .tree import empty_names
@@ -375,12 +373,13 @@ def _read_items(items: WriteItems, wanted: Ints, pieces: Overlap, values: Ints) 
 
 def _plan_of(metadata: Metadata, targets: Mapping[str, Iterable[Chunk]]) -> SavePlan:
     """Return the plan of a rank that holds these chunks of the saved tensors."""
-    items = []
+    held = []
     for name, chunks in targets.items():
-        saved = metadata.state_dict_metadata.get(name)
-        for chunk in tile_chunks(chunks):
-            data = TensorWriteData(chunk, TensorProperties(), chunk.ends)
-            if isinstance(saved, TensorMetadata) and len(saved.size) == len(chunk.sizes):
-                data = TensorWriteData(chunk, saved.properties, saved.size)
-            items.append(WriteItem(MetadataIndex(name), WriteItemType.SHARD, data))
-    return SavePlan(items)
+        saved, wanted = metadata.state_dict_metadata.get(name), tile_chunks(chunks)
+        if not len(wanted):
+            continue
+        properties, size = TensorProperties(), wanted.bounds().ends
+        if isinstance(saved, TensorMetadata) and len(saved.size) == wanted.ndim:
+            properties, size = saved.properties, saved.size
+        held.append((Head(name, name, WriteItemType.SHARD, properties, size), wanted))
+    return SavePlan(WriteItems.of_boxes(held))

@@ -97,6 +97,15 @@ class ReadItems(Columns[ReadItem]):
         """Return the given rows (numbers, a mask or a slice), in that order."""
         return ReadItems(self.names, **{k: readonly(v[rows]) for k, v in self._columns.items()})
 
+    def boxes(self, shift: Ints, lengths: Ints) -> ReadItems:
+        """Return, of each read, the box of these lengths that starts ``shift`` after it."""
+        return attrs.evolve(
+            self,
+            dest_offsets=readonly(self.dest_offsets + shift),
+            storage_offsets=readonly(self.storage_offsets + shift),
+            lengths=readonly(lengths),
+        )
+
     def canonical(self) -> ReadItems:
         """Return equal reads in the one form that equal reads have: no hints, no spare names."""
         return ReadItems.of(

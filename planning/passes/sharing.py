@@ -145,14 +145,7 @@ def _split_items(
         offsets=np.where(aligned, offsets, 0),
         extents=np.where(aligned, extents, lengths),
     )
-    shift = blocks.offsets[:, :axes]
-    taken = reads.take(blocks.box)
-    return attrs.evolve(
-        taken,
-        dest_offsets=readonly(taken.dest_offsets + shift),
-        storage_offsets=readonly(taken.storage_offsets + shift),
-        lengths=readonly(blocks.sizes[:, :axes]),
-    )
+    return reads.take(blocks.box).boxes(blocks.offsets[:, :axes], blocks.sizes[:, :axes])
 
 
 def read_on(reader: int) -> Step[LoadPlan]:
@@ -329,23 +322,10 @@ def _cut(
     numbers, which = np.unique(row[hit], return_inverse=True)
     used = [grids[catalog.names[number]] for number in numbers.tolist()]
     pieces = overlap_many(used, which, offsets[hit], sizes[hit])
-    # The untouched reads keep their place; a cut one is followed by its pieces, in order.
-    whole = np.setdiff1d(np.arange(len(reads)), hit)
-    taken = reads.take(np.concatenate([whole, hit[pieces.box]]))
-    width = reads.lengths.shape[1]
-    shift = (pieces.offsets - offsets[hit][pieces.box])[:, :width]
-    moved = {
-        name: np.concatenate([getattr(reads, name)[whole], now])
-        for name, now in {
-            "dest_offsets": reads.dest_offsets[hit][pieces.box] + shift,
-            "storage_offsets": reads.storage_offsets[hit][pieces.box] + shift,
-            "lengths": pieces.sizes[:, :width],
-        }.items()
-    }
-    cut = attrs.evolve(
-        taken,
-        dest_offsets=readonly(moved["dest_offsets"]),
-        storage_offsets=readonly(moved["storage_offsets"]),
-        lengths=readonly(moved["lengths"]),
-    )
-    return cut.take(np.argsort(np.concatenate([whole, hit[pieces.box]]), kind="stable"))
+    # The untouched reads keep their place; a cut one is replaced by its pieces, in order.
+    whole, width = np.setdiff1d(np.arange(len(reads)), hit), reads.lengths.shape[1]
+    at = np.concatenate([whole, hit[pieces.box]])
+    shift = np.zeros((len(at), width), np.int64)
+    shift[len(whole) :] = (pieces.offsets - offsets[hit][pieces.box])[:, :width]
+    lengths = np.concatenate([reads.lengths[whole], pieces.sizes[:, :width]])
+    return reads.take(at).boxes(shift, lengths).take(np.argsort(at, kind="stable"))
