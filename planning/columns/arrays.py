@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Self, TypeVar, overload
+from typing import Any, Final, NamedTuple, Self, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -204,11 +204,22 @@ def distinct(values: Ints) -> Ints:
     return ordered[_news(ordered)]
 
 
-def numbered(values: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return the values of a column as `distinct` does, and where they are.
+class Numbered(NamedTuple):
+    """The distinct values of a column.
 
-    Returns:
-        The values, the first row that has each, and per row, which of the values it has.
+    Attributes:
+        values: The values, ascending.
+        first: The first row that has each.
+        which: Per row, which of the values it has.
+    """
+
+    values: Ints
+    first: Ints
+    which: Ints
+
+
+def numbered(values: Ints) -> Numbered:
+    """Return the values of a column as `distinct` does, and where they are.
 
     >>> [part.tolist() for part in numbered(np.array([7, 3, 7]))]
     [[3, 7], [1, 0], [1, 0, 1]]
@@ -218,7 +229,7 @@ def numbered(values: Ints) -> tuple[Ints, Ints, Ints]:
     new = _news(ordered)
     which = np.empty(len(values), np.int64)
     which[order] = np.cumsum(new) - 1
-    return ordered[new], order[new], which
+    return Numbered(ordered[new], order[new], which)
 
 
 def group_rows(columns: Iterable[Ints]) -> tuple[Ints, Ints]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import attrs
 import numpy as np
@@ -210,7 +210,7 @@ def _sweep(a_low: Ints, a_high: Ints, b_low: Ints, b_high: Ints) -> Iterator[tup
         yield pairs[0], pairs[1]
         return
     plans = [_candidates(a_low[:, x], a_high[:, x], b_low[:, x], b_high[:, x]) for x in range(axes)]
-    best = min(plans, key=lambda plan: sum(int(counts.sum()) for _, _, counts in plan))
+    best = min(plans, key=lambda plan: sum(int(some.counts.sum()) for some in plan))
     for order, first, counts in best:
         for rows in _blocks(counts):
             each = counts[rows]
@@ -222,9 +222,20 @@ def _sweep(a_low: Ints, a_high: Ints, b_low: Ints, b_high: Ints) -> Iterator[tup
             yield a[meet], b[meet]
 
 
-def _candidates(
-    a_low: Ints, a_high: Ints, b_low: Ints, b_high: Ints
-) -> list[tuple[Ints, Ints, Ints]]:
+class _Candidates(NamedTuple):
+    """Intervals of b that intervals of a may meet.
+
+    Attributes:
+        order: Some intervals of b, by where they start.
+        first, counts: Per interval of a, the run of ``order`` that it may meet.
+    """
+
+    order: Ints
+    first: Ints
+    counts: Ints
+
+
+def _candidates(a_low: Ints, a_high: Ints, b_low: Ints, b_high: Ints) -> list[_Candidates]:
     """On one axis: orders of b, and per interval of a the run of each order that it may meet.
 
     There is an order for each power of two of b's lengths. Intervals of one are so alike that where
@@ -240,7 +251,7 @@ def _candidates(
         longest = int((b_high[mine] - b_low[mine]).max())
         first = np.searchsorted(starts, a_low - longest, side="right")
         last = np.searchsorted(starts, a_high, side="left")
-        found.append((order, first, np.maximum(last - first, 0)))
+        found.append(_Candidates(order, first, np.maximum(last - first, 0)))
     return found
 
 
