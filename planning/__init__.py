@@ -49,8 +49,8 @@ if TYPE_CHECKING:
         load_plan,
         resolve_overlaps,
         strict_patterns,
-        whole_names,
     )
+    from .matching import whole_names
     from .mesh import (
         LLAMA_TP,
         DerivedPlans,
@@ -157,7 +157,8 @@ __getattr__, __dir__ = door(
         "dtypes": "ITEMSIZE",
         "errors": "EXTRAS listed named_extras nearest_hint nearest_names span",
         "frozen": "from_json to_json",
-        "load": "Strict global_load_plan load_plan resolve_overlaps strict_patterns whole_names",
+        "load": "Strict global_load_plan load_plan resolve_overlaps strict_patterns",
+        "matching": "whole_names",
         "mesh": (
             "DerivedPlans LLAMA_TP Mesh Only Replicate Rule Shard SpecLayout StridedShard "
             "TensorSpec WorldPlans adam derive_plans expert_parallel fsdp fsdp_tp hsdp llama "
