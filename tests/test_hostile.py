@@ -20,7 +20,7 @@ from shardplan.io.formats.archive.unpickler import PickleError
 from shardplan.io.formats.archive.zip_write import zip_bytes
 from shardplan.io.formats.native.manifest import MANIFEST, sign
 from shardplan.io.limits import LIMITS
-from shardplan.torch_dcp.values import UnsafeValueError, load_value
+from shardplan.torch_dcp.byte_io import UnsafeValueError, load_value
 
 HOSTILE = Path(__file__).parent / "hostile"
 READERS = (shardplan.open_checkpoint, shardplan.restore)

@@ -17,7 +17,7 @@ from shardplan.io.formats.archive.standins import build_value
 from shardplan.io.formats.archive.unpickler import PickleError, load_pickle_at
 from shardplan.io.formats.archive.zip_write import zip_bytes
 from shardplan.io.formats.dcp.metadata import parse_metadata
-from shardplan.torch_dcp.values import UnsafeValueError, load_value
+from shardplan.torch_dcp.byte_io import UnsafeValueError, load_value
 
 LEVELS = 60
 
