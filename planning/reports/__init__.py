@@ -1,7 +1,7 @@
 """What plans cost, who wrote a chunk, why it is read, what changed; answers print as tables."""
 
 from .diff import Difference, PlanDiff, plan_diff
-from .explain import CostModel, Report, Totals, explain
+from .explain import CostModel, Report, Totals, explain, figures
 from .reshard import traffic_blocks, traffic_matrix
 from .traffic import FileCost, RankCost
 from .why import ElementRead, Why, why
@@ -19,6 +19,7 @@ __all__ = [
     "Why",
     "Writers",
     "explain",
+    "figures",
     "plan_diff",
     "traffic_blocks",
     "traffic_matrix",

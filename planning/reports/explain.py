@@ -18,7 +18,7 @@ from .reshard import reshard_traffic
 from .traffic import FileCosts, RankCosts, Traffic, load_traffic, save_traffic
 from .writers import Writers, writers_of
 
-__all__ = ["CostModel", "Report", "Totals", "explain"]
+__all__ = ["CostModel", "Report", "Totals", "explain", "figures"]
 
 Kind = Literal["save", "load", "reshard"]
 Plans = Sequence[SavePlan] | Sequence[LoadPlan]
@@ -163,7 +163,7 @@ class Report(Printed):
             f"{human_bytes(totals.nbytes)} in {counted(totals.requests, 'request')}, "
             f"about {human_seconds(totals.seconds)}"
         )
-        tables = [Table(("figure", "value"), _figures(self)), _rank_table(self.ranks, is_save)]
+        tables = [Table(("figure", "value"), figures(self)), _rank_table(self.ranks, is_save)]
         notes = [f"Warning: {text}" for text in self.warnings]
         if self.files is None:
             notes.append("The files are not known: pass writers= to see files and writers.")
@@ -279,7 +279,7 @@ def _warnings(
         yield f"The {whose} of {span(crowded)} {verb} read by all {len(ranks):,} ranks."
 
 
-def _figures(report: Report) -> Iterator[tuple[str, str]]:
+def figures(report: Report) -> Iterator[tuple[str, str]]:
     """Yield the totals, one line each, without those that say nothing here."""
     totals, is_save = report.totals, report.kind == "save"
     what = "of one copy of everything" if is_save else "in the checkpoint that are read"
