@@ -8,7 +8,7 @@ import os
 import secrets
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -44,6 +44,7 @@ from .records import from_torch, to_torch
 __all__ = ["as_torch_storage_reader", "as_torch_storage_writer"]
 
 Place = str | os.PathLike[str] | Store
+T = TypeVar("T")
 
 
 def as_torch_storage_writer(
@@ -78,6 +79,27 @@ def as_torch_storage_writer(
     return _StorageWriter(path, overwrite, pool)
 
 
+class _Located:
+    """What torch's own writers and readers have in common: the checkpoint, under two names."""
+
+    checkpoint_id: Place
+
+    @property
+    def path(self) -> Place:
+        return self.checkpoint_id
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return isinstance(checkpoint_id, (str, os.PathLike))
+
+
+def _done(result: T) -> Future[T]:
+    """Return a future that has its result already."""
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future
+
+
 @attrs.frozen
 class _Ticket:
     """What the coordinator gives a rank: the save's id, its rank, its plan's fingerprint."""
@@ -87,7 +109,7 @@ class _Ticket:
     plan: str
 
 
-class _StorageWriter(StorageWriter):
+class _StorageWriter(_Located, StorageWriter):
     def __init__(self, path: Place, overwrite: bool, pool: Pool | None) -> None:
         self.checkpoint_id = path
         self._overwrite, self._pool = overwrite, pool
@@ -95,11 +117,6 @@ class _StorageWriter(StorageWriter):
         self.save_id, self._begun = secrets.token_hex(6), False
         self._plans: tuple[SavePlan, ...] = ()
         self._metadata = Metadata({})
-
-    @property
-    def path(self) -> Place:
-        """The checkpoint, under the name of torch's own writers."""
-        return self.checkpoint_id
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self.save_id, self._begun = secrets.token_hex(6), False
@@ -145,9 +162,7 @@ class _StorageWriter(StorageWriter):
             pool=self._pool,
         )
         index = theirs.MetadataIndex(f"rank {ticket.rank}")
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([WriteResult(index, part.nbytes, part.report)])
-        return done
+        return _done([WriteResult(index, part.nbytes, part.report)])
 
     def finish(self, metadata: theirs.Metadata, results: list[list[WriteResult]]) -> None:
         store = open_store(self.checkpoint_id)
@@ -169,10 +184,6 @@ class _StorageWriter(StorageWriter):
 
     def storage_meta(self) -> theirs.StorageMeta:
         return theirs.StorageMeta(open_store(self.checkpoint_id).url, self.save_id)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return isinstance(checkpoint_id, (str, os.PathLike))
 
 
 def _with_remembered(plans: list[torch_plans.SavePlan]) -> list[torch_plans.SavePlan]:
@@ -281,7 +292,7 @@ def as_torch_storage_reader(
     return _StorageReader(path, format, verify, pool)
 
 
-class _StorageReader(StorageReader):
+class _StorageReader(_Located, StorageReader):
     def __init__(
         self,
         path: Place,
@@ -293,11 +304,6 @@ class _StorageReader(StorageReader):
         self._format, self._verify, self._pool = format, verify, pool
         self._reader: Reader | None = None
         self.load_id = str(uuid.uuid4())
-
-    @property
-    def path(self) -> Place:
-        """The checkpoint, under the name of torch's own readers."""
-        return self.checkpoint_id
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._reader = None
@@ -342,7 +348,8 @@ class _StorageReader(StorageReader):
         self, plan: torch_plans.LoadPlan, planner: torch_plans.LoadPlanner
     ) -> Future[None]:
         reader = self._reader = self._reader or self._open()
-        ours = LoadPlan(_numbered(reader, [from_torch(item) for item in plan.items]))
+        ours = LoadPlan([from_torch(item) for item in plan.items])
+        _check_kinds(reader.metadata, ours.items)
         pairs = list(zip(plan.items, ours.items, strict=True))
         tensors = {
             row: _target(planner, item, read)
@@ -356,13 +363,7 @@ class _StorageReader(StorageReader):
             if read.type is LoadItemType.BYTE_IO:
                 value = reader.value(read.storage_index.fqn, verify=self._verify)
                 planner.load_bytes(item, dump_value(value))
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return isinstance(checkpoint_id, (str, os.PathLike))
+        return _done(None)
 
 
 def _target(
@@ -377,35 +378,15 @@ def _target(
     return tensor
 
 
-def _numbered(reader: Reader, items: Sequence[ReadItem]) -> list[ReadItem]:
-    """Set the hint of every read to the number of the saved chunk it reads."""
-    chunks: dict[str, Mapping[tuple[int, ...], int] | None] = {}
-    issues: list[Issue] = []
-    numbered = []
+def _check_kinds(metadata: Metadata, items: Sequence[ReadItem]) -> None:
+    """Refuse reads of a tensor as a value, and of a value as a tensor."""
+    issues = []
     for item in items:
-        name, at = item.storage_index.fqn, item.storage_index.offset
-        if name not in chunks:
-            entry = reader.metadata.entry(name)
-            chunks[name] = _numbers(entry) if isinstance(entry, TensorMetadata) else None
-        known = chunks[name]
-        if (known is None) != (item.type is LoadItemType.BYTE_IO):
-            kinds = ("a non-tensor value", "a tensor")
-            was, wanted = kinds if known is None else kinds[::-1]
-            text = f"`{name}` was saved as {was} and is wanted as {wanted}"
+        name = item.storage_index.fqn
+        is_tensor = isinstance(metadata.entry(name), TensorMetadata)
+        if is_tensor is (item.type is LoadItemType.BYTE_IO):
+            was, wanted = ("tensor", "non-tensor value")[:: 1 if is_tensor else -1]
+            text = f"`{name}` was saved as a {was} and is wanted as a {wanted}"
             issues.append(Issue("type", name, text))
-        elif known is not None and at not in known:
-            text = f"`{name}` has no saved chunk at {at}; its chunks start at {list(known)[:8]}"
-            issues.append(Issue("missing", name, text))
-        elif known is not None and at is not None:
-            index = attrs.evolve(item.storage_index, index=known[at])
-            item = attrs.evolve(item, storage_index=index)
-        numbered.append(item)
     if issues:
         raise PlanError(issues)
-    return numbered
-
-
-def _numbers(entry: TensorMetadata) -> dict[tuple[int, ...], int]:
-    """Number a tensor's chunks by offset; a real chunk wins over an empty one at the same place."""
-    empty_first = sorted(enumerate(entry.chunks), key=lambda pair: pair[1].numel > 0)
-    return {chunk.offsets: number for number, chunk in empty_first}
