@@ -1,6 +1,6 @@
 """Overlaps of tilings, and the gaps that they leave.
 
-Results are columns: one row a piece, one column an axis, in elements of the global frame.
+Results are columns: one row per piece, one column per axis, in elements of the global frame.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _FAR: Final = 1 << 61  # cuts laid end to end must stay below what 64 bits hold
 
 @attrs.frozen(eq=False)
 class Overlap:
-    """Where boxes and tilings meet; one row a piece, in order of box, then of chunk.
+    """The pieces where boxes and chunks overlap; one row per piece, by box, then by chunk.
 
     Attributes:
-        box: Which box each piece lies in.
-        chunk: Which chunk of that box's tiling it lies in.
-        offsets: Where the piece starts, in the global frame.
-        sizes: How large the piece is.
-        anchors: Where the chunk starts, in the global frame.
+        box: The number of the box.
+        chunk: The number of the chunk in that box's tiling.
+        offsets: The start of the piece, in the global frame.
+        sizes: The size of the piece.
+        anchors: The start of the chunk, in the global frame.
     """
 
     box: Ints
@@ -43,7 +43,7 @@ class Overlap:
 
 
 def overlap(a: Tiling, b: Tiling) -> Overlap:
-    """Return every piece where a chunk of ``a`` meets a chunk of ``b`` (the box).
+    """Return every piece where a chunk of ``a`` overlaps a chunk of ``b`` (the box).
 
     >>> from shardplan.planning.geometry.tilings import tile
     >>> saved, wanted = tile([[0], [3]], [[3], [3]]), tile([[0], [2], [4]], [[2], [2], [2]])
@@ -59,11 +59,11 @@ def overlap(a: Tiling, b: Tiling) -> Overlap:
 def overlap_many(
     tilings: Sequence[Tiling], which: npt.NDArray[Any], offsets: Ints, sizes: Ints
 ) -> Overlap:
-    """Meet each box ``i`` with the chunks of ``tilings[which[i]]``.
+    """Overlap each box ``i`` with the chunks of ``tilings[which[i]]``.
 
-    Boxes of all grids are bisected together, one pass an axis; every other tiling is swept along
-    the axis that leaves the fewest pairs to test. Columns past a tiling's own axes are padding:
-    offset 0, size 1.
+    Boxes in grids are bisected together, one axis at a time; other tilings are swept along the axis
+    that leaves the fewest pairs to test. Columns past a tiling's own axes are padding: offset 0,
+    size 1.
     """
     grids = np.array([isinstance(t, Grid) for t in tilings], bool)
     parts = []
@@ -81,7 +81,7 @@ def overlap_many(
 
 
 def _merged(parts: Sequence[Overlap]) -> Overlap:
-    """Return the pieces of several, in order."""
+    """Concatenate the pieces of several overlaps, sorted."""
     columns = [np.concatenate(c) for c in zip(*map(_columns, parts), strict=True)]
     order = np.lexsort((columns[1], columns[0]))
     return Overlap(*(c[order] for c in columns))
@@ -90,7 +90,7 @@ def _merged(parts: Sequence[Overlap]) -> Overlap:
 def _meet_grids(
     tilings: Sequence[Tiling], numbers: npt.NDArray[Any], rows: Ints, offsets: Ints, sizes: Ints
 ) -> Overlap:
-    """Bisect boxes into their grids: per axis, one search through all cuts laid end to end."""
+    """Bisect boxes into their grids: per axis, one search over all cuts laid end to end."""
     which = numbers
     used, _, which = numbered(which[rows])
     if len(used) > 1 and _span(tilings, used) > _FAR:
@@ -125,12 +125,9 @@ def _meet_grids(
 
 
 def expand(counts: Ints) -> tuple[Ints, Ints]:
-    """Enumerate the cells of many small grids, row-major: whose cell it is, and where it lies.
+    """Enumerate the cells of many small grids, row-major; return each cell's grid and position.
 
-    Args:
-        counts: One row a grid, one column an axis: how many cells along it.
-
-    >>> row, cell = expand(np.array([[1, 2], [2, 1]]))
+    >>> row, cell = expand(np.array([[1, 2], [2, 1]]))  # cells along each axis, one row per grid
     >>> row.tolist(), cell.tolist()
     ([0, 0, 1, 1], [[0, 0], [0, 1], [0, 0], [1, 0]])
     """
@@ -146,7 +143,7 @@ def expand(counts: Ints) -> tuple[Ints, Ints]:
 
 
 def _span(tilings: Sequence[Tiling], used: Ints) -> int:
-    """Return how far the cuts of some grids would reach if they were laid end to end."""
+    """Return the total length of the cuts of some grids, laid end to end."""
     axes = max((tilings[n].ndim for n in used.tolist()), default=0)
     bounds = [tilings[n].bounds().ends for n in used.tolist()]
     return max((sum(b[x] + 2 for b in bounds if x < len(b)) for x in range(axes)), default=0)
@@ -173,7 +170,7 @@ class _Rail:
         self.high = self.cuts[self.start + self.cells]
 
     def bisect(self, grid: Ints, starts: Ints, ends: Ints) -> tuple[Ints, Ints]:
-        """Return the first cell that each interval meets in its grid, and how many it meets."""
+        """Return the first cell that each interval overlaps in its grid, and how many."""
         shift = self.shift[grid]
         starts = np.clip(starts + shift, self.low[grid], self.high[grid])
         ends = np.clip(ends + shift, self.low[grid], self.high[grid])
@@ -182,13 +179,13 @@ class _Rail:
         return first - self.start[grid], np.where(starts < ends, last - first, 0)
 
     def cell(self, grid: Ints, cell: Ints) -> tuple[Ints, Ints]:
-        """Return where a grid's cells start and end."""
+        """Return the start and end of a grid's cells."""
         at, shift = self.start[grid] + cell, self.shift[grid]
         return self.cuts[at] - shift, self.cuts[at + 1] - shift
 
 
 def _meet_boxes(tiling: Tiling, rows: Ints, offsets: Ints, sizes: Ints) -> Overlap:
-    """Meet boxes with chunks that form no grid."""
+    """Overlap boxes with chunks that do not form a grid."""
     axes = offsets.shape[1]
     starts, extents = pad(tiling.offsets, axes, 0), pad(tiling.sizes, axes, 1)
     none = np.zeros(0, np.int64)
@@ -203,7 +200,7 @@ def _meet_boxes(tiling: Tiling, rows: Ints, offsets: Ints, sizes: Ints) -> Overl
 
 
 def _sweep(a_low: Ints, a_high: Ints, b_low: Ints, b_high: Ints) -> Iterator[tuple[Ints, Ints]]:
-    """Give, block by block, every pair (box of a, box of b) that share an element."""
+    """Yield, block by block, every pair (box of a, box of b) that share an element."""
     axes = a_low.shape[1]
     if axes == 0:
         pairs = np.indices((len(a_low), len(b_low))).reshape(2, -1)
@@ -223,11 +220,11 @@ def _sweep(a_low: Ints, a_high: Ints, b_low: Ints, b_high: Ints) -> Iterator[tup
 
 
 class _Candidates(NamedTuple):
-    """Intervals of b that intervals of a may meet.
+    """Intervals of b that intervals of a may overlap.
 
     Attributes:
-        order: Some intervals of b, by where they start.
-        first, counts: Per interval of a, the run of ``order`` that it may meet.
+        order: Some intervals of b, by start.
+        first, counts: Per interval of a, the run of ``order`` that it may overlap.
     """
 
     order: Ints
@@ -236,11 +233,10 @@ class _Candidates(NamedTuple):
 
 
 def _candidates(a_low: Ints, a_high: Ints, b_low: Ints, b_high: Ints) -> list[_Candidates]:
-    """On one axis: orders of b, and per interval of a the run of each order that it may meet.
+    """Return, on one axis, orders of b and, per interval of a, the run that it may overlap.
 
-    There is an order for each power of two of b's lengths. Intervals of one are so alike that where
-    they start gives, within a factor of two, where they end: one long box among short ones costs
-    nothing.
+    There is one order per power of two of b's lengths. Within it, an interval's start gives its end
+    within a factor of two, so that one long box among short ones does not slow the search.
     """
     found = []
     power = np.frexp((b_high - b_low).astype(np.float64))[1]
@@ -262,7 +258,7 @@ def _blocks(counts: Ints) -> Iterator[Ints]:
 
 
 def self_overlaps(tiling: Tiling, limit: int) -> list[tuple[int, int]]:
-    """Return pairs of chunks that share elements, in order: all of them, or ``limit`` if more.
+    """Return up to ``limit`` pairs of chunks that share elements, in order.
 
     >>> from shardplan.planning.geometry.tilings import tile
     >>> self_overlaps(tile([[0], [2], [6]], [[4], [4], [2]]), limit=9)
@@ -295,7 +291,7 @@ def fills(tiling: Tiling, shape: Sequence[int]) -> bool:
 
 
 def gaps(tiling: Tiling, within: Chunk, limit: int = 8) -> list[Chunk]:
-    """Return up to ``limit`` boxes of ``within`` that no chunk touches, together all if fewer.
+    """Return up to ``limit`` boxes that together cover the elements of ``within`` in no chunk.
 
     >>> from shardplan.planning.geometry.tilings import tile
     >>> gaps(tile([[0, 0], [4, 0]], [[4, 8], [4, 5]]), Chunk((0, 0), (8, 8)))
@@ -319,9 +315,9 @@ Corner = tuple[int, ...]
 
 
 def _gaps(low: Ints, high: Ints, start: Corner, end: Corner) -> Iterator[tuple[Corner, Corner]]:
-    """Walk slabs along the axis with the most cuts and, inside a slab, the other axes likewise.
+    """Walk slabs along the axis with the most cuts, and recurse into the other axes.
 
-    Slabs that follow each other and miss the same cross-section are one gap.
+    Adjacent slabs with the same missing cross-section are one gap.
     """
     if any(s >= e for s, e in zip(start, end, strict=True)):
         return
@@ -358,7 +354,7 @@ def _gaps(low: Ints, high: Ints, start: Corner, end: Corner) -> Iterator[tuple[C
 
 
 def _put(corner: Any, axis: int, value: int) -> Any:
-    """Return a corner (or an array of them) with another coordinate on one axis."""
+    """Return corners with one coordinate replaced."""
     if isinstance(corner, tuple):
         return (*corner[:axis], value, *corner[axis + 1 :])
     moved = corner.copy()

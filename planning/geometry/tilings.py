@@ -1,7 +1,7 @@
 """Chunk, and the tilings that the chunks of a tensor form.
 
-A tensor's chunks form a *tiling*: a `Grid` (cut points per axis) where they can, `Boxes` where they
-must. Both are immutable sequences of `Chunk`, in order, and compare and hash like tuples of them.
+A tensor's chunks form a *tiling*: a `Grid` (cut points per axis) if possible, else `Boxes`. Both
+are immutable sequences of `Chunk` that compare and hash like tuples of them.
 
 Row ``i`` of ``offsets`` and ``sizes`` is chunk ``i``, each column an axis, in elements of the
 tensor's global frame.
@@ -44,7 +44,7 @@ So every offset in bytes fits into 64 bits.
 
 
 def shape_fault(size: Sequence[int]) -> str | None:
-    """Return why no checkpoint holds a tensor of this shape; None if one can.
+    """Return why a checkpoint cannot hold a tensor of this shape; None if it can.
 
     >>> shape_fault((4, 0)), shape_fault((1,) * 64)
     (None, 'has 64 axes, and a checkpoint holds tensors of at most 63; reshape it')
@@ -58,7 +58,7 @@ def shape_fault(size: Sequence[int]) -> str | None:
 
 
 def as_ints(values: Iterable[int]) -> tuple[int, ...]:
-    """Return ``values`` as a tuple of plain ints (a torch.Size or a numpy row may come in)."""
+    """Return a sequence, such as a torch.Size or a numpy row, as a tuple of ints."""
     return tuple(map(index, values))
 
 
@@ -67,8 +67,8 @@ class Chunk:
     """A box of a tensor.
 
     Attributes:
-        offsets: Where it starts, per axis, in elements of the global tensor.
-        sizes: How far it reaches, per axis, in elements.
+        offsets: Its start, per axis, in elements of the global tensor.
+        sizes: Its size, per axis, in elements.
 
     >>> Chunk([4, 0], (2, 8)).ends
     (6, 8)
@@ -87,21 +87,17 @@ class Chunk:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Where it ends, per axis, one past its last element."""
+        """The end per axis, one past the last element."""
         return tuple(o + s for o, s in zip(self.offsets, self.sizes, strict=True))
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return math.prod(self.sizes)
 
 
 def meet(a: Chunk, b: Chunk) -> Chunk | None:
-    """Return the box that two boxes share; None if they share no element.
-
-    >>> meet(Chunk((0, 0), (4, 4)), Chunk((2, 3), (4, 4)))
-    Chunk(offsets=(2, 3), sizes=(2, 1))
-    """
+    """Return the overlap of two boxes; None if they share no element."""
     low = tuple(map(max, a.offsets, b.offsets))
     sizes = [min(x, y) - o for x, y, o in zip(a.ends, b.ends, low, strict=True)]
     return Chunk(low, sizes) if all(n > 0 for n in sizes) else None
@@ -115,11 +111,11 @@ class Tiling(Columns[Chunk]):
 
     @property
     def ndim(self) -> int:
-        """How many axes the tensor has."""
+        """The number of axes."""
         return int(self.offsets.shape[1])
 
     def record(self, row: int) -> Chunk:
-        """Make the chunk of one row."""
+        """Return the chunk of one row."""
         return Chunk(self.offsets[row].tolist(), self.sizes[row].tolist())
 
     def take(self, rows: Index | slice) -> Tiling:
@@ -134,17 +130,17 @@ class Tiling(Columns[Chunk]):
         return all(np.array_equal(a, b) for a, b in pairs)
 
     def bounds(self) -> Chunk:
-        """Return the smallest box that holds every chunk (of a tiling that has any)."""
+        """Return the smallest box that contains every chunk; there must be at least one."""
         low = self.offsets.min(axis=0)
         return Chunk(low, (self.offsets + self.sizes).max(axis=0) - low)
 
     def volume(self) -> int:
-        """Return how many elements the chunks have, added up."""
+        """Return the total number of elements of all chunks."""
         return int(self.sizes.prod(axis=1).sum())
 
 
 def _frozen(values: npt.ArrayLike) -> Ints:
-    """Return an array that nobody else writes to: the caller's own is copied."""
+    """Return a read-only array; the caller's own is copied."""
     array = np.asarray(values, np.int64)
     return readonly(array.copy()) if array.flags.writeable else array
 
@@ -158,7 +154,7 @@ class Grid(Tiling):
     """Chunks that cut every axis straight through, in row-major order.
 
     Attributes:
-        cuts: Per axis, where chunks begin, ascending, and where the last one ends.
+        cuts: Per axis, the starts of the chunks, ascending, and the end of the last one.
 
     >>> grid = tile([[0, 0], [0, 4], [3, 0], [3, 4]], [[3, 4], [3, 2], [2, 4], [2, 2]])
     >>> grid
@@ -174,17 +170,17 @@ class Grid(Tiling):
 
     @property
     def ndim(self) -> int:
-        """How many axes the tensor has."""
+        """The number of axes."""
         return len(self.cuts)
 
     @cached_property
     def offsets(self) -> Ints:  # type: ignore[override]
-        """Where each chunk starts; one row a chunk."""
+        """The start of each chunk; one row per chunk."""
         return self._cells([c[:-1] for c in self.cuts])
 
     @cached_property
     def sizes(self) -> Ints:  # type: ignore[override]
-        """How large each chunk is; one row a chunk."""
+        """The size of each chunk; one row per chunk."""
         return self._cells([np.diff(c) for c in self.cuts])
 
     def _cells(self, axes: Sequence[Ints]) -> Ints:
@@ -200,7 +196,7 @@ class Grid(Tiling):
         return Chunk(low, [int(c[-1]) - o for c, o in zip(self.cuts, low, strict=True)])
 
     def volume(self) -> int:
-        """Return how many elements the chunks have, added up."""
+        """Return the total number of elements of all chunks."""
         return self.bounds().numel
 
     def __repr__(self) -> str:
@@ -248,10 +244,10 @@ def _cuts_text(cuts: Ints) -> str:
 
 
 def tile(offsets: npt.ArrayLike, sizes: npt.ArrayLike) -> Tiling:
-    """Return the tiling of these chunks: a Grid if they are one in row-major order, else Boxes.
+    """Return the tiling of these chunks: a Grid if they form one in row-major order, else Boxes.
 
     Args:
-        offsets: One row a chunk, one column an axis.
+        offsets: One row per chunk, one column per axis.
         sizes: Likewise.
 
     >>> tile([[0], [2], [4]], [[2], [2], [2]])
@@ -267,11 +263,7 @@ def tile(offsets: npt.ArrayLike, sizes: npt.ArrayLike) -> Tiling:
 
 
 def tile_chunks(chunks: Iterable[Any]) -> Tiling:
-    """Return the tiling of some records; a tiling comes back as it is.
-
-    >>> tile_chunks([Chunk((0,), (3,)), Chunk((3,), (3,))])
-    Grid(0:3:6)
-    """
+    """Return the tiling of some records; a tiling is returned unchanged."""
     if isinstance(chunks, Tiling):
         return chunks
     boxes = [c if isinstance(c, Chunk) else Chunk(c.offsets, c.sizes) for c in chunks]
@@ -283,7 +275,7 @@ def tile_chunks(chunks: Iterable[Any]) -> Tiling:
 
 
 def _as_grid(offsets: Ints, sizes: Ints) -> Grid | None:
-    """Read the cut points off chunks that walk a grid row-major; None where they do not."""
+    """Return the cut points of chunks that form a row-major grid, else None."""
     count, axes = offsets.shape
     if count == 0 or (axes == 0 and count > 1):
         return None
@@ -311,12 +303,7 @@ def _as_grid(offsets: Ints, sizes: Ints) -> Grid | None:
 
 
 def pad(columns: Ints, axes: int, value: int) -> Ints:
-    """Return ``columns`` with further columns of ``value``, up to ``axes`` of them.
-
-    >>> pad(np.array([[3], [4]]), 2, 1)
-    array([[3, 1],
-           [4, 1]])
-    """
+    """Return ``columns`` with columns of ``value`` added, up to ``axes`` columns."""
     missing = axes - columns.shape[1]
     if missing <= 0:
         return columns

@@ -1,7 +1,7 @@
-"""The save plans of all ranks of a known world, worked out by each rank for itself.
+"""The save plans of all ranks of a known world, derived by each rank without communication.
 
-They are those of `global_plan`, but only the plans that are asked for are made. What a layout says
-holds for all tensors that have it.
+The results equal those of `global_plan`, but a rank's plan is made only on demand, and work is done
+once per layout rather than once per tensor.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def derive_plans(plans: WorldPlans) -> tuple[DerivedPlans, Metadata]:
         plans: What `world_plans` returned.
 
     Returns:
-        What ``global_plan(plans)`` returns; each rank's plan is made when it is asked for.
+        What ``global_plan(plans)`` returns; each rank's plan is made on demand.
 
     >>> from shardplan.planning import Mesh, Replicate, TensorSpec, global_plan, world_plans
     >>> specs = {"a": TensorSpec((4,)), "b": TensorSpec((4,)), "step": 7}
@@ -43,19 +43,19 @@ def derive_plans(plans: WorldPlans) -> tuple[DerivedPlans, Metadata]:
     True
 
     Raises:
-        PlanError: The ranks do not hold some tensor whole; every such fault is reported.
+        PlanError: Some tensors are not fully held; it lists all of them.
     """
     return DerivedPlans(plans), world_metadata(plans)
 
 
 @attrs.frozen(eq=False)
 class _Shares:
-    """Where the boxes of one layout lie, and which ranks hold each.
+    """The chunks of one layout, and the ranks that hold each.
 
     Attributes:
-        chunk: Which chunk of the tensor each of the layout's rows is.
-        holders: Per chunk, by place, the ranks that hold it, ascending; all have as many.
-        volume: Per chunk, how many elements it has; 1 for a non-tensor value.
+        chunk: The chunk number of each row of the layout.
+        holders: Per chunk, the ranks that hold it, ascending; all chunks have equally many.
+        volume: Per chunk, its number of elements; 1 for a non-tensor value.
     """
 
     chunk: Ints
@@ -73,13 +73,13 @@ class _Shares:
 
 @attrs.frozen(eq=False)
 class _Boxes:
-    """The boxes of all layouts, one row a box: by layout, then by rank, then as a rank stores them.
+    """The boxes of all layouts, one row per box: by layout, then by rank, in storage order.
 
     Attributes:
-        first, count: Per rank and layout, where its boxes begin, and how many they are. After the
-            last layout comes that of non-tensor values: one box on every rank.
-        offsets, sizes: The boxes, as wide as the catalog is.
-        chunk: Which chunk of its tensor each of them is.
+        first, count: Per rank and layout, the first box and the number of boxes. The last layout
+            stands for non-tensor values: one box on every rank.
+        offsets, sizes: The boxes, padded to the catalog's width.
+        chunk: The chunk number of each box.
     """
 
     first: Ints
@@ -90,7 +90,7 @@ class _Boxes:
 
     @classmethod
     def of(cls, plans: WorldPlans, shares: Sequence[_Shares]) -> _Boxes:
-        """List the boxes of a world, given who shares which chunks."""
+        """List the boxes of a world."""
         axes, ranks = plans.catalog.axes, np.arange(len(plans) + 1)
         none = np.zeros((len(plans), 0), np.int64)
         held = [*((s.rank, s.offsets, s.sizes) for s in plans.layouts), (ranks[:-1], none, none)]
@@ -108,7 +108,7 @@ class _Boxes:
 
 @attrs.frozen(eq=False, slots=False)
 class DerivedPlans(Columns[SavePlan]):
-    """One plan per rank, after replicas were given out; made when it is asked for.
+    """One plan per rank, each replica assigned to one writer; made on demand.
 
     Compares like a tuple.
 
@@ -120,19 +120,19 @@ class DerivedPlans(Columns[SavePlan]):
 
     @cached_property
     def _shares(self) -> tuple[_Shares, ...]:
-        """Which ranks hold what of each layout; last, of a non-tensor value."""
+        """The holders of each layout's chunks; the last entry is for non-tensor values."""
         everyone = np.arange(len(self.plans))[None, :]
         value = _Shares(np.zeros(len(self.plans), np.int64), everyone, np.ones(1, np.int64))
         return (*map(_Shares.of, self.plans.layouts), value)
 
     @cached_property
     def _boxes(self) -> _Boxes:
-        """What every rank holds of every layout."""
+        """The boxes of every layout on every rank."""
         return _Boxes.of(self.plans, self._shares)
 
     @cached_property
     def _writers(self) -> tuple[Ints, Ints]:
-        """Where each row's chunks begin in a list of who writes which; -1 if its holders do."""
+        """The writers of shared chunks; see `_writers`."""
         return _writers(self.plans, self._shares)
 
     def _plan(self, rank: int) -> SavePlan:
@@ -169,11 +169,11 @@ class DerivedPlans(Columns[SavePlan]):
 
 
 def _writers(plans: WorldPlans, shares: Sequence[_Shares]) -> tuple[Ints, Ints]:
-    """Give each shared chunk to one holder, as `dedup_replicas` does.
+    """Assign each shared chunk to one holder, as `dedup_replicas` does.
 
     Returns:
-        Per row of the catalog, where its chunks begin in the second array (-1: it has no shared
-        ones); and there, per chunk, the rank that writes it.
+        Per row of the catalog, the position of its first chunk in the second array (-1 if none is
+        shared); and the rank that writes each chunk.
     """
     number = plans.layout_numbers
     width = np.where(number < len(plans.layouts), plans.catalog.itemsize, 1)

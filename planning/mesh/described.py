@@ -1,7 +1,7 @@
-"""The layout that a rank's state dict describes: a key for its plan, and the plans of all ranks.
+"""The layout that one rank's state dict describes: a cache key, and the plans of all ranks.
 
-`layout_key` is what a save with a known plan spends its time on. `described_plans` derives every
-rank's plan from the meshes and placements of one rank's tensors, so that nothing is exchanged.
+`layout_key` is the hot path of a save with a cached plan. `described_plans` derives every rank's
+plan from the meshes and placements of one rank's tensors, without communication.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _TEXT: Final = frozenset((str,))
 
 @attrs.frozen(cache_hash=True)
 class _Key:
-    """All that a local plan depends on, nested as the state dict is."""
+    """Everything that a local plan depends on, nested like the state dict."""
 
     entries: tuple[Hashable, ...]
 
 
 class _UnknownLayoutError(Exception):
-    """The layout of a value cannot be seen without planning it."""
+    """The layout of a value cannot be determined without planning it."""
 
 
 def layout_key(sd: Mapping[Any, Any]) -> Hashable | None:
-    """Return all that a local plan depends on, without planning; None if that is impossible.
+    """Return everything that a local plan depends on, without planning; None if impossible.
 
     >>> a, b = np.zeros(3), np.ones(3)
     >>> layout_key({"w": a, "step": 1}) == layout_key({"w": b, "step": 2})
@@ -81,7 +81,7 @@ def _values(values: Iterable[Any]) -> tuple[Hashable, ...]:
 
 
 def _value(value: Any) -> Hashable:
-    """Return the key of a value other than a DTensor; None for one that is saved as a whole."""
+    """Return the key of a value other than a DTensor; None for a non-tensor value."""
     if isinstance(value, Mapping):
         return _entries(value)
     if isinstance(value, (list, tuple)):
@@ -95,11 +95,7 @@ def _value(value: Any) -> Hashable:
 
 
 def on_meta(value: Any) -> bool:
-    """Return True if a value is a tensor whose shape is here, but not its elements.
-
-    >>> on_meta(np.zeros(2)), on_meta("text")
-    (False, False)
-    """
+    """Return True for a tensor on the meta device, which has a shape but no elements."""
     if not is_tensor(value):
         return False
     if hasattr(value, "local_shards"):
@@ -113,7 +109,7 @@ def on_meta(value: Any) -> bool:
 
 @attrs.frozen
 class _Placed:
-    """A tensor's spec, and the mesh of all ranks that it lies on; None for a plain tensor."""
+    """A tensor's spec and its mesh of all ranks; None for a plain tensor."""
 
     spec: TensorSpec
     mesh: Mesh | None
@@ -122,11 +118,11 @@ class _Placed:
 def described_plans(
     flat: Mapping[str, Any], local: SavePlan, rank: int, ranks: int
 ) -> WorldPlans | None:
-    """Return every rank's local plan, derived from one rank's; None if that is impossible.
+    """Derive every rank's local plan from one rank's; None if that is impossible.
 
-    It is possible if every tensor is a DTensor on the mesh of all ranks, or on some axes of that
-    mesh (the other axes hold replicas), or is plain: plain tensors and values are taken to be on
-    every rank. Ranks must still compare whether all derive the same.
+    It is possible if every tensor is plain, or is a DTensor on the mesh of all ranks or on some
+    axes of that mesh (the other axes hold replicas). Plain tensors and values are assumed to be on
+    every rank, so ranks must compare fingerprints of what they derived.
 
     Args:
         flat: The state dict, flattened.
@@ -191,7 +187,7 @@ def _placed(name: str, value: Any, ranks: int) -> _Placed | None:
 def _is_even(
     shape: tuple[int, ...], placements: tuple[Placement, ...], ranks: tuple[int, ...]
 ) -> bool:
-    """Return True if strided placements cut evenly: only then do they say what a rank holds."""
+    """Return True if strided placements divide evenly, so that they determine each shard."""
     cuts = [
         (p.dim, count, isinstance(p, StridedShard))
         for p, count in zip(placements, ranks, strict=True)

@@ -1,8 +1,8 @@
-"""Meshes, placements and tensor specs: how tensors are laid over ranks.
+"""Meshes, placements and tensor specs: how tensors are laid out over ranks.
 
 The rules are DTensor's: placements are applied left to right, one per mesh axis, and `Shard` cuts
-as ``torch.chunk`` does. Unlike DTensor's chunk lists, which record one box per rank, a rank here
-holds as many boxes as its elements form: a strided, uneven shard can be in several places.
+as ``torch.chunk`` does. DTensor's chunk lists record one box per rank; here a rank holds as many
+boxes as its elements form, since a strided, uneven shard can consist of several.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Shard:
 
 @attrs.frozen
 class StridedShard:
-    """Cut an axis that ``split_factor`` later shards of the same axis will be taken from first.
+    """Cut an axis that later placements, ``split_factor`` parts in all, have already cut.
 
-    FSDP over tensor parallelism: TP cuts first, then FSDP cuts each TP shard, while the mesh's axes
-    (and so the placements) list FSDP first.
+    For FSDP over tensor parallelism: TP cuts first, then FSDP cuts each TP shard, although the mesh
+    axes (and so the placements) list FSDP first.
     """
 
     dim: int
@@ -62,14 +62,14 @@ def _coordinates(values: int | Iterable[int]) -> tuple[int, ...]:
 
 @attrs.frozen
 class Only:
-    """Hold the tensor only at some coordinates of a mesh axis; its other ranks hold nothing of it.
+    """Hold the tensor only at some coordinates of a mesh axis.
 
-    This places what DTensor has no placement for, because it gives each part of the world a mesh of
-    its own: the keys of a pipeline stage, or those of one expert. A tensor that several stages tie
-    lies at several coordinates.
+    DTensor has no such placement, because it gives each part of the world its own mesh. Use it for
+    the keys of a pipeline stage or of one expert; weights tied between stages have several
+    coordinates.
 
     Attributes:
-        coordinates: Where it is held, ascending; one may be given as a number.
+        coordinates: Where it is held, ascending; a single one may be given as a number.
 
     >>> Only(2), Only([3, 0])
     (Only(coordinates=(2,)), Only(coordinates=(0, 3)))
@@ -83,7 +83,7 @@ Placement = Shard | StridedShard | Replicate | Only
 
 @attrs.frozen(init=False, eq=False, repr=False)
 class Mesh:
-    """Ranks on named axes, numbered row-major: the last axis runs fastest.
+    """Ranks on named axes, numbered row-major: the last axis varies fastest.
 
     >>> mesh = Mesh(dp=2, tp=4)
     >>> len(mesh), mesh.coordinate(6)
@@ -105,14 +105,14 @@ class Mesh:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """How many ranks lie along each axis."""
+        """The number of ranks along each axis."""
         return tuple(self.axes.values())
 
     def __len__(self) -> int:
         return math.prod(self.shape)
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
-        """Return where a rank lies on each axis."""
+        """Return a rank's coordinate on each axis."""
         if not 0 <= rank < len(self):
             raise ValueError(f"rank {rank} is not on {self!r}, which has {len(self)} ranks")
         place: list[int] = []
@@ -155,7 +155,7 @@ def _shape(values: Iterable[int]) -> tuple[int, ...]:
 
 
 def as_mesh(mesh: object) -> Mesh:
-    """Return a mesh; anything else is a TypeError."""
+    """Return a mesh, or raise TypeError for any other type."""
     if isinstance(mesh, Mesh):
         return mesh
     given = mesh if isinstance(mesh, Mapping) else {"dp": 8}
@@ -165,12 +165,12 @@ def as_mesh(mesh: object) -> Mesh:
 
 @attrs.frozen
 class TensorSpec:
-    """A tensor that nobody has allocated.
+    """The shape, dtype and placements of a tensor that need not exist.
 
     Attributes:
         shape: Its global shape, in elements.
         dtype: Its dtype, by name.
-        placements: One placement per mesh axis; none means that every rank holds all of it.
+        placements: One placement per mesh axis; empty means that every rank holds all of it.
 
     >>> TensorSpec((4, 8), "bfloat16", [Shard(0)]).nbytes
     64

@@ -1,8 +1,8 @@
-"""Presets: the usual ways to place a table of parameters on a mesh, and the shapes of models.
+"""Presets: common ways to place parameters on a mesh, and the shapes of known models.
 
-Each preset decides the placements on one axis of the mesh and leaves the others as they are, so
-presets nest: tensor parallelism first, then FSDP over it, as torch applies them. A preset takes
-plain shapes or `TensorSpec`s and returns `TensorSpec`s with one placement per mesh axis.
+Each preset sets the placements on one mesh axis and keeps the others, so presets nest: tensor
+parallelism first, then FSDP over it, as torch applies them. A preset takes plain shapes or
+`TensorSpec`s and returns `TensorSpec`s with one placement per mesh axis.
 
 >>> from shardplan.planning import Mesh
 >>> mesh = Mesh(pp=2, dp=2, tp=2)
@@ -259,7 +259,7 @@ def _axis(mesh: Mesh, axis: str) -> int:
 def _place(
     params: Params, mesh: Mesh, axis: str, choose: Callable[[str, TensorSpec], Placement]
 ) -> Specs:
-    """Set the placement of every parameter on one mesh axis, which must still be free."""
+    """Set the placement of every parameter on one mesh axis, which must not be set yet."""
     at = _axis(mesh, axis)
     placed = {}
     for name, spec in _as_specs(params).items():
@@ -280,7 +280,7 @@ def _cuts_rows(placement: object, spec: TensorSpec) -> bool:
 
 
 def _match_all(patterns: Iterable[str], names: Iterable[str]) -> None:
-    """Insist that every pattern matches something: a typo must not leave a tensor whole."""
+    """Raise unless every pattern matches a name, so that typos are noticed."""
     known = list(names)
     idle = [p for p in patterns if not any(fnmatchcase(name, p) for name in known)]
     if idle:
@@ -289,7 +289,7 @@ def _match_all(patterns: Iterable[str], names: Iterable[str]) -> None:
 
 
 def _even_stages(names: Iterable[str], stages: int) -> dict[str, list[int]]:
-    """Deal numbered layers evenly, in order; what comes before or after them goes to the ends."""
+    """Assign numbered layers evenly, in order; other names go to the first or last stage."""
     layer_of = {name: int(f[1]) if (f := _LAYER.search(name)) else None for name in names}
     layers = sorted({layer for layer in layer_of.values() if layer is not None})
     if len(layers) < stages:

@@ -1,10 +1,7 @@
-"""Runs: which indices of a tensor's axes a rank holds, given the placements.
+"""Runs: the indices of a tensor's axes that a rank holds, given the placements.
 
-The rules are DTensor's: placements are applied left to right, one per mesh axis, and `Shard` cuts
-as ``torch.chunk`` does. Unlike DTensor's chunk lists, which record one box per rank, a rank here
-holds as many boxes as its elements form: a strided, uneven shard can be in several places.
-
-`shard_runs` works out one rank, `axis_runs` all ranks at once, in columns.
+The rules are those of `placements`. `shard_runs` works on one rank, `axis_runs` on all ranks at
+once, in columns.
 """
 
 from __future__ import annotations
@@ -40,12 +37,12 @@ Run = tuple[int, int]
 
 
 def shard_runs(length: int, cuts: Sequence[tuple[int, int, int]]) -> tuple[Run, ...]:
-    """Return which indices of one axis a rank holds, as runs, in the order it stores them.
+    """Return the indices of one axis that a rank holds, as runs, in storage order.
 
     Args:
-        length: How long the axis is.
-        cuts: The cuts of this axis, in the order they are applied: into how many parts, which part
-            is ours, and the split factor (1 for a plain shard).
+        length: The length of the axis.
+        cuts: The cuts of this axis, in the order they are applied: the number of parts, the part
+            that this rank holds, and the split factor (1 for a plain shard).
 
     >>> shard_runs(10, [(4, 1, 1)])
     ((3, 3),)
@@ -62,7 +59,7 @@ def shard_runs(length: int, cuts: Sequence[tuple[int, int, int]]) -> tuple[Run, 
 
 
 def _stripes(length: int, parts: int, ours: int, factor: int) -> Iterator[Run]:
-    """Cut into ``factor`` pieces, each into ``parts``, and give our part of every piece."""
+    """Cut into ``factor`` pieces, each into ``parts``, and return one part of every piece."""
     for piece in range(factor):
         start, size = _one_part(length, factor, piece)
         at, n = _one_part(size, parts, ours)
@@ -71,14 +68,14 @@ def _stripes(length: int, parts: int, ours: int, factor: int) -> Iterator[Run]:
 
 
 def _one_part(length: int, parts: int, ours: int) -> Run:
-    """Give one of the parts that ``torch.chunk`` makes; later ones may be short or empty."""
+    """Return one of the parts that ``torch.chunk`` makes; the last ones may be short or empty."""
     size = -(-length // parts)
     start = min(size * ours, length)
     return start, min(size, length - start)
 
 
 def _cut(runs: Sequence[Run], start: int, length: int) -> Iterator[Run]:
-    """Give the runs behind positions ``start`` to ``start + length`` of what the runs hold."""
+    """Return the runs at positions ``start`` to ``start + length`` of the given runs."""
     passed = 0
     for at, n in runs:
         low, high = max(start - passed, 0), min(start + length - passed, n)
@@ -88,7 +85,7 @@ def _cut(runs: Sequence[Run], start: int, length: int) -> Iterator[Run]:
 
 
 def _join(runs: Iterator[Run]) -> tuple[Run, ...]:
-    """Merge runs that follow each other without a hole."""
+    """Merge adjacent runs."""
     joined: list[Run] = []
     for start, n in runs:
         if joined and sum(joined[-1]) == start:
@@ -104,11 +101,7 @@ def local_runs(
     coordinate: Sequence[int],
     placements: Sequence[Placement],
 ) -> tuple[tuple[Run, ...], ...]:
-    """Return, per axis of the tensor, which indices the rank at ``coordinate`` holds.
-
-    >>> local_runs((6, 4), (4,), (3,), [Shard(0)])
-    ((), ((0, 4),))
-    """
+    """Return, per axis of the tensor, the indices that the rank at ``coordinate`` holds."""
     cuts: list[list[tuple[int, int, int]]] = [[] for _ in shape]
     if len(placements) != len(mesh_shape):
         raise ValueError(f"{len(placements)} placements do not fit a mesh of shape {mesh_shape}")
@@ -130,19 +123,16 @@ def nested_runs(
     coordinate: Sequence[int],
     placements: Sequence[Placement],
 ) -> tuple[tuple[Run, ...], ...] | None:
-    """Return what `local_runs` does for a tensor that FSDP2 cut after others had: shard by shard.
+    """Return the runs of a tensor that FSDP2 cut after other placements; None if it did not.
 
-    FSDP2 cuts each shard that it finds by itself. It then says so with a strided placement that
-    comes before the others, which means the same only if everything divides.
+    FSDP2 cuts each existing shard by itself, and records that as a strided placement before the
+    others. The two agree only if everything divides evenly.
 
     >>> placements = [StridedShard(0, split_factor=2), Shard(0)]
     >>> nested_runs((13,), (3, 2), (2, 0), placements)
     (((6, 1),),)
     >>> local_runs((13,), (3, 2), (2, 0), placements)
     (((6, 1), (11, 1)),)
-
-    Returns:
-        The runs; None if FSDP2 does not make such placements.
     """
     cuts: list[list[tuple[int, int, int]]] = [[] for _ in shape]
     last: dict[int, tuple[int, int, int]] = {}  # by axis, the cut of FSDP2
@@ -167,11 +157,7 @@ _cached_runs = lru_cache(maxsize=1 << 12)(shard_runs)
 
 
 def holds(coordinate: Sequence[int], placements: Sequence[Placement]) -> bool:
-    """Return True if the rank at ``coordinate`` may hold a part at all; see `Only`.
-
-    >>> holds((1, 0), [Only(0), Shard(0)])
-    False
-    """
+    """Return True if `Only` placements let the rank at ``coordinate`` hold a part."""
     return all(
         at in placement.coordinates
         for at, placement in zip(coordinate, placements, strict=False)
@@ -200,12 +186,12 @@ def local_chunks(
 
 @attrs.frozen(eq=False)
 class AxisRuns:
-    """Which indices of one axis each combination of coordinates holds; one row a run.
+    """The indices of one axis that each combination of coordinates holds; one row per run.
 
     Attributes:
-        first: Where the runs of each combination begin, and, last, where all runs end.
-        start: The index at which each run starts, in the order in which it is stored.
-        length: How many indices it has.
+        first: The first run of each combination; the last entry is the number of runs.
+        start: The first index of each run, in storage order.
+        length: The number of indices in each run.
     """
 
     first: Ints
@@ -217,8 +203,8 @@ def axis_runs(length: int, cuts: Sequence[tuple[int, int]]) -> AxisRuns:
     """Return what `shard_runs` does, for all combinations of coordinates at once.
 
     Args:
-        length: How long the axis is.
-        cuts: The cuts of this axis, in the order they are applied: into how many parts, and the
+        length: The length of the axis.
+        cuts: The cuts of this axis, in the order they are applied: the number of parts, and the
             split factor (1 for a plain shard). Combinations are numbered row-major.
 
     >>> runs = axis_runs(13, [(3, 2), (2, 1)])  # strided over dp 3, then tp 2
@@ -268,7 +254,7 @@ def _part(length: Ints, parts: int, ours: Ints) -> tuple[Ints, Ints]:
 
 
 def spread(counts: Ints) -> tuple[Ints, Ints]:
-    """Repeat each row as often as it counts: the row, and the number of the repeat.
+    """Repeat each row number ``counts`` times; return the rows, and the number of each repeat.
 
     >>> [a.tolist() for a in spread(np.array([2, 0, 1]))]
     [[0, 0, 2], [0, 1, 0]]

@@ -1,9 +1,9 @@
 """The plans of all ranks of a mesh that need not exist, and the checkpoint they would save.
 
-Tensors of one shape, placed alike, lie alike: a `SpecLayout` is worked out once, for all ranks, and
-a rank's plan is put together from layouts when it is asked for. No mesh axis cuts two axes of a
-tensor, so a layout is a product: what a rank holds along one axis depends only on its coordinates
-on the mesh axes that cut that axis.
+Tensors with the same shape and placements share a `SpecLayout`, which is worked out once for all
+ranks; a rank's plan is assembled from layouts on demand. No mesh axis cuts two axes of a tensor, so
+a layout is a product: what a rank holds along one axis depends only on its coordinates on the mesh
+axes that cut that axis.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _SHOWN: Final = 12
 
 @attrs.frozen(slots=False)
 class SpecLayout:
-    """A shape placed on a mesh, and where that puts it on every rank; worked out when asked for.
+    """A shape placed on a mesh, and the boxes of every rank; worked out on demand.
 
     Attributes:
         size: The global shape, in elements.
-        placements: One placement per mesh axis; none means that every rank holds all of it.
+        placements: One placement per mesh axis; empty means that every rank holds all of it.
         mesh: The mesh.
 
     >>> layout = SpecLayout((5, 2), (Shard(0), Replicate()), Mesh(dp=3, tp=2))
@@ -56,12 +56,12 @@ class SpecLayout:
 
     @property
     def rank(self) -> Ints:
-        """Whose box each row is; ascending."""
+        """The rank of each box; ascending."""
         return self._columns[0]
 
     @property
     def offsets(self) -> Ints:
-        """Where each box starts, in the global frame; a rank's boxes in the order it stores them.
+        """The start of each box, in the global frame; a rank's boxes are in storage order.
 
         Empty boxes are left out; an empty tensor is one empty box on each rank that holds it.
         """
@@ -69,11 +69,11 @@ class SpecLayout:
 
     @property
     def sizes(self) -> Ints:
-        """How large each box is."""
+        """The size of each box, in elements."""
         return self._columns[2]
 
     def held_by(self, rank: int) -> tuple[Chunk, ...]:
-        """Return the boxes of one rank, without working out anybody else's."""
+        """Return the boxes of one rank, without working out the others."""
         at = self.mesh.coordinate(rank)
         if not self.placements or (0 in self.size and holds(at, self.placements)):
             return (Chunk([0] * len(self.size), self.size),)
@@ -81,7 +81,7 @@ class SpecLayout:
 
     @cached_property
     def _columns(self) -> tuple[Ints, Ints, Ints]:
-        """Rank, offsets and sizes: count the boxes of each rank, then find the runs of each box."""
+        """Rank, offsets and sizes of all boxes."""
         at = np.indices(self.mesh.shape).reshape(len(self.mesh.shape), len(self.mesh))
         count = np.ones(len(self.mesh), np.int64)
         for place, placement in zip(at, self.placements, strict=False):
@@ -106,7 +106,7 @@ class SpecLayout:
         return readonly(rank), readonly(offsets), readonly(sizes)
 
     def _axes(self) -> tuple[tuple[list[int], AxisRuns], ...]:
-        """Per axis of the tensor: the mesh axes that cut it, and what each combination holds."""
+        """Per axis of the tensor: the mesh axes that cut it, and the runs of each combination."""
         by: list[list[int]] = [[] for _ in self.size]
         for number, placement in enumerate(self.placements):
             if isinstance(placement, (Shard, StridedShard)):
@@ -116,7 +116,7 @@ class SpecLayout:
         return tuple(zip(by, map(cached_axis_runs, self.size, cuts), strict=True))
 
     def lines(self) -> tuple[Tiling, ...]:
-        """Return, per axis, the runs that all ranks together hold, ascending, as tilings of it."""
+        """Return, per axis, the runs that all ranks together hold, ascending, as tilings."""
         found = []
         for _, runs in self._axes():
             order = np.argsort(runs.start, kind="stable")
@@ -139,16 +139,16 @@ def _text(placement: object) -> str:
 
 @attrs.frozen(eq=False, repr=False, slots=False)
 class WorldPlans(Printed, Columns[SavePlan]):
-    """One plan per rank of a mesh, made when it is asked for. Compares and hashes like a tuple.
+    """One plan per rank of a mesh, made on demand. Compares and hashes like a tuple.
 
-    A plan is not kept once it is made, and all share one catalog. Hashing makes every plan, as
-    hashing a tuple would; ``(plans.mesh, plans.specs)`` is a key that costs nothing.
+    Plans are not kept once made, and share one catalog. Hashing makes every plan, as hashing a
+    tuple would; ``(plans.mesh, plans.specs)`` is a cheaper key.
 
     Attributes:
-        mesh: Where the ranks lie.
+        mesh: The ranks.
         specs: The tensors by name, in order of names.
         values: The names of all non-tensor values; every rank holds them.
-        planner_data: What each plan carries as its ``planner_data``: the paths of nested keys.
+        planner_data: The ``planner_data`` of each plan: the paths of nested keys.
     """
 
     mesh: Mesh
@@ -164,13 +164,13 @@ class WorldPlans(Printed, Columns[SavePlan]):
 
     @cached_property
     def layout_of(self) -> FrozenDict[str, int]:
-        """Which of ``layouts`` each tensor has."""
+        """The layout number of each tensor."""
         number = {(layout.size, layout.placements): n for n, layout in enumerate(self.layouts)}
         return FrozenDict({k: number[s.shape, s.placements] for k, s in self.specs.items()})
 
     @cached_property
     def catalog(self) -> Catalog:
-        """The tensors and values that all plans speak of."""
+        """The tensors and values of all plans."""
         heads = [Head.value(name) for name in self.values]
         properties = {d: TensorProperties(d) for d in {s.dtype for s in self.specs.values()}}
         for name, spec in self.specs.items():
@@ -180,11 +180,11 @@ class WorldPlans(Printed, Columns[SavePlan]):
 
     @cached_property
     def layout_numbers(self) -> Ints:
-        """Which layout each row of the catalog has; values come after the last one."""
+        """The layout number of each row of the catalog; values come after the last layout."""
         return column([self.layout_of.get(k, len(self.layouts)) for k in self.catalog.names])
 
     def _plan(self, rank: int) -> SavePlan:
-        """Look up what one rank holds of each layout, and repeat that for each of its tensors."""
+        """Look up the boxes of one rank in each layout, and repeat them for each tensor."""
         held = [layout.held_by(rank) for layout in self.layouts]
         counts = column([*map(len, held), 1])  # a non-tensor value counts once
         boxes = [chunk for chunks in held for chunk in chunks]
@@ -240,8 +240,8 @@ def world_plans(specs: Mapping[Any, Any], mesh: Mesh) -> WorldPlans:
     """Plan for every rank of a mesh, without the mesh.
 
     Args:
-        specs: A state dict, nested or flat, whose tensors are `TensorSpec`s. Placements may be
-            `Only`, too.
+        specs: A state dict, nested or flat, whose tensors are `TensorSpec`s; their placements may
+            include `Only`.
         mesh: The ranks.
 
     Returns:
@@ -260,7 +260,7 @@ def world_plans(specs: Mapping[Any, Any], mesh: Mesh) -> WorldPlans:
 
     Raises:
         PlanError: Two keys flatten to the same name, or placements do not fit the mesh or the
-            shape; every such key is named.
+            shape; it lists all such keys.
         RefusedError: A tensor is not a `TensorSpec`, or a placement cannot be saved.
     """
     as_mesh(mesh)
@@ -281,7 +281,7 @@ def world_plans(specs: Mapping[Any, Any], mesh: Mesh) -> WorldPlans:
 
 
 def _refusals(name: str, value: object) -> Iterator[str]:
-    """Say why a tensor is not one that can be planned for."""
+    """Return why a tensor cannot be planned."""
     if not isinstance(value, TensorSpec):
         kind = type(value).__name__
         yield f"`{name}` is a {kind}; describe it as TensorSpec(shape, dtype, placements)"
@@ -293,7 +293,7 @@ def _refusals(name: str, value: object) -> Iterator[str]:
 
 
 def _misfits(spec: TensorSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
-    """Say what keeps a spec from lying on a mesh."""
+    """Return why a spec does not fit a mesh."""
     shape, placements = spec.shape, spec.placements
     fault = shape_fault(shape)
     if fault is not None:
@@ -352,7 +352,7 @@ def world_metadata(plans: WorldPlans) -> Metadata:
 
 
 def _tiling(layout: SpecLayout) -> Tiling:
-    """Return what all ranks together hold, replicas once, in order: a grid, by construction."""
+    """Return the grid that all ranks together hold, each replica once."""
     if 0 in layout.size:
         return tile([[0] * len(layout.size)], [layout.size])
     lines = layout.lines()

@@ -1,14 +1,12 @@
 """Passes: pure functions from one plan per rank to one plan per rank, and how they are run.
 
-Any ``Callable[[tuple[Plan, ...]], tuple[Plan, ...]]`` is a pass, a lambda too. Its *scope* says
-what it is given, wherever it runs (`save`, `load`, `convert`, `global_plan`, torch's planners):
+Any ``Callable[[tuple[Plan, ...]], tuple[Plan, ...]]`` is a pass. Its *scope* decides what it is
+given, wherever it runs (`save`, `load`, `convert`, `global_plan`, torch's planners):
 
-- a ``"rank"`` pass is given one plan at a time, with ``plan.rank`` and ``plan.world_size`` known;
-- a ``"world"`` pass is given the plans of all ranks, in rank order.
+- a ``"rank"`` pass gets one plan at a time, with ``plan.rank`` and ``plan.world_size`` set;
+- a ``"world"`` pass gets the plans of all ranks, in rank order.
 
-A plain function is a rank pass unless `world_pass` marks it. `run_pass` is the only place that
-calls one. Passes that rewrite keys are in `keys`, those that rewrite chunks in `chunks`, those
-for loads in `sharing`; all of these are `Step`s.
+A plain function is a rank pass unless `world_pass` marks it. Only `run_pass` calls passes.
 """
 
 from __future__ import annotations
@@ -56,19 +54,17 @@ Passes = Pass[P] | Sequence[Pass[P]]
 
 @attrs.frozen(repr=False)
 class Step(Generic[P]):
-    """A pass that ships with shardplan: it knows its scope, and prints as it was written.
-
-    Given the plans of several ranks, a rank pass of this kind does with each what it would do with
-    that plan alone; what ranks have in common is looked at once.
+    """A pass that ships with shardplan: it knows its scope and prints as it was written.
 
     Attributes:
         factory: The function that made it.
-        args, options: What that function was given.
-        scope: What it looks at: one plan at a time, or all of them.
-        run: What it does, given plans and then the same.
-        assigns: Whether all it decides is who writes what several ranks hold. Then it has no
-            meaning for a load, and cannot lose what a rank holds.
-        shows_rank: Whether it shows plans, which know their rank, to a function that it was given.
+        args, options: The arguments of that function.
+        scope: ``"rank"`` or ``"world"``.
+        run: The implementation; called with the plans, then ``args`` and ``options``. A rank pass
+            may get several plans at once, and treats each as if it were alone.
+        assigns: Whether the pass only decides which holder of a replica writes it. Such a pass
+            means nothing for a load and cannot lose data.
+        shows_rank: Whether the pass shows plans, which know their rank, to a user's function.
     """
 
     factory: Callable[..., Any]
@@ -80,7 +76,7 @@ class Step(Generic[P]):
     shows_rank: bool = attrs.field(default=False, eq=False)
 
     def __call__(self, plans: tuple[P, ...]) -> tuple[P, ...]:
-        """Run it over one plan per rank."""
+        """Run the pass over one plan per rank."""
         return self.run(plans, *self.args, **self.options)
 
     def __repr__(self) -> str:
@@ -99,7 +95,7 @@ def _shown(value: Any) -> str:
 
 
 def world_pass(run: F) -> F:
-    """Mark a function as a pass over the plans of all ranks; without it, it is given one at a time.
+    """Mark a function as a pass over the plans of all ranks; unmarked ones get one plan at a time.
 
     >>> from shardplan.planning import TensorSpec, global_plan, local_plan
     >>> @world_pass
@@ -114,11 +110,7 @@ def world_pass(run: F) -> F:
 
 
 def scope_of(step: Callable[..., Any]) -> Scope:
-    """Return what a pass looks at: ``"rank"``, or ``"world"`` if it says so.
-
-    >>> scope_of(lambda plans: plans), scope_of(world_pass(lambda plans: plans))
-    ('rank', 'world')
-    """
+    """Return the scope of a pass."""
     while isinstance(step, partial) and not hasattr(step, "scope"):
         step = step.func
     scope = getattr(step, "scope", "rank")
@@ -154,14 +146,11 @@ def _widest(steps: Iterable[Callable[..., Any]]) -> Scope:
 
 
 def as_steps(passes: Passes[P] | Iterable[Passes[P]] | None) -> tuple[Pass[P], ...]:
-    """Return the passes of a planner, given as one, as several or as none; chains are taken apart.
+    """Return a planner as a flat tuple of passes.
 
     >>> from shardplan.planning import cast, drop
     >>> as_steps([drop("a"), chain(drop("b"), [cast("bfloat16")])])
     (drop('a'), drop('b'), cast('bfloat16'))
-
-    Raises:
-        TypeError: Something is not a pass.
     """
     if passes is None:
         return ()
@@ -183,11 +172,11 @@ def _steps(passes: object) -> tuple[Any, ...]:
 
 @attrs.frozen
 class Stages(Generic[P]):
-    """A planner, cut where it first needs the plans of all ranks.
+    """A planner, cut at its first world pass.
 
     Attributes:
-        own: The rank passes before that: each rank runs its own over its own plan.
-        rest: The first world pass, and all that comes after it: run where all plans are known.
+        own: The rank passes before the cut; each rank runs them over its own plan.
+        rest: The first world pass and all passes after it; run where all plans are known.
     """
 
     own: tuple[Pass[P], ...]
@@ -195,9 +184,9 @@ class Stages(Generic[P]):
 
     @classmethod
     def of(cls, planner: Passes[P] | None, *, load: bool = False) -> Stages[P]:
-        """Cut a planner; for a load, passes that only choose who writes are left out.
+        """Cut a planner; for a load, leave out passes that only assign writers.
 
-        They stay where a pass after them is shown plans, and may look at what they have chosen.
+        They stay if a later pass is shown plans, since it may depend on the assignment.
 
         >>> from shardplan.planning import cast, dedup_replicas, drop, split_replicas
         >>> Stages.of([drop("a"), split_replicas(), cast("int8")])
@@ -215,22 +204,22 @@ class Stages(Generic[P]):
 
     @property
     def needs_all(self) -> bool:
-        """Whether the rest does more than choose who writes: it must run in one place."""
+        """Whether ``rest`` does more than assign writers, so that it must run in one place."""
         return not all(map(only_assigns, self.rest))
 
     @property
     def rest_text(self) -> str:
-        """What the rest is, in words that are the same in every process."""
+        """The text of ``rest``, equal in every process."""
         return ", ".join(repr(s) if only_assigns(s) else _name(s) for s in self.rest)
 
 
 def only_assigns(step: Callable[..., Any]) -> bool:
-    """Return True if all that a pass decides is who writes what several ranks hold."""
+    """Return True if a pass only decides which holder of a replica writes it."""
     return isinstance(step, Step) and step.assigns
 
 
 def may_see_rank(step: Callable[..., Any]) -> bool:
-    """Return True if what a pass does may depend on ``plan.rank``."""
+    """Return True if the result of a pass may depend on ``plan.rank``."""
     return step.shows_rank if isinstance(step, Step) else True
 
 
@@ -262,13 +251,10 @@ def _named_chain(
 
 
 def run_pass(step: Pass[P], plans: tuple[P, ...]) -> tuple[P, ...]:
-    """Run a pass in its scope.
+    """Run a pass in its scope, and check that it returns as many plans as it was given.
 
-    Plans that do not know their rank are numbered by position. Whatever a pass does, a plan keeps
-    its rank, the number of ranks, and what the rank holds.
-
-    Raises:
-        ValueError: It returns more or fewer plans than it was given.
+    Plans without a rank are numbered by position. A pass cannot change a plan's rank, its world
+    size, or the record of what the rank holds.
     """
     if any(plan.rank is None for plan in plans):
         plans = positioned(plans)
@@ -282,7 +268,7 @@ def run_pass(step: Pass[P], plans: tuple[P, ...]) -> tuple[P, ...]:
 
 
 def _run_on(step: Pass[P], plan: P) -> P:
-    """Run a function of somebody's own over one rank's plan."""
+    """Run a user's function over one rank's plan."""
     try:
         return _returned(step, (plan,), step((plan,)))[0]
     except IndexError as error:
@@ -291,7 +277,7 @@ def _run_on(step: Pass[P], plan: P) -> P:
 
 
 def _returned(step: Pass[P], plans: tuple[P, ...], done: object) -> tuple[P, ...]:
-    """Return what a pass returned, once it is known to be as many plans of the same kind."""
+    """Return the result of a pass after checking the number and type of its plans."""
     name = _name(step)
     if done is None or isinstance(done, Step):
         what = "None: is its `return` missing?" if done is None else f"{done!r}: call it first"
@@ -310,11 +296,7 @@ def _returned(step: Pass[P], plans: tuple[P, ...], done: object) -> tuple[P, ...
 
 
 def positioned(plans: Iterable[P]) -> tuple[P, ...]:
-    """Number plans by their position: one plan per rank, in rank order.
-
-    >>> [(plan.rank, plan.world_size) for plan in positioned([SavePlan([])] * 2)]
-    [(0, 2), (1, 2)]
-    """
+    """Set the rank and world size of plans that are given in rank order."""
     known = tuple(plans)
     places = [(rank, len(known)) for rank in range(len(known))]
     if [(plan.rank, plan.world_size) for plan in known] == places:
@@ -328,13 +310,13 @@ def positioned(plans: Iterable[P]) -> tuple[P, ...]:
 def partition(
     label: Callable[[str], str], passes: Mapping[str, Passes[SavePlan]]
 ) -> Step[SavePlan]:
-    """Route items by their name: those of each label go through that label's pass.
+    """Route items by name: items with a label go through that label's pass.
 
-    Its scope is the widest of the passes that it routes to.
+    The scope is ``"world"`` if any of the passes has that scope.
 
     Args:
-        label: Given a name in the checkpoint, returns its label.
-        passes: What to do with the items of each label; `chain` () leaves them as they are.
+        label: Maps a name in the checkpoint to its label.
+        passes: The pass for each label; `chain` () leaves items as they are.
 
     >>> from shardplan.planning import TensorSpec, cast, chain, local_plan
     >>> kind = lambda name: name.split(".")[0]
@@ -344,7 +326,7 @@ def partition(
     ['bfloat16', 'float32']
 
     Raises:
-        PlanError: When run, if a name has a label for which there is no pass.
+        PlanError: When run, if there is no pass for the label of a name.
     """
     seen = any(may_see_rank(chain(step)) for step in passes.values())
     scope = _widest(map(chain, passes.values()))
@@ -383,7 +365,7 @@ def _partition(
 
 
 def _joined(parts: Sequence[WriteItems], merge: Callable[..., Merged]) -> WriteItems:
-    """Return the items of all parts, under a catalog that lists what empty parts know of, too."""
+    """Return the items of all parts under one catalog, which includes rows without items."""
     catalog, numbers = merge(*(part.catalog for part in parts))
     pairs = zip(parts, numbers, strict=True)
     return WriteItems.concat([p.recatalog(catalog, readonly(n[p.row])) for p, n in pairs])
@@ -392,7 +374,7 @@ def _joined(parts: Sequence[WriteItems], merge: Callable[..., Merged]) -> WriteI
 def _refuse_strays(
     plans: tuple[SavePlan, ...], labels: Mapping[int, Any], passes: Mapping[str, object]
 ) -> None:
-    """Refuse names whose label has no pass: they would silently vanish."""
+    """Refuse names whose label has no pass; they would be lost silently."""
     stray: dict[str, str] = {}
     for plan in plans:
         of, names = labels[id(plan.items.catalog)], plan.items.catalog.names

@@ -1,4 +1,4 @@
-"""Passes that rewrite chunks: split big ones, and share out those that several ranks hold."""
+"""Passes that rewrite chunks: split large ones, and choose which rank writes replicas."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ _MANY: Final = 16  # sets of ranks that are sooner served side by side
 def dedup_replicas(*, prefer: Literal["balance", "lowest_rank"] = "balance") -> Step[SavePlan]:
     """Have each chunk that several ranks hold written by one of them.
 
-    Chunks are replicas only if name, offset, size, dtype and global shape all agree. Others that
-    share a key are left alone, for `global_plan` to report.
+    Chunks are replicas only if name, offset, size, dtype and global shape all agree. Other chunks
+    with the same name and offset are left for `global_plan` to report.
 
     Args:
         prefer: ``"balance"`` evens out the bytes per rank: chunks with the fewest holders first,
-            the largest first, each to its least loaded holder. ``"lowest_rank"`` takes the first.
+            larger before smaller, each to its least loaded holder. ``"lowest_rank"`` always picks
+            the lowest rank.
 
     >>> from shardplan.planning import TensorSpec, local_plan
     >>> plan = local_plan({"a": TensorSpec((4,)), "b": TensorSpec((4,))})
@@ -65,13 +66,13 @@ def _groups(rows: Rows) -> Ints:
 
 
 def split_replicas(min_bytes: int = 1 << 20) -> Step[SavePlan]:
-    """Have each holder of a replicated chunk write its share of it.
+    """Have each holder of a replicated chunk write an equal share of it.
 
-    Shares are cut along the first axis that is long enough, so that they are as even as can be.
-    What stays whole is left for `dedup_replicas`.
+    Shares are cut along the first axis that is long enough. Chunks that are not cut are left for
+    `dedup_replicas`.
 
     Args:
-        min_bytes: The smallest share: where there are too many holders, only some get one.
+        min_bytes: The smallest share, in bytes; with too many holders, only some get a share.
 
     >>> from shardplan.planning import TensorSpec, local_plan
     >>> plan = local_plan({"w": TensorSpec((5, 4))})
@@ -115,7 +116,7 @@ def _split_replicas(plans: tuple[SavePlan, ...], min_bytes: int) -> tuple[SavePl
 def _replace(
     world: World, at: Ints, offsets: Ints, sizes: Ints, keeps: npt.NDArray[np.bool_]
 ) -> tuple[SavePlan, ...]:
-    """Give some items (by their number among all) other chunks of their shards; drop some rows."""
+    """Replace the chunks of some items (numbered over all plans), and drop some rows."""
     first = world.rows.first
     dropped = np.zeros(int(first[-1]), bool)
     dropped[world.rows.flat[~keeps]] = True
@@ -188,22 +189,15 @@ def _split_items(items: WriteItems, max_bytes: int) -> WriteItems:
 
 
 def assign(group: Ints, rank: Ints, weight: Ints, ranks: int) -> Ints:
-    """Choose one row of each group so that the weight per rank comes out even; see `share_out`.
+    """Choose one row of each group so that the weight per rank is even; see `share_out`.
 
-    Args:
-        group: Which group each row belongs to; ascending, without holes. The rows of a group are
-            the holders of one chunk.
-        rank: Which rank each row stands for.
-        weight: What the chunk weighs, the same on all rows of a group.
-        ranks: How many ranks there are.
-
-    Returns:
-        The chosen rows, one a group, ascending.
+    The rows of a group are the holders of one chunk; groups are numbered from 0, ascending. Return
+    the chosen rows, one per group, ascending.
 
     >>> rows = assign(
     ...     np.array([0, 0, 1, 1, 2]), np.array([0, 1, 0, 1, 0]), np.array([4, 4, 4, 4, 8]), 2
     ... )
-    >>> rows.tolist()  # rank 0 has 8 to itself, so rank 1 gets both others
+    >>> rows.tolist()  # only rank 0 holds the chunk of weight 8, so rank 1 gets both others
     [1, 3, 4]
     """
     first = np.flatnonzero(np.diff(group, prepend=-1))
@@ -224,12 +218,12 @@ def assign(group: Ints, rank: Ints, weight: Ints, ranks: int) -> Ints:
 
 @attrs.frozen(eq=False)
 class Shared:
-    """Chunks that equally many ranks hold; one row a chunk.
+    """Chunks with the same number of holders; one row per chunk.
 
     Attributes:
-        number: The place of each chunk among all chunks; ascending.
+        number: The chunk's number among all chunks; ascending.
         weight: Its bytes.
-        holders: The ranks that hold it, ascending; one column a holder.
+        holders: The ranks that hold it, ascending; one column per holder.
     """
 
     number: Ints
@@ -238,17 +232,17 @@ class Shared:
 
 
 def share_out(shared: Sequence[Shared], load: Ints) -> list[Ints]:
-    """Give each shared chunk to one holder, so that the weight per rank comes out even.
+    """Assign each shared chunk to one holder so that the weight per rank is even.
 
-    The heaviest chunk comes first, and goes to the holder that has least so far (the lowest rank
-    among equals). Where that comes out uneven and there are few chunks, look for better.
+    Heavier chunks come first, and each goes to its least loaded holder (the lowest rank on ties).
+    If the result is uneven and there are few chunks, a search tries to improve it.
 
     Args:
         shared: The chunks, those with the fewest holders first.
-        load: What each rank has already.
+        load: The bytes that each rank writes already.
 
     Returns:
-        For each of ``shared``, the column of the holder that each chunk is given to.
+        Per element of ``shared``, the column in ``holders`` of each chunk's writer.
     """
     chosen = []
     for chunks in shared:
@@ -263,7 +257,7 @@ def share_out(shared: Sequence[Shared], load: Ints) -> list[Ints]:
 
 
 def _give(chunks: Shared, load: Ints) -> Ints:
-    """Return which holder each chunk is given to; many sets of ranks are served side by side."""
+    """Return the holder that each chunk goes to; disjoint sets of ranks are handled together."""
     _, first, which = numbered(chunks.holders[:, 0])
     sets = chunks.holders[first]
     apart = len(distinct(sets.ravel())) == sets.size  # no rank is in two sets
@@ -282,10 +276,10 @@ def _give(chunks: Shared, load: Ints) -> Ints:
 
 
 def _give_in_turn(chunks: Shared, load: Ints) -> Ints:
-    """Return which holder each chunk is given to, one chunk after the other.
+    """Return the holder that each chunk goes to, one chunk after the other.
 
-    Chunks that the same ranks hold share a heap of them, least loaded first. Another heap may have
-    raised a load meanwhile; loads only rise, so a stale entry is found when it surfaces.
+    Chunks with the same holders share a heap of them, least loaded first. Other heaps may raise a
+    load; loads only rise, so a stale entry is noticed when it reaches the top.
     """
     chosen = np.zeros(len(chunks.number), np.int64)
     loads, weights = load.tolist(), np.maximum(chunks.weight, 1).tolist()
@@ -307,11 +301,11 @@ def _give_in_turn(chunks: Shared, load: Ints) -> Ints:
 
 
 def _even_out(shared: Sequence[Shared], chosen: list[Ints], load: Ints) -> list[Ints]:
-    """Look for a better choice than ``chosen``, which leads to ``load``.
+    """Search for a better assignment than ``chosen``, which leads to ``load``.
 
-    Where there are many chunks, greed is even already. The search tries the heaviest chunk first,
-    on its least loaded holder first, leaves what cannot beat the best so far, and is cut off after
-    a fixed number of steps, so that it is quick and always finds the same.
+    With many chunks the greedy result is even already. The search is branch and bound, heaviest
+    chunk first and least loaded holder first, and stops after a fixed number of steps, so that it
+    is quick and deterministic.
     """
     chunks = [
         (-int(part.weight[row]), int(part.number[row]), which, row)

@@ -1,6 +1,6 @@
 """Passes that rewrite names, dtypes and data: rename, select, drop, cast, annotate.
 
-They look at each catalog once, however many ranks share it, so their cost is that of one rank.
+Each distinct catalog is edited once, however many ranks share it.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Edit = Callable[[Head], Head | None]
 
 
 def rename(how: Renaming, *, required: bool = True) -> Step[SavePlan]:
-    r"""Change names in the checkpoint; the names in the state dict stay as they are.
+    r"""Change names in the checkpoint; the names in the state dict stay the same.
 
     Args:
-        how: A function from old to new name; or a mapping of whole names; or pairs of a regular
+        how: A function from old to new name; or a mapping of full names; or pairs of a regular
             expression and its replacement, all applied to every name, in order.
-        required: Whether a name of the mapping, or an expression, that matches nothing is an error.
+        required: Whether a name in the mapping, or an expression, that matches nothing is an error.
             Pass False where ranks hold different keys, as pipeline stages do.
 
     >>> from shardplan.planning import TensorSpec, local_plan
@@ -50,7 +50,7 @@ def rename(how: Renaming, *, required: bool = True) -> Step[SavePlan]:
     'module.w'
 
     Raises:
-        PlanError: When run, if two names become one, or (see ``required``) nothing matches.
+        PlanError: When run, if two names become equal, or (see ``required``) nothing matches.
     """
     _check_renaming(how)
     return Step(rename, (how,), {"required": required}, "rank", _rename)
@@ -136,14 +136,14 @@ def cast(
 ) -> Step[SavePlan]:
     """Store tensors in another dtype; loads through the same pass cast back.
 
-    Naming a narrower float asks for its rounding. Any other loss (whole numbers that the new dtype
-    cannot distinguish, a float made whole, a complex number made real) must be asked for.
+    Rounding to a narrower float is always allowed. Any other loss (integers that the new dtype
+    cannot represent, float to integer, complex to real) needs ``lossy=True``.
 
     Args:
-        dtype: A dtype (``"bfloat16"`` or ``torch.bfloat16``), for every tensor of its own kind
-            (floats stay floats, complex numbers complex, whole numbers whole); or dtypes by name
-            pattern, for every tensor that matches, the first match counting.
-        lossy: Whether to allow those other losses.
+        dtype: A dtype (``"bfloat16"`` or ``torch.bfloat16``) for all tensors of the same kind
+            (float, complex or integer); or a mapping from name pattern to dtype, for all tensors
+            that match, where the first match counts.
+        lossy: Whether to allow other losses than rounding.
         required: Whether a pattern that matches no tensor is an error.
 
     >>> from shardplan.planning import TensorSpec, local_plan
@@ -152,7 +152,7 @@ def cast(
     ['int64', 'bfloat16']
 
     Raises:
-        PlanError: When run, if a cast would lose what nobody asked to lose; every key is named.
+        PlanError: When run, if a cast would lose more than ``lossy`` allows; it names every key.
     """
     if not isinstance(dtype, Mapping):
         named: str | dict[str, str] = dtype_name(dtype)
@@ -180,7 +180,7 @@ def _cast(
 
 
 def _cast_head(head: Head, dtype: str | Mapping[str, str]) -> Head:
-    """Return a tensor's row with another dtype, if it is meant."""
+    """Return a tensor's row with the new dtype, if the cast applies to it."""
     assert head.properties is not None
     if isinstance(dtype, str):
         wanted = dtype if _kind(dtype) == _kind(head.properties.dtype) else None
@@ -192,7 +192,7 @@ def _cast_head(head: Head, dtype: str | Mapping[str, str]) -> Head:
 
 
 def _kind(dtype: str) -> str:
-    """Return the kind of number a dtype has; only floats are rounded into each other unasked."""
+    """Return the kind of number of a dtype; only floats are rounded without ``lossy``."""
     return {"uint": "int", "float8fnuz": "float"}.get(family(dtype), family(dtype))
 
 
@@ -205,7 +205,7 @@ def _check_patterns(what: str, patterns: Sequence[Pattern]) -> None:
 def _matcher(
     what: str, plans: Sequence[SavePlan], patterns: Sequence[Pattern], required: bool
 ) -> Test:
-    """Return what tests whether a name matches a pattern; all must match something if required."""
+    """Return a function that tests names against a pattern."""
     tests = {p if isinstance(p, str) else repr(p): _globs(p) for p in patterns}
     if required:
         _refuse_unmatched(what, _known(plans), plans, tests)
@@ -227,12 +227,12 @@ def _renamed(how: Renaming, name: str) -> str:
 
 
 def _catalogs(plans: Sequence[SavePlan]) -> dict[int, Catalog]:
-    """Return the distinct catalogs, by identity: ranks share them."""
+    """Return the distinct catalogs, by identity, since ranks share them."""
     return {id(plan.items.catalog): plan.items.catalog for plan in plans}
 
 
 def _known(plans: Sequence[SavePlan]) -> dict[int, set[str]]:
-    """Return the names of each catalog, by its identity, held or not."""
+    """Return all names of each catalog, by its identity, including those without items."""
     return {at: set(catalog.names) for at, catalog in _catalogs(plans).items()}
 
 
@@ -242,7 +242,7 @@ def _refuse_unmatched(
     plans: Sequence[SavePlan],
     tests: Mapping[str, Callable[[str], Any]],
 ) -> None:
-    """Refuse patterns that match none of a rank's names, all of them together."""
+    """Refuse all patterns that match none of a rank's names, in one error."""
     issues = []
     for pattern, test in tests.items():
         lacking = {at for at, names in known.items() if not any(map(test, names))}
@@ -258,7 +258,7 @@ def _refuse_unmatched(
 
 
 def _refuse_collisions(new: Mapping[str, str], plans: Sequence[SavePlan]) -> None:
-    """Refuse to give one name to several values of one rank."""
+    """Refuse to give several values of one rank the same name."""
     owners: dict[str, list[str]] = {}
     for old, name in new.items():
         owners.setdefault(name, []).append(old)
@@ -295,9 +295,9 @@ class _Edited:
     """A catalog after an edit.
 
     Attributes:
-        catalog: The new one.
-        row: Each old row's number in it (-1: gone).
-        names: The new name of each old one; None for names that are gone.
+        catalog: The new catalog.
+        row: The new number of each old row; -1 if it was dropped.
+        names: The new name of each old name; None if it was dropped.
     """
 
     catalog: Catalog
@@ -318,7 +318,7 @@ class _Edited:
 
 
 def _edit(plans: tuple[SavePlan, ...], edit: Edit) -> tuple[SavePlan, ...]:
-    """Rewrite every catalog once; items of rows that are gone go with them."""
+    """Edit every distinct catalog once, and drop the items of dropped rows."""
     edited = {at: _Edited.of(catalog, edit) for at, catalog in _catalogs(plans).items()}
     datas: dict[tuple[int, int], Any] = {}  # ranks share their data, by identity
     done = []
@@ -335,7 +335,7 @@ def _edit(plans: tuple[SavePlan, ...], edit: Edit) -> tuple[SavePlan, ...]:
 
 
 def _renest(data: Any, names: Mapping[str, str | None]) -> Any:
-    """Rename empty dicts, and drop the paths of changed names: these have no nested place."""
+    """Rename empty dicts, and drop the paths of renamed keys, which no longer apply."""
     if not isinstance(data, Mapping):
         return data
     paths = data.get("paths", {})
@@ -349,12 +349,12 @@ def _renest(data: Any, names: Mapping[str, str | None]) -> Any:
 
 
 def annotate(note: Callable[[SavePlan], Mapping[str, Any]]) -> Step[SavePlan]:
-    """Have every rank add data of its own, which `global_plan` collects.
+    """Have every rank add data to its plan, for `global_plan` to collect.
 
     The data of all ranks, in rank order, becomes ``metadata.planner_data["ranks"]``.
 
     Args:
-        note: Given a rank's plan, returns what to add to its ``planner_data``.
+        note: Maps a rank's plan to the data to add to its ``planner_data``.
 
     >>> from shardplan.planning import global_plan, local_plan
     >>> passes = [annotate(lambda plan: {"rank": plan.rank})]

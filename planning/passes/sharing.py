@@ -1,4 +1,4 @@
-"""Passes for loads: what several ranks need is read by one of them and sent to the others."""
+"""Passes for loads: one rank reads what several ranks need, and sends it to the others."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ def share_reads(
     block_bytes: int = BLOCK_BYTES,
     max_gap: int = 0,
 ) -> Step[LoadPlan]:
-    """Have bytes that several ranks need read by one of them, which sends them to the others.
+    """Have one rank read the bytes that several ranks need, and send them to the others.
 
-    Reads that overlap in part are cut first, so that no byte is read twice. Readers are chosen so
-    that bytes read per rank come out even, each among those who need the piece. A block that some
-    rank needs whole is read whole by one rank, in however many pieces, so that it can be checked.
+    Reads that overlap in part are cut first, so that no byte is read twice. Each piece is read by
+    one of the ranks that need it, chosen so that the bytes read per rank are even.
 
-    So is a block that ranks need in parts with narrow gaps between their ranges, such as columns,
-    if fetching these, and the others' along with them, takes no less. Cut with `split_reads` first.
+    Blocks stay together so that checksums can be compared: a block that some rank needs in full is
+    read by one rank. The same holds for a block of which ranks need parts with narrow gaps between
+    them, such as columns, if reading it in full is not more expensive. Run `split_reads` first.
 
     Args:
         metadata: The checkpoint that the plans read.
-        min_readers: Leave alone what fewer ranks need.
-        min_bytes: Leave alone pieces smaller than this: a message costs as much as the read saves.
-        block_bytes: The most bytes of a block that the checkpoint was hashed with.
-        max_gap: Bytes between two ranges that are sooner fetched than left out.
+        min_readers: Pieces that fewer ranks need are left alone.
+        min_bytes: Smaller pieces are left alone: a message costs as much as the read saves.
+        block_bytes: The block size of the checkpoint's checksums.
+        max_gap: The largest gap, in bytes, that is cheaper to read than to skip.
 
     >>> from shardplan.planning import TensorSpec, global_plan, load_plan, local_plan
     >>> plan = local_plan({"w": TensorSpec((4,))})
@@ -98,9 +98,9 @@ def _share_reads(
 def split_reads(metadata: Metadata, max_bytes: int, *, max_gap: int = 0) -> Step[LoadPlan]:
     """Cut every read into pieces of at most ``max_bytes`` of storage, by rows, then within rows.
 
-    Before `share_reads`, this lets several ranks read parts of what all of them need. What is one
-    range of its chunk, or several with at most ``max_gap`` bytes between them, is cut where the
-    chunk's blocks of so many bytes end, so that each block can be hashed by whoever reads it.
+    Run before `share_reads`, so that several ranks read parts of what all of them need. A read that
+    is one range of its chunk, or several with gaps of at most ``max_gap`` bytes, is cut at
+    multiples of ``max_bytes`` in the chunk, so that whoever reads a block can compare its checksum.
 
     >>> from shardplan.planning import TensorSpec, global_plan, load_plan, local_plan
     >>> plan = local_plan({"w": TensorSpec((5, 4))})
@@ -149,7 +149,7 @@ def _split_items(
 
 
 def read_on(reader: int) -> Step[LoadPlan]:
-    """Have one rank read everything, and send every other rank just what it needs.
+    """Have one rank read everything, and send every other rank only what it needs.
 
     >>> from shardplan.planning import TensorSpec, global_plan, load_plan, local_plan
     >>> plan = local_plan({"w": TensorSpec((4,))})
@@ -171,7 +171,7 @@ def _read_on(plans: tuple[LoadPlan, ...], reader: int) -> tuple[LoadPlan, ...]:
 
 
 def _catalog(metadata: Metadata) -> Catalog:
-    """List the saved tensors as plans do, so that reads can be compared as chunks are."""
+    """Return the saved tensors as a catalog, so that reads can be compared like chunks."""
     return Catalog.of(
         Head(name, name, WriteItemType.SHARD, entry.properties, entry.size)
         if isinstance(entry, TensorMetadata)
@@ -181,7 +181,7 @@ def _catalog(metadata: Metadata) -> Catalog:
 
 
 def _regions(plans: Sequence[LoadPlan], metadata: Metadata, catalog: Catalog) -> Rows:
-    """See every read as the region of the saved tensor that it copies, sorted."""
+    """Return every read as the region of the saved tensor that it copies, sorted."""
     row_of = lru_cache(lambda names: _rows_of(names, metadata))  # ranks share their names
     regions = (_region(plan.items, row_of(plan.items.names), catalog.axes) for plan in plans)
     return World(SavePlan(WriteItems(catalog, *region)) for region in regions).rows
@@ -212,19 +212,11 @@ def _readers(
     block_bytes: int,
     max_gap: int,
 ) -> tuple[Ints, Ints]:
-    """Choose who reads each row's region; all regions of a block go to one that needs it whole.
-
-    Args:
-        plans: One per rank.
-        rows: Their reads as regions.
-        group: Which of the distinct regions each row is.
-        metadata: The checkpoint.
-        block_bytes: The most bytes of a block.
-        max_gap: Bytes between two ranges that are sooner fetched than left out.
+    """Choose the reader of each row's region; one rank reads all regions of a block.
 
     Returns:
-        The reader; and the bytes of the row's block, if it is read whole though no rank needs all
-        of it, else 0.
+        The reader of each row; and the bytes of its block if the block is read in full although no
+        rank needs all of it, else 0.
     """
     reads = ReadItems.concat([plan.items for plan in plans]).take(rows.flat)
     located = locate_reads(metadata, reads, block_bytes)
@@ -255,7 +247,7 @@ def _is_woven(
     reads: ReadItems,
     max_gap: int,
 ) -> npt.NDArray[np.bool_]:
-    """Return which rows are of a block that is sooner fetched whole than region by region."""
+    """Return which rows belong to a block that is cheaper to read in full than in regions."""
     if not max_gap:
         return np.zeros(len(block), bool)
     itemsize = rows.nbytes // np.maximum(reads.numel, 1)
@@ -270,7 +262,7 @@ def _is_woven(
 def _holds_whole(
     rows: Rows, group: Ints, block: Ints, located: Located, numel: Ints, ranks: int
 ) -> npt.NDArray[np.bool_]:
-    """Return which rows are of a rank that needs all of the block that the row lies in."""
+    """Return which rows belong to a rank that needs all of the row's block."""
     _, pair = np.unique(block * ranks + rows.rank, return_inverse=True)
     again = (np.diff(group, prepend=-1) == 0) & (np.diff(rows.rank, prepend=-1) == 0)
     held = np.bincount(pair, np.where(again | ~located.inside, 0, numel))[pair]
@@ -281,7 +273,7 @@ def _holds_whole(
 def _hand_over(
     plans: tuple[LoadPlan, ...], rank: Ints, item: Ints, reader: Ints, moved: Ints
 ) -> tuple[LoadPlan, ...]:
-    """Take the moved reads out of the plans and write them down as transfers on both sides."""
+    """Remove the moved reads from the plans, and add them as transfers on both sides."""
     order = np.lexsort((item[moved], rank[moved]))
     target, source, item = rank[moved][order], reader[moved][order], item[moved][order]
     edges = np.searchsorted(target, np.arange(len(plans) + 1))
@@ -302,7 +294,7 @@ def _hand_over(
 
 
 def _grids(rows: Rows) -> Iterator[tuple[str, Tiling]]:
-    """Give, for each tensor whose regions overlap in part, the grid of all their edges."""
+    """Return the grid of all edges for each tensor whose regions overlap in part."""
     layouts, which = rows.take(~rows.repeats).layouts
     for number, layout in enumerate(layouts):
         tiling = layout.tiling

@@ -1,8 +1,8 @@
-"""Oracles for tests: they check plans element by element, with nothing clever.
+"""Oracles for tests: they check plans element by element.
 
-They trust only the records themselves, so that they share no code, and no mistake, with the
-planning that they judge. Use small tensors. An *element* is a tuple of indices in the tensor's
-global frame; a non-tensor value has the single element ``()``.
+They share no code with the planning that they check; they use only the records. Use small tensors.
+An *element* is a tuple of indices in the tensor's global frame; a non-tensor value has the single
+element ``()``.
 """
 
 from __future__ import annotations
@@ -43,11 +43,7 @@ Trace = dict[MetadataIndex, dict[Element, tuple[Origin, ...]]]
 
 
 def cells(chunk: Chunk) -> Iterator[Element]:
-    """Yield every element of a chunk, in row-major order.
-
-    >>> list(cells(Chunk((4, 0), (1, 2))))
-    [(4, 0), (4, 1)]
-    """
+    """Yield every element of a chunk, in row-major order."""
     return itertools.product(*(range(o, o + n) for o, n in _axes(chunk)))
 
 
@@ -62,9 +58,6 @@ def count_writes(plans: Iterable[SavePlan]) -> dict[str, npt.NDArray[np.int64]]:
     >>> plan = local_plan({"w": TensorSpec((3,)), "step": 7})
     >>> count_writes([plan, plan])
     {'step': array(2), 'w': array([2, 2, 2])}
-
-    Raises:
-        AssertionError: A chunk lies outside its tensor, or ranks disagree about a shape.
     """
     counts: dict[str, npt.NDArray[np.int64]] = {}
     for rank, item in _items(plans):
@@ -114,7 +107,7 @@ def assert_written_once(plans: Iterable[SavePlan], metadata: Metadata) -> None:
 def _assert_described(
     name: str, items: Sequence[tuple[int, WriteItem]], entry: TensorMetadata | BytesMetadata
 ) -> None:
-    """Assert that metadata says of a tensor what the ranks that write it say."""
+    """Assert that the metadata of a tensor agrees with the ranks that write it."""
     ranks = _ranks([rank for rank, _ in items])
     if isinstance(entry, BytesMetadata):
         stray = [item.tensor_data for _, item in items if item.tensor_data is not None]
@@ -189,10 +182,7 @@ def assert_all_saved(held: Iterable[SavePlan], plans: Iterable[SavePlan]) -> tup
 
 
 def _read(item: WriteItem) -> Iterator[Element]:
-    """Yield each element of the state dict's tensor that an item is made of.
-
-    The frames of the checkpoint and of the state dict coincide: no pass moves elements.
-    """
+    """Yield each element of the state dict's tensor that an item is made of."""
     return cells(_written(item)[1])
 
 
@@ -204,7 +194,7 @@ def trace_reads(
     """Follow every read, element by element, from the saved chunk into the state dict.
 
     Returns:
-        Per shard of the target, per element, where it is read from: nowhere, once, or too often.
+        Per shard of the target and element, the places it is read from; exactly one is correct.
 
     >>> from shardplan.planning import TensorProperties, resolve_overlaps
     >>> saved = [Chunk((0,), (1,)), Chunk((1,), (2,))]
@@ -214,7 +204,7 @@ def trace_reads(
     {(1,): (('w', 1, (0,)),), (2,): (('w', 1, (1,)),)}
 
     Raises:
-        AssertionError: A read asks for what was not saved, or goes where nothing is wanted.
+        AssertionError: A read's source was not saved, or its destination is not in the target.
     """
     trace: Trace = {}
     for shard, _, chunk in _wanted(target):
@@ -272,14 +262,14 @@ def assert_read_once(
 
 
 def _items(plans: Iterable[SavePlan]) -> Iterator[tuple[int, WriteItem]]:
-    """Yield every item of every plan, with the rank whose it is."""
+    """Yield every item of every plan, with its rank."""
     for rank, plan in enumerate(plans):
         for item in plan.items:
             yield rank, item
 
 
 def _written(item: WriteItem) -> tuple[str, Chunk, tuple[int, ...]]:
-    """Return what is written: the name, the chunk, the global shape."""
+    """Return the name, the chunk and the global shape of an item."""
     data = item.tensor_data
     if data is None:
         return item.index.fqn, Chunk((), ()), ()
@@ -306,7 +296,7 @@ def _wanted(
 
 
 def _copied(metadata: Metadata, read: ReadItem) -> Iterator[tuple[Element, Origin]]:
-    """Yield each element that a read fills, with where it comes from."""
+    """Yield each element that a read fills, with its source."""
     source, into = read.storage_index, read.dest_index
     entries = metadata.state_dict_metadata
     assert source.fqn in entries, f"`{source.fqn}` is read, but was not saved: {read}"
@@ -328,7 +318,7 @@ def _copied(metadata: Metadata, read: ReadItem) -> Iterator[tuple[Element, Origi
 
 
 def _chunk_number(entry: TensorMetadata, read: ReadItem) -> int:
-    """Find the saved chunk that a read names by looking at all of them; hints are not trusted."""
+    """Find the saved chunk of a read by linear search, ignoring hints."""
     name, offset = read.storage_index.fqn, read.storage_index.offset
     known = [number for number, chunk in enumerate(entry.chunks) if chunk.offsets == offset]
     assert known, f"`{name}`: no chunk was saved at {offset}, from which {read} reads"
