@@ -1,8 +1,8 @@
-"""Plans for saving, loading and resharding checkpoints, as immutable values made by pure functions.
+"""Plans for saving, loading and resharding checkpoints: immutable values made by pure functions.
 
-Nothing here imports torch, touches a file or talks to another rank: state dicts and plans go in,
-plans come out. Start with `local_plan` (what does this rank hold?), `global_plan` (who writes what,
-and what will the checkpoint be?) and `load_plan` (which saved bytes fill this state dict?).
+Nothing here imports torch, touches a file or talks to another rank. Start with `local_plan` (what
+this rank holds), `global_plan` (who writes what, and the checkpoint that results) and `load_plan`
+(the saved bytes that fill a state dict).
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Checks of metadata and plans: every overlap, gap, stray chunk and disagreement at once."""
+"""Checks of metadata and plans; they report all overlaps, gaps, stray chunks and conflicts."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _PER_TENSOR: Final = 64
 
 
 def find_issues(subject: Metadata | SavePlan | Iterable[SavePlan]) -> tuple[Issue, ...]:
-    """Return all that is wrong with a checkpoint's metadata, or with the plans of all ranks.
+    """Return everything that is wrong with a checkpoint's metadata, or with the plans of all ranks.
 
-    Replicas (the same chunk of the same tensor on several ranks) are fine: `global_plan` has one of
-    them written. Otherwise each element must lie in one chunk. After passes, plans must also cover
-    all that `local_plan` said is held: every element of a tensor of the state dict is written, and
-    by no rank twice, or the whole tensor is left out.
+    Replicas (the same chunk of the same tensor on several ranks) are fine, since `global_plan` has
+    one of them written; otherwise each element must lie in exactly one chunk. After passes, plans
+    must also write every element that `local_plan` found in a tensor, no rank twice, or leave out
+    the tensor entirely.
 
     Args:
-        subject: Metadata; or one plan per rank, in rank order; or one plan, if one rank is all.
+        subject: Metadata; or one plan per rank, in rank order; or a single rank's plan.
 
     Returns:
-        The issues, by name; none if all is well.
+        The issues, by name; empty if there are none.
 
     >>> from shardplan.planning import TensorSpec, local_plan
     >>> find_issues(local_plan({"w": TensorSpec((4, 2))}))
@@ -54,10 +54,10 @@ def find_issues(subject: Metadata | SavePlan | Iterable[SavePlan]) -> tuple[Issu
 
 
 def check(subject: Metadata | SavePlan | Iterable[SavePlan]) -> None:
-    """Raise all that `find_issues` finds.
+    """Raise a PlanError with all issues of `find_issues`, if there are any.
 
     Raises:
-        PlanError: Something is wrong; its ``issues`` say what.
+        PlanError: Something is wrong; see its ``issues``.
     """
     issues = find_issues(subject)
     if issues:
@@ -65,7 +65,7 @@ def check(subject: Metadata | SavePlan | Iterable[SavePlan]) -> None:
 
 
 def world_issues(world: World) -> list[Issue]:
-    """Check the plans of all ranks, replicas counted once."""
+    """Check the plans of all ranks, counting replicas once."""
     rows = world.rows
     if rows.repeats.any():
         rows = rows.take(~rows.repeats)
@@ -85,7 +85,7 @@ def world_issues(world: World) -> list[Issue]:
 
 
 def _merged_sources(world: World) -> Iterable[Issue]:
-    """Report values that would be saved under one name, as if they were replicas."""
+    """Report different values saved under one name, which would pass as replicas."""
     rows, seen = world.rows, set[tuple[str, str, str]]()
     for row in np.flatnonzero(rows.clashes).tolist():
         (a, one), (b, other) = (_source(world, at) for at in (row - 1, row))
@@ -98,14 +98,14 @@ def _merged_sources(world: World) -> Iterable[Issue]:
 
 
 def _source(world: World, row: int) -> tuple[int, str]:
-    """Return whose row it is, and what it is called in that rank's state dict."""
+    """Return the rank of a row, and its name in that rank's state dict."""
     rank, item = int(world.rows.rank[row]), int(world.rows.item[row])
     items = world[rank].items
     return rank, items.catalog.sources[items.row[item]]
 
 
 def duplicates(world: World) -> list[Issue]:
-    """Report chunks that several plans would write: after all passes there must be none."""
+    """Report chunks that several plans would write; after all passes there must be none."""
     rows = world.rows
     edges = [*np.flatnonzero(~rows.repeats).tolist(), len(rows)]
     issues = []
@@ -123,7 +123,7 @@ def duplicates(world: World) -> list[Issue]:
 
 
 def _cover_issues(rows: Rows, tensor: int, layout: Layout) -> Iterable[Issue]:
-    """Say which chunks of one tensor collide and what no rank holds."""
+    """Report the overlaps and gaps of one tensor."""
     name, size, tiling = rows.names[tensor], layout.size, layout.tiling
     ranks = rows.rank[int(rows.start[tensor]) : int(rows.start[tensor + 1])].tolist()
     for number, (a, b) in enumerate(self_overlaps(tiling, _PER_TENSOR), 1):
@@ -139,7 +139,7 @@ def _cover_issues(rows: Rows, tensor: int, layout: Layout) -> Iterable[Issue]:
 
 
 def _last(issue: Issue, number: int) -> Issue:
-    """Have the last fault that is reported of a tensor say so."""
+    """Mark the last reported fault of a tensor as such."""
     if number < _PER_TENSOR:
         return issue
     text = f"{issue.message} (there may be more: only {number} are reported)"
@@ -168,7 +168,7 @@ def _metadata_issues(metadata: Metadata) -> Iterable[Issue]:
 
 
 def layout_issues(name: str, layout: Layout) -> Iterable[Issue]:
-    """Say what is wrong with one stored tensor."""
+    """Return what is wrong with one stored tensor."""
     size, tiling = layout.size, layout.tiling
     fault = shape_fault(size)
     if fault is not None:

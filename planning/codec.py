@@ -1,4 +1,4 @@
-"""Plans and metadata as compact bytes, without pickle: what ranks exchange, and what is hashed."""
+"""Plans and metadata as compact bytes, without pickle, for exchange and for hashing."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ T = TypeVar("T")
 
 
 def encode_plan(plan: Plan) -> bytes:
-    """Encode a plan as bytes that `decode_plan` reads back equal.
+    """Encode a plan as bytes that `decode_plan` decodes to an equal plan.
 
     >>> plan = SavePlan([], planner_data={"note": (1, b"x")})
     >>> decode_plan(encode_plan(plan)) == plan
     True
 
     Raises:
-        CodecError: ``planner_data`` or ``storage_data`` holds what only pickle could carry.
+        CodecError: ``planner_data`` or ``storage_data`` holds a value that needs pickle.
     """
     data: dict[str, Any] = {
         "planner_data": to_json(plan.planner_data, "planner_data"),
@@ -69,13 +69,13 @@ def decode_plan(data: bytes) -> Plan:
     """Decode one plan; see `encode_plan`.
 
     Raises:
-        CodecError: The bytes are not a plan, or it is damaged.
+        CodecError: The bytes are not a plan, or are damaged.
     """
     return decode_plans([data])[0]
 
 
 def decode_plans(blobs: Iterable[bytes]) -> tuple[Plan, ...]:
-    """Decode the plans of many ranks; what they have in common is decoded and held once."""
+    """Decode the plans of many ranks; common parts are decoded and stored once."""
     catalogs: dict[bytes, Catalog] = {}
     datas: dict[bytes, Any] = {}
 
@@ -123,7 +123,7 @@ def _place(pair: Sequence[Any]) -> tuple[int | None, int | None]:
 
 
 def fingerprint(value: Plan | Metadata) -> str:
-    """Return a digest of all that a plan or metadata says: equal values, equal digests.
+    """Return a digest of a plan or of metadata; equal values have equal digests.
 
     >>> from shardplan.planning import local_plan
     >>> plan = local_plan({"a": 1, "b": 2})
@@ -142,7 +142,7 @@ def fingerprint(value: Plan | Metadata) -> str:
 
 
 def _sorted(metadata: Metadata) -> Entries:
-    """Return the entries by name, tables in order of first use."""
+    """Return the entries by name, with tables in order of first use."""
     entries = metadata.state_dict_metadata
     names = sorted(entries.names)
     row = column([entries.row_of[name] for name in names])
@@ -152,14 +152,14 @@ def _sorted(metadata: Metadata) -> Entries:
 
 
 def _first_use(numbers: Ints, table: Sequence[T]) -> tuple[Ints, tuple[T, ...]]:
-    """Number a table's rows in the order in which they are first used, and drop the others."""
+    """Number a table's rows in order of first use, and drop unused ones."""
     order = list(dict.fromkeys(n for n in numbers.tolist() if n >= 0))
     place = {n: i for i, n in enumerate(order)}
     return column([place.get(n, -1) for n in numbers.tolist()]), tuple(table[n] for n in order)
 
 
 def encode_metadata(metadata: Metadata) -> bytes:
-    """Encode metadata as bytes that `decode_metadata` reads back equal; equal tilings go once."""
+    """Encode metadata as bytes for `decode_metadata`; equal tilings are encoded once."""
     entries = metadata.state_dict_metadata
     data = {
         "planner_data": to_json(metadata.planner_data, "planner_data"),
@@ -219,7 +219,7 @@ def _concat(arrays: Sequence[Any]) -> Any:
 
 
 def _pack_layouts(layouts: Sequence[Layout]) -> dict[str, Any]:
-    """Lay all shapes, cuts and boxes end to end, each with its length beside it."""
+    """Concatenate all shapes, cuts and boxes, with their lengths alongside."""
     grids = [layout.tiling for layout in layouts if isinstance(layout.tiling, Grid)]
     boxes = [layout.tiling for layout in layouts if not isinstance(layout.tiling, Grid)]
     return {

@@ -1,13 +1,13 @@
 """The state dict's side of plans: each element that ranks hold is moved exactly once, or dropped.
 
-A *source* is a tensor or another value of the state dict: its name, and its shape. Passes may
-rename its items, cut them, give them to other ranks or drop them all. Over all ranks, every element
-of it must be moved (saved, or filled), or none of it; and no rank may move an element twice.
+A *source* is a tensor or another value of the state dict, given by name and shape. Passes may
+rename its items, cut them, give them to other ranks or drop all of them. Over all ranks, either
+every element of a source is moved (saved or filled) or none is; and no rank moves an element twice.
 
 1. Number the sources that ranks hold, and find the source of every item.
-2. If ranks move just what they hold, and all leave out the same sources, nothing is wrong.
+2. If ranks move exactly what they hold, except for sources that all leave out, nothing is wrong.
 3. Otherwise, per rank: every item lies in the shard that it names, and no two share an element.
-4. Over all ranks: what no rank moves whole, all of them together do.
+4. Over all ranks: sources that no single rank moves in full are moved in full by all together.
 """
 
 from __future__ import annotations
@@ -44,12 +44,7 @@ def _is_untouched(plans: Iterable[SavePlan]) -> bool:
 
 
 def dropped_names(plans: Sequence[SavePlan]) -> tuple[str, ...]:
-    """Return what ranks hold and no rank moves, by its name in the state dict.
-
-    >>> from shardplan.planning import drop, local_plan
-    >>> dropped_names(drop("a")((local_plan({"a": 1, "b": 2}),)))
-    ('a',)
-    """
+    """Return the names, in the state dict, of what ranks hold and no rank moves."""
     if _is_untouched(plans):
         return ()
     sources, numbers = _number_sources(plans)
@@ -61,14 +56,11 @@ def dropped_names(plans: Sequence[SavePlan]) -> tuple[str, ...]:
 def source_issues(
     plans: Sequence[SavePlan], verb: Literal["saved", "filled"] = "saved"
 ) -> list[Issue]:
-    """Report what would be moved in part, twice, or from where nothing is held.
+    """Report elements that are moved only in part, twice, or from where nothing is held.
 
     Args:
         plans: One plan per rank, in rank order; each knows what its rank holds.
-        verb: What is done to elements, for the messages.
-
-    Returns:
-        The issues, by source; none if each source is moved once, or not at all.
+        verb: The verb for the messages.
 
     >>> from shardplan.planning import TensorSpec, local_plan
     >>> plan = local_plan({"w": TensorSpec((4,))})
@@ -93,10 +85,9 @@ def source_issues(
 
 
 def with_replicas(plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
-    """Let each rank move again what it holds and another rank moves for it, as that one does.
+    """Give each rank back the replicas that a world pass assigned to another rank.
 
-    A world pass may give what several ranks hold to one of them. That is for a save; on a load,
-    each rank fills all that it holds, from wherever it was saved.
+    That assignment is for a save; on a load, each rank fills everything that it holds.
 
     >>> from shardplan.planning import TensorSpec, dedup_replicas, local_plan
     >>> plans = (local_plan({"w": TensorSpec((4,))}),) * 2
@@ -119,7 +110,7 @@ def with_replicas(plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
 def _completed(
     plan: SavePlan, own: list[int], moved: list[int], movers: Mapping[int, Mapping[Any, WriteItem]]
 ) -> SavePlan:
-    """Return the plan of a rank with what others move for it."""
+    """Return a rank's plan with what others move for it."""
     has, takes = Counter[int](), Counter[int]()
     for count, sources, items in ((has, own, plan.holds), (takes, moved, plan.items)):
         for source, volume in zip(sources, items.sizes.prod(axis=1).tolist(), strict=True):
@@ -136,7 +127,7 @@ def _completed(
 
 
 def _cut(item: WriteItem, shard: WriteItem) -> WriteItem | None:
-    """Return what an item moves of a shard that another rank may hold; None if nothing."""
+    """Return the part of an item inside another rank's shard; None if there is none."""
     data, held = item.tensor_data, shard.tensor_data
     if data is None or held is None or not held.chunk.numel:
         return item
@@ -154,8 +145,8 @@ def _number_sources(
     """Number the sources that ranks hold; catalogs that ranks share are read once.
 
     Returns:
-        The sources; and per plan, the source of each item that is held, and of each item that is
-        moved (-1: the rank holds no such source).
+        The sources; and per plan, the source number of each held item and of each moved item (-1:
+        the rank holds no such source).
     """
     sources: dict[Source, int] = {}
     own: dict[int, Ints] = {}  # by the catalog's identity, the source of each row
@@ -180,14 +171,14 @@ def _keys(catalog: Catalog) -> list[tuple[str, bool]]:
 
 @attrs.frozen(eq=False)
 class _Boxes:
-    """Boxes of sources on all ranks; one row a box, by rank, by source, in the order of items.
+    """Boxes of sources on all ranks; one row per box, by rank, by source, in the order of items.
 
     Attributes:
         rank: The position of its plan.
-        source: Which source it is of; -1 if the rank holds no such.
-        shard: Where the shard starts that it lies in.
+        source: The number of its source; -1 if the rank holds no such source.
+        shard: The start of its shard.
         offsets, sizes: The box.
-        item: Which item of its rank it is.
+        item: The number of its item in the plan.
     """
 
     rank: Ints
@@ -215,7 +206,7 @@ class _Boxes:
         )
 
     def tiling(self, rows: Any, axes: int) -> Any:
-        """Return some boxes, without the padding."""
+        """Return some boxes as a tiling, without the padding."""
         return tile(self.offsets[rows, :axes], self.sizes[rows, :axes])
 
 
@@ -223,7 +214,7 @@ _SHARD: Final = ("rank", "source", "shard")
 
 
 def _is_plain(held: _Boxes, moved: _Boxes) -> bool:
-    """Return True if ranks move just what they hold, and all leave out the same sources."""
+    """Return True if ranks move exactly what they hold, except sources that all leave out."""
     if (moved.source < 0).any():
         return False
     count = int(held.source.max(initial=-1)) + 1
@@ -237,13 +228,13 @@ def _is_plain(held: _Boxes, moved: _Boxes) -> bool:
 
 @attrs.frozen(eq=False)
 class _Work:
-    """What is compared: the boxes that are held, and those that are moved.
+    """The boxes that are held, and those that are moved.
 
     Attributes:
-        plans, sources: What they come from.
+        plans, sources: Their origin.
         held, moved: The boxes.
-        held_shard, moved_shard: Which shard (of a rank, of a source) each of them lies in.
-        verb: What is done to elements.
+        held_shard, moved_shard: The shard number (of a rank and source) of each box.
+        verb: The verb for the messages.
     """
 
     plans: Sequence[SavePlan]
@@ -260,7 +251,7 @@ class _Work:
         return position if known is None else known
 
     def head(self, row: int) -> Head:
-        """Return what the catalog says of a box that is moved."""
+        """Return the catalog row of a moved box."""
         items = self.plans[int(self.moved.rank[row])].items
         return items.catalog.heads[int(items.row[self.moved.item[row]])]
 
@@ -274,7 +265,7 @@ class _Work:
 
 
 def _unheld(work: _Work) -> Iterator[tuple[int, Issue]]:
-    """Report items that reach out of the shard of their rank in which they say they lie."""
+    """Report items that are not inside the shard that they name."""
     held, moved = work.held, work.moved
     order = np.argsort(work.held_shard, kind="stable")
     shards = work.held_shard[order]
@@ -304,11 +295,7 @@ def _unheld(work: _Work) -> Iterator[tuple[int, Issue]]:
 
 
 def _few_per_source(source: Ints, rows: Ints) -> Ints:
-    """Return some rows, of each source at most as many as are reported of one.
-
-    >>> len(_few_per_source(np.array([5] * 100 + [6]), np.arange(101)))
-    65
-    """
+    """Return some rows, at most _PER_SOURCE of each source."""
     order = np.argsort(source[rows], kind="stable")
     mine = source[rows][order]
     nth = np.arange(len(rows)) - np.searchsorted(mine, mine)
@@ -316,7 +303,7 @@ def _few_per_source(source: Ints, rows: Ints) -> Ints:
 
 
 def _equal(ordered: Ints, value: int) -> slice:
-    """Return where a value is in an ascending column."""
+    """Return the position of a value in an ascending column."""
     return slice(*np.searchsorted(ordered, [value, value + 1]).tolist())
 
 
@@ -360,11 +347,9 @@ def _repeated(work: _Work, region: Chunk, rows: Sequence[int]) -> Issue:
 
 
 def _left_out(work: _Work, faulty: npt.NDArray[np.int64]) -> Iterator[Issue]:
-    """Report boxes of which something is moved by no rank, though other parts of the source are.
+    """Report boxes that no rank moves in full, though other parts of the source are moved.
 
-    Args:
-        work: What ranks hold and move.
-        faulty: Rows that were reported already, whose counts of elements say nothing.
+    ``faulty`` are rows that were reported already; their element counts are meaningless.
     """
     held, moved = work.held, work.moved
     own, taken = work.volumes()

@@ -1,4 +1,4 @@
-"""Doors of folders: names that are loaded from their modules when they are first used."""
+"""Doors of folders: names that are loaded from their modules on first use."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -8,16 +8,10 @@ from typing import Any
 def door(
     package: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Make the `__getattr__` and `__dir__` of a package that loads its modules on demand.
+    """Return the `__getattr__` and `__dir__` of a package that loads its modules on demand.
 
-    Args:
-        package: The package's `__name__`.
-        homes: The names that the package offers, separated by spaces, by the module they live in.
-
-    A name must not be that of a module: loading the module would give it the name.
-
-    Returns:
-        The two functions, to be assigned in the package's `__init__`.
+    ``homes`` maps a module to the names that it provides, separated by spaces. A name must not be
+    that of a module: loading the module would overwrite it.
     """
     home_of = {name: home for home, names in homes.items() for name in names.split()}
 

@@ -1,7 +1,7 @@
-"""Dtypes by name: how wide one is, and whether a cast keeps every value.
+"""Dtypes by name: their width, and whether a cast keeps every value.
 
-Records hold names (``"bfloat16"``); whatever takes a dtype takes torch's and numpy's as well, and
-torch is not imported for that. The names are torch's, which are numpy's where both have the type.
+Records hold names (``"bfloat16"``); functions that take a dtype also accept torch's and numpy's,
+without importing torch. The names are torch's, which equal numpy's where both have the type.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Dtype = str | Any
 
 
 class _Kind(NamedTuple):
-    """What a dtype can hold.
+    """The range of a dtype.
 
     Attributes:
-        itemsize: Bytes that an element takes.
+        itemsize: Bytes per element.
         family: The kind of number.
-        bits: The bits that are exact: the mantissa, or a whole number's width.
+        bits: The exact bits: the mantissa, or an integer's width.
         reach: The power of two above the largest finite value.
     """
 
@@ -110,11 +110,7 @@ def itemsize(dtype: Dtype) -> int:
 
 
 def family(dtype: Dtype) -> str:
-    """Return what kind of number a dtype holds.
-
-    >>> family("bfloat16"), family("int8"), family("float8_e8m0fnu")
-    ('float', 'int', 'scale')
-    """
+    """Return the kind of number of a dtype, such as "float", "int" or "scale"."""
     return _TABLE[dtype_name(dtype)].family
 
 
@@ -140,6 +136,6 @@ def is_exact_cast(source: Dtype, target: Dtype) -> bool:
 
 
 def _homes(family: str) -> tuple[str, ...]:
-    """Name the families that can hold ``family``'s whole numbers, whatever the width."""
+    """Return the families that can hold the integers of ``family``, given enough bits."""
     signed = ("int", "float", "complex")
     return signed if family == "int" else ("uint", *signed)

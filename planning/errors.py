@@ -1,4 +1,4 @@
-"""Issues, the errors that carry them, and the words for their messages."""
+"""Issues, the errors that carry them, and helpers that format their messages."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def _ints(values: Iterable[int]) -> tuple[int, ...]:
 
 @attrs.frozen
 class Issue:
-    """One thing that is wrong with a plan or a checkpoint.
+    """One fault of a plan or a checkpoint.
 
     Attributes:
-        kind: What sort of fault this is: ``overlap``, ``gap``, ``out_of_bounds``, ``conflict``,
-            ``too_large``, ``missing``, ``uncovered``, ``shape``, ``dtype``, ``type``, ``lossy``,
-            ``unmatched`` (a pattern) or ``label`` (of a partition).
-        fqn: The name, in the checkpoint, of the tensor or value concerned.
-        message: A whole sentence for a person: what was expected, what came, what to try.
-        ranks: The ranks concerned, ascending; empty where no rank is to blame.
+        kind: ``overlap``, ``gap``, ``out_of_bounds``, ``conflict``, ``too_large``, ``missing``,
+            ``uncovered``, ``shape``, ``dtype``, ``type``, ``lossy``, ``unmatched`` (a pattern) or
+            ``label`` (of a partition).
+        fqn: The name of the tensor or value in the checkpoint.
+        message: A sentence for people: what was expected, what came, what to try.
+        ranks: The ranks concerned, ascending; empty if the fault is not specific to ranks.
         region: The elements concerned, as ``(offsets, sizes)`` in the tensor's global frame.
-        remedy: An argument to try, printed after the message; empty where nothing takes it.
-        summary: A sentence for this issue and all others that have the same one: printed once, in
-            the place of their messages. Empty where the message says all.
+        remedy: An argument to try, printed after the message; may be empty.
+        summary: A sentence that stands for this issue and all others with the same summary; it is
+            printed once, instead of their messages. Empty if there is none.
     """
 
     kind: str
@@ -58,7 +58,7 @@ class PlanError(ValueError):
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """What is wrong, as sentences: one for each issue, or for all that share a summary."""
+        """One sentence per issue, or per group of issues with the same summary."""
         return tuple(dict.fromkeys(map(str, self.issues)))
 
     def __str__(self) -> str:
@@ -68,10 +68,10 @@ class PlanError(ValueError):
 
 
 class RefusedError(TypeError):
-    """Values that have no correct plan, such as a DTensor that still has a partial sum.
+    """Values that have no correct plan, such as a DTensor with a partial sum.
 
     Attributes:
-        reasons: A sentence for each; the text of the error has the first ones.
+        reasons: One sentence each; the text of the error has only the first ones.
     """
 
     def __init__(self, *reasons: str) -> None:
@@ -83,7 +83,7 @@ class RefusedError(TypeError):
 
 
 class NotFoundError(LookupError):
-    """A name or an offset that is not there; ``nearest`` holds what may have been meant."""
+    """A name or an offset that does not exist; ``nearest`` holds similar ones."""
 
     def __init__(self, message: str, nearest: Sequence[str] = ()) -> None:
         self.nearest: tuple[str, ...] = tuple(nearest)
@@ -100,13 +100,9 @@ class CodecError(ValueError):
 def listed(
     names: Sequence[str], *, quote: str = "`", between: str = ", ", attribute: str = ""
 ) -> str:
-    """Name a few things, and say how many more there are.
+    """List a few names, and say how many more there are.
 
-    Args:
-        names: All of them.
-        quote: What to put around each.
-        between: What to put between two.
-        attribute: The attribute of the error in which all are found.
+    ``attribute`` is the attribute of the error that has all of them.
 
     >>> listed(["a", "b"]), listed([]), listed("abcdefghij", quote="")
     ('`a`, `b`', 'none', 'a, b, c, d, e, f, g, h and 2 more')
@@ -122,7 +118,7 @@ def listed(
 
 
 def nearest_names(name: str, names: Iterable[str]) -> tuple[str, ...]:
-    """Return up to three of ``names`` that resemble ``name``, most alike first.
+    """Return up to three of ``names`` that resemble ``name``, most similar first.
 
     >>> nearest_names("layer.wieght", ["layer.weight", "layer.bias", "step"])
     ('layer.weight', 'layer.bias')
@@ -134,16 +130,12 @@ def nearest_names(name: str, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def nearest_hint(near: Sequence[str]) -> str:
-    """Return the end of a message that says what may have been meant, if anything.
-
-    >>> nearest_hint(("layer.weight",)), nearest_hint(())
-    ('; nearest: layer.weight', '')
-    """
+    """Return the end of a message that suggests similar names, if there are any."""
     return f"; nearest: {', '.join(near)}" if near else ""
 
 
 def span(ranks: Sequence[int], most: int = _SHOWN) -> str:
-    """Name ranks the short way; of so many runs at most, and how many more ranks there are.
+    """Format rank numbers as runs, at most ``most`` of them.
 
     >>> span([0, 1, 2, 5])
     'ranks 0-2 and 5'
@@ -201,11 +193,9 @@ EXTRAS: Final = {
 
 @contextmanager
 def named_extras(what: str, *, with_torch: bool = False) -> Iterator[None]:
-    """Say what to install if an import fails for want of a package.
+    """Raise a failed import again with the extra to install.
 
-    Args:
-        what: What needs the package.
-        with_torch: Whether it needs torch as well: the extra for that brings both.
+    ``what`` names the feature. ``with_torch`` selects the extra that also brings torch.
 
     >>> with named_extras("shardplan.save"):
     ...     raise ModuleNotFoundError("No module named 'torch'", name="torch")

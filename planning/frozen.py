@@ -1,4 +1,4 @@
-"""Values that stay as they are: an immutable mapping, and `freeze`, which makes any value so."""
+"""Immutable values: FrozenDict, and `freeze`, which makes any plain value immutable."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SCALARS: Final = frozenset((str, int, float, bool, bytes, type(None)))  # the m
 
 
 class FrozenDict(Mapping[K, V]):
-    """A mapping that cannot change, and therefore hashes. Equal to any mapping of the same items.
+    """An immutable, hashable mapping. Equal to any mapping of the same items.
 
     >>> FrozenDict({"a": [1, 2]})
     FrozenDict({'a': (1, 2)})
@@ -37,7 +37,7 @@ class FrozenDict(Mapping[K, V]):
 
     @classmethod
     def of_frozen(cls, items: dict[K, V]) -> FrozenDict[K, V]:
-        """Make one of keys and values that cannot change, and a dict that nobody else has."""
+        """Wrap a dict of immutable keys and values, which the caller gives up."""
         made: FrozenDict[K, V] = cls.__new__(cls)
         object.__setattr__(made, "_dict", items)
         return made
@@ -94,16 +94,16 @@ def freeze(value: Any) -> Any:
 
 
 def to_json(value: Any, where: str = "value") -> Any:
-    """Return frozen data as plain JSON data that `from_json` turns back into an equal value.
+    """Return frozen data as plain JSON data that `from_json` decodes to an equal value.
 
-    Tuples become arrays and string-keyed mappings become objects; what JSON has no word for is an
-    object with a single key that starts with ``$``.
+    Tuples become arrays and string-keyed mappings become objects; types that JSON lacks are objects
+    with a single key that starts with ``$``.
 
     >>> to_json((1, 2.5, b"x", {3: None}))
     [1, 2.5, {'$bytes': 'eA=='}, {'$map': [[3, None]]}]
 
     Raises:
-        CodecError: ``value`` holds an object of another type; ``where`` leads to it.
+        CodecError: ``value`` contains another type; the message starts with ``where``.
     """
     if (
         value is None
@@ -137,7 +137,7 @@ def from_json(data: Any) -> Any:
     (1, b'x', FrozenDict({3: None}))
 
     Raises:
-        CodecError: An object carries an unknown ``$`` tag.
+        CodecError: An object has an unknown ``$`` tag.
     """
     if isinstance(data, list):
         return tuple([v if type(v) in _SCALARS else from_json(v) for v in data])

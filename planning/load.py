@@ -1,4 +1,4 @@
-"""Load planning: the saved boxes that fill every chunk that is wanted."""
+"""Load planning: the saved boxes that fill every wanted chunk."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def load_plan(
         metadata: The checkpoint.
         plan: What this rank holds: `local_plan` of its state dict, after any passes. Its names and
             dtypes are the checkpoint's, its sources the state dict's.
-        strict: Whether every chunk must be filled: True, False, or a pattern (``"model.*"``), or
-            several, of the names that must be. What need not be and cannot be is left alone and
-            reported. Names in the checkpoint that are not wanted are never an error. An empty dict
-            needs no entry in a checkpoint that has nothing inside it: torch saves none.
+        strict: Whether every chunk must be filled: True, False, or a pattern (``"model.*"``) or
+            several patterns of the names that must be. Other chunks that cannot be filled are left
+            alone and reported. Names that only the checkpoint has are never an error. An empty
+            dict needs no entry if the checkpoint has nothing inside it, since torch saves none.
         dtype: ``"same"`` refuses a stored dtype other than the plan's, ``"cast"`` casts.
-        shape: ``"same"`` takes another global shape for a mistake; ``"overlap"`` fills the elements
-            that both have, such as the rows of a vocabulary that has since been padded.
+        shape: ``"same"`` refuses another global shape; ``"overlap"`` fills the elements that both
+            have, such as the rows of a vocabulary that has since been padded.
         optional: Names that need not be in the checkpoint, such as those of tied weights; they are
             not reported as missing.
 
@@ -69,8 +69,8 @@ def load_plan(
         passes left out.
 
     Raises:
-        PlanError: Something that must be filled cannot be, or passes would have an element of the
-            state dict filled twice, or part of a tensor only; every reason is reported.
+        PlanError: Something that must be filled cannot be, or passes would fill an element of the
+            state dict twice or a tensor only in part; it lists all reasons.
     """
     if dtype not in ("same", "cast"):
         raise ValueError(
@@ -156,8 +156,8 @@ def global_load_plan(
     True
 
     Raises:
-        PlanError: After the passes some element would be filled twice, not at all, or from
-            elsewhere.
+        PlanError: After the passes, some element would be filled twice, not at all, or from the
+            wrong place.
     """
     if isinstance(plans, LoadPlan):
         text = "takes one load plan per rank; for one rank: global_load_plan([plan])"
@@ -178,7 +178,7 @@ def global_load_plan(
 
 
 def _changes(rank: int, old: LoadPlan, new: LoadPlan) -> Iterator[Issue]:
-    """Report shards that get more or fewer elements than the load plan of their rank gave them."""
+    """Report shards that get more or fewer elements than in their rank's load plan."""
     was, now = _filled(old.items), _filled(_all_reads(rank, new))
     for shard in sorted(was.keys() | now.keys()):
         if was.get(shard, 0) != now.get(shard, 0):
@@ -197,7 +197,7 @@ def _all_reads(rank: int, plan: LoadPlan) -> ReadItems:
 
 
 def _moves(rank: int, old: LoadPlan, new: LoadPlan) -> Iterator[Issue]:
-    """Report elements that are filled twice, or not from where the rank's load plan reads them."""
+    """Report elements that are filled twice, or from elsewhere than in the load plan."""
     was, now = _regions(old.items), _regions(_all_reads(rank, new))
     for key in sorted(was.keys() | now.keys(), key=str):
         shard, saved, _ = key
@@ -214,7 +214,7 @@ _Move = tuple[MetadataIndex, str, tuple[int, ...]]
 
 
 def _regions(reads: ReadItems) -> dict[_Move, list[Chunk]]:
-    """Return the boxes that are filled, by shard, saved tensor, and the way between the two."""
+    """Return the filled boxes by shard, saved tensor, and shift between the two."""
     found: dict[_Move, list[Chunk]] = {}
     for read in reads:
         saved, into = read.storage_index.offset or (), read.dest_index.offset or ()
@@ -226,7 +226,7 @@ def _regions(reads: ReadItems) -> dict[_Move, list[Chunk]]:
 
 
 def _filled(reads: ReadItems) -> dict[tuple[str, tuple[int, ...]], int]:
-    """Count the elements (of a non-tensor value: the reads) that go to each shard."""
+    """Count the elements (for a non-tensor value, the reads) that go to each shard."""
     if not len(reads):
         return {}
     keys = np.concatenate([reads.dest[:, None], reads.dest_anchor], axis=1)
@@ -241,9 +241,9 @@ def _filled(reads: ReadItems) -> dict[tuple[str, tuple[int, ...]], int]:
 
 
 def _unneeded(metadata: Metadata, plan: SavePlan) -> frozenset[str]:
-    """Return the names of empty dicts that need no entry: nothing was saved inside them either.
+    """Return the names of empty dicts that need no entry because nothing was saved inside them.
 
-    Of one that was empty on the rank that saved it, other ranks may have saved what is inside.
+    A dict that was empty on one rank may have had contents on others.
     """
     wanted = empty_names(plan.planner_data) - empty_names(metadata.planner_data)
     names = sorted(metadata.state_dict_metadata.names) if wanted else []
@@ -252,13 +252,13 @@ def _unneeded(metadata: Metadata, plan: SavePlan) -> frozenset[str]:
 
 
 def _starts_any(prefix: str, names: Sequence[str]) -> bool:
-    """Return True if one of some sorted names starts like this."""
+    """Return True if one of some sorted names has this prefix."""
     at = bisect_left(names, prefix)
     return at < len(names) and names[at].startswith(prefix)
 
 
 def _patterns(strict: Strict, names: Iterable[str]) -> tuple[str, ...]:
-    """Return the patterns of names that must be filled; one that matches nothing is a mistake."""
+    """Return the patterns of names that must be filled; refuse those that match nothing."""
     if isinstance(strict, (bool, int)):
         return ("*",) if strict else ()
     patterns = strict_patterns(strict)
@@ -273,11 +273,7 @@ def _patterns(strict: Strict, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def strict_patterns(strict: Strict) -> tuple[str, ...]:
-    """Return the patterns of ``strict``, given one or several.
-
-    Raises:
-        TypeError: It is neither.
-    """
+    """Return the patterns of ``strict``, given as one or several."""
     patterns = (strict,) if isinstance(strict, str) else strict
     if isinstance(patterns, Iterable) and all(isinstance(p, str) for p in patterns):
         return tuple(patterns)
@@ -285,10 +281,9 @@ def strict_patterns(strict: Strict) -> tuple[str, ...]:
 
 
 def _damage(entries: Entries, entry: Ints) -> list[Issue]:
-    """Report saved chunks that collide or do not fit their shape, and leave those tensors out.
+    """Report saved chunks that overlap or do not fit their shape, and leave those tensors out.
 
-    An element must be read from one place only. Layouts are looked at once, however many tensors
-    have them; a grid cannot collide.
+    Each layout is checked once, however many tensors have it; a grid cannot overlap itself.
     """
     issues: list[Issue] = []
     bad: dict[int, bool] = {}
@@ -336,7 +331,7 @@ def _uncovered(
 
 
 def _read_items(items: WriteItems, wanted: Ints, pieces: Overlap, values: Ints) -> ReadItems:
-    """Write down where each piece comes from and goes to; non-tensor values go along."""
+    """Make the read of each piece, and of non-tensor values."""
     catalog = items.catalog
     width = max(pieces.offsets.shape[1], 1)
     item = np.concatenate([wanted[pieces.box], values])

@@ -1,4 +1,4 @@
-"""Matching of what is wanted with what was saved: names, kinds, shapes, dtypes."""
+"""Matching of a catalog with a checkpoint: names, kinds, shapes, dtypes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ class Match:
     """How a catalog and a checkpoint fit.
 
     Attributes:
-        entry: Which entry fills each row of the catalog (-1: none does).
+        entry: The entry that fills each row of the catalog; -1 if none does.
         issues: What does not fit.
-        notes: What does not fit and was asked for.
-        shared: Per row, the shape that saved and wanted tensor share, if only that is to be filled.
+        notes: What does not fit but was allowed.
+        shared: Per row, the common shape of the saved and the wanted tensor, if only that is
+        filled.
     """
 
     entry: Ints
@@ -48,7 +49,7 @@ def match_entries(
     shape: str,
     unneeded: Container[str] = (),
 ) -> Match:
-    """Compare what is wanted with what is there, tensor by tensor; some names need not be there."""
+    """Compare a catalog with a checkpoint, tensor by tensor; some names are optional."""
     match = Match(np.full(len(catalog), -1, np.int64), [], [], {})
     layouts, props = entries.layout.tolist(), entries.prop.tolist()
     fitting: set[tuple[Any, ...]] = set()  # pairs of tensors that fit: most are alike
@@ -85,15 +86,9 @@ def match_entries(
 def explain_missing(
     issues: Sequence[Issue], entries: Entries, catalog: Catalog, dtype: str
 ) -> list[Issue]:
-    r"""Say what may have been meant by missing names.
+    r"""Add likely alternatives to issues about missing names.
 
-    Those that the checkpoint has under another prefix get one summary, with the `rename` to use.
-
-    Args:
-        issues: What does not fit.
-        entries: What the checkpoint has.
-        catalog: What is wanted.
-        dtype: Whether another dtype fits, see `load_plan`.
+    Names that the checkpoint has under another prefix get one summary, with the `rename` to use.
 
     >>> from shardplan.planning import local_plan
     >>> catalog = local_plan({"module": {"a": 1, "b": 2}}).items.catalog
@@ -131,7 +126,7 @@ def explain_missing(
 
 
 def _with_hint(issue: Issue, near: Sequence[str], is_value: bool) -> Issue:
-    """Say which names resemble a missing one, or lie below it."""
+    """Add names that resemble a missing one, or lie below it."""
     below = [name for name in near if is_value and name.startswith(f"{issue.fqn}.")]
     if not below:
         return attrs.evolve(issue, message=f"{issue.message}{nearest_hint(near)}")
@@ -168,7 +163,7 @@ def _prefix_remedy(ways: Sequence[Renames], renamed: bool) -> str:
 def _losses(
     name: str, saved: TensorMetadata | BytesMetadata, properties: TensorProperties | None
 ) -> Iterator[Issue]:
-    """Say so where a cast that was asked for cannot keep every value."""
+    """Note casts that cannot keep every value."""
     if isinstance(saved, BytesMetadata) or properties is None:
         return
     was, now = saved.properties.dtype, properties.dtype
@@ -191,7 +186,7 @@ def _misfit(
     size: tuple[int, ...],
     dtype: str,
 ) -> Issue | None:
-    """Say in which way a saved tensor is not the wanted one."""
+    """Return how a saved tensor differs from the wanted one."""
     if isinstance(saved, BytesMetadata) or properties is None:
         if isinstance(saved, BytesMetadata) and properties is None:
             return None
@@ -213,16 +208,11 @@ def _misfit(
 def whole_names(
     flat: Mapping[str, object], paths: Mapping[str, Path], metadata: Metadata
 ) -> frozenset[str]:
-    """Name what is one value in a checkpoint, though a state dict opens it, or has a tensor there.
+    """Return the names of single values in a checkpoint that the state dict opens into parts.
 
-    torch before 2.4 kept dicts without tensors so, and planners that do not flatten still do. All
-    versions keep tuples, with or without tensors, and numpy arrays. A dict that holds a tensor
-    here, and a container of a name that the checkpoint has, are not among them.
-
-    Args:
-        flat: What `flatten` returned.
-        paths: The way to each leaf.
-        metadata: The checkpoint.
+    torch before 2.4 stores dicts without tensors so, as do planners that do not flatten. All
+    versions store tuples, with or without tensors, and numpy arrays so. Dicts that hold a tensor
+    here, and containers with a name that the checkpoint has, are not included.
 
     >>> from shardplan.planning import BytesMetadata, flatten
     >>> whole_names(*flatten({"a": {"b": 1}, "c": 2}), Metadata({"a": BytesMetadata()}))
@@ -243,7 +233,7 @@ def whole_names(
 
 
 def _holders(path: Path, kind: str = "") -> list[str]:
-    """Return the names of the containers that a leaf lies in, or of those of one kind."""
+    """Return the names of the containers of a leaf, optionally of one kind only."""
     keys = [str(key) for _, key in path]
     depths = [depth for depth in range(1, len(keys)) if path[depth][0] == (kind or path[depth][0])]
     return [".".join(keys[:depth]) for depth in depths]

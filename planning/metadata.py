@@ -1,4 +1,4 @@
-"""Metadata: what a checkpoint holds, one entry a tensor, equal tilings stored once."""
+"""Metadata: the contents of a checkpoint, one entry per tensor, equal tilings stored once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TensorMetadata:
     Attributes:
         properties: How it is stored.
         size: Its global shape, in elements.
-        chunks: Where it was cut: an immutable sequence of `Chunk`, given as any iterable of them.
+        chunks: Its chunks: an immutable sequence of `Chunk`, given as any iterable.
     """
 
     properties: TensorProperties
@@ -62,7 +62,7 @@ def _names(values: Iterable[str]) -> tuple[str, ...]:
 
 @attrs.frozen
 class StorageMeta:
-    """Where a checkpoint lies and which save made it."""
+    """The location of a checkpoint, and the save that made it."""
 
     checkpoint_id: str | None = attrs.field(default=None, converter=attrs.converters.optional(str))
     save_id: str | None = None
@@ -72,7 +72,7 @@ class StorageMeta:
 
 @attrs.frozen
 class Layout:
-    """A global shape and how it was cut; a thousand layers sharded alike share one.
+    """A global shape and its tiling; a thousand layers with the same sharding share one.
 
     Attributes:
         size: The global shape, in elements.
@@ -85,13 +85,12 @@ class Layout:
 
 @attrs.frozen(eq=False, repr=False, slots=False)
 class Entries(Mapping[str, TensorMetadata | BytesMetadata]):
-    """An immutable mapping from name to metadata, in columns; a record is made on look-up.
+    """An immutable mapping from name to metadata, in columns; records are made on look-up.
 
     Attributes:
         names: The keys; one row each.
-        props: The distinct properties, and ``prop``, which of them each row has.
-        layouts: The distinct layouts, and ``layout``, which of them each row has; -1 marks a
-            non-tensor value.
+        props: The distinct properties; ``prop`` numbers them per row.
+        layouts: The distinct layouts; ``layout`` numbers them per row (-1: a non-tensor value).
     """
 
     names: tuple[str, ...]
@@ -102,7 +101,7 @@ class Entries(Mapping[str, TensorMetadata | BytesMetadata]):
 
     @classmethod
     def of(cls, entries: Mapping[str, TensorMetadata | BytesMetadata]) -> Entries:
-        """Make columns of records; columns come back as they are."""
+        """Convert records to columns; columns are returned unchanged."""
         if isinstance(entries, Entries):
             return entries
         props: dict[TensorProperties, int] = {}
@@ -130,7 +129,7 @@ class Entries(Mapping[str, TensorMetadata | BytesMetadata]):
         return {name: row for row, name in enumerate(self.names)}
 
     def record(self, row: int) -> TensorMetadata | BytesMetadata:
-        """Make the record of one row."""
+        """Return the record of one row."""
         if self.layout[row] < 0:
             return BytesMetadata()
         layout = self.layouts[self.layout[row]]
@@ -177,7 +176,7 @@ class Entries(Mapping[str, TensorMetadata | BytesMetadata]):
 
 
 def _same(a: Sequence[object], a_rows: Ints, b: Sequence[object], b_rows: Ints) -> bool:
-    """Compare two columns of numbers into tables, each distinct pair of values once."""
+    """Compare two columns of numbers into tables, comparing each distinct pair once."""
     pairs = np.unique(np.stack([a_rows, b_rows]), axis=1).T.tolist()
     return all(i == j if min(i, j) < 0 else a[i] == b[j] for i, j in pairs)
 
@@ -198,13 +197,13 @@ def _entries_of(entries: Mapping[str, TensorMetadata | BytesMetadata]) -> Entrie
 
 @attrs.frozen(repr=False)
 class Metadata(Printed):
-    """All that is global about a checkpoint.
+    """The global contents of a checkpoint.
 
     Attributes:
         state_dict_metadata: Name to `TensorMetadata` or `BytesMetadata`.
-        planner_data: What planners left for themselves, frozen.
-        storage_data: What storage left for itself, frozen.
-        storage_meta: Where it lies.
+        planner_data: Data of planners, frozen.
+        storage_data: Data of the storage layer, frozen.
+        storage_meta: Its location, and the save that made it.
         version: The format's version.
     """
 
@@ -218,7 +217,7 @@ class Metadata(Printed):
         """Return one entry.
 
         Raises:
-            NotFoundError: There is none of that name; the nearest ones are named.
+            NotFoundError: There is none of that name; the message suggests similar ones.
         """
         entries = self.state_dict_metadata
         if name not in entries:
@@ -263,7 +262,7 @@ def metadata_of(sd: Mapping[Any, Any]) -> Metadata:
 
     Raises:
         PlanError: Two keys flatten to the same name.
-        RefusedError: A checkpoint cannot hold some tensor; every such key is named.
+        RefusedError: A checkpoint cannot hold some tensors; it names all of them.
     """
     # Needed here alone: a checkpoint is opened without the code that looks at tensors.
     from .mesh.placements import TensorSpec

@@ -42,18 +42,16 @@ def _no_transfers() -> Transfers:
 class SavePlan(Printed):
     """What one rank holds, or, after `global_plan`, what it writes.
 
-    Where a plan comes from (its rank, the number of ranks, what was held before any pass) takes no
-    part in ``==`` and ``hash``.
+    ``==`` and ``hash`` ignore a plan's origin: ``rank``, ``world_size`` and ``held``.
 
     Attributes:
-        items: An immutable sequence of `WriteItem`, given as any iterable of them.
-        storage_data: What storage adds for itself, frozen.
-        planner_data: What planners add for themselves, frozen. `local_plan` puts the nested keys'
-            paths there, under ``"paths"``, and the names of empty dicts, under ``"empty"``.
-        rank: Whose plan this is: its place among the ranks that save or load. None if unknown.
-        world_size: How many ranks there are. None if unknown.
-        held: The items that `local_plan` made, before any pass: what must be saved or filled. None
-            if unknown: then it is ``items``.
+        items: An immutable sequence of `WriteItem`, given as any iterable.
+        storage_data: Data of the storage layer, frozen.
+        planner_data: Data of planners, frozen. `local_plan` puts the paths of nested keys there,
+            under ``"paths"``, and the names of empty dicts, under ``"empty"``.
+        rank: The plan's rank among the ranks that save or load; None if unknown.
+        world_size: The number of ranks; None if unknown.
+        held: The items before any pass, all of which must be saved or filled; None means ``items``.
     """
 
     items: WriteItems = attrs.field(converter=_write_items)
@@ -65,11 +63,11 @@ class SavePlan(Printed):
 
     @property
     def holds(self) -> WriteItems:
-        """What the rank holds, whatever passes made of it."""
+        """What the rank holds, before any pass."""
         return self.items if self.held is None else self.held
 
     def following(self, before: SavePlan) -> SavePlan:
-        """Return this plan with all that no pass changes, as it was in the plan ``before``.
+        """Return this plan with the rank, world size and held items of the plan ``before``.
 
         >>> plan = SavePlan([], rank=1, world_size=4)
         >>> SavePlan([]).following(plan).rank
@@ -98,13 +96,13 @@ class LoadPlan(Printed):
     """What one rank reads.
 
     Attributes:
-        items: An immutable sequence of `ReadItem`, given as any iterable of them.
-        storage_data: What storage adds for itself, frozen.
-        planner_data: What planners add for themselves, frozen.
+        items: An immutable sequence of `ReadItem`, given as any iterable.
+        storage_data: Data of the storage layer, frozen.
+        planner_data: Data of planners, frozen.
         report: How the state dict and the checkpoint agree.
-        transfers: What this rank reads for others, and others for it, beside ``items``: an
+        transfers: What this rank reads for others and others for it, in addition to ``items``: an
             immutable sequence of `Transfer`.
-        rank, world_size: As in `SavePlan`; they take no part in ``==`` and ``hash``.
+        rank, world_size: As in `SavePlan`; ignored by ``==`` and ``hash``.
     """
 
     items: ReadItems = attrs.field(converter=_read_items)

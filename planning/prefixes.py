@@ -1,17 +1,17 @@
-r"""Wanted names that a checkpoint has under another prefix, and the `rename` that makes them fit.
+"""Wanted names that a checkpoint has under another prefix, and the `rename` that maps them.
 
-``torch.compile`` puts ``_orig_mod.`` into names, DDP puts ``module.`` before them, and in a
-checkpoint of ``{"model": sd}`` all of them begin with ``model.``. How rules are found:
+``torch.compile`` adds ``_orig_mod.`` to names, DDP prepends ``module.``, and in a checkpoint of
+``{"model": sd}`` all names begin with ``model.``. How rules are found:
 
-1. For some of the missing names, find the saved names with the longest end in common, and compare
-   what comes before: those steps are to be removed, and others to be put there.
-2. Make a few regular expressions of that, and try the promising ones on all names. Take the one
-   that finds the most missing names and leaves alone those that fit already.
-3. Repeat this for the names that are still missing.
+1. For a sample of the missing names, find the saved names with the longest common suffix, and
+   compare what precedes it: the steps to remove and the steps to add.
+2. Make a few regular expressions from that, and try the promising ones on all names. Take the one
+   that finds the most missing names and does not change names that fit already.
+3. Repeat for the names that are still missing.
 
 A rule that replaces steps, rather than only adding or removing some, could load one tensor into
-another: it counts only if it is for all missing names with the same first step, and if shapes and
-dtypes agree. Rules that disagree about a name are never put into code.
+another. It is used only if it covers all missing names with the same first step, and if shapes and
+dtypes agree. Rules that disagree about a name are not suggested as code.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Rule:
 
     Attributes:
         pattern, new: The two.
-        sure: Whether it only adds or removes steps, so that chance is ruled out.
+        sure: Whether it only adds or removes steps, so that a match is not a coincidence.
     """
 
     pattern: str
@@ -63,10 +63,10 @@ class Rule:
 
 @attrs.frozen
 class Renames:
-    """How missing names become saved ones; printed as the code to write.
+    """A mapping of missing names to saved ones; prints as the code to write.
 
     Attributes:
-        rules: What to do, one after the other.
+        rules: The rules, applied in order.
         names: The saved name of each missing name that the rules find.
     """
 
@@ -78,11 +78,11 @@ class Renames:
 
     @property
     def sure(self) -> bool:
-        """Whether only steps were added or removed."""
+        """Whether all rules only add or remove steps."""
         return all(rule.sure for rule in self.rules)
 
     def disagrees(self, other: Renames) -> bool:
-        """Return whether the two give one name two saved ones, or two names the same."""
+        """Return True if the two map one name to two saved ones, or two names to one."""
         both = self.names.items() | other.names.items()
         return not len(both) == len(dict(both)) == len({new for _, new in both})
 
@@ -94,17 +94,15 @@ def find_renames(
     *,
     fits: Fits = lambda wanted, saved: True,
 ) -> tuple[Renames, ...]:
-    r"""Return what renames missing names to saved ones; nothing if no prefix explains them.
+    r"""Return the rules that map the most missing names to saved ones; empty if there are none.
+
+    There are several results if the checkpoint has the same names under several prefixes.
 
     Args:
-        missing: Names that are wanted and that the checkpoint does not have.
+        missing: Wanted names that the checkpoint does not have.
         saved: The names in the checkpoint.
-        fitting: Wanted names that it has: these stay as they are.
-        fits: Returns whether a wanted name and a saved one are alike in shape and dtype.
-
-    Returns:
-        What finds the most names. Several, if the checkpoint has the same names under several
-        prefixes: which of them is meant, only the user can know.
+        fitting: Wanted names that it has; these must not change.
+        fits: Returns whether a wanted name and a saved one agree in shape and dtype.
 
     >>> print(*find_renames(["_orig_mod.a.w", "_orig_mod.b.w"], ["a.w", "b.w"]))
     rename([(r"^_orig_mod\.", "")])
@@ -134,7 +132,7 @@ def find_renames(
 def _best_rules(
     missing: Mapping[str, str], free: set[str], fixed: Collection[str], fits: Fits
 ) -> list[Renames]:
-    """Return the rules that find the most names, each other ones, and change none that is fixed."""
+    """Return the rules that find the most names, each different ones, and change no fixed name."""
     ways: dict[frozenset[tuple[str, str]], Renames] = {}
     names = list(missing.values())
     for rule in _promising(names, free, fixed):
@@ -149,7 +147,7 @@ def _best_rules(
 
 
 def _promising(names: Sequence[str], free: set[str], fixed: Collection[str]) -> Iterator[Rule]:
-    """Yield the rules that find the most of a few names, and change none that is fixed."""
+    """Yield the rules that find the most of a few names, and change no fixed name."""
     # Names in an order that means nothing, the same everywhere.
     probe = nsmallest(_PROBED, names, key=lambda n: crc32(n.encode("utf-8", "surrogatepass")))
     rules = dict.fromkeys(_candidates(names, sorted(free)))
@@ -166,7 +164,7 @@ def _promising(names: Sequence[str], free: set[str], fixed: Collection[str]) -> 
 
 
 def _is_safe(rule: Rule, names: Sequence[str], found: Mapping[str, str], fits: Fits) -> bool:
-    """Return whether a rule that replaces steps is for all names with its first step, and fits."""
+    """Return True if a replacing rule covers all names with its first step, and fits."""
     changed = re.compile(rule.pattern)
     steps = {name.partition(".")[0] for name in names if changed.search(name)}
     is_common = all(changed.search(name) for name in names if name.partition(".")[0] in steps)
@@ -174,7 +172,7 @@ def _is_safe(rule: Rule, names: Sequence[str], found: Mapping[str, str], fits: F
 
 
 def _candidates(missing: Sequence[str], free: Sequence[str]) -> Iterator[Rule]:
-    """Yield rules that would find some of the missing names, plain ones first."""
+    """Yield rules that would find some of the missing names, simple ones first."""
     sample = missing[:: -(-len(missing) // _SAMPLED) or 1]
     if len(missing) > 1:  # prefixes that do not end with a dot
         old, new = _common_start(missing), _common_start(free)
@@ -192,10 +190,10 @@ def _candidates(missing: Sequence[str], free: Sequence[str]) -> Iterator[Rule]:
 
 
 def _differences(name: str, free: Sequence[str]) -> list[tuple[Steps, Steps, Steps]]:
-    """Compare a name with the saved ones most like it, step by step.
+    """Compare a name with the most similar saved ones, step by step.
 
     Returns:
-        For each: the steps in common at the front, those of the name alone, those of the saved one.
+        For each: the common steps at the front, those of the name alone, those of the saved one.
 
     >>> _differences("model._orig_mod.a.w", ["a.w", "model.a.w", "model.b.w"])
     [(['model'], ['_orig_mod'], [])]
@@ -228,13 +226,13 @@ def _ending(steps: Steps, count: int, names: Sequence[str]) -> Sequence[str]:
 
 
 def _within(some: Steps, steps: Steps) -> bool:
-    """Return True if some steps are among others, in the same order."""
+    """Return True if some steps are a subsequence of others."""
     rest = iter(steps)
     return all(step in rest for step in some)
 
 
 def _rules(old: Steps, new: Steps, sure: bool) -> Iterator[Rule]:
-    """Yield rules that put some steps in the place of the first ones of a name."""
+    """Yield rules that replace the first steps of a name by others."""
     numbers = [step for step in new if step.isdigit()]
     if numbers and numbers == [step for step in old if step.isdigit()]:
         many = "".join(r"(\d+)\." if s.isdigit() else rf"{re.escape(s)}\." for s in old)
@@ -259,11 +257,7 @@ def _narrowed(rule: Rule, missing: Sequence[str], fixed: Collection[str]) -> Ite
 
 
 def _common_start(names: Collection[str]) -> str:
-    """Return the characters with which all names begin.
-
-    >>> _common_start(["my_a", "my_b"]), _common_start([])
-    ('my_', '')
-    """
+    """Return the common prefix of all names."""
     pairs = zip(min(names, default=""), max(names, default=""), strict=False)
     return "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -275,12 +269,12 @@ def _head(name: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return the replacement that stands for a text as it is."""
+    """Return a text escaped for use as a replacement."""
     return text.replace("\\", r"\\")
 
 
 def _code(text: str) -> str:
-    """Return a string as one would write it in Python."""
+    """Return a string as Python source."""
     if '"' in text or not text.isprintable() or text.endswith("\\"):
         return repr(text)
     return f'r"{text}"' if "\\" in text else f'"{text}"'

@@ -1,7 +1,7 @@
 """The records that plans are made of: what is written, what is read, and what did not fit.
 
-Field names are those of torch.distributed.checkpoint. Every record is frozen to the leaves,
-compares and hashes by value, and checks its own invariants when it is made.
+Field names are those of torch.distributed.checkpoint. Every record is deeply immutable, compares
+and hashes by value, and checks its invariants on construction.
 """
 
 from __future__ import annotations
@@ -50,13 +50,12 @@ def _torch_name(value: object) -> str:
 
 @attrs.frozen(order=True)
 class TensorProperties:
-    """What a stored tensor is made of.
+    """How a tensor is stored.
 
     Attributes:
-        dtype: The dtype *in the checkpoint*, by name. Where it differs from the tensor's own dtype,
-            that difference is the cast.
-        layout, requires_grad, memory_format, pin_memory: Kept for exchange with torch; nothing here
-            depends on them.
+        dtype: The dtype *in the checkpoint*, by name. If it differs from the tensor's own dtype,
+            the tensor is cast.
+        layout, requires_grad, memory_format, pin_memory: Kept for exchange with torch; unused here.
 
     >>> TensorProperties("torch.bfloat16").dtype
     'bfloat16'
@@ -70,7 +69,7 @@ class TensorProperties:
 
     @property
     def itemsize(self) -> int:
-        """Bytes that one element takes in the checkpoint."""
+        """Bytes per element in the checkpoint."""
         return ITEMSIZE[self.dtype]
 
 
@@ -80,9 +79,9 @@ class MetadataIndex:
 
     Attributes:
         fqn: The flattened key.
-        offset: Where the chunk starts, in the global frame; None for a non-tensor value.
-        index: Where the chunk was last seen in a list of chunks: a hint that is probed first. It
-            is not part of the name, and so not of ``==`` and ``hash``.
+        offset: The start of the chunk, in the global frame; None for a non-tensor value.
+        index: A hint: the likely position in the list of chunks, probed first. Not part of ``==``
+            and ``hash``.
 
     >>> MetadataIndex("w", [0, 4], 3) == MetadataIndex("w", (0, 4))
     True
@@ -101,7 +100,7 @@ class MetadataIndex:
 
 @attrs.frozen
 class TensorWriteData:
-    """Which box of which tensor is written, and how.
+    """The box of a tensor that is written, and how it is stored.
 
     Attributes:
         chunk: The box, in the global frame.
@@ -125,14 +124,14 @@ class TensorWriteData:
 
 @attrs.frozen(init=False)
 class WriteItem:
-    """One chunk, or one other value, that a rank holds.
+    """One chunk, or one non-tensor value, that a rank holds.
 
     Attributes:
-        index: Its name in the checkpoint. A chunk's offset may be left out: it is the chunk's own.
-        type: How it lies in the state dict.
-        tensor_data: Its place, dtype and shape; None for a non-tensor value.
-        source: Its name in the state dict: the value's key, and the offset at which the shard that
-            holds it starts. Left out, it is ``index``.
+        index: Its name in the checkpoint. A chunk's offset may be omitted: it is the chunk's own.
+        type: Whether it is a tensor, a shard or a non-tensor value.
+        tensor_data: Its box, dtype and shape; None for a non-tensor value.
+        source: Its name in the state dict: the key, and the offset of the shard that holds it.
+            Defaults to ``index``.
 
     >>> WriteItem(MetadataIndex("step"), WriteItemType.BYTE_IO).nbytes
     0
@@ -177,15 +176,15 @@ class WriteItem:
 
 @attrs.frozen(init=False)
 class ReadItem:
-    """One box to copy out of a saved chunk into a chunk of the state dict.
+    """One box to copy from a saved chunk into a shard of the state dict.
 
     Attributes:
-        type: Whether elements or another value are read.
+        type: Whether elements or a non-tensor value are read.
         dest_index: The shard in the state dict.
-        dest_offsets: Where the box starts, relative to that shard.
+        dest_offsets: The start of the box, relative to that shard.
         storage_index: The saved chunk in the checkpoint.
-        storage_offsets: Where the box starts, relative to the saved chunk.
-        lengths: How large the box is, per axis, in elements.
+        storage_offsets: The start of the box, relative to the saved chunk.
+        lengths: The size of the box, per axis, in elements.
     """
 
     type: LoadItemType
@@ -218,14 +217,14 @@ class ReadItem:
 
     @property
     def numel(self) -> int:
-        """How many elements are copied (0 for a non-tensor value)."""
+        """The number of elements copied (0 for a non-tensor value)."""
         return 0 if self.type is LoadItemType.BYTE_IO else math.prod(self.lengths)
 
 
 def _end_of_read(
     index: MetadataIndex, type: LoadItemType, lengths: tuple[int, ...]
 ) -> MetadataIndex:
-    """Return the name of one end of a read; a tensor named without offset starts at its origin."""
+    """Return the name of one end of a read; the offset of a tensor defaults to its origin."""
     if type is LoadItemType.BYTE_IO:
         if index.offset is not None:
             raise ValueError(f"`{index.fqn}`: a BYTE_IO read has no offset {index.offset}")
@@ -265,10 +264,10 @@ class KeyReport:
     """How a state dict and a checkpoint agree.
 
     Attributes:
-        missing: Names that were asked for and are not in the checkpoint.
-        unexpected: Names in the checkpoint that were not asked for.
-        mismatched: What is there but does not fit, with the reason.
-        dropped: Names in the state dict that a pass left out: they are not filled.
+        missing: Wanted names that the checkpoint does not have.
+        unexpected: Names in the checkpoint that are not wanted.
+        mismatched: Names that both have but that do not fit, with the reason.
+        dropped: Names in the state dict that a pass left out; they are not filled.
     """
 
     missing: tuple[str, ...] = attrs.field(default=(), converter=_names)

@@ -96,15 +96,15 @@ def global_plan(
 ) -> tuple[tuple[SavePlan, ...], Metadata]:
     """Decide who writes what, and describe the checkpoint that results.
 
-    An empty dict on one rank gives way to what other ranks have in that place.
+    An empty dict on one rank gives way to what other ranks hold under the same name.
 
     Args:
         plans: One plan per rank, in rank order.
-        passes: What to do to the plans first, one after the other, each in its scope; by default
-            replicas are written once, evenly spread.
+        passes: The passes to run first, in order, each in its scope; by default each replica is
+            written once, evenly spread over its holders.
 
     Returns:
-        One plan per rank, whose hints number the metadata's chunks, and the metadata.
+        One plan per rank, whose hints number the metadata's chunks; and the metadata.
 
     >>> from shardplan.planning import Mesh, Shard, TensorSpec
     >>> sd, mesh = {"w": TensorSpec((6, 2), "float32", [Shard(0)])}, Mesh(dp=2)
@@ -115,9 +115,9 @@ def global_plan(
     w     float32  [6, 2]  Grid(0:3:6, 0:2)
 
     Raises:
-        PlanError: Some element of the checkpoint would be written twice or not at all, some element
-            of a state dict twice or in part of its tensor only, or ranks disagree about a tensor;
-            every such fault is reported.
+        PlanError: Some element of the checkpoint would be written twice or not at all, a state
+            dict's tensor would be saved only in part or twice, or ranks disagree about a tensor; it
+            lists all faults.
     """
     given: object = plans
     if isinstance(given, (SavePlan, Mapping)):
@@ -146,7 +146,7 @@ def global_plan(
 
 
 def _give_way(world: World, names: frozenset[str]) -> World:
-    """Leave out empty dicts that have something inside on other ranks; they count as not held."""
+    """Drop empty dicts that have contents on other ranks; they count as not held."""
     bare = drop(names.__contains__, required=False)(world)
     return World(
         attrs.evolve(after, held=_without(plan.holds, _sources(plan.items, names)))
@@ -165,7 +165,7 @@ def _without(items: WriteItems, sources: Collection[str]) -> WriteItems:
 
 
 def _with_hints(world: World) -> tuple[SavePlan, ...]:
-    """Make each item's hint the number of its chunk in the metadata."""
+    """Set each item's hint to the number of its chunk in the metadata."""
     rows = world.rows
     hints = np.full(int(rows.first[-1]), -1, np.int64)
     hints[rows.flat] = np.arange(len(rows)) - rows.spread(rows.start[:-1])
@@ -179,12 +179,12 @@ def _with_hints(world: World) -> tuple[SavePlan, ...]:
 
 @attrs.frozen
 class _Nesting:
-    """What all ranks say of nested keys.
+    """The nested keys of all ranks.
 
     Attributes:
         data: The metadata's ``planner_data``.
-        issues: Where ranks nest keys in different ways.
-        filled: Names of dicts that are empty on some ranks and hold something on others.
+        issues: Keys that ranks nest differently.
+        filled: Names of dicts that are empty on some ranks and have contents on others.
     """
 
     data: Any
@@ -193,7 +193,7 @@ class _Nesting:
 
 
 def _merge_nesting(world: World) -> _Nesting:
-    """Merge the paths of all ranks' nested keys, and line up whatever else they brought."""
+    """Merge the paths of all ranks' nested keys, and collect their other data."""
     paths: dict[str, Any] = {}
     holders: dict[str, int] = {}  # a rank that has each
     issues: dict[str, Issue] = {}
@@ -232,7 +232,7 @@ def _merge_nesting(world: World) -> _Nesting:
 
 
 def _holders_of_others(paths: Mapping[str, Path]) -> frozenset[str]:
-    """Return the names of values that lie where others have something nested."""
+    """Return the names of values where others have nested contents."""
     keys = {tuple(key for _, key in path): name for name, path in paths.items()}
     above = {way[:depth] for way in keys for depth in range(1, len(way))}
     return frozenset(keys[way] for way in above & keys.keys())

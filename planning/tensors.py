@@ -1,9 +1,9 @@
-"""Tensors of a state dict: what this rank holds of them, and the memory of their shards.
+"""Tensors of a state dict: the parts that this rank holds, and the memory of their shards.
 
-They are read by duck typing, so that torch is never needed. A tensor is anything with ``shape`` and
-``dtype``. Where its elements lie is given, in this order, by ``device_mesh`` and ``placements``
-(DTensor), ``local_shards()`` (ShardedTensor), ``__create_chunk_list__()`` (any tensor-like class),
-or it is all here.
+Tensors are read by duck typing, so that torch is not needed. A tensor is anything with ``shape``
+and ``dtype``. Its layout comes, in this order, from ``device_mesh`` and ``placements`` (DTensor),
+``local_shards()`` (ShardedTensor) or ``__create_chunk_list__()`` (any class); otherwise this rank
+holds all of it.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ __all__ = [
 
 @attrs.frozen
 class Held:
-    """What of a tensor this rank holds.
+    """The parts of a tensor that this rank holds.
 
     Attributes:
-        properties: How it is made.
+        properties: How it is stored.
         size: The global shape, in elements.
-        chunks: The boxes that are here, none of them empty, in the order in which they are stored.
+        chunks: The boxes held here, none of them empty, in storage order.
         sharded: Whether other ranks may hold the rest.
     """
 
@@ -68,9 +68,9 @@ def held(name: str, value: Any, mesh: Mesh | None = None, rank: int = 0) -> Held
     """Describe a tensor; ``mesh`` and ``rank`` place a `TensorSpec` that has placements.
 
     Raises:
-        RefusedError: There is no right way to save it: a partial sum, a sparse or nested layout, a
-            dtype that no checkpoint can carry, a shape that is not known yet, a DTensor whose local
-            tensor does not fit its placements.
+        RefusedError: It cannot be saved correctly: a partial sum, a sparse or nested layout, an
+            unsupported dtype, an unknown shape, a DTensor whose local tensor does not fit its
+            placements.
     """
     try:
         known = hasattr(value, "shape") and hasattr(value, "dtype")
@@ -99,12 +99,7 @@ _SHARDED: Final = ("device_mesh", "local_shards", "__create_chunk_list__")
 
 
 def kind_of(value: Any) -> Hashable | None:
-    """Return what decides which chunks of a tensor are held; None if it needs a closer look.
-
-    >>> import numpy as np
-    >>> kind_of(np.zeros(3)) == kind_of(np.ones(3)), kind_of({"no": "tensor"})
-    (True, None)
-    """
+    """Return a key that determines a tensor's chunks; None if it must be examined itself."""
     try:
         spec, part = spec_of(value), value
         if spec is not None:
@@ -120,7 +115,7 @@ def kind_of(value: Any) -> Hashable | None:
 
 
 def spec_of(value: Any) -> Any:
-    """Return the spec of a DTensor, which says all but what is here of it; None if it has none."""
+    """Return a DTensor's spec, which describes all but its local tensor; None if it has none."""
     spec = getattr(value, "_spec", None)
     if spec is None or not is_dtensor(value):
         return None
@@ -129,7 +124,7 @@ def spec_of(value: Any) -> Any:
 
 
 def held_alike(name: str, value: Any, memo: Memo) -> Held | None:
-    """Describe a tensor as `held` does, looking at one of each kind; None if it has no kind."""
+    """Describe a tensor as `held` does, once per kind; None if it has no kind."""
     kind = kind_of(value)
     if kind is None:
         return None
@@ -153,7 +148,7 @@ def _shapeless(name: str, value: Any, error: Exception) -> str:
 
 
 def _chunks(name: str, value: Any, mesh: Mesh | None, rank: int) -> Sequence[Chunk] | None:
-    """Return the boxes of a sharded tensor that are here; None for a tensor that is all here."""
+    """Return the local boxes of a sharded tensor; None for a plain tensor."""
     if isinstance(value, TensorSpec):
         if not value.placements:
             return None
@@ -174,7 +169,7 @@ def _chunks(name: str, value: Any, mesh: Mesh | None, rank: int) -> Sequence[Chu
 
 
 def is_elsewhere(value: Any, mesh: Mesh | None = None, rank: int = 0) -> bool:
-    """Return True if a tensor lies on other ranks only."""
+    """Return True if only other ranks hold a tensor."""
     if isinstance(value, TensorSpec):
         return mesh is not None and not holds(mesh.coordinate(rank), value.placements)
     device_mesh = getattr(value, "device_mesh", None)
@@ -182,7 +177,7 @@ def is_elsewhere(value: Any, mesh: Mesh | None = None, rank: int = 0) -> bool:
 
 
 def is_dtensor(value: object) -> bool:
-    """Return True for a DTensor, unless its local tensor knows its own chunks."""
+    """Return True for a DTensor, unless its local tensor defines its own chunks."""
     local = getattr(value, "_local_tensor", None)
     own = hasattr(local, "__create_chunk_list__")
     return hasattr(value, "placements") and hasattr(value, "device_mesh") and not own
@@ -202,7 +197,7 @@ def _properties(name: str, value: Any) -> TensorProperties:
 
 
 def placement_of(name: str, placement: Any) -> Placement:
-    """Return one of DTensor's placements as ours; a partial sum is refused, by name."""
+    """Convert one of DTensor's placements; a partial sum is refused, by name."""
     if isinstance(placement, (Shard, StridedShard, Replicate)):
         return placement
     if hasattr(placement, "split_factor"):
@@ -223,7 +218,7 @@ _Pairs = tuple[tuple[Chunk, Chunk], ...]
 
 
 def dtensor_chunks(name: str, tensor: Any) -> _Pairs:
-    """Pair each box that a DTensor holds with its place inside the local tensor."""
+    """Pair each box that a DTensor holds with its position in the local tensor."""
     placements = tuple([placement_of(name, p) for p in tensor.placements])
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
@@ -245,7 +240,7 @@ def dtensor_chunks(name: str, tensor: Any) -> _Pairs:
 
 
 def _is_reordered(tensor: Any) -> bool:
-    """Return True if the placements of a DTensor do not say in which order its axes were cut."""
+    """Return True if a DTensor's axes were cut in another order than its placements'."""
     order = getattr(getattr(tensor, "_spec", None), "shard_order", None) or ()
     if all(len(entry.mesh_dims) < 2 for entry in order):
         return False
@@ -262,11 +257,11 @@ def _placed(
     placements: tuple[Placement, ...],
     local: tuple[int, ...] | None,
 ) -> _Pairs:
-    """Pair each box that a rank holds with its place inside a local tensor of some shape, if known.
+    """Pair each box that a rank holds with its position in a local tensor of some shape, if known.
 
-    A strided placement of an axis that does not divide is taken for FSDP2's, if the local tensor's
-    shape allows it: see `nested_runs`. Where ranks so taken do not fit the others, planning a save
-    finds overlaps and gaps.
+    A strided placement of an axis that does not divide evenly is treated as FSDP2's if the local
+    tensor's shape allows it; see `nested_runs`. If that guess is wrong, planning the save finds
+    overlaps and gaps.
     """
     where = (shape, mesh_shape, coordinate, placements)
     runs = local_runs(*where)
@@ -305,7 +300,7 @@ def find_object(sd: Mapping[Any, Any], index: MetadataIndex) -> Any:
     7
 
     Raises:
-        NotFoundError: No such name, or no shard at that offset; it names the nearest ones.
+        NotFoundError: The name or the offset does not exist; the message suggests similar ones.
     """
     value = _named(sd, index.fqn)
     if is_tensor(value):
@@ -318,7 +313,7 @@ def find_object(sd: Mapping[Any, Any], index: MetadataIndex) -> Any:
 
 
 def _named(sd: Mapping[Any, Any], name: str) -> Any:
-    """Return the value of a flattened key; a flat state dict is not walked."""
+    """Return the value of a flattened key, without walking a flat state dict."""
     if name in sd and not isinstance(sd[name], Mapping):
         return sd[name]
     flat = flatten(sd)[0]
@@ -332,15 +327,15 @@ def _named(sd: Mapping[Any, Any], name: str) -> Any:
 def find_shard(sd: Mapping[Any, Any], index: MetadataIndex) -> Any:
     """Return the tensor memory that starts at ``index.offset`` of the named tensor.
 
-    The position in ``index.index`` is probed first. Where there is one shard, as of a plain tensor,
-    the offset may be left out.
+    The position in ``index.index`` is tried first. If there is only one shard, as for a plain
+    tensor, the offset may be omitted.
 
     >>> import numpy as np
     >>> find_shard({"w": np.arange(3)}, MetadataIndex("w", (0,)))
     array([0, 1, 2])
 
     Raises:
-        NotFoundError: No such name, or no shard at that offset; it names those that exist.
+        NotFoundError: The name or the offset does not exist; the message lists the existing ones.
     """
     value = _named(sd, index.fqn)
     if not is_tensor(value):
@@ -363,7 +358,7 @@ def find_shard(sd: Mapping[Any, Any], index: MetadataIndex) -> Any:
 
 @attrs.frozen
 class _Shard:
-    """A shard of a tensor: where it starts, how large it is, and what returns its memory."""
+    """A shard of a tensor: its start, its size, and a function that returns its memory."""
 
     offsets: tuple[int, ...] = attrs.field(converter=as_ints)
     sizes: tuple[int, ...] = attrs.field(converter=as_ints)
@@ -371,7 +366,7 @@ class _Shard:
 
 
 def _shards(index: MetadataIndex, value: Any) -> list[_Shard]:
-    """List the shards of a tensor that are here."""
+    """List the local shards of a tensor."""
     whole = [0] * len(value.shape), value.shape
     if is_dtensor(value):
         pairs = dtensor_chunks(index.fqn, value)
@@ -399,12 +394,8 @@ def _shards(index: MetadataIndex, value: Any) -> list[_Shard]:
 def shard_finder(sd: Mapping[str, Any]) -> Callable[[str, tuple[int, ...]], Any]:
     """Return a function that finds shards of a flat state dict by name and offset.
 
-    It is quicker than `find_shard` where many tensors are alike, and must not outlive a change to
-    any of them.
-
-    >>> import numpy as np
-    >>> shard_finder({"w": np.arange(3)})("w", (0,))
-    array([0, 1, 2])
+    It is faster than `find_shard` if many tensors have the same layout, and is invalid once any of
+    them changes.
     """
     memo: Memo = {}
 
@@ -424,7 +415,7 @@ def _local(tensor: Any) -> Any:
 
 
 def _view(local: Any, place: Chunk) -> Any:
-    """Return the part of a local tensor that one box of it occupies."""
+    """Return the part of a local tensor that one box occupies."""
     if place.sizes == as_ints(local.shape):
         return local
     return local[tuple(slice(o, e) for o, e in zip(place.offsets, place.ends, strict=True))]

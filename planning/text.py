@@ -37,7 +37,7 @@ _ESCAPES: Final = str.maketrans(
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a number of things.
+    """Return a number with its noun, in singular or plural.
 
     >>> counted(1, "item"), counted(1234, "key"), counted(2, "entry")
     ('1 item', '1,234 keys', '2 entries')
@@ -50,7 +50,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def human_bytes(count: float) -> str:
-    """Return a number of bytes in the unit that suits it.
+    """Format a number of bytes in a suitable unit.
 
     >>> human_bytes(512), human_bytes(1536), human_bytes(3 * 2**30)
     ('512 B', '1.5 KiB', '3.0 GiB')
@@ -63,7 +63,7 @@ def human_bytes(count: float) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """Return a time in the unit that suits it.
+    """Format a duration in a suitable unit.
 
     >>> human_seconds(0.00042), human_seconds(0.25), human_seconds(93), human_seconds(7200)
     ('0.42 ms', '250 ms', '93.0 s', '120 min')
@@ -76,7 +76,7 @@ def human_seconds(seconds: float) -> str:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """Write a shape.
+    """Format a shape.
 
     >>> shape_text((4096, 1024)), shape_text((8,)), shape_text(())
     ('4096 × 1024', '8', 'scalar')
@@ -85,11 +85,7 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def cut_text(count: int, grid: Sequence[int] | None) -> str:
-    """Describe how a tensor is cut.
-
-    Args:
-        count: How many chunks it has.
-        grid: Into how many parts each axis is cut; None if the chunks do not form a grid.
+    """Describe a tensor of ``count`` chunks; ``grid`` is None if they do not form a grid.
 
     >>> cut_text(8, (4, 2)), cut_text(4, (4,)), cut_text(3, None), cut_text(1, (1, 1))
     ('4 × 2 grid', '4 parts', '3 boxes', 'whole')
@@ -102,7 +98,7 @@ def cut_text(count: int, grid: Sequence[int] | None) -> str:
 
 
 def are_quantities(cells: Iterable[object]) -> bool:
-    """Return True if a column holds numbers, with or without a unit; they are right-aligned.
+    """Return True if a column holds numbers, with or without a unit.
 
     >>> are_quantities([3, "1,024", "1.5 KiB", ""]), are_quantities(["w", 3]), are_quantities([""])
     (True, False, False)
@@ -138,13 +134,7 @@ def _rows(rows: Iterable[Iterable[object]]) -> tuple[tuple[object, ...], ...]:
 
 @attrs.frozen
 class Table:
-    """Rows under a head.
-
-    Attributes:
-        head: What each column holds.
-        rows: The cells; columns of quantities are right-aligned.
-        caption: A line above, if any.
-    """
+    """Rows under a header; ``caption`` is a line above, and may be empty."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[object, ...], ...] = attrs.field(converter=_rows)
@@ -232,13 +222,7 @@ class Printed:
 
 
 def listing(title: str, head: Sequence[str], rows: Iterable[Sequence[object]], count: int) -> Sheet:
-    """Show the first rows of something long, and how many more there are.
-
-    Args:
-        title: The line above.
-        head: What each column holds.
-        rows: The first rows.
-        count: How many rows there are in all.
+    """Show the first rows of a long table, and how many of its ``count`` rows are left out.
 
     >>> print(listing("Sizes", ("name", "bytes"), [("w", 64)], count=3).text())
     Sizes
@@ -252,7 +236,7 @@ def listing(title: str, head: Sequence[str], rows: Iterable[Sequence[object]], c
 
 
 def _plain(text: object) -> str:
-    """Return text on one line, with characters that cannot be printed spelled out."""
+    """Return text on one line, with unprintable characters escaped."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text))
 
 

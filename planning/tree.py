@@ -38,15 +38,15 @@ Path = tuple[Step, ...]
 def flatten(
     sd: Mapping[Any, Any], *, whole: Collection[str] = ()
 ) -> tuple[dict[str, Any], FrozenDict[str, Path]]:
-    """Return the leaves of a nested state dict by dotted name, and the way to each of them.
+    """Return the leaves of a nested state dict by dotted name, and the path of each.
 
-    Dicts are opened; lists and tuples are, where a tensor or a dict lies inside (for a tuple, a
-    dict that is not empty). Everything else, empty containers too, is a leaf. Keys may be of any
-    type that hashes: their text makes the name, the path keeps the key itself.
+    Dicts are opened. Lists and tuples are opened if they contain a tensor or a dict (for a tuple, a
+    non-empty dict). Everything else, empty containers included, is a leaf. Keys may be of any
+    hashable type: the name has their text, the path keeps the key itself.
 
     Args:
         sd: Dicts, lists and tuples, nested in any way.
-        whole: Names of containers that are leaves, whatever they hold.
+        whole: Names of containers to treat as leaves, whatever they hold.
 
     Returns:
         The flat dict, in order of traversal, and the paths, which `unflatten` takes.
@@ -58,8 +58,8 @@ def flatten(
     (('dict', 'groups'), ('list', 0), ('dict', 'lr'))
 
     Raises:
-        PlanError: Two leaves would get the same name; every clash is reported, with both paths.
-        RefusedError: A value contains itself, or is nested too deeply; every such key is named.
+        PlanError: Two leaves would get the same name; it lists every clash, with both paths.
+        RefusedError: Some values contain themselves or are nested too deeply; it lists all keys.
     """
     if not isinstance(sd, Mapping):
         raise TypeError(_not_a_state_dict(sd))
@@ -94,7 +94,7 @@ def _not_a_state_dict(given: object) -> str:
 
 
 def nesting_data(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> FrozenDict[str, Any] | None:
-    """Return what ``planner_data`` holds of nested keys, given what `flatten` returned.
+    """Return the ``planner_data`` of nested keys, given the result of `flatten`.
 
     >>> nesting_data(*flatten({"a": {"b": 1}, "c": {}}))
     FrozenDict({'empty': ('c',), 'paths': FrozenDict({'a.b': (('dict', 'a'), ('dict', 'b'))})})
@@ -108,17 +108,14 @@ def nesting_data(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> FrozenDi
 def empty_names(planner_data: Any) -> frozenset[str]:
     """Return the names of empty dicts in the data of a plan or of a checkpoint's metadata.
 
-    Such a name may have no entry: on other ranks there was something inside.
-
-    >>> empty_names({"empty": ("optim.state",)}), empty_names(None)
-    (frozenset({'optim.state'}), frozenset())
+    Such a name may have no entry, if the dict had contents on other ranks.
     """
     names = planner_data.get("empty", ()) if isinstance(planner_data, Mapping) else ()
     return frozenset(names)
 
 
 def leaves(sd: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the name of each leaf, and the leaf; names that clash come more than once.
+    """Yield the name and value of each leaf, including leaves whose names clash.
 
     >>> list(leaves({"a": {1: 2, "1": 3}}))
     [('a.1', 2), ('a.1', 3)]
@@ -128,7 +125,7 @@ def leaves(sd: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _too_deep(sd: Mapping[Any, Any]) -> RefusedError:
-    """Name the keys whose values cannot be walked to their ends."""
+    """Return the keys whose values are nested too deeply, or contain themselves."""
     reasons = []
     for key, value in sd.items():
         try:
@@ -142,8 +139,8 @@ def _too_deep(sd: Mapping[Any, Any]) -> RefusedError:
 def unflatten(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any, Any]:
     """Return the nested state dict that `flatten` was given.
 
-    Leaves without a path stay on top. Where leaves were left out, the others keep their places: a
-    list has None where an entry is missing.
+    Leaves without a path stay at the top. If some leaves are missing, the others keep their
+    positions: a list has None for each missing entry.
 
     >>> unflatten(*flatten({"a": {"b": 1}, "c": [{"d": 2}, 3]}))
     {'a': {'b': 1}, 'c': [{'d': 2}, 3]}
@@ -169,16 +166,14 @@ def unflatten(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any, A
 
 
 def nesting_issues(paths: Mapping[str, Path], holders: Mapping[str, int]) -> list[Issue]:
-    """Report values that lie where others have something nested: no state dict holds both.
+    """Report names that are a value on one rank and a container on another.
 
-    Args:
-        paths: The way to each leaf, by name.
-        holders: A rank that has it.
+    ``holders`` names one rank that has each leaf.
 
     >>> paths = {"m": (("dict", "m"),), "m.a": (("dict", "m"), ("dict", "a"))}
     >>> print(nesting_issues(paths, {"m": 1, "m.a": 0})[0])
-    `m` is a value (or empty) on rank 1 and holds `m.a` on rank 0; leave it out on ranks that have \
-nothing to save there, or rename one of them
+    `m` is a value (or empty) on rank 1 and holds `m.a` on rank 0; leave it out on ranks that have
+    nothing to save there, or rename one of them
     """
     nodes: dict[tuple[Any, ...], tuple[str, str]] = {}  # by keys: the kind of container, and a leaf
     found = []
@@ -203,7 +198,7 @@ nothing to save there, or rename one of them
 
 
 def is_tensor(value: object) -> bool:
-    """Return True if a value is saved element by element rather than as a whole.
+    """Return True if a value is saved as a tensor.
 
     >>> is_tensor(np.zeros(3)), is_tensor(np.float32(1)), is_tensor(np.array(["a"]))
     (True, False, False)
@@ -221,7 +216,7 @@ def is_tensor(value: object) -> bool:
 
 
 def _container_of(kind: type) -> str:
-    """Return what a type is a kind of: "dict", "list", "tuple", or "" for all else."""
+    """Return "dict", "list" or "tuple" for a container type, "" for any other type."""
     if issubclass(kind, Mapping):
         return "dict"
     if issubclass(kind, tuple):
@@ -242,7 +237,7 @@ def _is_leaf(value: Any) -> bool:
 def _opens(entry: Any, holder: str, depth: int) -> bool:
     """Return True if a list or tuple is opened for this entry: a tensor, a dict, or one inside.
 
-    torch opens lists for empty dicts, too, and never opens a tuple.
+    torch also opens lists for empty dicts, and never opens a tuple.
     """
     kind = _container(type(entry))
     if kind == "dict":
@@ -278,7 +273,7 @@ def _is_whole(path: Path, whole: Collection[str]) -> bool:
 
 
 class _Node(dict[Any, Any]):
-    """A container that is being put together; by position, if it is a list or a tuple."""
+    """A container under construction; keyed by position if it is a list or a tuple."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -297,7 +292,7 @@ def _settle(value: Any) -> Any:
 
 
 def clash(name: str, first: Path, second: Path, ranks: Sequence[int] = ()) -> Issue:
-    """Report that two values, reached in different ways, would get the same name."""
+    """Report that two values with different paths would get the same name."""
     ways = ["".join(f"[{key!r}]" for _, key in path) for path in (first, second)]
     if ways[0] == ways[1]:  # a list and a dict with numbers for keys, say
         kinds = [[kind for kind, _ in path] for path in (first, second)]

@@ -1,4 +1,4 @@
-"""The whole plan of a save: what each rank writes, from the plans of all ranks."""
+"""The complete plan of a save: what each rank writes, from the plans of all ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class WholePlan:
 
     Attributes:
         plans: What each rank writes, by rank.
-        metadata: What describes them.
+        metadata: The checkpoint that results.
         dropped: The names, in the state dict, that the planner left out on all ranks.
     """
 
@@ -46,8 +46,8 @@ def plan_whole(
 
     Args:
         plans: The plan of each rank.
-        passes: The passes that are left to be run.
-        meta: By rank, the tensors of its state dict that are on the meta device there.
+        passes: The passes that have not been run yet.
+        meta: By rank, the names of its tensors on the meta device.
 
     Raises:
         PlanError: There is no correct plan, or no rank holds the elements of a tensor.
@@ -73,11 +73,7 @@ def plan_whole(
 
 
 def _holders(meta: Sequence[Sequence[str]]) -> dict[str, list[int]]:
-    """Return the ranks of each name.
-
-    >>> _holders([["a"], ["a", "b"]])
-    {'a': [0, 1], 'b': [1]}
-    """
+    """Invert a list of names per rank into the ranks of each name."""
     holders: dict[str, list[int]] = {}
     for rank, names in enumerate(meta):
         for name in names:
@@ -88,7 +84,7 @@ def _holders(meta: Sequence[Sequence[str]]) -> dict[str, list[int]]:
 def _explained(
     issues: Sequence[Issue], plans: Sequence[SavePlan], why: Mapping[str, str]
 ) -> list[Issue]:
-    """Add to gaps why ranks do not hold the elements, by the tensor's name in the state dict."""
+    """Add to gaps why ranks do not hold the elements."""
     catalogs = [plan.items.catalog for plan in plans]
     pairs = (pair for c in catalogs for pair in zip(c.names, c.sources, strict=True))
     source = {name: source for name, source in pairs if source in why}
@@ -101,7 +97,7 @@ def _explained(
 
 
 def renumbered(issues: Sequence[Issue], ranks: Sequence[int]) -> list[Issue]:
-    """Name ranks by their numbers in the job, where these differ from those in the group.
+    """Add rank numbers of the job to issues that name ranks of a smaller group.
 
     >>> str(*renumbered([Issue("gap", "w", "rank 1 lacks `w`", [1])], [4, 6]))
     'rank 1 lacks `w` (rank 1 of this group is rank 6 of the job)'
@@ -120,7 +116,7 @@ def renumbered(issues: Sequence[Issue], ranks: Sequence[int]) -> list[Issue]:
 
 
 def contents_tag(plans: Iterable[SavePlan]) -> str:
-    """Return a fingerprint of the plans of all ranks; a common catalog is looked at once."""
+    """Return a fingerprint of the plans of all ranks; a shared catalog is hashed once."""
     seen: dict[int, int] = {}
     parts: list[bytes | str] = []
     for items in (plan.items for plan in plans):
@@ -133,7 +129,7 @@ def contents_tag(plans: Iterable[SavePlan]) -> str:
 
 
 def tag_of_parts(parts: Iterable[bytes | str]) -> str:
-    """Return a fingerprint of 32 letters of some texts, one after the other.
+    """Return a fingerprint of 32 hex digits of a sequence of texts.
 
     >>> tag_of_parts(["ab", "c"]) == tag_of_parts(["a", "bc"])
     False

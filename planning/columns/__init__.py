@@ -1,4 +1,4 @@
-"""Columns behind plans: how a million items are held, in numpy arrays that are read-only."""
+"""Columns behind plans: millions of items in read-only numpy arrays."""
 
 from typing import TYPE_CHECKING
 

@@ -1,8 +1,8 @@
-"""Columns: sequences of records that live in arrays, their distinct values, and their bytes.
+"""Columns: sequences of records stored in arrays, their distinct values, and their encoding.
 
-Packed arrays are a JSON header that says what follows, then the arrays, as narrow as they allow.
-The decoder only ever slices a buffer: it cannot run code, and it checks every length against the
-bytes that are there before it makes an array.
+Packed arrays are a JSON header that describes what follows, then the arrays in the narrowest
+integer type that fits. The decoder only slices a buffer: it cannot run code, and it checks every
+length against the available bytes before it makes an array.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _LIMITS: Final = (1 << 8, 1 << 16, 1 << 32)
 
 
 def readonly(array: Array) -> Array:
-    """Return ``array`` as one that nobody can write to through this reference."""
+    """Return a read-only view of ``array``."""
     if not array.flags.writeable:
         return array
     view = array.view()
@@ -62,10 +62,10 @@ def readonly(array: Array) -> Array:
 
 
 class Columns(Sequence[T]):
-    """An immutable sequence of records that lives in arrays. Compares and hashes like a tuple."""
+    """An immutable sequence of records stored in arrays. Compares and hashes like a tuple."""
 
     def record(self, row: int) -> T:
-        """Make the record of one row."""
+        """Return the record of one row."""
         raise NotImplementedError
 
     def take(self, rows: Index | slice) -> Sequence[T]:
@@ -82,7 +82,7 @@ class Columns(Sequence[T]):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Decode, or raise `CodecError` where the columns do not fit each other."""
+        """Decode, or raise `CodecError` if the columns are inconsistent."""
         raise NotImplementedError
 
     @overload
@@ -120,7 +120,7 @@ class Columns(Sequence[T]):
 
 
 def _narrow(array: Array) -> Array:
-    """Return whole numbers in the narrowest little-endian width that holds them all."""
+    """Return integers in the narrowest little-endian type that holds them all."""
     if array.size == 0:
         return array.astype("|u1")
     low, high = int(array.min()), int(array.max())
@@ -131,7 +131,7 @@ def _narrow(array: Array) -> Array:
 
 
 def pack(header: Mapping[str, Any], arrays: Mapping[str, Array | bytes]) -> bytes:
-    """Write JSON data and whole-number arrays (or raw bytes) as one buffer.
+    """Encode JSON data and integer arrays (or raw bytes) as one buffer.
 
     >>> header, arrays = unpack(pack({"rank": 3}, {"row": np.array([0, 300])}))
     >>> header, arrays["row"]
@@ -150,10 +150,10 @@ def pack(header: Mapping[str, Any], arrays: Mapping[str, Array | bytes]) -> byte
 
 
 def unpack(buffer: bytes | memoryview) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read what `pack` wrote: the JSON data, and the arrays (int64, read-only) or bytes by name.
+    """Decode the output of `pack`: the JSON data, and the arrays (int64, read-only) or bytes.
 
     Raises:
-        CodecError: The buffer is not one of ours, is cut short or runs on.
+        CodecError: The buffer has another format, or is too short or too long.
     """
     view = memoryview(buffer)
     start = len(_MAGIC) + 8
@@ -173,7 +173,7 @@ def unpack(buffer: bytes | memoryview) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def flat(arrays: Mapping[str, Any], *names: str) -> tuple[Ints, ...]:
-    """Return the named columns, each an array with one number a row."""
+    """Return the named columns, checking that each has one dimension."""
     columns = tuple(arrays[name] for name in names)
     if any(column.ndim != 1 for column in columns):
         raise ValueError(f"of {', '.join(names)}, one is not a column")
@@ -195,11 +195,7 @@ def _slice(view: memoryview, at: int, dtype: str, shape: list[Any]) -> tuple[Any
 
 
 def distinct(values: Ints) -> Ints:
-    """Return the values of a column, ascending, each once.
-
-    >>> distinct(np.array([7, 3, 7]))
-    array([3, 7])
-    """
+    """Return the distinct values of a column, ascending."""
     ordered = np.sort(values)
     return ordered[_news(ordered)]
 
@@ -209,8 +205,8 @@ class Numbered(NamedTuple):
 
     Attributes:
         values: The values, ascending.
-        first: The first row that has each.
-        which: Per row, which of the values it has.
+        first: The first row of each value.
+        which: The value number of each row.
     """
 
     values: Ints
@@ -219,7 +215,7 @@ class Numbered(NamedTuple):
 
 
 def numbered(values: Ints) -> Numbered:
-    """Return the values of a column as `distinct` does, and where they are.
+    """Return the distinct values of a column, and where they occur.
 
     >>> [part.tolist() for part in numbered(np.array([7, 3, 7]))]
     [[3, 7], [1, 0], [1, 0, 1]]
@@ -233,14 +229,10 @@ def numbered(values: Ints) -> Numbered:
 
 
 def group_rows(columns: Iterable[Ints]) -> tuple[Ints, Ints]:
-    """Number the distinct rows of some columns, in ascending order.
+    """Number the distinct rows of some columns, in lexicographic order.
 
-    Args:
-        columns: At least one; the first decides the order first. A column of several axes stands
-            for as many columns.
-
-    Returns:
-        The first row of each group, and the group of each row.
+    A column with several axes counts as several columns. Return the first row of each group, and
+    the group of each row.
 
     >>> first, group = group_rows(
     ...     [np.array([7, 3, 7, 7]), np.array([[1, 1], [0, 0], [1, 1], [1, 2]])]
@@ -261,7 +253,7 @@ def group_rows(columns: Iterable[Ints]) -> tuple[Ints, Ints]:
 
 
 def _news(ordered: Ints) -> npt.NDArray[np.bool_]:
-    """Tell which rows of an ascending column differ from the one before."""
+    """Return which rows of an ascending column differ from the row before."""
     new = np.ones(len(ordered), bool)
     new[1:] = ordered[1:] != ordered[:-1]
     return new

@@ -31,12 +31,7 @@ def column(values: npt.ArrayLike, *shape: int) -> Ints:
 
 
 def padded(rows: Sequence[Sequence[int]], value: int, width: int | None = None) -> Ints:
-    """Return rows of different lengths as one array, short ones filled up with ``value``.
-
-    >>> padded([(2,), (3, 4)], 1)
-    array([[2, 1],
-           [3, 4]])
-    """
+    """Return rows of different lengths as one array, padded with ``value``."""
     axes = max(map(len, rows), default=0) if width is None else width
     return column([(*row, *[value] * (axes - len(row))) for row in rows], len(rows), axes)
 
@@ -47,9 +42,9 @@ class Head(NamedTuple):
     Attributes:
         name: The name in the checkpoint.
         source: The name in the state dict.
-        type: How it lies in the state dict.
+        type: Whether it is a tensor, a shard or a non-tensor value.
         properties: How it is stored; None for a non-tensor value.
-        size: The global shape, in elements; without axes for a non-tensor value.
+        size: The global shape, in elements; ``()`` for a non-tensor value.
     """
 
     name: str
@@ -66,13 +61,13 @@ class Head(NamedTuple):
 
 @attrs.frozen(eq=False, repr=False, slots=False)
 class Catalog:
-    """The tensors and values that a plan speaks of; one row each, shared by all items.
+    """The tensors and values of a plan; one row each, shared by all items.
 
     Attributes:
-        names: Their names in the checkpoint.
-        sources: Their names in the state dict.
+        names: The names in the checkpoint.
+        sources: The names in the state dict.
         type: `WriteItemType` values.
-        props: The distinct properties, and ``prop``, which of them each row has (-1: none).
+        props: The distinct properties; ``prop`` numbers them per row (-1: none).
         ndim: The number of axes.
         size: The global shape, padded with 1.
     """
@@ -87,7 +82,7 @@ class Catalog:
 
     @classmethod
     def of(cls, heads: Iterable[Head]) -> Catalog:
-        """Make a catalog with one row for each head, in order."""
+        """Make a catalog with one row per head, in order."""
         fields = list(zip(*heads, strict=True)) or [()] * 5
         names, sources, types, properties, sizes = fields
         seen = {id(p): p for p in properties if p is not None}  # hashing each one takes long
@@ -108,11 +103,11 @@ class Catalog:
 
     @property
     def axes(self) -> int:
-        """How many columns offsets and sizes have."""
+        """The number of columns of offsets and sizes."""
         return int(self.size.shape[1])
 
     def head(self, row: int) -> Head:
-        """Return what one row says, as a hashable value."""
+        """Return one row as a hashable value."""
         prop, size = int(self.prop[row]), self.size[row, : self.ndim[row]]
         properties = None if prop < 0 else self.props[prop]
         kind = _TYPES[int(self.type[row])]
@@ -120,18 +115,18 @@ class Catalog:
 
     @cached_property
     def heads(self) -> tuple[Head, ...]:
-        """Every row as a hashable value."""
+        """All rows as hashable values."""
         return tuple(map(self.head, range(len(self))))
 
     @cached_property
     def name_order(self) -> Ints:
-        """The place of each row's name among all names, sorted; equal names have the same."""
+        """The rank of each row's name in sorted order; equal names have equal ranks."""
         number = {name: i for i, name in enumerate(sorted(set(self.names)))}
         return column([number[name] for name in self.names])
 
     @cached_property
     def itemsize(self) -> Ints:
-        """Bytes that one element takes in the checkpoint; 0 for non-tensor values."""
+        """Bytes per element in the checkpoint; 0 for non-tensor values."""
         return readonly(column([*(p.itemsize for p in self.props), 0])[self.prop])
 
     @property
@@ -141,7 +136,7 @@ class Catalog:
 
     @cached_property
     def content(self) -> tuple[object, ...]:
-        """All that this catalog says, as a hashable value that is cheap to compare."""
+        """All of the catalog as a hashable value that is cheap to compare."""
         arrays = (self.type, self.prop, self.ndim, self.size)
         return self.names, self.sources, self.props, self.axes, *(a.tobytes() for a in arrays)
 
@@ -161,7 +156,7 @@ class Catalog:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Catalog:
-        """Decode, or raise `CodecError` where the columns do not fit each other."""
+        """Decode, or raise `CodecError` if the columns are inconsistent."""
         header, arrays = unpack(data)
         try:
             props = tuple(TensorProperties(*p) for p in header["props"])
@@ -194,7 +189,7 @@ Merged = tuple[Catalog, list[Ints]]
 
 
 def merge_catalogs(*catalogs: Catalog) -> Merged:
-    """Return one catalog with the rows of several, and where each one's rows are in it."""
+    """Return one catalog with the rows of several, and the new row numbers of each."""
     heads: dict[Head, int] = {}
     numbers = [column([heads.setdefault(h, len(heads)) for h in c.heads]) for c in catalogs]
     return Catalog.of(tuple(heads)), numbers

@@ -1,8 +1,8 @@
-"""A save plan's items in columns: columns behind, records in front.
+"""A save plan's items, stored in columns.
 
-A coordinator sees as many items as ranks times tensors. They are arrays that share one `Catalog` of
-tensors, and a record is made when one is asked for. Arrays are padded to the widest tensor: offset
-0 and size 1 past a tensor's own axes, so that overlaps do not depend on the number of axes.
+The coordinator handles as many items as ranks times tensors. They are arrays that share one
+`Catalog` of tensors; records are made on demand. Arrays are padded to the widest tensor: offset 0
+and size 1 past a tensor's own axes.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class WriteItems(Columns[WriteItem]):
     """A plan's `WriteItem`s.
 
     Attributes:
-        catalog: The tensors they belong to.
-        row: Which row of the catalog each item belongs to.
+        catalog: Their tensors.
+        row: The row of the catalog of each item.
         offsets, sizes: Each item's chunk, in the global frame.
-        source_offsets: Where the shard that holds it starts; None where that is ``offsets``.
-        hint: The look-up hints; None where there are none.
+        source_offsets: The start of the shard that holds it; None if equal to ``offsets``.
+        hint: The look-up hints; None if there are none.
     """
 
     catalog: Catalog
@@ -47,7 +47,7 @@ class WriteItems(Columns[WriteItem]):
 
     @classmethod
     def of(cls, items: Iterable[WriteItem]) -> WriteItems:
-        """Make columns of records; columns come back as they are."""
+        """Convert records to columns; columns are returned unchanged."""
         if isinstance(items, WriteItems):
             return items
         records = tuple(items)
@@ -70,13 +70,7 @@ class WriteItems(Columns[WriteItem]):
 
     @classmethod
     def of_boxes(cls, held: Iterable[tuple[Head, Sequence[Chunk]]]) -> WriteItems:
-        """Make columns of catalog rows and the boxes that are held of each.
-
-        >>> from shardplan.planning import TensorProperties, WriteItemType
-        >>> head = Head("w", "w", WriteItemType.SHARD, TensorProperties(), (4,))
-        >>> WriteItems.of_boxes([(head, [Chunk((0,), (1,)), Chunk((3,), (1,))])]).nbytes
-        array([4, 4])
-        """
+        """Make columns from catalog rows and the boxes that are held of each."""
         pairs = list(held)
         catalog = Catalog.of(head for head, _ in pairs)
         boxes = [chunk for _, chunks in pairs for chunk in chunks]
@@ -91,7 +85,7 @@ class WriteItems(Columns[WriteItem]):
         return len(self.row)
 
     def record(self, row: int) -> WriteItem:
-        """Make the record of one row."""
+        """Return the record of one row."""
         name, source, kind, properties, size = self.catalog.heads[self.row[row]]
         hint = None if self.hint is None or self.hint[row] < 0 else int(self.hint[row])
         if properties is None:
@@ -134,9 +128,9 @@ class WriteItems(Columns[WriteItem]):
     def concat(
         cls, parts: Sequence[WriteItems], merge: Callable[..., Merged] | None = None
     ) -> WriteItems:
-        """Return the items of several sequences, one after the other, under one catalog.
+        """Concatenate several sequences under one catalog.
 
-        ``merge`` lets a caller who concatenates for many ranks remember what `merge_catalogs` gave.
+        ``merge`` lets a caller that concatenates for many ranks cache `merge_catalogs`.
         """
         moved = [part for part in parts if len(part)] or list(parts[:1])
         if not moved:
@@ -164,7 +158,7 @@ class WriteItems(Columns[WriteItem]):
         )
 
     def canonical(self) -> WriteItems:
-        """Return equal items in the one form that equal items have: no hints, no spare rows."""
+        """Return the canonical form, without hints and unused rows, equal for equal items."""
         _, first, number = numbered(self.row)
         order = np.argsort(first, kind="stable")  # rows of the catalog in order of first use
         rank = np.argsort(order, kind="stable")
@@ -176,7 +170,7 @@ class WriteItems(Columns[WriteItem]):
 
     @property
     def shard_offsets(self) -> Ints:
-        """Where the shard of the state dict that holds each item starts."""
+        """The start of the shard of the state dict that holds each item."""
         return self.offsets if self.source_offsets is None else self.source_offsets
 
     @cached_property
@@ -224,7 +218,7 @@ class WriteItems(Columns[WriteItem]):
     def from_bytes(
         cls, data: bytes, catalog_of: Callable[[bytes], Catalog] = Catalog.from_bytes
     ) -> WriteItems:
-        """Decode; ``catalog_of`` lets a caller share catalogs that many ranks have in common."""
+        """Decode; ``catalog_of`` lets a caller share catalogs between ranks."""
         _, arrays = unpack(data)
         try:
             catalog = catalog_of(arrays["catalog"])

@@ -1,4 +1,4 @@
-"""A load plan's items in columns."""
+"""A load plan's items and transfers, stored in columns."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _BYTES: Final = LoadItemType.BYTE_IO.value
 
 @attrs.frozen(eq=False, repr=False, slots=False)
 class ReadItems(Columns[ReadItem]):
-    """A plan's `ReadItem`s; one row a read.
+    """A plan's `ReadItem`s; one row per read.
 
     Attributes:
         names: The names that ``dest`` and ``storage`` number.
         type: `LoadItemType` values.
-        ndim: How many axes each read has.
-        dest, dest_anchor, dest_hint: The shard of the state dict: name, where it starts, hint.
+        ndim: The number of axes of each read.
+        dest, dest_anchor, dest_hint: The shard of the state dict: name, start, hint.
         dest_offsets: Where the read goes, relative to that shard.
         storage, storage_anchor, storage_hint: The saved chunk, likewise.
         storage_offsets: Where the read comes from, relative to that chunk.
-        lengths: How large it is, in elements.
+        lengths: The size of the read, in elements.
     """
 
     names: tuple[str, ...]
@@ -52,7 +52,7 @@ class ReadItems(Columns[ReadItem]):
 
     @classmethod
     def of(cls, items: Iterable[ReadItem]) -> ReadItems:
-        """Make columns of records; columns come back as they are."""
+        """Convert records to columns; columns are returned unchanged."""
         if isinstance(items, ReadItems):
             return items
         records = tuple(items)
@@ -76,7 +76,7 @@ class ReadItems(Columns[ReadItem]):
         return len(self.type)
 
     def record(self, row: int) -> ReadItem:
-        """Make the record of one row."""
+        """Return the record of one row."""
         axes = slice(0, int(self.ndim[row]))
         return ReadItem(
             _TYPES[int(self.type[row])],
@@ -98,7 +98,7 @@ class ReadItems(Columns[ReadItem]):
         return ReadItems(self.names, **{k: readonly(v[rows]) for k, v in self._columns.items()})
 
     def boxes(self, shift: Ints, lengths: Ints) -> ReadItems:
-        """Return, of each read, the box of these lengths that starts ``shift`` after it."""
+        """Return, for each read, the part of these lengths that starts at ``shift`` within it."""
         return attrs.evolve(
             self,
             dest_offsets=readonly(self.dest_offsets + shift),
@@ -107,7 +107,7 @@ class ReadItems(Columns[ReadItem]):
         )
 
     def canonical(self) -> ReadItems:
-        """Return equal reads in the one form that equal reads have: no hints, no spare names."""
+        """Return the canonical form, without hints and unused names, equal for equal reads."""
         return ReadItems.of(
             attrs.evolve(
                 read,
@@ -119,7 +119,7 @@ class ReadItems(Columns[ReadItem]):
 
     @cached_property
     def numel(self) -> Ints:
-        """How many elements each read copies; 0 for non-tensor values."""
+        """The number of elements that each read copies; 0 for non-tensor values."""
         return readonly(np.where(self.type == _BYTES, 0, self.lengths.prod(axis=1)))
 
     @property
@@ -145,7 +145,7 @@ class ReadItems(Columns[ReadItem]):
 
     @classmethod
     def concat(cls, parts: Sequence[ReadItems]) -> ReadItems:
-        """Return the reads of several sequences, one after the other."""
+        """Concatenate several sequences."""
         ids: dict[str, int] = {}
         by_names = {
             names: column([ids.setdefault(n, len(ids)) for n in names])
@@ -170,7 +170,7 @@ class ReadItems(Columns[ReadItem]):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> ReadItems:
-        """Decode, or raise `CodecError` where the columns do not fit each other."""
+        """Decode, or raise `CodecError` if the columns are inconsistent."""
         _, arrays = unpack(data)
         try:
             names = unpack_names("names", arrays)
@@ -200,7 +200,7 @@ class ReadItems(Columns[ReadItem]):
 
 @attrs.frozen(eq=False, repr=False, slots=False)
 class Transfers(Columns[Transfer]):
-    """`Transfer`s in columns: the reads, the ranks that make them, and those that need them."""
+    """`Transfer`s in columns: the reads, their source ranks and their target ranks."""
 
     reads: ReadItems
     source: Ints
@@ -208,7 +208,7 @@ class Transfers(Columns[Transfer]):
 
     @classmethod
     def of(cls, transfers: Iterable[Transfer]) -> Transfers:
-        """Make columns of records; columns come back as they are."""
+        """Convert records to columns; columns are returned unchanged."""
         if isinstance(transfers, Transfers):
             return transfers
         records = tuple(transfers)
@@ -219,7 +219,7 @@ class Transfers(Columns[Transfer]):
         return len(self.source)
 
     def record(self, row: int) -> Transfer:
-        """Make the record of one row."""
+        """Return the record of one row."""
         return Transfer(self.reads.record(row), int(self.source[row]), int(self.target[row]))
 
     def take(self, rows: Index | slice) -> Transfers:
@@ -233,7 +233,7 @@ class Transfers(Columns[Transfer]):
 
     @classmethod
     def concat(cls, parts: Sequence[Transfers]) -> Transfers:
-        """Return the transfers of several sequences, one after the other."""
+        """Concatenate several sequences."""
         parts = [part for part in parts if len(part)] or list(parts[:1])
         if len(parts) == 1:
             return parts[0]
@@ -247,7 +247,7 @@ class Transfers(Columns[Transfer]):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Transfers:
-        """Decode, or raise `CodecError` where the columns do not fit each other."""
+        """Decode, or raise `CodecError` if the columns are inconsistent."""
         _, arrays = unpack(data)
         try:
             reads = ReadItems.from_bytes(arrays["reads"])

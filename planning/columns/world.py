@@ -1,4 +1,4 @@
-"""The plans of all ranks seen at once: every chunk, sorted by tensor and place."""
+"""The plans of all ranks in one view: every chunk, sorted by tensor and position."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ __all__ = ["Rows", "World"]
 
 @attrs.frozen(eq=False, slots=False)
 class Rows:
-    """Every chunk of every rank; one row each, by tensor, then by where it starts, then by rank.
+    """Every chunk of every rank; one row each, by tensor, then by start, then by rank.
 
     Attributes:
         names: The tensors and values, sorted.
-        props: The distinct properties, sorted, and ``prop``, which of them each tensor has (-1
-            for a non-tensor value).
+        props: The distinct properties, sorted; ``prop`` numbers them per tensor (-1: a non-tensor
+            value).
         shapes: Each tensor's global shape.
-        start: Where each tensor's rows begin, and, last, where all rows end.
-        first: Where each rank's items begin when all are laid end to end, and where they end.
-        flat: Which item each row is, in that numbering.
+        start: Each tensor's first row; the last entry is the number of rows.
+        first: Each rank's first item when all are laid end to end; the last entry is their number.
+        flat: The item of each row, in that numbering.
         offsets, sizes: The chunk, in the global frame, padded.
-        issues: Faults for which no rows can be made: tensors on which ranks disagree.
-        source: Which source in the state dict each item has, in the numbering of ``flat``; None
-            where every name has one source only.
+        issues: Tensors on which ranks disagree; they have no rows.
+        source: The number of each item's source in the state dict, in the numbering of ``flat``;
+            None if every name has only one source.
     """
 
     names: tuple[str, ...]
@@ -62,27 +62,27 @@ class Rows:
         return attrs.evolve(self, start=start, flat=taken[0], offsets=taken[1], sizes=taken[2])
 
     def spread(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Give every row the value of its tensor."""
+        """Repeat a value per tensor for each of its rows."""
         return np.repeat(values, np.diff(self.start))
 
     @cached_property
     def tensor(self) -> Ints:
-        """Which tensor each row belongs to."""
+        """The tensor of each row."""
         return self.spread(np.arange(len(self.names)))
 
     @cached_property
     def rank(self) -> Ints:
-        """Whose row it is."""
+        """The rank of each row."""
         return np.repeat(np.arange(len(self.first) - 1), np.diff(self.first))[self.flat]
 
     @cached_property
     def item(self) -> Ints:
-        """Which of that rank's items it is."""
+        """The number of each row's item in its rank's plan."""
         return self.flat - self.first[self.rank]
 
     @cached_property
     def place(self) -> Ints:
-        """Where the chunk starts when the tensor is laid out row-major, in elements."""
+        """The start of each chunk when the tensor is laid out row-major, in elements."""
         shape = padded(self.shapes, 1)
         place, stride = np.zeros(len(self), np.int64), np.ones(len(shape), np.int64)
         for axis in reversed(range(shape.shape[1])):
@@ -92,7 +92,7 @@ class Rows:
 
     @cached_property
     def repeats(self) -> npt.NDArray[np.bool_]:
-        """Which rows are the same chunk of the same tensor as the row before: replicas."""
+        """Which rows are replicas: the same chunk of the same tensor as the row before."""
         same = np.zeros(len(self), bool)
         if len(self):
             same[1:] = (self.tensor[1:] == self.tensor[:-1]) & (self.place[1:] == self.place[:-1])
@@ -102,7 +102,7 @@ class Rows:
 
     @cached_property
     def clashes(self) -> npt.NDArray[np.bool_]:
-        """Which rows repeat the row before but come from another source: not replicas."""
+        """Which rows repeat the row before but come from another source, so are not replicas."""
         clash = np.zeros(len(self), bool)
         if self.source is not None and len(self):
             source = self.source[self.flat]
@@ -111,7 +111,7 @@ class Rows:
 
     @property
     def faulty(self) -> bool:
-        """Whether ranks disagree, so that nobody can say who writes what."""
+        """Whether ranks disagree, so that writers cannot be assigned."""
         return bool(self.issues) or bool(self.clashes.any())
 
     @cached_property
@@ -122,7 +122,7 @@ class Rows:
 
     @cached_property
     def layouts(self) -> tuple[tuple[Layout, ...], Ints]:
-        """The distinct layouts, and which of them each tensor has (-1: a value)."""
+        """The distinct layouts, and the layout number of each tensor (-1: a value)."""
         boxes = np.concatenate([self.offsets, self.sizes], axis=1)
         starts, is_tensor = self.start.tolist(), (self.prop >= 0).tolist()
         numbers: dict[tuple[tuple[int, ...], int, bytes], int] = {}
@@ -146,11 +146,11 @@ class Rows:
 
 
 class World(tuple[SavePlan, ...]):
-    """One plan per rank: a tuple, with the sorted view of all of them made once, when needed."""
+    """One plan per rank: a tuple whose sorted view is made once, on demand."""
 
     @classmethod
     def of(cls, plans: Iterable[SavePlan]) -> World:
-        """Return the world of some plans; a world comes back as it is."""
+        """Return the world of some plans; a world is returned unchanged."""
         return plans if isinstance(plans, World) else cls(plans)
 
     @cached_property
@@ -159,7 +159,7 @@ class World(tuple[SavePlan, ...]):
         return _sort(self)
 
     def keep(self, mask: npt.NDArray[np.bool_]) -> World:
-        """Return the world in which each rank holds only its rows that the mask marks."""
+        """Return the world in which each rank holds only the rows marked by the mask."""
         rows = self.rows
         kept = np.zeros(int(rows.first[-1]), bool)
         kept[rows.flat[mask]] = True
@@ -184,7 +184,7 @@ class World(tuple[SavePlan, ...]):
 
 
 def _sort(world: World) -> Rows:
-    """Lay all items end to end, group them by tensor, drop what cannot be placed, sort the rest."""
+    """Group all items by tensor, drop chunks outside their tensor, and sort the rest."""
     table = _merge_catalogs([plan.items for plan in world])
     shape = padded(table.shapes, 1)
     tensor, offsets, sizes = _lay_out(world, table, shape.shape[1])
@@ -247,7 +247,7 @@ def _lay_out(world: World, table: _Table, width: int) -> tuple[Ints, Ints, Ints]
 
 
 def _by_place(rows: Rows) -> Rows:
-    """Sort the rows of each tensor by place; ranks that hold rising offsets are sorted already."""
+    """Sort the rows of each tensor by position; ascending offsets are sorted already."""
     same = rows.tensor[1:] == rows.tensor[:-1]
     rows = _sort_where(rows, same & (rows.place[1:] < rows.place[:-1]))
     # Chunks of several sizes at one place collide; replicas among them must still lie together.
@@ -256,7 +256,7 @@ def _by_place(rows: Rows) -> Rows:
 
 
 def _sort_where(rows: Rows, wrong: npt.NDArray[np.bool_], *minor: Ints) -> Rows:
-    """Sort those tensors by place, then by ``minor`` columns, that have a row after a wrong one."""
+    """Sort, by position and then by ``minor`` columns, the tensors that are out of order."""
     if not wrong.any():
         return rows
     unsorted = np.zeros(len(rows.names), bool)
@@ -268,11 +268,7 @@ def _sort_where(rows: Rows, wrong: npt.NDArray[np.bool_], *minor: Ints) -> Rows:
 
 
 def stable_order(keys: Ints, count: int) -> Any:
-    """Return the stable order of keys below ``count``: radix sort, sixteen bits at a time.
-
-    >>> stable_order(np.array([2, 0, 2, 1]), 3).tolist()
-    [1, 3, 0, 2]
-    """
+    """Return the stable order of keys below ``count``: radix sort, sixteen bits at a time."""
     order = np.argsort(keys.astype(np.uint16), kind="stable")
     shift = 16
     while count >> shift:
@@ -288,12 +284,12 @@ _Variant = tuple[bool, str, tuple[int, ...]]
 
 @attrs.frozen(eq=False)
 class _Table:
-    """All catalogs as one.
+    """All catalogs merged into one.
 
     Attributes:
         names, props, prop, shapes, issues: As in `Rows`.
-        which: Per plan, which distinct catalog it has.
-        numbering: Per distinct catalog, the tensor that each of its rows is.
+        which: Per plan, the number of its distinct catalog.
+        numbering: Per distinct catalog, the tensor of each row.
         mixed: Whether some name has several sources in the state dict.
     """
 
@@ -344,7 +340,7 @@ def _merge_catalogs(plans: list[WriteItems]) -> _Table:
 def _distinct_catalogs(
     plans: list[WriteItems],
 ) -> tuple[list[int], list[Catalog], list[npt.NDArray[np.bool_]]]:
-    """Say which distinct catalog each plan has, the catalogs, and which of their rows are used."""
+    """Return the catalog number of each plan, the catalogs, and which of their rows are used."""
     by_content: dict[object, int] = {}
     by_identity: dict[int, int] = {}
     catalogs: list[Catalog] = []
@@ -368,7 +364,7 @@ def _conflicts(
     which: list[int],
     plans: list[WriteItems],
 ) -> Iterator[Issue]:
-    """Say what each side of a disagreement holds, and who is on it."""
+    """Describe each side of a disagreement, with its ranks."""
     disputed = {name: sides for name, sides in sorted(variants.items()) if len(sides) > 1}
     if not disputed:
         return
@@ -392,7 +388,7 @@ def _conflicts(
 
 
 def _drop_strays(rows: Rows, outside: npt.NDArray[np.bool_]) -> Rows:
-    """Report chunks that leave their tensor, and leave them out."""
+    """Report chunks outside their tensor, and leave them out."""
     issues = list(rows.issues)
     for row in np.flatnonzero(outside).tolist():
         name, shape = rows.names[rows.tensor[row]], rows.shapes[rows.tensor[row]]
