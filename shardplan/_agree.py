@@ -1,15 +1,14 @@
-"""One plan for a save, agreed on by all ranks in the cheapest way that is certain.
+"""Agreement of all ranks on one plan for a save, in the cheapest way that is certain.
 
-- *Cached*: every rank has the layout that it had when a plan was made before. Only a fingerprint
-  is exchanged.
-- *Derived*: meshes and placements say what every rank holds. Each rank makes the whole plan by
-  itself, and only its fingerprint is exchanged.
-- *Gathered*: the coordinator gets every rank's plan and gives each rank its part of the whole one.
+- *Cached*: every rank has the layout of an earlier plan. Only a fingerprint is exchanged.
+- *Derived*: meshes and placements determine what every rank holds. Each rank makes the complete
+  plan by itself, and only its fingerprint is exchanged.
+- *Gathered*: the coordinator collects every rank's plan and sends each rank its part of the result.
 
 The steps of `agree`:
 
-1. Every rank makes an offer: fingerprints of the plan that it knows or derives, and of its values.
-2. The coordinator compares the offers and decides how to go on (`_compare`).
+1. Every rank makes an offer: fingerprints of its cached or derived plan, and of its values.
+2. The coordinator compares the offers and decides how to proceed (`_compare`).
 3. If passes need the plans of all ranks, the coordinator runs them, and ranks offer once more.
 4. Every rank takes the plan that it has, or the coordinator plans for all.
 5. If ranks hold different values under one name, all of them raise.
@@ -60,7 +59,7 @@ _default_cache: Final = PlanCache()
 
 @attrs.frozen(eq=False)
 class Agreed(Generic[T]):
-    """What `agree` returns: what this rank brought, its plan, and the name of the save."""
+    """The result of `agree`: this rank's input, its plan, and the name of the save."""
 
     begun: Begun[T]
     agreement: Agreement
@@ -76,20 +75,20 @@ def agree(
     cache: PlanCache | None = None,
     verify_replicas: bool = False,
 ) -> Agreed[T]:
-    """Come to one plan for a save, on all ranks.
+    """Agree on one plan for a save, on all ranks.
 
     Args:
         comm: The ranks.
-        begin: Returns what this rank brings; called once. What it raises on any rank, all raise.
-        planner: The passes to apply, if any. Rank passes that come before the first world pass run
-            on each rank; that one, and what comes after it, on the coordinator.
+        begin: Returns this rank's state dict and target; called once. If it raises on any rank, all
+            ranks raise.
+        planner: The passes to apply, if any. Rank passes before the first world pass run on each
+            rank; the others run on the coordinator.
         watch: Gets the seconds of the phases plan, verify and exchange.
-        cache: Where to look for a plan made before, and to keep this one; by default the one of
-            this process.
+        cache: Plans of earlier saves; by default those of this process.
         verify_replicas: Whether to compare all chunks that several ranks hold.
 
     Raises:
-        CheckpointError: Anything went wrong on any rank; with a single rank, the error itself.
+        CheckpointError: Any rank failed; a single rank raises the error itself.
     """
     planning = _Planning(comm, cache or _default_cache, watch, verify_replicas)
     stages = Stages.of(planner)
@@ -110,13 +109,13 @@ def agree(
 
 @attrs.frozen
 class _Verdict:
-    """What the coordinator makes of all offers.
+    """The coordinator's decision about all offers.
 
     Attributes:
         save_id: The name of the save.
         how: How ranks get their plan.
-        conflict: What ranks were given that must be the same and is not; empty if nothing.
-        speakers: If ranks hold different values: the first rank of each kind, by place.
+        conflict: Arguments that differ between ranks and must not; empty if there are none.
+        speakers: If ranks hold different values: one rank per distinct table, by position.
     """
 
     save_id: str
@@ -126,12 +125,7 @@ class _Verdict:
 
 
 def _compare(offers: Sequence[Sent], comm: Comm) -> _Verdict:
-    """Compare the offers of all ranks.
-
-    >>> from shardplan.dist import solo
-    >>> _compare([Sent("save", "", "f00", "here", "", "a5")], solo())
-    _Verdict(save_id='save', how='derived', conflict='', speakers=())
-    """
+    """Compare the offers of all ranks."""
     tags = {"cached": {o.cached for o in offers}, "derived": {o.derived for o in offers}}
     ways = [how for how, found in tags.items() if len(found) == 1 and "" not in found]
     first: dict[str, int] = {}
@@ -173,7 +167,7 @@ class _Planning:
     def exchange(
         self, local: Callable[[], Local[T]], passed: tuple[SavePlan, SavePlan] | None = None
     ) -> tuple[Offer[T], _Verdict]:
-        """Make an offer on every rank, and compare them; raise where they contradict."""
+        """Make an offer on every rank, and compare them; raise if they contradict each other."""
 
         def offer() -> Kept[Offer[T]]:
             made = self._offer(local, passed)
@@ -205,7 +199,7 @@ class _Planning:
             return offer.with_table(self.verify_replicas)
 
     def settle(self, offer: Offer[T], how: How) -> Agreement:
-        """Take the plan that all ranks have, or have the coordinator plan for all."""
+        """Take the plan that all ranks have, or let the coordinator plan for all."""
         if how == "cached" and offer.cached is not None:
             return attrs.evolve(offer.cached, how="cached")
         if how == "derived" and offer.derived is not None:
@@ -262,20 +256,13 @@ def _refuse_differences(comm: Comm, table: Mapping[str, int], speakers: Sequence
 def run_together(
     comm: Comm, stages: Stages[SavePlan], own: Callable[[], SavePlan], watch: Stopwatch
 ) -> tuple[SavePlan, SavePlan]:
-    """Run the passes of a planner that need the plans of all ranks, on the coordinator.
+    """Run the world passes of a planner, and all after them, on the coordinator.
 
-    Args:
-        comm: The ranks; every one must call this.
-        stages: The planner; the coordinator's passes are run.
-        own: Returns this rank's plan, after its own passes.
-        watch: Gets the seconds of planning.
+    Every rank must call this. ``own`` returns this rank's plan after its own passes.
 
     Returns:
-        This rank's plan after the passes; and the same with what they gave to another rank that
-        holds it too, see `with_replicas`.
-
-    Raises:
-        CheckpointError: Anything went wrong on any rank.
+        This rank's plan after the passes; and the same plan with the replicas that the passes
+        assigned to other ranks, see `with_replicas`.
     """
 
     def mine() -> bytes:

@@ -1,4 +1,4 @@
-"""Save in the background: training goes on as soon as its state is copied."""
+"""Save in the background: training continues as soon as its state is copied."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _LOGGED_LINES: Final = 4  # of a failure on many ranks
 
 
 class SaveFuture(Future[SaveReport]):
-    """A save under way; see `async_save`.
+    """A save in progress; see `async_save`.
 
     Attributes:
-        path: Where it goes.
-        blocked: Seconds for which training waited: for the save before, and for the snapshot.
-        seen: Whether somebody has asked for its outcome.
+        path: The destination.
+        blocked: Seconds that training waited: for the previous save, and for the snapshot.
+        seen: Whether the caller has asked for the outcome.
     """
 
     def __init__(self, path: str) -> None:
@@ -65,7 +65,7 @@ class SaveFuture(Future[SaveReport]):
             self.seen = self.seen or self.done()
 
     def cancel(self) -> bool:
-        """Return False: other ranks count on the save."""
+        """Return False: other ranks depend on the save."""
         return False
 
     def abandon(self) -> bool:
@@ -73,7 +73,7 @@ class SaveFuture(Future[SaveReport]):
         return super().cancel()
 
     def unseen_error(self) -> BaseException | None:
-        """Wait for the save; return its error unless somebody has asked for it already."""
+        """Wait for the save; return its error unless the caller has asked for it already."""
         error = super().exception()
         if error is None or self.seen:
             return None
@@ -104,27 +104,27 @@ def async_save(
 ) -> SaveFuture:
     """Copy a state dict, and save the copy in the background.
 
-    When this returns, the copy is complete: whatever happens to any tensor after that is not saved.
-    Planning, writing and the commit take place in a thread, over connections of their own; the
-    process group that trains is not touched. One save is under way at a time: a call waits for the
-    one before, and raises its error if nobody has asked for it. The copy's memory is used again by
-    the next one. An interpreter that exits waits for the save, and logs its error.
+    When this returns, the copy is complete: later changes of tensors are not saved. A thread plans,
+    writes and commits over its own connections; the process group of the training job is not used.
+    Only one save runs at a time: a call waits for the previous one, and raises its error unless the
+    caller has already asked for it. The memory of a copy is reused by the next one. An exiting
+    interpreter waits for the save, and logs its error.
 
     Args:
         state_dict: As in `save`.
         path: As in `save`.
         planner: As in `save`.
         format: As in `save`.
-        comm: The ranks, for these saves alone; by default one of our own, over all of torch's
+        comm: The ranks, used by these saves alone; by default a separate comm over all of torch's
             process group.
         overwrite: As in `save`.
         verify_replicas: As in `save`.
-        progress: As in `save`; called from the background.
+        progress: As in `save`; called from the background thread.
         pool: As in `save`.
         cache: As in `save`.
 
     Returns:
-        The report to come. What goes wrong after the copy was made is raised by its ``result()``.
+        A future of the report. Its ``result()`` raises errors that occur after the copy.
 
     >>> import tempfile, torch
     >>> from shardplan import restore
@@ -137,9 +137,9 @@ def async_save(
     {'w': tensor([1., 1.])}
 
     Raises:
-        TypeError, ValueError: The path or the format is wrong; other ranks learn of it.
+        TypeError, ValueError: The path or the format is wrong; other ranks raise as well.
         CheckpointError: There are no connections to the other ranks.
-        Exception: The error of the save before, if nobody has asked for it.
+        Exception: The error of the previous save, if the caller has not asked for it.
     """
     saver = _saver_of(comm)
     start = time.perf_counter()
@@ -166,11 +166,11 @@ def async_save(
 
 
 class _Line:
-    """Jobs that threads run one after the other, in order; an interrupt cannot lose any of them.
+    """A queue of jobs that threads run one after the other; an interrupt cannot lose a job.
 
-    A thread runs all jobs that are in line. If the call that starts it is interrupted, it runs them
-    nevertheless, or the next one does. An interrupt leaves no `SimpleQueue` half done, as it may a
-    `threading.Event`; so threads are started by a thread, which no signal interrupts.
+    A thread runs all queued jobs. If the call that starts it is interrupted, the thread, or the
+    next one, still runs them. Threads are started by a thread, since signals interrupt only the
+    main thread; a `SimpleQueue`, unlike a `threading.Event`, stays consistent when interrupted.
     """
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class _Line:
         self._running = threading.Lock()
 
     def put(self, job: Callable[[], object]) -> None:
-        """Have a job run; if this is interrupted, it may run now, later, or not at all."""
+        """Queue a job; if this is interrupted, the job may run now, later, or not at all."""
         self._jobs.append(job)
         started = queue.SimpleQueue[BaseException | None]()
         _thread.start_new_thread(self._start, (started,))
@@ -187,13 +187,13 @@ class _Line:
             raise error
 
     def drain(self) -> None:
-        """Return once all jobs before this call are done."""
+        """Return once all earlier jobs are done."""
         done = queue.SimpleQueue[None]()
         self.put(lambda: done.put(None))
         done.get()
 
     def _start(self, started: queue.SimpleQueue[BaseException | None]) -> None:
-        """Start a thread that an exiting interpreter waits for."""
+        """Start a non-daemon thread, which an exiting interpreter waits for."""
         try:
             threading.Thread(target=self._run, name="shardplan-save", daemon=False).start()
         except BaseException as error:
@@ -209,16 +209,16 @@ class _Line:
 
 @attrs.frozen(eq=False)
 class _Copy:
-    """A copy of a state dict, and where it goes; or the error with which the save fails.
+    """A copy of a state dict and its target, or the error with which the save fails.
 
-    A save that cannot begin fails on all ranks: the others have begun, and wait for this one.
+    A save that cannot begin must fail on all ranks, since the others wait for this one.
 
     Attributes:
-        buffers: The memory of the copy; nothing else may use it until the copy was written.
-        target: Where it goes.
+        buffers: The memory of the copy, reserved until the copy is written.
+        target: The destination.
         sd: The copy.
         error: Why there is none.
-        raised: Whether the call raises the error, and not only the future.
+        raised: Whether the call raises the error, in addition to the future.
     """
 
     buffers: Buffers
@@ -241,13 +241,13 @@ class _Copy:
 
 
 class _Saver:
-    """What the saves of some ranks in the background have in common.
+    """The state that background saves of some ranks share.
 
     Attributes:
-        lock: Held while a save begins. A signal handler may begin one, too: it can be taken again.
-        line: The saves, one after the other.
+        lock: Held while a save begins; reentrant, since a signal handler may begin one, too.
+        line: The queue of saves.
         spare: Memory that no save uses.
-        last: The save that was begun last.
+        last: The most recent save.
     """
 
     def __init__(self) -> None:
@@ -257,7 +257,7 @@ class _Saver:
         self.last: SaveFuture | None = None
 
     def settle(self) -> BaseException | None:
-        """Wait for the saves before; return the last one's error if nobody has asked for it."""
+        """Wait for earlier saves; return the last one's error if the caller has not seen it."""
         self.line.drain()
         return None if self.last is None else self.last.unseen_error()
 
@@ -269,7 +269,7 @@ class _Saver:
         comm: Comm,
         earlier: BaseException | None,
     ) -> _Copy:
-        """Copy a state dict; if that fails, or the save before has, return the error."""
+        """Copy a state dict; if that or the previous save failed, return the error."""
         buffers, self.spare = self.spare, Buffers()  # given back once the copy is written
         if earlier is not None:
             return _Copy(buffers, error=earlier, raised=True)
@@ -289,7 +289,7 @@ class _Saver:
     def run(
         self, future: SaveFuture, copy: _Copy, comm: Comm, options: SaveOptions, watch: Stopwatch
     ) -> None:
-        """Save a copy, unless the call that asked for it was interrupted."""
+        """Save a copy, unless the call that made it was interrupted."""
         if not future.set_running_or_notify_cancel():
             return
         self.last = future
@@ -303,7 +303,7 @@ class _Saver:
         self.spare = copy.buffers
 
     def stay_away(self, future: SaveFuture, comm: Comm | None, error: BaseException) -> None:
-        """Tell the other ranks that this one does not save, unless a thread has begun to."""
+        """Report to the other ranks that this one does not save, unless it has begun to."""
         if future.abandon() and comm is not None:
             reason = f"left the save: {type(error).__name__}: {error}".rstrip(": ")
             with suppress(RuntimeError):  # no thread can be started: the next one runs it
@@ -326,7 +326,7 @@ _job: Final = JobComm(private=True)
 
 
 def _saver_of(comm: Comm | None) -> _Saver:
-    """Return what saves for some ranks, made when it is first needed."""
+    """Return the saver of some ranks, made on demand."""
     if comm is None:
         return _own
     as_comm(comm)

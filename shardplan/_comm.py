@@ -1,4 +1,4 @@
-"""The ranks that take part in a call, and the steps that they take together."""
+"""The ranks that take part in a call, and their collective steps."""
 
 from __future__ import annotations
 
@@ -51,12 +51,7 @@ W = TypeVar("W")
 
 @attrs.frozen
 class Place:
-    """Where a rank is among all ranks.
-
-    Attributes:
-        rank: Its number.
-        ranks: How many there are.
-    """
+    """A rank, and the number of ranks."""
 
     rank: int
     ranks: int
@@ -73,15 +68,15 @@ class Place:
 
 @attrs.define(eq=False)
 class JobComm:
-    """The comm of all ranks of the job: made when it is first needed, and again after it was lost.
+    """The comm of all ranks of the job, made on demand, and again after it was lost.
 
-    Making one is a step, so every rank must ask for it in the same calls. A rank may learn of a
-    loss one call later than others. So ranks count their calls and compare the counts when they go
-    on: parts of two different saves must never become one checkpoint.
+    Making one is a collective step, so every rank must ask for it in the same calls. A rank may
+    notice a loss one call later than others. Therefore ranks count their calls and compare the
+    counts when they reconnect: parts of two different saves must never become one checkpoint.
 
     Attributes:
-        private: Whether it has connections of its own.
-        held: The comm as it is now; None where there is none yet.
+        private: Whether it has its own connections.
+        held: The current comm; None if there is none yet.
     """
 
     private: bool
@@ -91,10 +86,11 @@ class JobComm:
     _lock: threading.Lock = attrs.field(factory=threading.Lock)
 
     def take(self) -> Comm:
-        """Return the comm for one call; `solo` where there is no process group.
+        """Return the comm for one call; `solo` without a process group.
 
         Raises:
-            CheckpointError: It was lost, and not all ranks came to go on, or not in the same call.
+            CheckpointError: It was lost, and not all ranks came to reconnect, or not in the same
+            call.
             RuntimeError: A launcher started several ranks, and there is no process group.
         """
         with self._lock:
@@ -136,7 +132,7 @@ def _named_step(step: str) -> Iterator[None]:
 
 
 def _behind(calls: list[int]) -> tuple[int, list[tuple[int, int]]]:
-    """Return the most calls that any rank made, and the places that made fewer, by how many.
+    """Return the largest number of calls, and for each rank behind, its position and the lag.
 
     >>> _behind([3, 2, 3])
     (3, [(1, 1)])
@@ -149,11 +145,7 @@ _job: Final = JobComm(private=False)
 
 
 def as_comm(comm: Comm | None) -> Comm:
-    """Return a comm that a caller passed; by default, `default_comm`.
-
-    Raises:
-        TypeError: It is something else, such as a process group of torch.
-    """
+    """Return the comm that a caller passed, by default `default_comm`; check its type."""
     if comm is not None and not hasattr(comm, "coordinator"):  # which torch's groups lack
         kind = type(comm).__name__
         raise TypeError(
@@ -163,16 +155,12 @@ def as_comm(comm: Comm | None) -> Comm:
 
 
 def default_comm() -> Comm:
-    """Return the comm of all ranks of the job, as `JobComm.take` does; every rank must call it.
-
-    >>> default_comm().world_size
-    1
-    """
+    """Return the comm of all ranks of the job; every rank must call this."""
     return _job.take()
 
 
 def _launched() -> Place | None:
-    """Return the rank that torchrun, or what sets its variables, gave this process."""
+    """Return the rank that torchrun, or another launcher, gave this process."""
     rank, ranks = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     if not rank.isdecimal() or not ranks.isdecimal() or int(ranks) < 2:
         return None
@@ -180,7 +168,7 @@ def _launched() -> Place | None:
 
 
 def _refuse_missing_group() -> None:
-    """Refuse to work alone in a process that a launcher started as one of several."""
+    """Refuse to run alone in a process that a launcher started as one of several."""
     place = _launched()
     if place is not None:
         raise RuntimeError(
@@ -193,7 +181,7 @@ def _refuse_missing_group() -> None:
 
 
 def world_group() -> Any:
-    """Return torch's process group of all ranks; None where there is none."""
+    """Return torch's process group of all ranks; None if there is none."""
     dist = sys.modules.get("torch.distributed")  # imported by whatever made a process group
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None
@@ -201,20 +189,12 @@ def world_group() -> Any:
 
 
 def place_of(comm: Comm) -> Place:
-    """Return where this rank is among all ranks of a comm.
-
-    >>> place_of(solo())
-    Place(rank=0, ranks=1)
-    """
+    """Return this rank's place among all ranks of a comm."""
     return Place(comm.rank, comm.world_size)
 
 
 def own_place() -> Place:
-    """Return where this process is in the job, without asking any other.
-
-    >>> own_place()
-    Place(rank=0, ranks=1)
-    """
+    """Return this process's place in the job, without communication."""
     group = world_group()
     if group is None:
         return _launched() or Place(0, 1)
@@ -224,11 +204,7 @@ def own_place() -> Place:
 def take_step(
     comm: Comm, step: str, map: Callable[[], Any], reduce: Callable[[list[Any]], Any]
 ) -> Any:
-    """Take a step on all ranks, as `all_reduce` does; a single rank raises its errors as they are.
-
-    >>> take_step(solo(), "add up", lambda: 2, sum)
-    2
-    """
+    """Run `all_reduce`, except that a single rank raises its errors unchanged."""
     if comm.world_size == 1:
         return reduce([map()])
     return all_reduce(comm, step, map, reduce)
@@ -236,7 +212,7 @@ def take_step(
 
 @attrs.frozen(eq=False)
 class Kept(Generic[M]):
-    """What a function of a step returns: a value that stays on this rank, and what is sent."""
+    """The result of a function of a step: a value for this rank, and a message."""
 
     value: M
     sent: Any
@@ -249,7 +225,7 @@ class Taken(Generic[M, W]):
     Attributes:
         mine: What ``map`` kept on this rank.
         whole: What ``reduce`` kept on the coordinator; None on other ranks.
-        got: What the coordinator sent to this rank.
+        got: The coordinator's message to this rank.
     """
 
     mine: M
@@ -266,21 +242,21 @@ def keep_step(
     collective: Callable[..., Any] = take_step,
     undo: Callable[[M, BaseException], None] | None = None,
 ) -> Taken[M, W]:
-    """Take a step in which ranks keep more than they send.
+    """Run a step in which ranks keep more than they send.
 
     Args:
         comm: The ranks.
         step: The step's name, for errors.
-        map: Called on every rank; what it sends goes to the coordinator.
-        reduce: Called on the coordinator with what every rank sent, by rank.
-        collective: How ranks take the step: `take_step` or one like it.
-        undo: Called with what ``map`` kept if the step fails after that, and with the error.
+        map: Called on every rank; its message goes to the coordinator.
+        reduce: Called on the coordinator with the messages of all ranks, by rank.
+        collective: The collective to use: `take_step` or one like it.
+        undo: Called with what ``map`` kept, and the error, if the step fails after ``map``.
 
     >>> keep_step(solo(), "add up", lambda: Kept("mine", 2), lambda sent: Kept("all", sum(sent)))
     Taken(mine='mine', whole='all', got=2)
 
     Raises:
-        CheckpointError: Anything failed on any rank; with a single rank, the error itself.
+        CheckpointError: Any rank failed; a single rank raises the error itself.
     """
     mine: Kept[M] | None = None
     whole: Kept[W] | None = None
@@ -306,7 +282,7 @@ def keep_step(
 
 
 def told_apart(ranks: Sequence[int], values: Sequence[str]) -> str:
-    """Return which ranks have which of several values, as text; empty if all have the same.
+    """Return which ranks have which of several values, as text; empty if all are equal.
 
     >>> told_apart((0, 1, 2), ("a", "a", "b"))
     'ranks 0, 1: a; rank 2: b'
@@ -326,7 +302,7 @@ def fail_alike(comm: Comm, step: str, error: Exception) -> NoReturn:
 
 
 class _Counting:
-    """A comm that counts what a rank gives to and gets from others in meetings."""
+    """A comm that counts the bytes that a rank sends and receives in collectives."""
 
     def __init__(self, comm: Comm, count: Callable[[int], None]) -> None:
         self._comm, self._count = comm, count
@@ -355,7 +331,7 @@ def _size(data: bytes | Sequence[bytes] | None) -> int:
 
 
 def counting(comm: Comm, count: Callable[[int], None]) -> Comm:
-    """Return a comm that also counts the bytes that this rank exchanges in meetings.
+    """Return a comm that also counts the bytes of this rank's collectives.
 
     >>> counts = []
     >>> counting(solo(), counts.append).broadcast(b"plan")
@@ -367,5 +343,5 @@ def counting(comm: Comm, count: Callable[[int], None]) -> Comm:
 
 
 def host_name() -> str:
-    """Return the name of the machine: ranks on one machine have the same."""
+    """Return the host name, equal for ranks on one machine."""
     return socket.gethostname()

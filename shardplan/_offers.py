@@ -1,4 +1,4 @@
-"""What one rank brings to a save, and the plans that it knows or can make by itself."""
+"""One rank's input to a save, and the plans that it has cached or can derive by itself."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class Agreement:
 
     Attributes:
         plan: What this rank writes.
-        how: How the plan came to be.
-        tag: A fingerprint of the whole plan, the same on all ranks.
-        whole: The plans of all ranks; only the coordinator is sure to have them.
+        how: How the plan was made.
+        tag: A fingerprint of the complete plan, equal on all ranks.
+        whole: The plans of all ranks; may be missing except on the coordinator.
     """
 
     plan: SavePlan
@@ -65,7 +65,7 @@ class Agreement:
 
 @attrs.frozen(eq=False)
 class Begun(Generic[T]):
-    """A rank's state dict, and where to save it: a text that is the same on all ranks."""
+    """A rank's state dict, and its target as a text that must be equal on all ranks."""
 
     sd: Mapping[Any, Any]
     target: T
@@ -74,11 +74,11 @@ class Begun(Generic[T]):
 class PlanCache:
     """The plans of the last few layouts.
 
-    A key holds everything that a plan depends on, so no entry can be out of date: a layout, or,
-    with a planner, the plan that it made of the layout.
+    A key holds everything that a plan depends on, so entries never become stale: a layout, or, with
+    a planner, the plan that it made of the layout.
 
     Args:
-        entries: How many are kept.
+        entries: The number of plans to keep.
     """
 
     def __init__(self, entries: int = 8) -> None:
@@ -87,14 +87,14 @@ class PlanCache:
         self._lock = threading.Lock()
 
     def get(self, key: Hashable) -> Agreement | None:
-        """Return what is known under a key."""
+        """Return the agreement of a key, if any."""
         with self._lock:
             if key in self._plans:
                 self._plans.move_to_end(key)
             return self._plans.get(key)
 
     def put(self, key: Hashable, agreement: Agreement) -> None:
-        """Remember an agreement."""
+        """Store an agreement."""
         with self._lock:
             self._plans[key] = agreement
             self._plans.move_to_end(key)
@@ -102,14 +102,14 @@ class PlanCache:
                 self._plans.popitem(last=False)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all entries."""
         with self._lock:
             self._plans.clear()
 
 
 @attrs.frozen(eq=False, slots=False)
 class Local(Generic[T]):
-    """What a rank brings, and the plans of it; each is made when it is first needed."""
+    """A rank's state dict, and its plans, each made on demand."""
 
     begun: Begun[T]
     comm: Comm
@@ -117,7 +117,7 @@ class Local(Generic[T]):
 
     @cached_property
     def stages(self) -> Stages[SavePlan]:
-        """The passes, cut where they first need the plans of all ranks."""
+        """The passes, cut at the first world pass."""
         return Stages.of(self.planner)
 
     @cached_property
@@ -136,12 +136,12 @@ class Local(Generic[T]):
 
     @cached_property
     def passed(self) -> SavePlan:
-        """The plan after the passes that look at it alone."""
+        """The plan after this rank's own passes."""
         return chain(*self.stages.own)((self.own,))[0]
 
     @cached_property
     def present(self) -> SavePlan:
-        """The same without tensors on the meta device: this rank does not hold them."""
+        """The same without tensors on the meta device, whose elements this rank lacks."""
         plan = self.passed
         if not self.meta:
             return plan
@@ -150,14 +150,14 @@ class Local(Generic[T]):
 
     @cached_property
     def meta(self) -> frozenset[str]:
-        """Tensors on the meta device here: other ranks may hold their elements."""
+        """Names of tensors on the meta device here; other ranks may hold their elements."""
         if self.comm.world_size == 1:
             return frozenset()  # refused when they are written
         return frozenset(name for name, value in self.flat.items() if on_meta(value))
 
     @property
     def saved_meta(self) -> list[str]:
-        """Those of them that are to be saved."""
+        """The names in ``meta`` that are to be saved."""
         items = self.passed.items
         rows = items.row[self._on_meta(items)].tolist() if self.meta else ()
         return sorted({items.catalog.sources[row] for row in rows})
@@ -168,7 +168,7 @@ class Local(Generic[T]):
 
 @attrs.frozen(cache_hash=True)
 class _Key:
-    """All that a plan depends on."""
+    """Everything that a plan depends on."""
 
     layout: Hashable
     ranks: Hashable
@@ -179,11 +179,11 @@ class Offer(Generic[T]):
     """What one rank offers.
 
     Attributes:
-        local: What it brings.
-        passed: What `run_together` made of its plan, if there are such passes.
-        key: The key of the plan in the cache; None if it cannot be cached.
-        cached, derived: The plan that was made before, or that the rank derived.
-        table: The digests of what must be the same on all ranks that hold it.
+        local: The rank's state dict and plans.
+        passed: The result of `run_together`, if there are world passes.
+        key: The cache key of the plan; None if it cannot be cached.
+        cached, derived: The plan found in the cache, or derived.
+        table: The digests of everything that must be equal on all ranks that hold it.
     """
 
     local: Local[T]
@@ -195,7 +195,7 @@ class Offer(Generic[T]):
 
     @property
     def plans(self) -> tuple[SavePlan, SavePlan]:
-        """The plan after all passes that were run so far, and what of it to compare."""
+        """The plan after all passes run so far, and the part of it to compare."""
         return self.passed or (self.local.present, self.local.present)
 
     @property
@@ -205,11 +205,11 @@ class Offer(Generic[T]):
 
     @property
     def early(self) -> bool:
-        """Whether passes that need the plans of all ranks are still to be run."""
+        """Whether world passes are still to be run."""
         return self.local.stages.needs_all and self.passed is None
 
     def looked_up(self, cache: PlanCache) -> Offer[T]:
-        """Add the plan that was made before, if there is one."""
+        """Add the cached plan, if there is one."""
         comm = self.local.comm
         if self.early:
             return self
@@ -224,7 +224,7 @@ class Offer(Generic[T]):
         return attrs.evolve(self, key=key, cached=cache.get(key))
 
     def with_derived(self) -> Offer[T]:
-        """Add the whole plan that this rank can make from what it knows of the others."""
+        """Add the complete plan, if this rank can derive it."""
         local, comm = self.local, self.local.comm
         if local.stages.needs_all or local.meta:
             return self
@@ -245,7 +245,7 @@ class Offer(Generic[T]):
         return attrs.evolve(self, derived=derived)
 
     def with_table(self, everything: bool) -> Offer[T]:
-        """Add the digests of what must be the same on all ranks that hold it."""
+        """Add the digests of everything that must be equal on all ranks that hold it."""
         flat, paths = self.local.flattened
         # Without a planner, small tensors and values are stored as they are.
         plan = self.plans[1] if everything or self.local.planner is not None else None
@@ -253,7 +253,7 @@ class Offer(Generic[T]):
         return attrs.evolve(self, table=digests(flat, plan, own=own, everything=everything))
 
     def refuse_values(self) -> None:
-        """Refuse values that cannot be stored, also those that another rank will write."""
+        """Refuse values that cannot be stored, including those that another rank will write."""
         flat = self.local.flat
         kinds = {type(value): value for value in flat.values()}
         # Whether an array is a tensor depends on its dtype; for others the type decides.
@@ -264,7 +264,7 @@ class Offer(Generic[T]):
         store_values({name: value for name, value in rest.items() if not is_tensor(value)})
 
     def sent(self) -> Sent:
-        """Return what the coordinator is sent."""
+        """Return the message to the coordinator."""
         return Sent(
             secrets.token_hex(6),
             "" if self.cached is None else self.cached.tag,
@@ -277,7 +277,7 @@ class Offer(Generic[T]):
 
 @attrs.frozen
 class Sent:
-    """An offer as it travels: a name for the save, and the fingerprints of what the rank has."""
+    """An offer as sent: a name for the save, and fingerprints."""
 
     save_id: str
     cached: str

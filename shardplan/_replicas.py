@@ -1,9 +1,9 @@
-"""Comparing what several ranks hold under one name, by checksum, before a save.
+"""Comparison, by checksum, of what several ranks hold under one name, before a save.
 
 Values and small plain tensors are always compared; with ``verify_replicas`` every chunk is, shards
-of DTensors included. What is compared is what would be stored, under its name in the checkpoint.
-Each rank sends one fingerprint of its table of checksums. Where these differ, one rank of each kind
-sends its table, and the coordinator compares.
+of DTensors included. Checksums are of what would be stored, under its name in the checkpoint. Each
+rank sends one fingerprint of its table of checksums. If these differ, one rank per distinct
+fingerprint sends its table, and the coordinator compares them.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def digests(
 ) -> dict[str, int]:
     """Return the checksums of what a rank must hold as others do, by name.
 
-    A part of a tensor, if it is cut, is named by where it starts, after a null character.
+    The name of a part of a tensor is followed by a null character and its start.
 
     Args:
         flat: The rank's state dict, flattened.
-        plan: What is stored of it; None if all of it is stored as it is.
-        own: Names of the state dict that no other rank has; they are left out.
-        everything: Whether to look at every chunk of the plan; else at values and small tensors.
+        plan: What is stored of it; None if all of it is stored unchanged.
+        own: Names that no other rank has; they are left out.
+        everything: Whether to include every chunk of the plan, or only values and small tensors.
 
     >>> digests({"w": np.zeros(2), "step": 7}) == digests({"step": 7, "w": np.zeros(2)})
     True
@@ -72,7 +72,7 @@ def digests(
     True
 
     Raises:
-        ValueRefusedError: Some values cannot be compared; all of them are named.
+        ValueRefusedError: Some values cannot be compared; it names all of them.
     """
     compared = _compared(flat)
     if plan is None:
@@ -96,7 +96,7 @@ def digests(
 
 
 def _compared(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values and small plain tensors of a state dict: what is always compared."""
+    """Return the values and small plain tensors, which are always compared."""
     plain: dict[type, bool] = {}
     found = {}
     for name, value in flat.items():
@@ -112,7 +112,7 @@ def _compared(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _each(values: Mapping[str, Any], digest: Callable[[Any], int]) -> dict[str, int]:
-    """Return the checksum of each value; refuse all that have none, by name."""
+    """Return the checksum of each value; refuse values without one, by name."""
     found: dict[str, int] = {}
     refused: dict[str, str] = {}
     for name, value in values.items():
@@ -131,12 +131,12 @@ def _piece_digest(piece: Piece) -> int:
 
 
 def _place(offsets: Sequence[int]) -> str:
-    """Return where a chunk starts, as text; empty if that is where its tensor does."""
+    """Return the start of a chunk as text; empty at the tensor's origin."""
     return f" at {list(offsets)}" if any(offsets) else ""
 
 
 def tag_of(table: Mapping[str, int]) -> str:
-    """Return one short text for a table of checksums, the same in whatever order it is.
+    """Return a fingerprint of a table of checksums, independent of its order.
 
     >>> tag_of({"a": 1, "b": 2}) == tag_of({"b": 2, "a": 1}), tag_of({"a": 1}) == tag_of({"a": 2})
     (True, False)
@@ -149,12 +149,12 @@ def tag_of(table: Mapping[str, int]) -> str:
 def differences(
     ranks: Sequence[int], tags: Sequence[str], tables: Sequence[Mapping[str, int]]
 ) -> list[Issue]:
-    """Return a conflict for each name under which ranks hold different things.
+    """Return a conflict for each name under which ranks hold different data.
 
     Args:
-        ranks: Their numbers in the job.
+        ranks: The rank numbers in the job.
         tags: The `tag_of` of each rank.
-        tables: The `digests` of each rank; of those with the same tag, the first one's is enough.
+        tables: The `digests` of each rank; only the first rank of each tag needs one.
 
     >>> print(*differences((0, 1, 2), ("a", "a", "b"), ({"lr": 1, "x": 5}, {}, {"lr": 2})))
     `lr` differs between ranks that save it: ranks 0, 1 against rank 2; make them equal, or give ...
@@ -181,10 +181,9 @@ def _conflict(name: str, where: str, sides: Iterable[list[int]]) -> Issue:
 
 
 def value_digest(value: Any) -> int:
-    """Return the checksum of a value: of what it holds, not of how it happens to be laid out.
+    """Return a checksum of the contents of a value.
 
-    Sets and dicts count as equal in any order, and a part that occurs twice may be one object or
-    two.
+    The order of sets and dicts does not count, nor whether two equal parts are one object.
 
     >>> value_digest({"a": {1, 2}, "b": 3.0}) == value_digest({"b": 3.0, "a": {2, 1}})
     True
@@ -196,12 +195,12 @@ def value_digest(value: Any) -> int:
 
 
 def _digest(value: Any) -> bytes:
-    """Return the digest of a part of a value, of a fixed length."""
+    """Return the digest, of fixed length, of a part of a value."""
     return hashlib.blake2b(b"".join(_parts(value)), digest_size=16).digest()
 
 
 def _parts(value: Any) -> list[bytes]:
-    """Return what to hash of a value: the name of its type, and the digests of what it holds."""
+    """Return the bytes to hash of a value: the name of its type, and the digests of its parts."""
     kind = type(value)
     if kind is int:
         return [b"int:", hex(value).encode()]  # which, unlike repr, has no limit

@@ -47,18 +47,18 @@ T = TypeVar("T")
 
 @attrs.frozen
 class RankReport:
-    """What one rank did, until it reported to the others.
+    """What one rank did until it reported to the others.
 
-    What came after that, waiting and the last exchange, is only in its own report.
+    Later phases (waiting, the last exchange) are only in the rank's own report.
 
     Attributes:
         rank: Its number in the job.
         seconds: Seconds by phase.
-        nbytes: Bytes that it wrote to storage, or read from there.
-        sent: Bytes that it sent to other ranks.
-        device: Where its tensors are, such as ``cpu`` or ``cuda:3``.
-        phase_bytes: Bytes by phase: what was staged, exchanged with other ranks to agree on a plan
-            and to report, written, read.
+        nbytes: Bytes written to storage, or read from it.
+        sent: Bytes sent to other ranks.
+        device: The device of its tensors, such as ``cpu`` or ``cuda:3``.
+        phase_bytes: Bytes by phase: staged, exchanged with other ranks to agree on a plan and to
+            report, written, read.
     """
 
     rank: int
@@ -72,18 +72,13 @@ class RankReport:
 def rank_report(
     comm: Comm, watch: Stopwatch, sd: Mapping[Any, Any], nbytes: int, sent: int = 0
 ) -> RankReport:
-    """Return what this rank did so far, given the bytes that it moved to or from storage."""
+    """Return this rank's report so far, given the bytes moved to or from storage."""
     rank, seconds = comm.ranks[comm.rank], dict(watch.seconds)
     return RankReport(rank, seconds, nbytes, sent, device_of(sd), dict(watch.nbytes))
 
 
 def device_of(sd: Mapping[Any, Any]) -> str:
-    """Return the name of the device that a state dict's tensors are on.
-
-    >>> import torch
-    >>> device_of({"step": 7, "w": torch.zeros(2)}), device_of({})
-    ('cpu', 'cpu')
-    """
+    """Return the name of the device of a state dict's tensors."""
     devices = (getattr(value, "device", None) for _, value in leaves(sd))
     return next((str(d) for d in devices if getattr(d, "type", "cpu") != "cpu"), "cpu")
 
@@ -119,18 +114,18 @@ class SaveReport(_Printed):
     """What a save did.
 
     Attributes:
-        path: Where the checkpoint lies.
+        path: The location of the checkpoint.
         save_id: The name of the save, part of its files' names.
-        files: How many data files were written, by all ranks together.
+        files: The number of data files, of all ranks together.
         nbytes: Their size, in bytes.
         seconds: This rank's seconds by phase: stage, open, plan, exchange, write, wait (for the
             other ranks), commit.
-        leftovers: Files of the checkpoint that was replaced which could not be removed.
-        how: How the plan came to be: ``"alone"``, ``"cached"``, ``"derived"`` or ``"gathered"``.
-        slowest: By phase, the rank that took longest for it, and its seconds.
-        ranks: What each rank did; on the coordinator all of them, elsewhere this one alone.
+        leftovers: Files of the replaced checkpoint that could not be removed.
+        how: How the plan was made: ``"alone"``, ``"cached"``, ``"derived"`` or ``"gathered"``.
+        slowest: By phase, the slowest rank and its seconds.
+        ranks: The reports of all ranks on the coordinator; elsewhere only this rank's.
         phase_bytes: This rank's bytes by phase; see `RankReport`.
-        dropped: The keys, on any rank, of what the planner left out: they were not saved.
+        dropped: The keys, of any rank, that the planner left out; they were not saved.
     """
 
     path: str
@@ -158,26 +153,25 @@ class LoadReport(_Printed):
     """What a load did, and how the state dict and the checkpoint agree.
 
     Attributes:
-        missing: Names that were asked for and are not in the checkpoint.
-        unexpected: Names in the checkpoint that were not asked for.
-        mismatched: What is there but did not fit, with the reason.
+        missing: Wanted names that the checkpoint does not have.
+        unexpected: Names in the checkpoint that were not wanted.
+        mismatched: Names that both have but that did not fit, with the reason.
         bytes_needed: Bytes of the elements that this rank wanted.
-        bytes_read: Bytes that this rank fetched from storage, for itself and for others.
-        requests: How many ranges were asked for.
-        verified: How many chunks were read whole and found to fit their checksums.
+        bytes_read: Bytes that this rank read from storage, for itself and for others.
+        requests: The number of ranges requested.
+        verified: The number of chunks that were read in full and matched their checksums.
         seconds: This rank's seconds by phase: open, plan, exchange, read, wait (for the other
             ranks), hand over (to objects that keep their own state).
-        bytes_received: Bytes that came from other ranks.
-        total_read: Bytes that all ranks together fetched from storage.
-        slowest: By phase, the rank that took longest for it, and its seconds.
-        ranks: What each rank did; on the coordinator all of them, elsewhere this one alone.
+        bytes_received: Bytes received from other ranks.
+        total_read: Bytes that all ranks together read from storage.
+        slowest: By phase, the slowest rank and its seconds.
+        ranks: The reports of all ranks on the coordinator; elsewhere only this rank's.
         phase_bytes: This rank's bytes by phase; see `RankReport`.
-        bytes_sent: Bytes that this rank sent to others.
-        tied: Names that are not in the checkpoint, but share memory with one that is, by name.
-        dropped: This rank's keys that the planner left out: they were not filled.
-        bytes_unverified: Bytes that all ranks together read and nobody compared with a checksum: of
-            chunks that were not read whole, of formats that have none, or all if ``verify`` was
-            false.
+        bytes_sent: Bytes sent to other ranks.
+        tied: Names missing from the checkpoint that share memory with one that it has.
+        dropped: This rank's keys that the planner left out; they were not filled.
+        bytes_unverified: Bytes that all ranks together read without comparing a checksum: chunks
+            that were not read in full, formats without checksums, or all if ``verify`` was false.
     """
 
     missing: tuple[str, ...]
@@ -200,7 +194,7 @@ class LoadReport(_Printed):
 
     @property
     def amplification(self) -> float:
-        """How many bytes this rank fetched, for itself and for others, for each that it needed."""
+        """Bytes read by this rank, for itself and for others, per byte that it needed."""
         return self.bytes_read / self.bytes_needed if self.bytes_needed else 1.0
 
     _verb = "filled"
@@ -221,7 +215,7 @@ class LoadReport(_Printed):
 
 
 def place_name(place: object) -> str:
-    """Return a path or a store as text; anything else by its type, since it may be long.
+    """Return a path or a store as text; any other object by its type, since it may be long.
 
     >>> place_name("runs/step-7"), place_name({"w": 1})
     ('runs/step-7', 'a dict')
@@ -232,23 +226,19 @@ def place_name(place: object) -> str:
 
 
 def dropped_text(names: Sequence[str], verb: str) -> list[str]:
-    """Return a line about what a planner left out, if it did.
-
-    >>> dropped_text(["a", "b"], "saved")
-    ['not saved, as the planner drops them: a, b']
-    """
+    """Return a line about what a planner left out, if anything."""
     text = f"not {verb}, as the planner drops them: {listed(names, quote='')}"
     return [text] if names else []
 
 
 def logged(report: T, place: object = "", *, loud: bool = True, left: Sequence[str] = ()) -> T:
-    """Log a report: its first line, and what must not be overlooked.
+    """Log a report's first line and its warnings, and return it.
 
     Args:
-        report: What was done; it is returned.
-        place: Where, unless the report says so itself.
-        loud: Whether this is news; what all ranks do alike is news on one of them.
-        left: Files that no checkpoint needs any more, and that are still there.
+        report: The report.
+        place: The location, unless the report has it.
+        loud: Whether to log at INFO level; one rank is enough for what all ranks do.
+        left: Files that could be removed but still exist.
     """
     where = place_name(place)
     start = f"{where}: " if where else ""
@@ -260,7 +250,7 @@ def logged(report: T, place: object = "", *, loud: bool = True, left: Sequence[s
 
 
 def slowest_ranks(ranks: Sequence[RankReport]) -> dict[str, tuple[int, float]]:
-    """Return, for each phase, the rank that took longest for it; who waits for others is not slow.
+    """Return the slowest rank of each phase and its seconds; waiting for others does not count.
 
     >>> slowest_ranks([RankReport(0, {"write": 1.0}, 0), RankReport(1, {"write": 2.0}, 0)])
     {'write': (1, 2.0)}
@@ -291,16 +281,12 @@ def sheet_of(
 
 
 def times_text(seconds: Mapping[str, float]) -> str:
-    """Write seconds by phase.
-
-    >>> times_text({"plan": 0.25, "write": 1.5})
-    'plan 0.250 s, write 1.500 s'
-    """
+    """Format seconds by phase."""
     return ", ".join(f"{phase} {time:.3f} s" for phase, time in seconds.items())
 
 
 class Stopwatch:
-    """Seconds and bytes by phase. Time in a phase inside another one counts for the inner one."""
+    """Seconds and bytes by phase. Time in a nested phase counts only for the inner one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -310,7 +296,7 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time that the block takes to a phase, and log it."""
+        """Add the duration of the block to a phase, and log it."""
         before = self.seconds.get(name, 0.0)
         self._turn()
         self._open.append(name)
@@ -322,11 +308,11 @@ class Stopwatch:
             LOG.debug("%s: %.3f s", name, self.seconds[name] - before)
 
     def count(self, name: str, nbytes: int) -> None:
-        """Add some bytes to those that a phase moved."""
+        """Add bytes to a phase."""
         self.nbytes[name] = self.nbytes.get(name, 0) + nbytes
 
     def _turn(self) -> None:
-        """Give the innermost phase the time since the last turn."""
+        """Add the time since the last turn to the innermost phase."""
         now = time.perf_counter()
         if self._open:
             last = self._open[-1]

@@ -41,34 +41,35 @@ def save(
     pool: Pool | None = None,
     cache: PlanCache | None = None,
 ) -> SaveReport:
-    """Save a state dict as a checkpoint, which exists whole or not at all.
+    """Save a state dict as a checkpoint, which appears complete or not at all.
 
-    On many ranks, every rank calls this with its part. Each writes in parallel what the common plan
-    says, replicas once; when all have written, one rank commits. If any rank fails, all raise one
-    `CheckpointError`, and what was there before is still there.
+    On many ranks, every rank calls this with its part. Ranks write in parallel what the common plan
+    assigns to them, each replica once; when all have written, one rank commits. If any rank fails,
+    all raise the same `CheckpointError`, and an earlier checkpoint stays as it was.
 
     Args:
         state_dict: Tensors and other values, nested in any way. Objects with ``state_dict()`` and
-            ``load_state_dict()``, in it or in its place, are saved as the state they return. What
-            is meant to differ between ranks is a `PerRank`; everything else that several ranks
-            hold under one name must be the same.
-        path: A folder that will hold the checkpoint, on a disk or in an object store; for a format
-            that is a single file, that file.
+            ``load_state_dict()``, in it or in its place, are saved as the state they return. State
+            that differs between ranks is a `PerRank`; everything else that several ranks hold
+            under one name must be equal.
+        path: A folder for the checkpoint, on a disk or in an object store; for a single-file
+            format, that file.
         planner: A pass, or a list of them, such as ``[rename(...), cast("bfloat16")]``. Load with
-            the same one. Each is given what its scope says: see `shardplan.planning.passes.base`.
-        format: What to write: ``"safetensors"``, ``"hf"``, ``"dcp"``, ``"torch"``, or a format
-            that was registered with `shardplan.io.formats.register_format`.
+            the same one. A pass gets one plan or all plans, depending on its scope: see
+            `shardplan.planning.passes.base`.
+        format: ``"safetensors"``, ``"hf"``, ``"dcp"``, ``"torch"``, or a format registered with
+            `shardplan.io.formats.register_format`.
         comm: The ranks; by default all of torch's process group, or this process alone (which is
-            refused under torchrun: pass ``comm=solo()`` if it is meant).
-        overwrite: Whether a checkpoint that is there may be replaced. It can be loaded until the
-            new one can.
+            refused under torchrun unless you pass ``comm=solo()``).
+        overwrite: Whether an existing checkpoint may be replaced. It can be loaded until the new
+            one can.
         verify_replicas: Whether to compare every chunk that several ranks hold, bit by bit, before
             anything is written. It costs a pass over all tensors. Values, and plain tensors of up
             to 64 KiB, are always compared.
         progress: Called as ``progress(done_bytes, total_bytes)``, from one thread at a time, as
-            this process writes its tensors. What it raises stops the save.
+            this process writes its tensors. An exception from it stops the save.
         pool: The threads and the memory budget to use.
-        cache: Plans made before; by default those of this process.
+        cache: Plans of earlier saves; by default those of this process.
 
     Returns:
         What was written, what the planner left out, and how long it took, by phase and by rank.
@@ -81,11 +82,12 @@ def save(
 
     Raises:
         ExistsError: There is a checkpoint, and ``overwrite`` is false.
-        ValueRefusedError: Some values cannot be stored safely; all are named, nothing was written.
+        ValueRefusedError: Some values cannot be stored safely; it names all of them, and nothing
+            was written.
         PlanError, RefusedError: There is no correct plan, or ranks hold different values under one
             name.
-        StoreError: The store failed; what was there before is intact.
-        CheckpointError: On many ranks, any of these; it says what happened on which rank.
+        StoreError: The store failed; an earlier checkpoint is intact.
+        CheckpointError: On many ranks, any of these, with the error of each rank.
     """
     ranks = as_comm(comm)
     options = SaveOptions(planner, overwrite, verify_replicas, progress, pool, cache)
@@ -115,7 +117,7 @@ class SaveOptions:
 
 @attrs.frozen(eq=False)
 class Target:
-    """Where a checkpoint goes, and what writes it there."""
+    """The destination of a checkpoint, and its writer."""
 
     store: Store
     writer: Writer
@@ -149,9 +151,9 @@ def save_state(
     options: SaveOptions,
     watch: Stopwatch,
 ) -> SaveReport:
-    """Save what ``state`` returns where ``target`` says; all else is as in `save`.
+    """Save the result of ``state`` to ``target``; see `save`.
 
-    1. local plan: each rank opens the target and looks at its state dict.
+    1. local plan: each rank opens the target and describes its state dict.
     2. global plan: all ranks agree on who writes what.
     3. write: each rank writes its part.
     4. commit: once all have written, the coordinator commits, and ranks report.
@@ -181,7 +183,7 @@ def save_state(
 
 @attrs.frozen(eq=False)
 class _Task:
-    """A save that was agreed on: what this rank does of it."""
+    """This rank's part of a save that all ranks have agreed on."""
 
     comm: Comm
     agreed: Agreed[Target]
@@ -236,14 +238,14 @@ class _Task:
         return Kept(tuple(reports), total)
 
     def discard(self, part: Part, error: BaseException) -> None:
-        """Remove what this rank wrote, if the save has failed for certain."""
+        """Remove what this rank wrote, if the save has certainly failed."""
         if _surely_failed(error):
             self._target.writer.discard(self._target.store, part.report, self.agreed.save_id)
 
     def report(
         self, part: Part, ranks: Sequence[RankReport] | None, total: Mapping[str, Any]
     ) -> SaveReport:
-        """Report the save, given what ``write`` and ``commit`` returned."""
+        """Report the save, given the results of ``write`` and ``commit``."""
         return SaveReport(
             self._target.store.url,
             self.agreed.save_id,
@@ -265,8 +267,8 @@ class _Task:
 def _surely_failed(error: BaseException) -> bool:
     """Return True if no rank has committed or still can.
 
-    Ranks that were lost may know nothing of the failure, a store may carry out late what it seemed
-    to refuse, and an interrupt may come at any time.
+    Lost ranks may not know of the failure, a store may still carry out what it seemed to refuse,
+    and an interrupt may come at any time.
     """
     if isinstance(error, CheckpointError):
         unsure = {"LostRank", UnsureCommitError.__name__}

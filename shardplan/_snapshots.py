@@ -1,4 +1,4 @@
-"""Copies of state dicts that training cannot change, in buffers that are used again."""
+"""Copies of state dicts that training cannot change, in reused buffers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Buffers"]
 
 
 class Buffers:
-    """Memory for snapshots, kept from one to the next. On CPUs that feed GPUs it is pinned.
+    """Memory for snapshots, reused from one to the next; pinned if tensors are on a GPU.
 
     >>> buffers, w = Buffers(), torch.ones(2)
     >>> snapshot = buffers.copy({"w": w, "seen": [1, 2]})
@@ -35,10 +35,7 @@ class Buffers:
         return sum(tensor.nbytes for tensor in self._kept.values())
 
     def copy(self, sd: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        """Return a copy of a state dict, complete when this returns.
-
-        The copy before it, made by the same buffers, is overwritten.
-        """
+        """Return a complete copy of a state dict, which overwrites the previous one."""
         flat, paths = flatten(sd)
         copying = _Copying(self._kept)
         copies = {name: copying.leaf(name, value) for name, value in flat.items()}
@@ -50,13 +47,13 @@ class Buffers:
 
 @attrs.frozen(eq=False)
 class _Copying:
-    """A snapshot in the making.
+    """A snapshot in progress.
 
     Attributes:
-        kept: Memory of the snapshot before, by name, dtype and shape.
+        kept: Memory of the previous snapshot, by name, dtype and shape.
         used: The memory of this one.
-        seen: The copies of what was copied already, by its memory.
-        devices: What to wait for.
+        seen: Finished copies, by the memory of the original.
+        devices: The devices to synchronize with.
     """
 
     kept: Mapping[tuple[Any, ...], torch.Tensor]
@@ -65,7 +62,7 @@ class _Copying:
     devices: set[torch.device] = attrs.field(factory=set)
 
     def leaf(self, name: str, value: Any) -> Any:
-        """Copy one value; on other devices than the CPU, begin to."""
+        """Copy one value; from other devices than the CPU, asynchronously."""
         if not is_tensor(value):
             return copy.deepcopy(value)
         if isinstance(value, np.ndarray):
@@ -90,7 +87,7 @@ class _Copying:
         return Shards(here.size, value.dtype, grad, here.chunks, tuple(shards))
 
     def _copy(self, key: tuple[Any, ...], source: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor; tensors that are the same memory become one copy."""
+        """Copy a tensor; tensors that share memory become one copy."""
         source = source.detach()
         if source.device.type == "meta":
             return source  # refused when it is saved
@@ -112,7 +109,7 @@ class _Copying:
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """Return a key of the elements of a tensor in memory; None if there is none."""
+    """Return a key of a tensor's memory; None if it has none."""
     if type(tensor) is not torch.Tensor or not tensor.numel() or not tensor.data_ptr():
         return None  # a subclass may mean something else by its memory
     flags = (tensor.is_conj(), tensor.is_neg())
@@ -121,7 +118,7 @@ def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
 @attrs.frozen(eq=False)
 class Shards:
-    """The shards of a tensor that knows its own chunks, copied."""
+    """Copies of the shards of a tensor that defines its own chunks."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -131,11 +128,11 @@ class Shards:
 
     @property
     def is_meta(self) -> bool:
-        """Whether no shard has elements."""
+        """Whether all shards are on the meta device."""
         return bool(self._shards) and all(shard.is_meta for shard in self._shards)
 
     def __create_chunk_list__(self) -> Sequence[Chunk]:
-        """Return the chunks that are here."""
+        """Return the local chunks."""
         return self._chunks
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""What can be saved: state dicts, objects that keep their own state, state that each rank owns.
+"""Values that can be saved: state dicts, objects that keep their own state, state of single ranks.
 
-`expand` asks objects with ``state_dict()`` for their state, and `part` gives the state of a
-`PerRank` the rank's own key; `unpart` and `give_back` undo both after a load. `refusals` collects
-everything in a state dict that cannot be saved.
+`expand` replaces objects with ``state_dict()`` by their state, and `part` stores the state of a
+`PerRank` under the rank's own key; `unpart` and `give_back` undo both after a load. `with_others`
+and `by_name` collect everything in a state dict that cannot be saved.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ __all__ = [
 
 
 class Stateful(Protocol):
-    """An object that returns its state and takes it back, as modules and optimizers do."""
+    """An object that returns its state and accepts it back, as modules and optimizers do."""
 
     def state_dict(self) -> Any:
         """Return the state."""
 
     def load_state_dict(self, state_dict: Any, /) -> Any:
-        """Take a state."""
+        """Restore a state."""
 
 
 State = Mapping[Any, Any] | Stateful
@@ -63,19 +63,10 @@ def is_stateful(value: Any) -> bool:
 
 
 def expand(state_dict: State) -> Mapping[Any, Any]:
-    """Return a state dict with the state of stateful objects in their place.
+    """Return a state dict with stateful objects replaced by their state.
 
-    Objects are asked in order of their keys, the same on all ranks, since some of them communicate.
-    A state dict without such objects is returned as it is.
-
-    >>> class Counter:
-    ...     def state_dict(self):
-    ...         return {"count": 3}
-    ...
-    ...     def load_state_dict(self, state):
-    ...         print("got", state)
-    >>> expand({"counter": Counter(), "step": 7})
-    {'counter': {'count': 3}, 'step': 7}
+    Objects are asked in order of their keys, equal on all ranks, since some of them communicate. A
+    state dict without such objects is returned unchanged.
     """
     try:
         return cast(Mapping[Any, Any], replaced(state_dict, _state_of))
@@ -94,7 +85,7 @@ class _RaisedError(Exception):
 
 
 def _state_of(value: Any) -> Any:
-    """Return the state of a stateful object or of a `PerRank`; any other value as it is."""
+    """Return the state of a stateful object or of a `PerRank`; other values unchanged."""
     if isinstance(value, PerRank):
         inner = replaced(value.value, _state_of)
         return value if inner is value.value else attrs.evolve(value, value=inner)
@@ -107,15 +98,15 @@ def _state_of(value: Any) -> Any:
 
 
 def give_back(state_dict: State, loaded: Mapping[Any, Any]) -> None:
-    """Hand every stateful object its state, after a load has filled what `expand` returned.
+    """Hand every stateful object its state, after a load has filled the result of `expand`.
 
-    Other values that were replaced inside an expanded copy are put where they came from.
+    Other values that were replaced inside an expanded copy are moved back to the original.
     """
     _give(state_dict, loaded)
 
 
 def _give(value: Any, new: Any) -> Any:
-    """Hand over what was loaded for a value, and return what replaces the value."""
+    """Hand over what was loaded for a value, and return the value's replacement."""
     if value is new:
         return value
     if is_stateful(value):
@@ -155,18 +146,18 @@ Resize = Callable[[tuple[Any, ...], int, int], Any]
 
 @attrs.frozen(eq=False)
 class PerRank:
-    """State that is meant to differ between ranks: each saves its own, and is given it back.
+    """State that differs between ranks: each rank saves and loads its own.
 
-    It stands anywhere in a state dict. In the checkpoint, rank 3 of 8 has its state under the key
-    ``rank_3_of_8``, so that any tool can read it, and `restore` without a target gives all of it.
-    After a load, a `PerRank` with the loaded value stands in its place.
+    It may be anywhere in a state dict. In the checkpoint, rank 3 of 8 has its state under the key
+    ``rank_3_of_8``, so that any tool can read it, and `restore` without a target returns all of it.
+    After a load, it is replaced by a `PerRank` with the loaded value.
 
     Attributes:
         value: This rank's state: any values, tensors, or objects with ``state_dict()`` and
             ``load_state_dict()``, nested in any way.
-        resize: What to do if the number of ranks has changed, which is otherwise an error. It is
-            called on every rank as ``resize(values, rank, ranks)``, with the states of all ranks
-            that saved, by rank (None for one that saved none), and returns this rank's state.
+        resize: What to do if the number of ranks has changed; an error by default. It is called on
+            every rank as ``resize(values, rank, ranks)``, with the states of all ranks that saved,
+            by rank (None for a rank that saved none), and returns this rank's state.
 
     >>> import tempfile
     >>> from shardplan import load, restore, save
@@ -193,12 +184,7 @@ class PerRank:
 
 
 class Parted(dict[str, Any]):
-    """What a `PerRank` is saved as: a dict with one rank's value under its label.
-
-    Attributes:
-        source: The `PerRank`.
-        label: The label.
-    """
+    """The saved form of a `PerRank`: a dict with one rank's value under its label."""
 
     def __init__(self, source: PerRank, label: str) -> None:
         super().__init__({label: source.value})
@@ -208,7 +194,7 @@ class Parted(dict[str, Any]):
 def part(state: Mapping[Any, Any], place: Place) -> Mapping[Any, Any]:
     """Return a state dict in which each `PerRank` is a dict with this rank's value.
 
-    A state dict without any is returned as it is.
+    A state dict without any is returned unchanged.
 
     >>> part({"rng": PerRank(7), "step": 1}, Place(0, 2))
     {'rng': {'rank_0_of_2': 7}, 'step': 1}
@@ -224,11 +210,9 @@ def part(state: Mapping[Any, Any], place: Place) -> Mapping[Any, Any]:
 
 
 def unpart(state: Any, like: Mapping[Any, Any]) -> None:
-    """Put a `PerRank` with the loaded value wherever `part` had found one, in place.
+    """Replace each result of `part` by a `PerRank` with the loaded value, in place.
 
-    Args:
-        state: What was loaded.
-        like: What `part` returned; it may be the same.
+    ``like`` is what `part` returned; it may be ``state`` itself.
 
     >>> state = part({"rng": PerRank(7)}, Place(0, 2))
     >>> state["rng"]["rank_0_of_2"] = 8
@@ -242,11 +226,7 @@ def unpart(state: Any, like: Mapping[Any, Any]) -> None:
 
 
 def parted(value: Any, path: Path = ()) -> Iterator[tuple[Path, Parted]]:
-    """Yield each `Parted` of a state dict, and its path.
-
-    >>> [(path, node.label) for path, node in parted(part({"a": [PerRank(7)]}, Place(0, 2)))]
-    [((('dict', 'a'), ('list', 0)), 'rank_0_of_2')]
-    """
+    """Yield each `Parted` of a state dict, with its path."""
     if isinstance(value, Parted):
         yield path, value
     elif isinstance(value, Mapping):
@@ -259,11 +239,7 @@ def parted(value: Any, path: Path = ()) -> Iterator[tuple[Path, Parted]]:
 
 
 def per_rank_names(state: Mapping[Any, Any], paths: Mapping[str, Path]) -> frozenset[str]:
-    """Return which names of a state dict come from a `PerRank`.
-
-    Args:
-        state: What `part` returned.
-        paths: The path of each of its values, by name; see `flatten`.
+    """Return the names that come from a `PerRank`, given the results of `part` and `flatten`.
 
     >>> state = part({"rng": PerRank(7), "like": {"rank_0_of_2": 7}}, Place(0, 2))
     >>> sorted(per_rank_names(state, flatten(state)[1]))
@@ -301,17 +277,13 @@ def with_others(error: Exception, sd: Mapping[Any, Any]) -> Exception:
 
 
 def by_name(error: Exception, sd: Mapping[Any, Any]) -> Exception:
-    """Return an error that names what cannot be saved; the given one if nothing is found.
-
-    >>> by_name(RuntimeError("no data pointer"), {"f": len, "w": 1})
-    ValueRefusedError('`f` is a builtin_function_or_method, ...')
-    """
+    """Return an error that names what cannot be saved; the given one if nothing is found."""
     reasons = _reasons(sd)
     return ValueRefusedError(reasons) if reasons else error
 
 
 def _reasons(sd: Mapping[Any, Any]) -> dict[str, str]:
-    """Return by name why something cannot be saved; nothing if that cannot be found out."""
+    """Return, by name, why something cannot be saved; empty if that cannot be determined."""
     try:
         leaf_of: dict[str, Any] = {}
         for name, leaf in leaves(sd):

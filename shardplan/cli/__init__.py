@@ -1,12 +1,8 @@
 """The command line: ``shardplan inspect | plan | verify | diff | cat | convert | prune | demo``.
 
 Each command is a function in the module of its name (`diff` in `verify`); its docstring is its
-help. They share `app` (the program, errors, exit codes), `options`, `screen` (tables, JSON,
-progress), `contents` (what a checkpoint of any format holds), `names` (patterns and trees of names)
-and `placements` (meshes and placements as text).
-
-Starting takes a tenth of a second: a command is imported when it is called, and torch only if it
-needs tensors.
+help. A command is imported when it is called, and torch only if it needs tensors, so that the
+program starts in a tenth of a second.
 """
 
 import gc

@@ -68,7 +68,7 @@ def _command(name: str) -> Any:
 
 
 class _Commands(Mapping[str, Any]):
-    """The commands by name, each built when it is called: typer takes a while to build one."""
+    """The commands by name, each built on demand, since typer takes long to build one."""
 
     def __getitem__(self, name: str) -> Any:
         return _command(name)
@@ -81,7 +81,7 @@ class _Commands(Mapping[str, Any]):
 
 
 class _Program(TyperGroup):
-    """The program: any exception becomes one line on stderr and an exit code."""
+    """The program; it turns any exception into one line on stderr and an exit code."""
 
     commands: Any
 
@@ -109,7 +109,7 @@ class _Program(TyperGroup):
 
 
 def _complete(ctx: Any, option: str, shell: str, *rest: str) -> None:
-    """Install or show completion for a named shell: typer only guesses the current one."""
+    """Install or show completion for a named shell; typer only guesses the current one."""
     completion: Any = import_module("typer.completion")
     *most, last = (known.value for known in completion.Shells)
     if shell not in (*most, last) or rest:

@@ -1,4 +1,4 @@
-"""``shardplan cat``: elements of a tensor, or a value."""
+"""``shardplan cat``: print elements of a tensor, or a value."""
 
 from __future__ import annotations
 
@@ -125,8 +125,8 @@ class _Elements:
     """Elements that were read.
 
     Attributes:
-        shape: The shape that was indexed.
-        array: All of it, or its corners with one element between, which is not shown.
+        shape: The shape of the indexed part.
+        array: All of it, or its corners plus one element between them, which is not shown.
         dtype: The dtype in the checkpoint.
     """
 
@@ -149,7 +149,7 @@ def _read(source: Source, name: str, index: Any, everything: bool) -> _Elements:
 
 
 def _corners(saved: SavedTensor, axes: Sequence[Axis]) -> npt.NDArray[Any]:
-    """Read both ends of every long axis, with one element between."""
+    """Read both ends of every long axis, plus one element between them."""
     import numpy as np
 
     out = np.block(_nested(saved, [_ends(axis) for axis in axes], ()))
@@ -171,14 +171,14 @@ def _ends(axis: Axis) -> list[slice]:
 
 
 def _slice(axis: Axis, first: int, count: int) -> slice:
-    """Return the slice of the saved axis for some of the elements that were indexed."""
+    """Return the slice of the saved axis for some of the indexed elements."""
     start = axis.start + first * axis.step
     stop = start + count * axis.step
     return slice(start, stop if stop >= 0 else None, axis.step)
 
 
 def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """Return a tensor as a numpy array; small floats that numpy does not have become float32."""
+    """Return a tensor as a numpy array; small floats that numpy lacks become float32."""
     import torch
 
     narrow = tensor.dtype.is_floating_point and tensor.element_size() < 4

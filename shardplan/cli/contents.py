@@ -1,4 +1,4 @@
-"""What a checkpoint of any format holds, read from its metadata alone, without torch."""
+"""The contents of a checkpoint of any format, read from its metadata alone, without torch."""
 
 from __future__ import annotations
 
@@ -27,12 +27,7 @@ _log = logging.getLogger("shardplan.cli")
 
 @attrs.frozen
 class Total:
-    """Some tensors together.
-
-    Attributes:
-        tensors: How many there are.
-        nbytes: The bytes of their chunks.
-    """
+    """The number and the bytes of some tensors."""
 
     tensors: int
     nbytes: int
@@ -45,7 +40,7 @@ class Contents:
     Attributes:
         path: The checkpoint, as the user named it.
         source: The opened checkpoint.
-        rows: The rows of its entries that are meant: tensors first, each kind by name.
+        rows: The selected rows of its entries: tensors first, each kind by name.
     """
 
     path: str
@@ -54,7 +49,7 @@ class Contents:
 
     @cached_property
     def entries(self) -> Entries:
-        """All that the checkpoint holds, in columns."""
+        """All entries of the checkpoint, in columns."""
         return self.source.metadata.state_dict_metadata
 
     @cached_property
@@ -79,7 +74,7 @@ class Contents:
         return [len(layout.tiling) for layout in self.entries.layouts]
 
     def count(self, row: int) -> int:
-        """Return how many chunks a tensor has."""
+        """Return the number of chunks of a tensor."""
         return self._counts[int(self.entries.layout[row])]
 
     def total(self, rows: Sequence[int]) -> Total:
@@ -102,17 +97,17 @@ class Contents:
         return [len(cut) - 1 for cut in tiling.cuts] if isinstance(tiling, Grid) else None
 
     def file_numbers(self, row: int) -> Sequence[int] | None:
-        """Return which of the files holds each chunk of a tensor; None if that is not recorded."""
+        """Return the file number of each chunk of a tensor; None if it is not recorded."""
         return self.source.file_numbers(self.entries.names[row])
 
     def file_sizes(self) -> Mapping[str, int]:
-        """Return the size of each file: as it was saved, or as the folder lists them."""
+        """Return the size of each file, from the metadata or from a listing of the folder."""
         if self.source.file_sizes:
             return self.source.file_sizes
         return {entry.name: entry.size for entry in self.source.store.entries(recursive=False)}
 
     def small_values(self, rows: Iterable[int]) -> dict[int, Any]:
-        """Return values by row: those that need neither torch nor much reading."""
+        """Return values by row, if they need neither torch nor long reads."""
         found: dict[int, Any] = {}
         for row in rows:
             name = self.entries.names[row]
@@ -125,11 +120,7 @@ class Contents:
         return found
 
     def matching(self, pattern: str | None) -> Contents:
-        """Keep what a pattern matches; see `choose`.
-
-        Raises:
-            ValueError: Nothing matches.
-        """
+        """Keep what a pattern matches (see `choose`); raise ValueError if nothing does."""
         if pattern is None:
             return self
         names = [self.entries.names[row] for row in self.rows]
@@ -140,11 +131,7 @@ class Contents:
 
 
 def open_contents(path: str) -> Contents:
-    """Open a checkpoint of any format, reading only its metadata.
-
-    Raises:
-        FormatError: There is none, or its metadata is damaged.
-    """
+    """Open a checkpoint of any format, reading only its metadata."""
     start = time.perf_counter()
     with waiting(f"opening {path}"):
         source = open_source(path)

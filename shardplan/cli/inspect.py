@@ -1,4 +1,4 @@
-"""``shardplan inspect``: what a checkpoint holds, and how it is sharded."""
+"""``shardplan inspect``: show what a checkpoint holds, and how it is sharded."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _tree(contents: Contents, rows: Sequence[int], everything: bool) -> Iterator
 
 
 def _tensors(contents: Contents, lines: Sequence[Branch]) -> Cells:
-    """Return the head and the rows of the table of tensors, as wide as the terminal."""
+    """Return the header and the rows of the table of tensors, as wide as the terminal."""
     cells = []
     for line in lines:
         total = contents.total(line.rows or line.below)
@@ -145,7 +145,7 @@ def _tensors(contents: Contents, lines: Sequence[Branch]) -> Cells:
 
 
 def _fitting(head: Sequence[str], cells: list[list[str]]) -> Cells:
-    """Leave out columns and cut names until the table fits the terminal."""
+    """Leave out columns and shorten names until the table fits the terminal."""
     widths = {
         name: max(map(len, (name, *column))) + 2 if any(column) else 0
         for name, column in zip(head, zip(*cells, strict=True), strict=True)
@@ -162,7 +162,7 @@ def _fitting(head: Sequence[str], cells: list[list[str]]) -> Cells:
 
 
 def _values(contents: Contents, lines: Sequence[Branch]) -> Cells:
-    """Return the head and the rows of the table of values."""
+    """Return the header and the rows of the table of values."""
     rows = [line.rows[0] if len(line.rows) == 1 else None for line in lines]
     small = contents.small_values(row for row in rows if row is not None)
     texts = [safe(repr(small[row])) if row in small else "" for row in rows]
@@ -178,11 +178,7 @@ def _tight(shape: Sequence[int]) -> str:
 
 
 def _short(dtype: str) -> str:
-    """Abbreviate a dtype.
-
-    >>> _short("bfloat16"), _short("uint8"), _short("bool")
-    ('bf16', 'u8', 'bool')
-    """
+    """Abbreviate a dtype: ``bfloat16`` to ``bf16``."""
     for word, letter in _LETTERS.items():
         if dtype.startswith(word):
             return letter + dtype.removeprefix(word)
@@ -235,7 +231,7 @@ def _by_dtype(contents: Contents) -> dict[str, Total]:
 
 
 def _by_prefix(contents: Contents) -> dict[str, Total]:
-    """Return the totals of each start of a name, where names first differ; the largest first."""
+    """Return the totals of each prefix, where names first differ, the largest first."""
     names = [contents.entries.names[row].split(".") for row in contents.tensors]
     shared = 0
     while names and all(len(n) > shared + 1 and n[shared] == names[0][shared] for n in names):
@@ -252,7 +248,7 @@ def _grouped(contents: Contents, keys: Sequence[str]) -> dict[str, Total]:
 
 
 def _totals(contents: Contents) -> Iterator[str]:
-    """Add up by dtype and by the start of names."""
+    """Return the totals by dtype and by prefix."""
     if not contents.tensors:
         return
     yield _total_table("dtype", _by_dtype(contents))

@@ -1,7 +1,7 @@
-"""Names of tensors and values: patterns, completion, and a tree in which like layers are one line.
+"""Names of tensors and values: patterns, completion, and a tree in which equal layers are one line.
 
-``layers.0.w`` to ``layers.79.w`` become ``layers.0–79.w`` if all below them is alike: the same
-names, shapes, dtypes and tilings.
+``layers.0.w`` to ``layers.79.w`` become ``layers.0–79.w`` if all below them is equal: names,
+shapes, dtypes and tilings.
 """
 
 from __future__ import annotations
@@ -38,15 +38,13 @@ def choose(pattern: str, names: Sequence[str]) -> list[int]:
 
 
 def continuations(start: str, names: Iterable[str]) -> list[str]:
-    """Return how a shell can complete the start of a name, up to the next dot.
+    """Return the shell completions of the start of a name, up to the next dot.
 
-    >>> continuations("la", ["layers.0.w", "layers.1.w", "step"])
-    ['layers']
     >>> continuations("layers.", ["layers.0.w", "layers.1.w", "step"])
     ['layers.0', 'layers.1']
 
-    A shell treats an offer as if it had been typed, and anyone may have chosen the names: those
-    with characters that mean something to a shell are not offered.
+    Names with characters that mean something to a shell are not offered, since a shell treats a
+    completion as if the user had typed it.
 
     >>> continuations("", ["step", "$(reboot)", "a b", "-x"])
     ['step']
@@ -58,7 +56,7 @@ def continuations(start: str, names: Iterable[str]) -> list[str]:
 
 
 def hint(pattern: str, names: Sequence[str]) -> str:
-    """Return the end of a message about a pattern without a match: similar names and starts.
+    """Return the end of a message about a pattern without a match: similar names and prefixes.
 
     >>> hint("model.layerz", ["model.layers.0.w", "step"])
     '; nearest: model.layers, model.layers.0, model.layers.0.w'
@@ -74,9 +72,9 @@ class Branch:
     """One line of a tree of names.
 
     Attributes:
-        depth: How deep it lies; 0 at the top.
-        label: Lines that lead to it, and its part of the name.
-        rows: The positions of the names that end here: several if like ones share the line.
+        depth: Its depth; 0 at the top.
+        label: The lines of the tree, and its part of the name.
+        rows: The positions of the names that end here; several if equal ones share the line.
         below: The positions of all names that end here or below.
     """
 
@@ -88,12 +86,12 @@ class Branch:
 
 @attrs.frozen(eq=False)
 class _Node:
-    """One step of a name, and all below it.
+    """One step of a name, and everything below it.
 
     Attributes:
-        row: The position of the name that ends here, if one does.
+        row: The position of the name that ends here, if any.
         children: The nodes below, by step.
-        kind: Equal for nodes under which everything is alike.
+        kind: Equal for nodes with equal contents.
     """
 
     row: int | None
@@ -115,8 +113,8 @@ def branches(
 
     Args:
         names: The names, with a dot between steps.
-        kinds: Per name, a value that is equal for names that are alike.
-        collapse: Whether to draw like numbered branches as one.
+        kinds: Per name, a value that is equal for names to be shown as one.
+        collapse: Whether to draw equal numbered branches as one.
 
     >>> names = ["layers.0.w", "layers.1.w", "layers.2.w", "out.b", "out.w"]
     >>> for branch in branches(names, "aaaba"):
@@ -133,7 +131,7 @@ def branches(
 def _node(
     paths: Sequence[tuple[int, Sequence[str]]], depth: int, kinds: Sequence[Hashable]
 ) -> _Node:
-    """Build the node that some names share after `depth` steps."""
+    """Build the node of names that share their first ``depth`` steps."""
     groups: dict[str, list[tuple[int, Sequence[str]]]] = {}
     own = None
     for row, steps in paths:
@@ -149,7 +147,7 @@ def _node(
 def _below(
     nodes: Sequence[_Node], collapse: bool, depth: int = 0, stem: str = ""
 ) -> Iterator[Branch]:
-    """Draw what lies below some nodes that are alike."""
+    """Draw everything below some equal nodes."""
     groups = list(_groups(nodes, collapse))
     for number, (label, members) in enumerate(groups, start=1):
         while members[0].row is None:  # a step with one branch below shares its line
@@ -167,7 +165,7 @@ def _below(
 
 
 def _groups(nodes: Sequence[_Node], collapse: bool) -> Iterator[tuple[str, list[_Node]]]:
-    """Group the children of nodes that are alike: numbered ones together if they are alike, too."""
+    """Group the children of equal nodes; equal numbered children go together."""
     children = nodes[0].children
     numbered = sorted(filter(_is_number, children), key=int)
     groups: dict[object, list[str]] = {s: [s] for s in children if not _is_number(s)}
@@ -183,7 +181,7 @@ def _is_number(step: str) -> bool:
 
 
 def runs_text(numbers: Sequence[int]) -> str:
-    """Write ascending numbers in short.
+    """Format ascending numbers as runs.
 
     >>> runs_text([0, 1, 2, 5]), runs_text(range(0, 80, 2)), runs_text([3, 7])
     ('0–2,5', '0,2,…,78', '3,7')

@@ -50,18 +50,14 @@ def _verbose(value: bool) -> bool:
 
 
 def exists(path: str) -> str:
-    """Return a path if something is there, or if it is a URL, which is checked when it is opened.
-
-    Raises:
-        ValueError: There is nothing at a local path.
-    """
+    """Return a path that exists, or a URL, which is checked on opening; else raise ValueError."""
     if "://" not in path and not os.path.lexists(path):
         raise ValueError(f"{path} does not exist")
     return path
 
 
 def complete_name(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return how names of the checkpoint go on, for the shell; none if it cannot be opened."""
+    """Return shell completions of a name in the checkpoint; none if it cannot be opened."""
     from .contents import open_contents
     from .names import continuations
 
@@ -119,13 +115,10 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is th
 
 
 def parse_bytes(text: str) -> int:
-    """Read a number of bytes.
+    """Parse a number of bytes.
 
     >>> parse_bytes("1GiB"), parse_bytes("1.5 MB"), parse_bytes("4096")
     (1073741824, 1500000, 4096)
-
-    Raises:
-        ValueError: It is not one.
     """
     found = _SIZE.fullmatch(text.strip())
     size = int(float(found[1]) * _UNITS[(found[2] or "").lower()]) if found else 0

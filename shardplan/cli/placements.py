@@ -1,8 +1,8 @@
-"""Meshes and placements as text.
+"""Parsing and formatting of meshes and placements.
 
 A mesh is ``dp=96,tp=2``. Placements are ``PATTERN=PLACED``: a pattern of names, and either one
-placement per mesh axis, in order (``Shard(0),Replicate()``), or placements by the name of the axis
-(``dp:shard0,tp:shard1``), where other axes hold copies.
+placement per mesh axis, in order (``Shard(0),Replicate()``), or placements by axis name
+(``dp:shard0,tp:shard1``), where the other axes replicate.
 """
 
 from __future__ import annotations
@@ -39,25 +39,17 @@ _NUMBER: Final = re.compile(r"(?:dim=|split_factor=)?(-?[0-9]+)")
 
 @attrs.frozen
 class Placing:
-    """How some tensors are placed.
-
-    Attributes:
-        pattern: Which names.
-        placements: One placement per mesh axis.
-    """
+    """A pattern of names, and their placements, one per mesh axis."""
 
     pattern: str
     placements: tuple[Placement, ...]
 
 
 def parse_mesh(text: str) -> Mesh:
-    """Read a mesh.
+    """Parse a mesh.
 
     >>> parse_mesh("dp = 96, tp=2")
     Mesh(dp=96, tp=2)
-
-    Raises:
-        ValueError: It is not one.
     """
     axes: dict[str, int] = {}
     for part in text.split(","):
@@ -76,15 +68,12 @@ def parse_mesh(text: str) -> Mesh:
 
 
 def parse_placements(texts: Sequence[str], mesh: Mesh) -> tuple[Placing, ...]:
-    """Read how tensors are placed; the default comes last, and matches all names.
+    """Parse placements; the default comes last, and matches all names.
 
     >>> for placing in parse_placements(["*.wo=dp:shard0,tp:shard1"], Mesh(dp=4, tp=2)):
     ...     print(placing.pattern, *placing.placements)
     *.wo Shard(dim=0) Shard(dim=1)
     * Shard(dim=0) Replicate()
-
-    Raises:
-        ValueError: One of them is wrong.
     """
     copies: list[Placement] = [Replicate()] * (len(mesh.shape) - 1)
     default = (Shard(0), *copies)
@@ -142,11 +131,7 @@ def _placement(text: str, where: str) -> Placement:
 
 
 def place(entries: Entries, placings: Sequence[Placing]) -> dict[str, Placing]:
-    """Return how each tensor of a checkpoint is placed: by the first pattern that matches it.
-
-    Raises:
-        ValueError: A pattern matches no tensor.
-    """
+    """Return the placing of each tensor: the first whose pattern matches it."""
     names = [n for n, layout in zip(entries.names, entries.layout, strict=True) if layout >= 0]
     found: dict[str, Placing] = {}
     for placing in placings:
@@ -160,12 +145,12 @@ def place(entries: Entries, placings: Sequence[Placing]) -> dict[str, Placing]:
 
 
 def fitting(placing: Placing, shape: Sequence[int]) -> tuple[Placement, ...]:
-    """Return the placements of a tensor; every rank holds one that has no axes."""
+    """Return the placements of a tensor; a scalar is replicated."""
     return placing.placements if shape else (Replicate(),) * len(placing.placements)
 
 
 def by_axis(placing: Placing, mesh: Mesh) -> Mapping[str, str]:
-    """Write placements as the command line takes them, by mesh axis.
+    """Format placements by mesh axis, as the command line takes them.
 
     >>> by_axis(Placing("*", (Shard(0), Replicate())), Mesh(dp=4, tp=2))
     {'dp': 'Shard(0)', 'tp': 'Replicate()'}

@@ -1,4 +1,4 @@
-"""``shardplan plan``: what it would cost to load a checkpoint on other ranks."""
+"""``shardplan plan``: estimate the cost of loading a checkpoint on other ranks."""
 
 from __future__ import annotations
 
@@ -102,14 +102,14 @@ def plan(
 
 @attrs.frozen(eq=False)
 class _Reshard:
-    """A checkpoint, planned for other ranks.
+    """A load of a checkpoint, planned for other ranks.
 
     Attributes:
         contents: The checkpoint.
         mesh: The ranks.
         world: The plans of all ranks.
         totals: The tensors that each pattern places.
-        report: What it costs.
+        report: The cost.
     """
 
     contents: Contents
@@ -120,11 +120,7 @@ class _Reshard:
 
 
 def _reshard(contents: Contents, mesh: Ranks, placings: Sequence[Placing]) -> _Reshard:
-    """Plan how a checkpoint is loaded on a mesh.
-
-    Raises:
-        ValueError: A pattern matches nothing, or placements do not fit.
-    """
+    """Plan the load of a checkpoint on a mesh."""
     from shardplan.planning import TensorSpec, explain, world_plans
 
     from .placements import fitting, place
@@ -145,7 +141,7 @@ def _reshard(contents: Contents, mesh: Ranks, placings: Sequence[Placing]) -> _R
 
 
 def _writers(contents: Contents) -> Writers | None:
-    """Return which rank wrote each chunk, as our file names say; None for other formats."""
+    """Return the rank that wrote each chunk, from the file names; None for other formats."""
     import numpy as np
 
     from shardplan.planning import Writers
@@ -163,11 +159,7 @@ def _writers(contents: Contents) -> Writers | None:
 
 
 def _tensor_to_draw(contents: Contents, name: str | None) -> str:
-    """Return the name of the tensor to draw: the one asked for, or the largest.
-
-    Raises:
-        LookupError: There is none of that name.
-    """
+    """Return the name of the tensor to draw: the requested one, or the largest."""
     if name is not None:
         contents.source.metadata.entry(name)
         if contents.entries.layout[contents.entries.row_of[name]] < 0:

@@ -1,7 +1,7 @@
-"""What commands print: text and tables as wide as the terminal, JSON, and progress on stderr.
+"""Output of commands: text and tables as wide as the terminal, JSON, and progress on stderr.
 
-Names come from files that anyone may have written, so characters that cannot be printed are
-escaped. Nothing is written to stderr unless it is a terminal, so that logs and pipes stay clean.
+Names come from untrusted files, so unprintable characters are escaped. Nothing is written to stderr
+unless it is a terminal, so that logs and pipes stay clean.
 """
 
 from __future__ import annotations
@@ -41,22 +41,16 @@ _PATIENCE: Final = 1.0  # seconds until `waiting` prints
 
 
 def width() -> int:
-    """Return how many characters a line may have.
+    """Return the largest number of characters in a line.
 
-    That is the terminal's width, or COLUMNS. In a pipe lines are as long as they need to be, so
-    that ``grep`` sees whole names.
+    That is the terminal's width, or COLUMNS; unlimited in a pipe, so that ``grep`` sees full names.
     """
     piped = not sys.stdout.isatty() and not os.environ.get("COLUMNS")
     return _UNLIMITED if piped else shutil.get_terminal_size().columns
 
 
 def show(text: str, **style: Any) -> None:
-    """Print text, its long lines wrapped at spaces.
-
-    Args:
-        text: The lines.
-        style: What `typer.style` takes: ``bold=True``, ``fg="red"``.
-    """
+    """Print text with long lines wrapped; ``style`` is that of `typer.style`."""
     wide = width()
     wanted = sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
     colored = style and wanted and not os.environ.get("NO_COLOR")
@@ -71,12 +65,7 @@ def show(text: str, **style: Any) -> None:
 def table(
     head: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[str] = ()
 ) -> str:
-    """Return a table as text; empty columns are left out.
-
-    Args:
-        head: The names of the columns.
-        rows: The cells.
-        right: The columns that are aligned to the right, as numbers are.
+    """Return a table as text, without empty columns; columns in ``right`` are right-aligned.
 
     >>> print(table(("name", "files", "bytes"), [("w", "", 8), ("bias", "", 64)], right=["bytes"]))
     name  bytes
@@ -96,16 +85,12 @@ def table(
 
 
 def cut(text: str, wide: int) -> str:
-    """Shorten text to some characters.
-
-    >>> cut("layernorm", 6), cut("norm", 6)
-    ('layer…', 'norm')
-    """
+    """Shorten text to ``wide`` characters, ending in an ellipsis."""
     return text if cell_len(text) <= wide else f"{set_cell_size(text, max(wide - 1, 0))}…"
 
 
 def safe(text: object) -> str:
-    r"""Escape what cannot be printed: control characters, lone surrogates.
+    r"""Escape unprintable characters: control characters and lone surrogates.
 
     >>> safe("a\x1b[31mb")
     'a\\x1b[31mb'
@@ -123,19 +108,14 @@ def print_json(answer: Mapping[str, Any]) -> None:
 
 
 def record_json(record: Any, **names: str) -> dict[str, Any]:
-    """Return the fields of a record by name; ``nbytes`` is called bytes.
-
-    Args:
-        record: An attrs record.
-        names: Other names for fields.
-    """
+    """Return the fields of an attrs record by name, some renamed; ``nbytes`` becomes bytes."""
     renamed = {"nbytes": "bytes", **names}
     fields = attrs.asdict(record)
     return {renamed.get(name, name): value for name, value in fields.items()}
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON can carry it: bytes in base64, and other types as text.
+    """Return a value as JSON data: bytes in base64, other types as text.
 
     >>> plain({"lr": float("inf"), "betas": (0.9, 0.95), 3: b"x"})
     {'lr': 'inf', 'betas': [0.9, 0.95], '3': {'base64': 'eA=='}}
@@ -157,12 +137,7 @@ def plain(value: Any) -> Any:
 
 @contextmanager
 def counting(label: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Show a progress bar; yield the function to call with the bytes done and in all.
-
-    >>> with counting("verify") as update:  # stderr is not a terminal here
-    ...     print(update)
-    None
-    """
+    """Show a progress bar; yield a function of the bytes done and in total, None in a pipe."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -185,7 +160,7 @@ def counting(label: str) -> Iterator[Callable[[int, int], None] | None]:
 
 @contextmanager
 def waiting(label: str) -> Iterator[None]:
-    """Say on stderr what is going on if it takes longer than a second."""
+    """Print a message on stderr if the block takes longer than a second."""
     timer = threading.Timer(_PATIENCE, print, [f"{label} …"], {"file": sys.stderr})
     timer.daemon = True
     if sys.stderr.isatty():

@@ -1,4 +1,4 @@
-"""The demo: train on four ranks, save, look at it, load it elsewhere, convert it, damage it.
+"""The demo: train on four ranks, save, inspect, load on fewer ranks, convert, damage, verify.
 
 Run it with ``make demo``, ``shardplan demo`` or ``python -m shardplan.demo [folder]``.
 """
@@ -44,9 +44,9 @@ class Demo:
     """The steps of the demo, in order; each prints its results.
 
     Attributes:
-        folder: Where checkpoints and pictures go.
-        console: Where text goes.
-        seconds: How long things took, by name; torch's have the ending " torch".
+        folder: The folder for checkpoints and pictures.
+        console: The stream for text.
+        seconds: Durations by name; torch's names end in " torch".
         failed: The checks that failed.
     """
 
@@ -61,13 +61,13 @@ class Demo:
         self.console.print(f"\n[bold]{title}[/bold]")
 
     def type(self, *words: str) -> int:
-        """Show a command of the command line and run it; return its exit code."""
+        """Print a command, run it, and return its exit code."""
         short = [word.removeprefix(f"{self.folder}/") for word in words]
         self.console.print(f"\n[bold]$ shardplan {shlex.join(short)}[/bold]", highlight=False)
         return int(app(list(words), standalone_mode=False) or 0)
 
     def timed(self, what: str, work: Callable[[], T]) -> T:
-        """Do something, and record how long it takes."""
+        """Run a function, and record how long it takes."""
         start = time.perf_counter()
         done = work()
         self.seconds[what] = time.perf_counter() - start
@@ -101,7 +101,7 @@ class Demo:
         self.console.print(f"wrote {picture}", style="dim", soft_wrap=True)
 
     def load_elsewhere(self) -> None:
-        """Compare what two ranks and one rank loaded, and how they trained on."""
+        """Compare what two ranks and one rank loaded, and how they continued training."""
         self.say("3. Load it on 2 ranks (FSDP2) and on 1 (no sharding), and train on")
         saved = self._results(RANKS)
         for ranks in (2, 1):
@@ -114,7 +114,7 @@ class Demo:
             self.console.print(f"      {_listed(job['losses'])}")
 
     def convert(self) -> None:
-        """Make checkpoints of other tools' formats, and have those tools read them."""
+        """Convert to the formats of other tools, and read the results with those tools."""
         import torch
         from safetensors.torch import load_file
 
@@ -152,7 +152,7 @@ class Demo:
         self.check("the damage is found", codes[1] == 1)
 
     def compare(self) -> None:
-        """Show how long it took, beside torch."""
+        """Show the durations next to torch's."""
         from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
         dcp, what = self.folder / "torch", "DCP checkpoint to torch.save"
@@ -215,12 +215,12 @@ class Demo:
                 raise RuntimeError(f"the training job failed:\n{log.read_text()[-4000:]}")
 
     def _results(self, ranks: int) -> dict[str, Any]:
-        """Read the results of the training job on so many ranks."""
+        """Read the results of the training job on ``ranks`` ranks."""
         results: dict[str, Any] = json.loads((self.folder / f"results-{ranks}.json").read_text())
         return results
 
     def run(self) -> bool:
-        """Take all steps, and return True if all checks passed."""
+        """Run all steps, and return True if all checks passed."""
         _make_room(self.folder)
         start = time.perf_counter()
         for step in (
@@ -239,11 +239,7 @@ class Demo:
 
 
 def _make_room(folder: Path) -> None:
-    """Make a folder for the demo's files, or empty the one that an earlier demo made.
-
-    Raises:
-        FileExistsError: It holds something else.
-    """
+    """Make a folder for the demo's files, or empty the one of an earlier demo."""
     if folder.exists() and any(folder.iterdir()) and not (folder / MADE).exists():
         raise FileExistsError(f"{folder} holds files that no demo made; name a new folder")
     shutil.rmtree(folder, ignore_errors=True)
@@ -252,9 +248,9 @@ def _make_room(folder: Path) -> None:
 
 
 def _wait(jobs: Sequence[subprocess.Popen[bytes]]) -> list[int]:
-    """Wait for processes; when one fails, end the others, which would wait for it.
+    """Wait for processes; if one fails, stop the others, which would wait for it forever.
 
-    An interrupt may have come to this process alone: the others must not go on without it.
+    An interrupt may reach only this process, so the others are stopped then, too.
     """
     try:
         while all(job.poll() is None or not job.returncode for job in jobs):
@@ -272,5 +268,5 @@ def _listed(losses: Sequence[float]) -> str:
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Run the demo; its files go to the folder named first, a new one or one of a demo before."""
+    """Run the demo in the folder given as first argument: a new one, or an earlier demo's."""
     return 0 if Demo(Path(arguments[0] if arguments else FILES)).run() else 1

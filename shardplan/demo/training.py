@@ -1,9 +1,9 @@
 """One of the four ranks of the demo's job: ``python -m shardplan.demo.training FOLDER RANK STEPS``.
 
-Four ranks train a small transformer (FSDP2 × TP), save, load again and train on. Then two of them
-load what the four saved and train on (FSDP2 alone), and then one of them (no sharding). Each time
+Four ranks train a small transformer (FSDP2 × TP), save, load again and continue. Then two of them
+load the same checkpoint and continue (FSDP2 alone), and then one of them (no sharding). Each time
 rank 0 writes a file of results: losses, a checksum of every tensor as it was saved or loaded, and
-how long things took, with shardplan and with torch.
+durations, with shardplan and with torch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ BATCH = 8
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward layer, each added to what comes in."""
+    """Attention, then a feed-forward layer, each with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the layer makes of a batch of sequences."""
+        """Apply the layer to a batch of sequences."""
         normed = self.norm(x)
         query, key, value = (
             project(normed).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
@@ -75,7 +75,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Predicts the next token."""
+    """A language model that predicts the next token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Transformer(nn.Module):
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return one of two batches, and what follows each token: rows count up by a stride each."""
+    """Return one of two batches and its targets; each row counts up by its own stride."""
     random = torch.Generator().manual_seed(step % 2)
     first, stride = (torch.randint(1, 99, (BATCH, 1), generator=random) for _ in range(2))
     tokens = (first + stride * torch.arange(LENGTH + 1)) % VOCABULARY
@@ -102,7 +102,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def build(ranks: int, tensor_parallel: int) -> tuple[Transformer, DeviceMesh | None]:
-    """Make the model, with the same weights wherever it is made, and spread it over the ranks."""
+    """Make the model with fixed weights, and shard it over the ranks."""
     torch.manual_seed(0)
     model = Transformer()
     if ranks == 1:
@@ -127,7 +127,7 @@ def build(ranks: int, tensor_parallel: int) -> tuple[Transformer, DeviceMesh | N
 
 
 class Training:
-    """A model, its optimizer, and the data that this rank sees."""
+    """A model, its optimizer, and this rank's data."""
 
     def __init__(self, ranks: int, tensor_parallel: int) -> None:
         self.model, mesh = build(ranks, tensor_parallel)
@@ -153,12 +153,12 @@ class Training:
         return float(mean)
 
     def state(self) -> dict[str, Any]:
-        """Return all that training needs to go on."""
+        """Return everything needed to continue training."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "step": self.done}
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Go on from a state that was loaded."""
+        """Continue from a loaded state."""
         set_state_dict(
             self.model,
             self.optimizer,
@@ -169,7 +169,7 @@ class Training:
 
 
 def checksums(state: dict[str, Any]) -> dict[str, str]:
-    """Return a checksum of the whole of every tensor, wherever its parts are."""
+    """Return a checksum of every full tensor, however it is sharded."""
     found = {}
     for name, value in flatten(state)[0].items():
         if isinstance(value, torch.Tensor):
@@ -181,7 +181,7 @@ def checksums(state: dict[str, Any]) -> dict[str, str]:
 
 
 def timed(work: Callable[[], Any]) -> float:
-    """Return the seconds until all ranks have done something."""
+    """Return the seconds until all ranks have finished a function."""
     if dist.is_initialized():
         dist.barrier()
     start = time.perf_counter()
@@ -192,7 +192,7 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def save_and_go_on(training: Training, folder: Path, steps: int) -> dict[str, Any]:
-    """Train, save with shardplan and with torch, go on; then load, and go on again."""
+    """Train, save with shardplan and with torch, continue; then load, and continue again."""
     before = [training.step() for _ in range(steps)]
     state = training.state()
     results: dict[str, Any] = {"checksums": checksums(state), "before": before}
@@ -214,7 +214,7 @@ def save_and_go_on(training: Training, folder: Path, steps: int) -> dict[str, An
 
 
 def load_both(state: dict[str, Any], folder: Path) -> dict[str, float]:
-    """Load a state with torch and with shardplan, whose bits stay; return the seconds of each."""
+    """Load a state with torch, then with shardplan; return the seconds of each."""
     seconds: dict[str, float] = {}
     for turn in ("warm up", "load"):
         seconds[f"{turn} torch"] = timed(
@@ -228,7 +228,7 @@ def load_both(state: dict[str, Any], folder: Path) -> dict[str, float]:
 
 
 def load_and_go_on(training: Training, folder: Path) -> dict[str, Any]:
-    """Load what another set of ranks saved, and go on."""
+    """Load what another number of ranks saved, and continue."""
     state = training.state()
     seconds = load_both(state, folder)
     results = {"checksums": checksums(state), "seconds": seconds}
@@ -237,7 +237,7 @@ def load_and_go_on(training: Training, folder: Path) -> dict[str, Any]:
 
 
 def main(folder: Path, rank: int, steps: int) -> None:
-    """Be one rank."""
+    """Run one rank."""
     warnings.filterwarnings("ignore", category=UserWarning)
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Non-tensor values as torch.distributed.checkpoint passes them on: as bytes of `torch.save`.
+"""Non-tensor values as torch.distributed.checkpoint exchanges them: as bytes of `torch.save`.
 
 They are accepted only if they load without running code.
 """
@@ -36,14 +36,7 @@ def dump_value(value: Any) -> io.BytesIO:
 
 
 def load_value(buffer: io.BytesIO) -> Any:
-    """Return the value that `torch.save` was given, if it is safe to load.
-
-    >>> load_value(dump_value({"lr": 0.1}))
-    {'lr': 0.1}
-
-    Raises:
-        UnsafeValueError: It is not, or the bytes are something else.
-    """
+    """Return the value that `torch.save` was given, or raise UnsafeValueError."""
     try:
         return load_archive(read_archive(in_memory(buffer.getvalue(), "")))
     except RefusedName as error:
@@ -55,11 +48,7 @@ def load_value(buffer: io.BytesIO) -> Any:
 
 
 def safe_dump(value: Any) -> io.BytesIO:
-    """Return the bytes that `torch.save` makes of a value, if `load_value` reads them.
-
-    Raises:
-        UnsafeValueError: It does not, or the value cannot be pickled.
-    """
+    """Return the bytes that `torch.save` makes of a value, if `load_value` accepts them."""
     what = f"is a {type(value).__module__}.{type(value).__qualname__}, which"
     try:
         buffer = dump_value(value)

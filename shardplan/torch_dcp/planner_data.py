@@ -1,8 +1,8 @@
 """The ``planner_data`` of plans and metadata, in torch's form and in ours.
 
 torch keeps the path of a nested key as ``{"a.0": ("a", 0)}``, with every key as text. Ours also
-distinguishes dicts, lists and tuples and keeps keys as they are. `planner_data` is translated where
-that is lossless; otherwise the original goes along under a key of its own.
+distinguishes dicts, lists and tuples and keeps keys as they are. Data is translated if that is
+lossless; otherwise the original goes along under a separate key.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _THEIRS: Final = "torch"  # in our data: torch's original
 
 
 def data_to_torch(data: Any, names: Collection[str], extra: Mapping[str, Any] | None = None) -> Any:
-    """Return our ``planner_data`` as torch's.
+    """Return our ``planner_data`` in torch's form.
 
     Args:
         data: The data.
-        names: The names that the plan or the checkpoint has.
-        extra: What else to carry, for `data_from_torch` to return.
+        names: The names in the plan or the checkpoint.
+        extra: Additional data, which `data_from_torch` returns.
 
     >>> data_to_torch({"paths": {"a.w": (("dict", "a"), ("dict", "w"))}}, ["a.w", "b"])
     {'b': ('b',), 'a.w': ('a', 'w')}
@@ -44,7 +44,7 @@ def data_to_torch(data: Any, names: Collection[str], extra: Mapping[str, Any] | 
 
 
 def data_from_torch(data: Any, names: Collection[str]) -> tuple[Any, Mapping[str, Any]]:
-    """Return torch's ``planner_data`` as ours, and what else `data_to_torch` was given.
+    """Return torch's ``planner_data`` in our form, and the ``extra`` of `data_to_torch`.
 
     >>> data_from_torch({"a.w": ("a", "w"), "b": ("b",)}, ["a.w", "b"])[0]
     {'paths': {'a.w': (('dict', 'a'), ('dict', 'w'))}}
@@ -60,7 +60,7 @@ def data_from_torch(data: Any, names: Collection[str]) -> tuple[Any, Mapping[str
 
 
 def split_empty(data: Any, names: Collection[str]) -> tuple[Any, dict[str, Any]]:
-    """Return our ``planner_data`` without empty dicts, and the path to each of these by name.
+    """Return our ``planner_data`` without empty dicts, and the paths of these by name.
 
     The path is None if the dict is empty on this rank only.
 
@@ -81,11 +81,7 @@ def split_empty(data: Any, names: Collection[str]) -> tuple[Any, dict[str, Any]]
 
 
 def with_empty(data: Any, empty: Mapping[str, Any]) -> Any:
-    """Return what `split_empty` was given.
-
-    >>> with_empty(None, {"a": (("dict", "a"),)})
-    {'empty': ('a',)}
-    """
+    """Undo `split_empty`."""
     if not empty:
         return data
     rest = data if isinstance(data, Mapping) else {}
@@ -95,11 +91,7 @@ def with_empty(data: Any, empty: Mapping[str, Any]) -> Any:
 
 
 def with_own_paths(data: Any, own: Mapping[str, Any]) -> Any:
-    """Return our ``planner_data`` with the paths that torch's form cannot express.
-
-    >>> with_own_paths(None, {"a.0": (("dict", "a"), ("tuple", 0))})
-    {'paths': {'a.0': (('dict', 'a'), ('tuple', 0))}}
-    """
+    """Add paths that torch's form cannot express to our ``planner_data``."""
     known = data.get("paths") if isinstance(data, Mapping) else {}
     if not own or not _are_paths(known) or not _are_paths(own):
         return data
@@ -107,7 +99,7 @@ def with_own_paths(data: Any, own: Mapping[str, Any]) -> Any:
 
 
 def paths_to_torch(data: Any, names: Collection[str]) -> tuple[Any, dict[str, Any]]:
-    """Return our ``planner_data`` as torch's, and the paths that torch's form cannot express.
+    """Return our ``planner_data`` in torch's form, and the paths that it cannot express.
 
     >>> paths_to_torch({"paths": {"a.0": (("dict", "a"), ("tuple", 0))}}, ["a.0"])
     ({'a.0': ('a', 0)}, {'a.0': (('dict', 'a'), ('tuple', 0))})
@@ -120,7 +112,7 @@ def paths_to_torch(data: Any, names: Collection[str]) -> tuple[Any, dict[str, An
 
 
 def _translated(data: Any, names: Collection[str]) -> Any:
-    """Return our data in torch's form, whether or not that is lossless."""
+    """Return our data in torch's form, even if that loses something."""
     if isinstance(data, Mapping) and data.keys() == {"paths"} and _are_paths(data["paths"]):
         return _torch_paths(data["paths"], names)
     if isinstance(data, Mapping) and data.keys() == {_THEIRS}:
@@ -129,11 +121,7 @@ def _translated(data: Any, names: Collection[str]) -> Any:
 
 
 def _thaw(value: Any) -> Any:
-    """Return frozen data as plain dicts.
-
-    >>> _thaw(freeze({"a": [{"b": 1}]}))
-    {'a': ({'b': 1},)}
-    """
+    """Return frozen data as plain dicts."""
     if isinstance(value, Mapping):
         return {_thaw(key): _thaw(inner) for key, inner in value.items()}
     return tuple(map(_thaw, value)) if type(value) is tuple else value

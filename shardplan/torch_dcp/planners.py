@@ -104,7 +104,7 @@ class _Place:
 def _check_places(plans: Sequence[SavePlan | LoadPlan], stages: Stages[SavePlan]) -> None:
     """Refuse plans that are not those of all ranks, in order, if a pass may depend on that.
 
-    With ``no_dist=True`` or ``use_collectives=False`` torch gives each process its own plan only.
+    With ``no_dist=True`` or ``use_collectives=False`` torch gives each process only its own plan.
     """
     places = [(plan.rank, plan.world_size) for plan in plans]
     if len(plans) == 1 and (not stages.needs_all or places == [(0, 1)]):
@@ -179,7 +179,7 @@ class _SavePlanner(torch_plans.SavePlanner):
         return box.to(torch_dtype(item.tensor_data.properties.dtype))
 
     def _box(self, item: WriteItem) -> torch.Tensor:
-        """Return the memory that holds a chunk, in the dtype that it has in the state dict."""
+        """Return the memory that holds a chunk, in the state dict's dtype."""
         data, start = item.tensor_data, item.source.offset or ()
         assert data is not None
         shard = as_tensor(find_shard(self._flat, item.source))
@@ -252,7 +252,7 @@ class PipelineLoadPlanner(torch_plans.LoadPlanner):
 
     Attributes:
         report: How the state dict and the checkpoint agree, once a load is planned.
-        tied: Names that are not in the checkpoint, but share memory with one that is, by name.
+        tied: Names missing from the checkpoint that share memory with one that it has.
     """
 
     def __init__(
@@ -279,7 +279,7 @@ class PipelineLoadPlanner(torch_plans.LoadPlanner):
         metadata: theirs.Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Take the state dict to fill, and the metadata of the checkpoint."""
+        """Store the state dict to fill, and the checkpoint's metadata."""
         if metadata is None:
             raise ValueError("this planner needs the checkpoint's metadata")
         self._sd, self._metadata = state_dict, from_torch(metadata)
@@ -319,7 +319,7 @@ class PipelineLoadPlanner(torch_plans.LoadPlanner):
         return [self._reads(plan, names) for plan, names in zip(done, tied, strict=True)]
 
     def finish_plan(self, central_plan: torch_plans.LoadPlan) -> torch_plans.LoadPlan:
-        """Refuse tensors that cannot be filled, before any is; replace those on the meta device."""
+        """Refuse read-only tensors before any is filled; replace tensors on the meta device."""
         plan = from_torch(central_plan)
         self.report = plan.report
         made = blanks(self._flat, plan)
@@ -349,7 +349,7 @@ class PipelineLoadPlanner(torch_plans.LoadPlanner):
             raise ValueRefusedError({name: str(error)}) from None
 
     def resolve_tensor(self, read_item: torch_plans.ReadItem) -> torch.Tensor:
-        """Return the memory that a read fills: the state dict's, unless it has to be cast."""
+        """Return the memory that a read fills: the state dict's, or a buffer if a cast follows."""
         box = self._box(read_item)
         entry = self._metadata.entry(read_item.storage_index.fqn)
         assert isinstance(entry, TensorMetadata)
@@ -359,7 +359,7 @@ class PipelineLoadPlanner(torch_plans.LoadPlanner):
         return torch.empty(box.shape, dtype=stored, device=box.device)  # `commit_tensor` casts
 
     def commit_tensor(self, read_item: torch_plans.ReadItem, tensor: torch.Tensor) -> None:
-        """Copy what was read into the state dict, if it has to be cast."""
+        """Copy a buffer into the state dict if the tensor had to be cast."""
         box = self._box(read_item)
         if tensor.dtype != box.dtype:
             box.copy_(tensor)

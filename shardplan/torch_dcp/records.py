@@ -38,9 +38,9 @@ class StorageInfo:
 
     Attributes:
         relative_path: The file.
-        offset: Where the chunk starts in it, in bytes.
-        length: How many bytes it takes there.
-        transform_descriptors: How its bytes were transformed; None if they were not.
+        offset: The start of the chunk in it, in bytes.
+        length: Its length there, in bytes.
+        transform_descriptors: The transformations of its bytes; None if there are none.
     """
 
     relative_path: str
@@ -51,7 +51,7 @@ class StorageInfo:
 
 @attrs.frozen
 class StoragePrefix:
-    """The start of the names of files that torch's writers make for one rank."""
+    """The prefix of the names of files that torch's writers make for one rank."""
 
     prefix: str
 

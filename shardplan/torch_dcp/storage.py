@@ -1,4 +1,4 @@
-"""Our storage for the planners of torch.distributed.checkpoint: its writer and its reader."""
+"""Storage for torch.distributed.checkpoint: a writer of our format, and a reader of any format."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def as_torch_storage_writer(
 
 
 class _Located:
-    """What torch's own writers and readers have in common: the checkpoint, under two names."""
+    """What torch's writers and readers share: the checkpoint's location, under two names."""
 
     checkpoint_id: Place
 
@@ -102,7 +102,7 @@ def _done(result: T) -> Future[T]:
 
 @attrs.frozen
 class _Ticket:
-    """What the coordinator gives a rank: the save's id, its rank, its plan's fingerprint."""
+    """What the coordinator sends to a rank: the save's id, its rank, its plan's fingerprint."""
 
     save_id: str
     rank: int
@@ -187,7 +187,7 @@ class _StorageWriter(_Located, StorageWriter):
 
 
 def _with_remembered(plans: list[torch_plans.SavePlan]) -> list[torch_plans.SavePlan]:
-    """Replace plans that stand for those of an earlier save, which torch's planners cache."""
+    """Replace placeholders for plans of an earlier save, which torch's planners cache."""
     if all(plan.usable for plan in plans):
         return plans
     remembered = torch_plans.SavePlanner._cached_global_plan
@@ -201,7 +201,7 @@ def _with_remembered(plans: list[torch_plans.SavePlan]) -> list[torch_plans.Save
 
 
 def _plan_of(plan: torch_plans.SavePlan) -> SavePlan:
-    """Return what is written; what it is made from is the planner's business."""
+    """Return the part of a plan that is written, without its sources."""
     items = [dataclasses.replace(item, bytes_io_data=None) for item in plan.items]
     return SavePlan(map(from_torch, items))
 
