@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "find_issues"]
 
-# Faults of one kind reported of one tensor: a broken sharding repeats itself.
+# The most faults of one kind to report per tensor: a broken sharding repeats itself.
 _PER_TENSOR: Final = 64
 
 
@@ -77,9 +77,9 @@ def world_issues(world: World) -> list[Issue]:
             continue
         for tensor in np.flatnonzero(which == number).tolist():
             kind = faulty.get(rows.names[tensor])
-            found = _cover_issues(rows, tensor, layout) if kind in (None, "out_of_bounds") else ()
-            # Where a chunk has strayed, the gap that it leaves goes without saying.
-            issues.extend(i for i in found if kind is None or i.kind != "gap")
+            faults = _cover_issues(rows, tensor, layout) if kind in (None, "out_of_bounds") else ()
+            # A stray chunk implies the gap that it leaves.
+            issues.extend(i for i in faults if kind is None or i.kind != "gap")
     issues += _merged_sources(world)
     return sorted(issues, key=lambda issue: (issue.fqn, issue.kind))
 
@@ -88,12 +88,12 @@ def _merged_sources(world: World) -> Iterable[Issue]:
     """Report different values saved under one name, which would pass as replicas."""
     rows, seen = world.rows, set[tuple[str, str, str]]()
     for row in np.flatnonzero(rows.clashes).tolist():
-        (a, one), (b, other) = (_source(world, at) for at in (row - 1, row))
+        (a, first), (b, second) = (_source(world, at) for at in (row - 1, row))
         name = rows.names[rows.tensor[row]]
-        if (name, one, other) not in seen:
-            seen.add((name, one, other))
-            both = f"`{one}`" if a == b else f"`{one}` of rank {a}"
-            text = f"`{name}` stands for {both} and `{other}` of rank {b}; rename one"
+        if (name, first, second) not in seen:
+            seen.add((name, first, second))
+            both = f"`{first}`" if a == b else f"`{first}` of rank {a}"
+            text = f"`{name}` stands for {both} and `{second}` of rank {b}; rename one"
             yield Issue("conflict", name, text, sorted({a, b}))
 
 
@@ -130,7 +130,7 @@ def _cover_issues(rows: Rows, tensor: int, layout: Layout) -> Iterable[Issue]:
         both = sorted({ranks[a], ranks[b]})
         yield _last(_collision(name, size, tiling[a], tiling[b], both), number)
     hold = "holds" if len(set(ranks)) == 1 else "hold"
-    holders = f"{span(ranks)} {hold} other parts" if ranks else "nobody holds any of it"
+    holders = f"{span(ranks)} {hold} other parts" if ranks else "no rank holds any part of it"
     for number, gap in enumerate(gaps(tiling, Chunk((0,) * len(size), size), _PER_TENSOR), 1):
         where = region_text(gap.offsets, gap.sizes, size)
         text = f"no rank holds {where} of `{name}` ({holders}); is a rank or a shard left out?"

@@ -251,7 +251,7 @@ def _unpack_layouts(arrays: dict[str, Any]) -> tuple[Layout, ...]:
         if box:
             numbers, count = next(boxes)
             if not axes and count > 1:
-                raise ValueError("a tensor without axes cannot lie in pieces")
+                raise ValueError("a scalar cannot have several chunks")
             pair = numbers.reshape(2, count, axes)
             tiling = Boxes(readonly(pair[0]), readonly(pair[1]))
         else:

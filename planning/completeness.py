@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["dropped_names", "source_issues", "with_replicas"]
 
 Source = tuple[str, tuple[int, ...] | None]  # the name and the shape; None for other values
-_PER_SOURCE: Final = 64  # faults of one kind that are reported of one source
+_PER_SOURCE: Final = 64  # faults of one kind to report per source
 
 
 def _is_untouched(plans: Iterable[SavePlan]) -> bool:
@@ -314,7 +314,7 @@ def _doubled(work: _Work) -> Iterator[tuple[int, Issue]]:
     new[1:] = (np.diff(moved.rank) != 0) | (np.diff(moved.source) != 0)
     edges = [*np.flatnonzero(new).tolist(), len(moved.rank)]
     boxes = np.concatenate([moved.offsets, moved.sizes], axis=1)
-    sound: set[tuple[int, bytes]] = set()  # what was looked at: tensors of a model are alike
+    sound: set[tuple[int, bytes]] = set()  # checked already: a model's tensors repeat
     for low, high in itertools.pairwise(edges):
         if high - low == 1 or moved.source[low] < 0:
             continue
@@ -341,7 +341,7 @@ def _repeated(work: _Work, region: Chunk, rows: Sequence[int]) -> Issue:
     where, times = region_text(region.offsets, region.sizes, shape) if shape else "it", len(rows)
     how, rule = f"saved {times} times by rank {rank}, as", "a pass must take each element once"
     if work.verb == "filled":
-        how, rule = f"filled {times} times on rank {rank}, from", "only one of them can be meant"
+        how, rule = f"filled {times} times on rank {rank}, from", "each must be filled once"
     text = f"`{source}` of the state dict: {where} would be {how} {names}; {rule}"
     return Issue("doubled", source, text, [rank], (region.offsets, region.sizes))
 

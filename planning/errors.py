@@ -12,7 +12,7 @@ import attrs
 __all__ = ["CodecError", "Issue", "NotFoundError", "PlanError", "RefusedError"]
 
 _SHOWN = 8
-_COMPARED = 2000  # names that a search for the nearest looks at
+_COMPARED = 2000  # names compared in a search for similar ones
 
 
 def _ints(values: Iterable[int]) -> tuple[int, ...]:
@@ -124,7 +124,7 @@ def nearest_names(name: str, names: Iterable[str]) -> tuple[str, ...]:
     ('layer.weight', 'layer.bias')
     """
     known = list(names)
-    if len(known) > _COMPARED:  # comparing costs; in a large model the alike share an end
+    if len(known) > _COMPARED:  # comparing is slow; similar names often share a suffix
         known = [n for n in known if n[:8] == name[:8] or n[-12:] == name[-12:]][:_COMPARED]
     return tuple(difflib.get_close_matches(name, known, n=3, cutoff=0.5))
 

@@ -15,7 +15,7 @@ __all__ = ["FrozenDict", "freeze", "from_json", "to_json"]
 K = TypeVar("K")
 V = TypeVar("V")
 
-_SCALARS: Final = frozenset((str, int, float, bool, bytes, type(None)))  # the most common, by type
+_SCALARS: Final = frozenset((str, int, float, bool, bytes, type(None)))  # the most common types
 
 
 class FrozenDict(Mapping[K, V]):

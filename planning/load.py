@@ -167,7 +167,7 @@ def global_load_plan(
         raise TypeError("global_load_plan needs load plans; load_plan(metadata, plan) makes them")
     before, steps = positioned(before), as_steps(passes)
     after = chain(steps)(before)
-    own = not all(isinstance(step, Step) for step in steps)  # else counting is enough
+    own = not all(isinstance(step, Step) for step in steps)  # counting is enough for our steps
     issues = []
     for rank, (old, new) in enumerate(zip(before, after, strict=True)):
         if old is not new:
@@ -266,7 +266,7 @@ def _patterns(strict: Strict, names: Iterable[str]) -> tuple[str, ...]:
     if unmatched:
         hints = [nearest_hint(nearest_names(p, names)) for p in unmatched]
         raise PlanError(
-            Issue("unmatched", p, f"strict: {p!r} matches no name that is wanted{hint}")
+            Issue("unmatched", p, f"strict: {p!r} matches no wanted name{hint}")
             for p, hint in zip(unmatched, hints, strict=True)
         )
     return patterns

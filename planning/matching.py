@@ -32,7 +32,7 @@ class Match:
         issues: What does not fit.
         notes: What does not fit but was allowed.
         shared: Per row, the common shape of the saved and the wanted tensor, if only that is
-        filled.
+            filled.
     """
 
     entry: Ints
@@ -52,7 +52,7 @@ def match_entries(
     """Compare a catalog with a checkpoint, tensor by tensor; some names are optional."""
     match = Match(np.full(len(catalog), -1, np.int64), [], [], {})
     layouts, props = entries.layout.tolist(), entries.prop.tolist()
-    fitting: set[tuple[Any, ...]] = set()  # pairs of tensors that fit: most are alike
+    fitting: set[tuple[Any, ...]] = set()  # pairs of tensors that fit: most repeat
     for row in rows.tolist():
         name, _, _, properties, size = catalog.heads[row]
         at = entries.row_of.get(name, -1)
@@ -154,7 +154,7 @@ def _prefix_text(ways: Sequence[Renames]) -> str:
 def _prefix_remedy(ways: Sequence[Renames], renamed: bool) -> str:
     way, *others = ways
     if others:
-        return "only you can know which are meant: rename to these in the planner"
+        return "choose one, and rename to it in the planner"
     use = f"add {way} to the planner" if renamed else f"pass planner={way}"
     leave = "strict=False leaves them as they are"
     return use if way.sure else f"{use}, if these are the same tensors; {leave}"

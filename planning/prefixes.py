@@ -29,14 +29,14 @@ __all__ = ["Renames", "find_renames"]
 
 Steps = Sequence[str]  # the parts of a name between dots
 Fits = Callable[[str, str], bool]
-_SAMPLED: Final = 8  # missing names that rules are made from
-_ALIKE: Final = 64  # saved names that one of them is compared with
-_CANDIDATES: Final = 8  # ways to change one of them
-_PROBED: Final = 256  # missing names that a rule is tried on first
-_TRIED: Final = 6  # rules that are tried on all names
-_RULES: Final = 3  # rules that are put together
-_SHARE: Final = 10  # a rule must find one in so many names, and two, unless it finds all
-_HEADS: Final = 12  # first steps that an expression lists
+_SAMPLED: Final = 8  # missing names to make rules from
+_ALIKE: Final = 64  # saved names to compare each with
+_CANDIDATES: Final = 8  # rules to make from each
+_PROBED: Final = 256  # missing names to try a rule on first
+_TRIED: Final = 6  # rules to try on all names
+_RULES: Final = 3  # rules to combine
+_SHARE: Final = 10  # a rule must find a tenth of the names, and at least two, or all
+_HEADS: Final = 12  # first steps to list in an expression
 
 
 @attrs.frozen
@@ -113,9 +113,9 @@ def find_renames(
     now = {name: name for name in missing}  # by wanted name, what the rules make of it
     free = set(saved) - set(fitting)
     while len(rules) < _RULES:
-        found = free.intersection(now.values())
-        left = {old: new for old, new in now.items() if new not in found}
-        ways = _best_rules(left, free - found, [*fitting, *found], fits)
+        taken = free.intersection(now.values())
+        left = {old: new for old, new in now.items() if new not in taken}
+        ways = _best_rules(left, free - taken, [*fitting, *taken], fits)
         if any(way.disagrees(ways[0]) for way in ways):
             fit = [way for way in ways if all(fits(*pair) for pair in way.names.items())]
             if not rules and len(fit) != 1:
@@ -138,9 +138,9 @@ def _best_rules(
     for rule in _promising(names, free, fixed):
         after = rule.apply(names)
         pairs = zip(missing, after, strict=True)
-        found = {old: new for old, new in pairs if new in free}
-        if len(set(after)) == len(after) and (rule.sure or _is_safe(rule, names, found, fits)):
-            ways.setdefault(frozenset(found.items()), Renames((rule,), found))
+        renamed = {old: new for old, new in pairs if new in free}
+        if len(set(after)) == len(after) and (rule.sure or _is_safe(rule, names, renamed, fits)):
+            ways.setdefault(frozenset(renamed.items()), Renames((rule,), renamed))
     most = max((len(way.names) for way in ways.values()), default=0)
     enough = most == len(missing) or (most > 1 and most * _SHARE >= len(missing))
     return [way for way in ways.values() if enough and len(way.names) == most]
@@ -148,7 +148,7 @@ def _best_rules(
 
 def _promising(names: Sequence[str], free: set[str], fixed: Collection[str]) -> Iterator[Rule]:
     """Yield the rules that find the most of a few names, and change no fixed name."""
-    # Names in an order that means nothing, the same everywhere.
+    # A deterministic sample: names in an arbitrary order that is equal everywhere.
     probe = nsmallest(_PROBED, names, key=lambda n: crc32(n.encode("utf-8", "surrogatepass")))
     rules = dict.fromkeys(_candidates(names, sorted(free)))
     hits = {rule: len(free.intersection(rule.apply(probe))) for rule in rules}
@@ -163,12 +163,12 @@ def _promising(names: Sequence[str], free: set[str], fixed: Collection[str]) -> 
                 yield narrow
 
 
-def _is_safe(rule: Rule, names: Sequence[str], found: Mapping[str, str], fits: Fits) -> bool:
+def _is_safe(rule: Rule, names: Sequence[str], renamed: Mapping[str, str], fits: Fits) -> bool:
     """Return True if a replacing rule covers all names with its first step, and fits."""
     changed = re.compile(rule.pattern)
     steps = {name.partition(".")[0] for name in names if changed.search(name)}
     is_common = all(changed.search(name) for name in names if name.partition(".")[0] in steps)
-    return is_common and all(fits(old, new) for old, new in found.items())
+    return is_common and all(fits(old, new) for old, new in renamed.items())
 
 
 def _candidates(missing: Sequence[str], free: Sequence[str]) -> Iterator[Rule]:
@@ -206,16 +206,16 @@ def _differences(name: str, free: Sequence[str]) -> list[tuple[Steps, Steps, Ste
         alike, tail = closer, tail + 1
     if not alike:
         alike, tail = _ending(steps, 1, free), 1
-    found = []
+    differences = []
     for other in nsmallest(_ALIKE, alike, key=len):
         rest = other.split(".")[:-tail]
         pairs = zip(steps[:-tail], rest, strict=False)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         old, new = steps[same:-tail], rest[same:]
         if tail > 1 or not (old and new):
-            found.append((steps[:same], old, new))
-    least = min((len(old) + len(new) for _, old, new in found), default=0)
-    return [parts for parts in found if len(parts[1]) + len(parts[2]) == least]
+            differences.append((steps[:same], old, new))
+    least = min((len(old) + len(new) for _, old, new in differences), default=0)
+    return [parts for parts in differences if len(parts[1]) + len(parts[2]) == least]
 
 
 def _ending(steps: Steps, count: int, names: Sequence[str]) -> Sequence[str]:

@@ -114,7 +114,7 @@ class TensorWriteData:
 
     def __attrs_post_init__(self) -> None:
         if len(self.size) != len(self.chunk.sizes):
-            raise ValueError(f"{self.chunk} has other axes than a tensor of shape {self.size}")
+            raise ValueError(f"{self.chunk} does not fit a tensor of shape {self.size}")
 
     @property
     def nbytes(self) -> int:
@@ -156,13 +156,13 @@ class WriteItem:
             raise ValueError(f"`{index.fqn}`: a {type.name} item {what} tensor_data")
         offset = None if tensor_data is None else tensor_data.chunk.offsets
         if index.offset not in (None, offset):
-            raise ValueError(f"`{index.fqn}`: index says offset {index.offset}, its chunk {offset}")
+            raise ValueError(f"`{index.fqn}`: index has offset {index.offset}, its chunk {offset}")
         source = index if source is None else source
         if source.offset is None:
             source = attrs.evolve(source, offset=offset)
         elif offset is None or len(source.offset) != len(offset):
             raise ValueError(
-                f"`{source.fqn}`: source says offset {source.offset}, its chunk {offset}"
+                f"`{source.fqn}`: source has offset {source.offset}, its chunk {offset}"
             )
         if index.offset is None:
             index = attrs.evolve(index, offset=offset)

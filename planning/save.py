@@ -29,7 +29,7 @@ from .tree import Path, clash, empty_names, flatten, is_tensor, nesting_data, ne
 
 __all__ = ["DEFAULT_PASSES", "global_plan", "local_plan"]
 
-_NESTING: Final = ("paths", "empty")  # what planner_data holds of nested keys
+_NESTING: Final = ("paths", "empty")  # keys of planner_data about nesting
 DEFAULT_PASSES: tuple[Pass[SavePlan], ...] = (dedup_replicas(),)
 
 
@@ -67,13 +67,13 @@ def local_plan(
         RefusedError: A value has no correct plan; every such key is named.
     """
     flat, paths = flatten(sd, whole=whole)
-    found: list[tuple[Head, Sequence[Chunk]]] = []
+    boxes: list[tuple[Head, Sequence[Chunk]]] = []
     refused = []
     memo: Memo = {}
     for name in sorted(flat):
         value = flat[name]
         if name in whole or not is_tensor(value):
-            found.append((Head.value(name), (NO_CHUNK,)))
+            boxes.append((Head.value(name), (NO_CHUNK,)))
             continue
         try:
             here = held_alike(name, value, memo) or held(name, value, mesh, rank)
@@ -81,10 +81,10 @@ def local_plan(
             refused.append(str(error))
             continue
         kind = WriteItemType.SHARD if here.sharded else WriteItemType.TENSOR
-        found.append((Head(name, name, kind, here.properties, here.size), here.chunks))
+        boxes.append((Head(name, name, kind, here.properties, here.size), here.chunks))
     if refused:
         raise RefusedError(*refused)
-    items = WriteItems.of_boxes(found)
+    items = WriteItems.of_boxes(boxes)
     data = nesting_data(flat, paths)
     if mesh is None:
         return SavePlan(items, planner_data=data, held=items)
@@ -134,7 +134,7 @@ def global_plan(
     if nesting.filled:
         world = _give_way(world, nesting.filled)
     issues += [*nesting.issues, *world_issues(world)]
-    if not world.rows.faulty:  # replicas stay where ranks disagree: no pass can sort them out
+    if not world.rows.faulty:  # if ranks disagree, replicas are unknown
         issues += duplicates(world)
     if issues:
         raise PlanError(issues)

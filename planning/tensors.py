@@ -109,7 +109,7 @@ def kind_of(value: Any) -> Hashable | None:
         made = (getattr(value, "layout", None), getattr(value, "requires_grad", False))
         kind = (type(value), value.shape, value.dtype, *made, spec, part.shape)
         hash(kind)
-    except Exception:  # `held` says what is wrong
+    except Exception:  # `held` raises a clear error
         return None
     return kind
 
@@ -128,13 +128,13 @@ def held_alike(name: str, value: Any, memo: Memo) -> Held | None:
     kind = kind_of(value)
     if kind is None:
         return None
-    found = memo.get(kind)
-    if found is None:
+    here = memo.get(kind)
+    if here is None:
         try:
-            found = memo[kind] = held(name, value)
+            here = memo[kind] = held(name, value)
         except RefusedError:
             return None
-    return found
+    return here
 
 
 _NESTED: Final = "is a nested tensor; save the parts of it, `tensor.unbind()`"
@@ -211,7 +211,7 @@ def placement_of(name: str, placement: Any) -> Placement:
         )
     if type(placement).__name__ == "Replicate":
         return Replicate()
-    raise RefusedError(f"`{name}` has a placement that is not known: {placement!r}")
+    raise RefusedError(f"`{name}` has an unknown placement: {placement!r}")
 
 
 _Pairs = tuple[tuple[Chunk, Chunk], ...]
@@ -230,10 +230,10 @@ def dtensor_chunks(name: str, tensor: Any) -> _Pairs:
             f"({tensor._spec.shard_order}); redistribute it before saving"
         )
     local = getattr(tensor, "_local_tensor", None)
-    found = None if local is None else as_ints(local.shape)
+    local_shape = None if local is None else as_ints(local.shape)
     try:
         return _placed(
-            as_ints(tensor.shape), as_ints(mesh.shape), as_ints(coordinate), placements, found
+            as_ints(tensor.shape), as_ints(mesh.shape), as_ints(coordinate), placements, local_shape
         )
     except RefusedError as error:
         raise RefusedError(f"`{name}`: {error}") from None
@@ -245,7 +245,7 @@ def _is_reordered(tensor: Any) -> bool:
     if all(len(entry.mesh_dims) < 2 for entry in order):
         return False
     if any(hasattr(placement, "split_factor") for placement in tensor.placements):
-        return False  # these say it themselves
+        return False  # their order is explicit
     return any(list(entry.mesh_dims) != sorted(entry.mesh_dims) for entry in order)
 
 
@@ -266,7 +266,7 @@ def _placed(
     where = (shape, mesh_shape, coordinate, placements)
     runs = local_runs(*where)
     if any(isinstance(placement, StridedShard) for placement in placements):
-        nested = nested_runs(*where)  # what FSDP2 has there, whatever the placements say
+        nested = nested_runs(*where)  # FSDP2's actual layout
         if nested is not None and local is not None and _fits(local, nested):
             runs = nested
     if local is not None and not _fits(local, runs):
@@ -350,7 +350,7 @@ def find_shard(sd: Mapping[Any, Any], index: MetadataIndex) -> Any:
     if offset in starts:
         return shards[starts.index(offset)].memory()
     known = ", ".join(map(str, starts[:8])) or "nothing"
-    asked = "which shard is not said" if offset is None else f"no shard at {offset}"
+    asked = "the offset is missing" if offset is None else f"no shard at {offset}"
     raise NotFoundError(
         f"`{index.fqn}`: {asked}; this rank holds {known}", [str(s) for s in starts[:8]]
     )

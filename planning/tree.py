@@ -149,7 +149,7 @@ def unflatten(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any, A
     for name, leaf in flat.items():
         path = paths.get(name, (("dict", name),))
         if not path or path[0][0] != "dict":
-            raise ValueError(f"the path of `{name}` starts at no dict: {path}")
+            raise ValueError(f"the path of `{name}` does not start at a dict: {path}")
         node = root
         for (_, key), (kind, _) in pairwise(path):
             inner = node.get(key, _NOTHING)
@@ -176,7 +176,7 @@ def nesting_issues(paths: Mapping[str, Path], holders: Mapping[str, int]) -> lis
     nothing to save there, or rename one of them
     """
     nodes: dict[tuple[Any, ...], tuple[str, str]] = {}  # by keys: the kind of container, and a leaf
-    found = []
+    issues = []
     for name, path in paths.items():
         keys = tuple(key for _, key in path)
         for depth in range(1, len(path)):
@@ -185,7 +185,7 @@ def nesting_issues(paths: Mapping[str, Path], holders: Mapping[str, int]) -> lis
                 text = f"`{name}` lies in a {path[depth][0]} on rank {holders[name]}"
                 text += f", and `{other}`, in the same place, in a {kind} on rank {holders[other]}"
                 ranks = {holders[name], holders[other]}
-                found.append(Issue("conflict", name, f"{text}; rename one of them", sorted(ranks)))
+                issues.append(Issue("conflict", name, f"{text}; rename one of them", sorted(ranks)))
                 break
     for name, path in paths.items():
         _, below = nodes.get(tuple(key for _, key in path), ("", ""))
@@ -193,8 +193,8 @@ def nesting_issues(paths: Mapping[str, Path], holders: Mapping[str, int]) -> lis
             text = f"`{name}` is a value (or empty) on rank {holders[name]} and holds `{below}` on "
             text += f"rank {holders[below]}; leave it out on ranks that have nothing to save there"
             ranks = {holders[name], holders[below]}
-            found.append(Issue("conflict", name, f"{text}, or rename one of them", sorted(ranks)))
-    return found
+            issues.append(Issue("conflict", name, f"{text}, or rename one of them", sorted(ranks)))
+    return issues
 
 
 def is_tensor(value: object) -> bool:
@@ -286,7 +286,7 @@ def _settle(value: Any) -> Any:
     if value.kind == "dict":
         return {key: _settle(inner) for key, inner in value.items()}
     if not all(isinstance(at, int) and at >= 0 for at in value) or max(value) >= _LONGEST:
-        raise ValueError(f"positions {list(value)[:8]} are those of no {value.kind}")
+        raise ValueError(f"positions {list(value)[:8]} do not form a {value.kind}")
     entries = [_settle(value.get(position)) for position in range(max(value) + 1)]
     return tuple(entries) if value.kind == "tuple" else entries
 

@@ -104,15 +104,15 @@ def renumbered(issues: Sequence[Issue], ranks: Sequence[int]) -> list[Issue]:
     """
     if list(ranks) == list(range(len(ranks))):
         return list(issues)
-    found = []
+    changed = []
     for issue in issues:
         places = (issue.ranks or range(len(ranks)))[:_NAMED_RANKS]
         pairs = ", ".join(f"rank {place} of this group is rank {ranks[place]}" for place in places)
         text = f"{issue.message} ({pairs} of the job)"
-        found.append(
+        changed.append(
             attrs.evolve(issue, message=text, ranks=[ranks[place] for place in issue.ranks])
         )
-    return found
+    return changed
 
 
 def contents_tag(plans: Iterable[SavePlan]) -> str:

@@ -158,11 +158,11 @@ class _Planning:
         """Plan for a single rank."""
         with self.watch.phase("plan"):
             offer = Offer(local()).looked_up(self.cache)
-            found = offer.cached and attrs.evolve(offer.cached, how="cached")
-            if found is None:
+            agreement = offer.cached and attrs.evolve(offer.cached, how="cached")
+            if agreement is None:
                 whole = plan_whole(offer.plans[:1], offer.last)
-                found = self._remember(offer, Agreement(whole.plans[0], "alone", "", whole))
-        return Agreed(offer.local.begun, found, offer.sent().save_id)
+                agreement = self._remember(offer, Agreement(whole.plans[0], "alone", "", whole))
+        return Agreed(offer.local.begun, agreement, offer.sent().save_id)
 
     def exchange(
         self, local: Callable[[], Local[T]], passed: tuple[SavePlan, SavePlan] | None = None

@@ -149,7 +149,7 @@ def async_save(
         ranks = _job.held if comm is None else comm
         try:
             earlier = saver.settle()
-            ranks = None  # a rank that cannot make connections says so itself
+            ranks = None  # if `take` fails, it reports to the other ranks itself
             ranks = _job.take() if comm is None else comm
             with watch.phase("stage"):
                 copy = saver.snapshot(state_dict, path, format, ranks, earlier)

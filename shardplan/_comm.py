@@ -89,8 +89,7 @@ class JobComm:
         """Return the comm for one call; `solo` without a process group.
 
         Raises:
-            CheckpointError: It was lost, and not all ranks came to reconnect, or not in the same
-            call.
+            CheckpointError: It was lost, and not all ranks reconnected, or not in the same call.
             RuntimeError: A launcher started several ranks, and there is no process group.
         """
         with self._lock:
@@ -115,7 +114,7 @@ class JobComm:
         most, behind = all_reduce(comm, step, lambda: self._calls, _behind)
         self._calls = most
         if behind:
-            text = f"this rank is behind by {{}}, of {most} calls; from the next one on all go on"
+            text = f"this rank missed {{}} of {most} calls; all ranks continue with the next call"
             raise CheckpointError(
                 Failure(comm.ranks[place], step, "RuntimeError", text.format(missing))
                 for place, missing in behind
@@ -146,7 +145,7 @@ _job: Final = JobComm(private=False)
 
 def as_comm(comm: Comm | None) -> Comm:
     """Return the comm that a caller passed, by default `default_comm`; check its type."""
-    if comm is not None and not hasattr(comm, "coordinator"):  # which torch's groups lack
+    if comm is not None and not hasattr(comm, "coordinator"):  # a process group, say
         kind = type(comm).__name__
         raise TypeError(
             f"comm is a {kind}; for a process group, pass shardplan.dist.torch_comm(it)"
@@ -182,7 +181,7 @@ def _refuse_missing_group() -> None:
 
 def world_group() -> Any:
     """Return torch's process group of all ranks; None if there is none."""
-    dist = sys.modules.get("torch.distributed")  # imported by whatever made a process group
+    dist = sys.modules.get("torch.distributed")  # imported if there is a process group
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None
     return dist.group.WORLD

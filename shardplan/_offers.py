@@ -42,7 +42,7 @@ __all__ = ["Agreement", "Begun", "How", "Local", "Offer", "PlanCache", "Sent"]
 T = TypeVar("T")
 How = Literal["alone", "cached", "derived", "gathered"]
 
-_DERIVED_ITEMS: Final = 1 << 22  # items of all ranks together that each rank plans by itself
+_DERIVED_ITEMS: Final = 1 << 22  # the most items, of all ranks together, to derive on each rank
 _PLAIN: Final = frozenset[type]((str, int, float, bool, type(None)))
 
 
@@ -235,7 +235,7 @@ class Offer(Generic[T]):
         if local.planner is None:
             whole = WholePlan(*derive_plans(world))
         elif len(world) * len(local.own.items) > _DERIVED_ITEMS:
-            return self  # a pass may do anything: every rank's plan would have to be made
+            return self  # passes would need every rank's plan
         else:
             whole = plan_whole(chain(*local.stages.own)(tuple(world)), self.last)
             parts.append(contents_tag(whole.plans))
@@ -259,7 +259,7 @@ class Offer(Generic[T]):
         # Whether an array is a tensor depends on its dtype; for others the type decides.
         skipped = {k for k, v in kinds.items() if not issubclass(k, np.ndarray) and is_tensor(v)}
         if self.cached is not None:
-            skipped |= _PLAIN  # can be stored, as when the plan was made
+            skipped |= _PLAIN  # known to be storable since the plan was made
         rest = {name: value for name, value in flat.items() if type(value) not in skipped}
         store_values({name: value for name, value in rest.items() if not is_tensor(value)})
 

@@ -98,7 +98,7 @@ def digests(
 def _compared(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values and small plain tensors, which are always compared."""
     plain: dict[type, bool] = {}
-    found = {}
+    compared = {}
     for name, value in flat.items():
         if is_tensor(value):
             kind = type(value)
@@ -107,8 +107,8 @@ def _compared(flat: Mapping[str, Any]) -> dict[str, Any]:
             small = plain[kind] and getattr(value, "nbytes", COMPARED_BYTES + 1) <= COMPARED_BYTES
             if not small or getattr(value, "is_meta", False):
                 continue
-        found[name] = value
-    return found
+        compared[name] = value
+    return compared
 
 
 def _each(values: Mapping[str, Any], digest: Callable[[Any], int]) -> dict[str, int]:
@@ -118,7 +118,7 @@ def _each(values: Mapping[str, Any], digest: Callable[[Any], int]) -> dict[str, 
     for name, value in values.items():
         try:
             found[name] = digest(value)
-        except Exception as error:  # an object may fail in any way when it is looked into
+        except Exception as error:  # inspecting an object may raise anything
             why = f"{type(error).__name__}: {str(error)[:300]}"
             refused[name.partition("\0")[0]] = f"cannot be compared between ranks ({why}); {_OWN}"
     if refused:
@@ -203,7 +203,7 @@ def _parts(value: Any) -> list[bytes]:
     """Return the bytes to hash of a value: the name of its type, and the digests of its parts."""
     kind = type(value)
     if kind is int:
-        return [b"int:", hex(value).encode()]  # which, unlike repr, has no limit
+        return [b"int:", hex(value).encode()]  # unlike repr, without a limit on digits
     if kind is range:
         return [b"range:", *map(_digest, (value.start, value.stop, value.step))]
     if kind in (str, float, bool, complex, type(None)):
@@ -215,7 +215,7 @@ def _parts(value: Any) -> list[bytes]:
     if isinstance(value, (set, frozenset)):
         return [kind.__name__.encode(), b":", *sorted(map(_digest, value))]
     if isinstance(value, list) or hasattr(value, "_fields"):
-        kind = list if isinstance(value, list) else tuple  # as which they come back
+        kind = list if isinstance(value, list) else tuple  # the type they are loaded as
     if kind in (list, tuple):
         return [kind.__name__.encode(), b":", *map(_digest, value)]
     if isinstance(value, type):

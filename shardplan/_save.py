@@ -98,7 +98,7 @@ def save(
     try:
         return save_state(ranks, lambda: Target.open(path, format), state, options, Stopwatch())
     except REFUSALS as error:
-        if planner is None:  # else nobody knows what it would have left out
+        if planner is None:  # with one, it is unknown what it would have left out
             raise with_others(error, state()) from error.__cause__
         raise
 
@@ -133,9 +133,8 @@ class Target:
         most = self.writer.max_ranks
         if most is not None and most < comm.world_size:
             raise ValueError(
-                f"{comm.world_size} ranks cannot save as {self.format!r}, which {most} can; save "
-                f'with format="safetensors", and make {self.format!r} of that with `convert`, on '
-                "as many ranks as you like"
+                f"{comm.world_size} ranks cannot save as {self.format!r} (at most {most} can); "
+                f'save with format="safetensors", then `convert` to {self.format!r} on any ranks'
             )
         if comm.rank == comm.coordinator:
             self.writer.refuse(self.store, overwrite)
@@ -175,7 +174,7 @@ def save_state(
         verify_replicas=options.verify_replicas,
     )
     task = _Task(comm, agreed, options, watch)
-    with watch.phase("wait"):  # for the other ranks, as far as it is nothing else
+    with watch.phase("wait"):  # for the other ranks
         done = keep_step(comm, "write", task.write, task.commit, undo=task.discard)
     report = task.report(done.mine, done.whole, done.got)
     return logged(report, report.path, loud=comm.rank == comm.coordinator, left=report.leftovers)

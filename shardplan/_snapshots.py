@@ -41,7 +41,7 @@ class Buffers:
         copies = {name: copying.leaf(name, value) for name, value in flat.items()}
         for device in copying.devices:
             torch.accelerator.synchronize(device)
-        self._kept = copying.used  # memory that is not needed any more is freed
+        self._kept = copying.used  # frees unused memory
         return unflatten(copies, paths)
 
 
@@ -111,7 +111,7 @@ class _Copying:
 def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """Return a key of a tensor's memory; None if it has none."""
     if type(tensor) is not torch.Tensor or not tensor.numel() or not tensor.data_ptr():
-        return None  # a subclass may mean something else by its memory
+        return None  # a subclass may use its memory differently
     flags = (tensor.is_conj(), tensor.is_neg())
     return (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device, *flags)
 

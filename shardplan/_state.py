@@ -71,7 +71,7 @@ def expand(state_dict: State) -> Mapping[Any, Any]:
     try:
         return cast(Mapping[Any, Any], replaced(state_dict, _state_of))
     except RecursionError:
-        return cast(Mapping[Any, Any], state_dict)  # planning says what is wrong with it
+        return cast(Mapping[Any, Any], state_dict)  # planning raises a clear error
     except _RaisedError as raised:
         raise raised.error from None
 
@@ -206,7 +206,7 @@ def part(state: Mapping[Any, Any], place: Place) -> Mapping[Any, Any]:
     try:
         return cast(Mapping[Any, Any], replaced(state, change))
     except RecursionError:
-        return state  # planning says what is wrong with it
+        return state  # planning raises a clear error
 
 
 def unpart(state: Any, like: Mapping[Any, Any]) -> None:
@@ -221,7 +221,7 @@ def unpart(state: Any, like: Mapping[Any, Any]) -> None:
     8
     """
     for path, node in list(parted(like)):
-        with suppress(LookupError, TypeError):  # it was not asked for
+        with suppress(LookupError, TypeError):  # it is not in the target
             put(state, path, attrs.evolve(node.source, value=at(state, path)[node.label]))
 
 
@@ -255,7 +255,7 @@ def per_rank_names(state: Mapping[Any, Any], paths: Mapping[str, Path]) -> froze
     )
 
 
-# What cannot be saved: each step of a save finds only what concerns it
+# Values that cannot be saved: each step of a save finds only some of them
 
 REFUSALS = (PlanError, RefusedError, ValueRefusedError)
 """Errors that say that a state dict cannot be saved."""
@@ -299,7 +299,7 @@ def _reasons(sd: Mapping[Any, Any]) -> dict[str, str]:
             n: t.removeprefix(f"`{n}`").removeprefix(":").strip() for n, t in refused.items()
         }
         return unnamed | sort_values(values)[1]
-    except Exception:  # the state dict is too odd to be looked through
+    except Exception:  # the state dict cannot be inspected
         return {}
 
 

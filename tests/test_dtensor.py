@@ -633,7 +633,7 @@ def test_a_value_that_is_no_tensor_has_no_offset_and_no_shard(state_dict):
 
 
 def test_of_several_shards_one_must_be_named(state_dict):
-    with pytest.raises(NotFoundError, match="which shard is not said"):
+    with pytest.raises(NotFoundError, match="the offset is missing"):
         find_shard(state_dict, MetadataIndex("layer.weight"))
 
 

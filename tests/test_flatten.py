@@ -110,7 +110,7 @@ def test_the_input_is_left_as_it_was():
 
 
 def test_a_path_that_starts_at_no_dict_is_refused():
-    with pytest.raises(ValueError, match="starts at no dict"):
+    with pytest.raises(ValueError, match="does not start at a dict"):
         unflatten({"0": 1}, {"0": (("list", 0),)})
 
 
@@ -125,7 +125,7 @@ def test_a_value_inside_another_value_is_refused_and_the_other_is_left_alone():
 
 def test_positions_that_no_list_has_are_refused():
     for position in ("zz", -1, 5 * 10**7):
-        with pytest.raises(ValueError, match="are those of no list"):
+        with pytest.raises(ValueError, match="do not form a list"):
             unflatten({"a": 1}, {"a": (("dict", "a"), ("list", position))})
 
 

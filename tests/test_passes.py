@@ -429,7 +429,7 @@ def test_split_chunks_makes_as_few_pieces_as_rows_allow():
 
 
 def test_split_chunks_refuses_a_bound_below_one_element():
-    with pytest.raises(ValueError, match="holds no element of `w` \\(8 bytes\\)"):
+    with pytest.raises(ValueError, match="is less than one element of `w` \\(8 bytes\\)"):
         split_chunks(4)((plan_of(w=((2,), "float64")),))
 
 

@@ -246,7 +246,7 @@ def test_what_a_planner_saved_the_same_planner_loads(names, world, layout):
         try:
             report = shardplan.load(state, store, comm=comm, planner=planner)
         except CheckpointError as error:
-            return "only one of them can be meant" in str(error)
+            return "each must be filled once" in str(error)
         kept = {name: value for name, value in state.items() if name not in dropped}
         assert parts.same(kept, {name: whole_state()[name] for name in kept}) == []
         return set(report.dropped) <= dropped

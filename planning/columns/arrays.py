@@ -36,7 +36,7 @@ Array = npt.NDArray[Any]
 Index = npt.NDArray[Any]
 T = TypeVar("T")
 
-# What decoding can run into when bytes are not what it expects (deep nesting is a RuntimeError).
+# Exceptions that decoding damaged bytes can raise (RuntimeError for deep nesting).
 DAMAGE: Final = (
     ArithmeticError,
     AttributeError,
@@ -187,7 +187,7 @@ def _slice(view: memoryview, at: int, dtype: str, shape: list[Any]) -> tuple[Any
     count = math.prod(shape)
     end = at + count * (np.dtype(dtype).itemsize if dtype else 1)
     if end > len(view):
-        raise ValueError(f"it promises bytes up to {end} and ends at {len(view)}")
+        raise ValueError(f"it should have at least {end} bytes and has {len(view)}")
     if not dtype:
         return bytes(view[at:end]), end
     array = np.frombuffer(view[at:end], dtype=dtype).reshape(shape).astype(np.int64)

@@ -85,7 +85,7 @@ class Catalog:
         """Make a catalog with one row per head, in order."""
         fields = list(zip(*heads, strict=True)) or [()] * 5
         names, sources, types, properties, sizes = fields
-        seen = {id(p): p for p in properties if p is not None}  # hashing each one takes long
+        seen = {id(p): p for p in properties if p is not None}  # hashing each one is slow
         ids = {p: i for i, p in enumerate(dict.fromkeys(seen.values()))}
         number = {key: ids[p] for key, p in seen.items()}
         return cls(

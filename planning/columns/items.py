@@ -23,7 +23,7 @@ from .catalog import Catalog, Head, Merged, column, merge_catalogs, padded, with
 __all__ = ["Columns", "Index", "NO_CHUNK", "WriteItems"]
 
 
-NO_CHUNK: Final = Chunk((), ())  # what is held of a non-tensor value
+NO_CHUNK: Final = Chunk((), ())  # the chunk of a non-tensor value
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)

@@ -126,7 +126,7 @@ class Rows:
         boxes = np.concatenate([self.offsets, self.sizes], axis=1)
         starts, is_tensor = self.start.tolist(), (self.prop >= 0).tolist()
         numbers: dict[tuple[tuple[int, ...], int, bytes], int] = {}
-        found: list[Layout] = []
+        layouts: list[Layout] = []
         which = []
         for tensor, shape in enumerate(self.shapes):
             if not is_tensor[tensor]:
@@ -135,14 +135,14 @@ class Rows:
             rows = slice(starts[tensor], starts[tensor + 1])
             # Without axes there are no bytes: the count distinguishes one chunk from none.
             key = (shape, starts[tensor + 1] - starts[tensor], boxes[rows].tobytes())
-            number = numbers.setdefault(key, len(found))
-            if number == len(found):
+            number = numbers.setdefault(key, len(layouts))
+            if number == len(layouts):
                 axes = len(shape)
-                found.append(
+                layouts.append(
                     Layout(shape, tile(self.offsets[rows, :axes], self.sizes[rows, :axes]))
                 )
             which.append(number)
-        return tuple(found), column(which)
+        return tuple(layouts), column(which)
 
 
 class World(tuple[SavePlan, ...]):
@@ -224,8 +224,8 @@ def _sources(world: World) -> Ints:
     for plan in world:
         catalog = plan.items.catalog
         if id(catalog) not in by_catalog:
-            found = [numbers.setdefault(name, len(numbers)) for name in catalog.sources]
-            by_catalog[id(catalog)] = column(found)
+            rows = [numbers.setdefault(name, len(numbers)) for name in catalog.sources]
+            by_catalog[id(catalog)] = column(rows)
         parts.append(by_catalog[id(catalog)][plan.items.row])
     return np.concatenate(parts)
 
@@ -278,7 +278,7 @@ def stable_order(keys: Ints, count: int) -> Any:
     return order
 
 
-# What ranks must agree on to mean the same tensor: is it one, its dtype, its shape.
+# What ranks must agree on: whether it is a tensor, its dtype, its shape.
 _Variant = tuple[bool, str, tuple[int, ...]]
 
 
@@ -369,7 +369,7 @@ def _conflicts(
     if not disputed:
         return
     ranks_of = [np.flatnonzero(np.equal(which, number)) for number in range(max(which) + 1)]
-    uses = []  # per catalog, one row a rank: which rows of the catalog it holds something of
+    uses = []  # per catalog, one row per rank: the rows of the catalog that it holds
     for ranks in ranks_of:
         uses.append(np.zeros((len(ranks), len(plans[int(ranks[0])].catalog)), bool))
         for at, rank in enumerate(ranks.tolist()):

@@ -238,7 +238,7 @@ def _candidates(a_low: Ints, a_high: Ints, b_low: Ints, b_high: Ints) -> list[_C
     There is one order per power of two of b's lengths. Within it, an interval's start gives its end
     within a factor of two, so that one long box among short ones does not slow the search.
     """
-    found = []
+    candidates = []
     power = np.frexp((b_high - b_low).astype(np.float64))[1]
     for number in np.unique(power).tolist():
         mine = np.flatnonzero(power == number)
@@ -247,8 +247,8 @@ def _candidates(a_low: Ints, a_high: Ints, b_low: Ints, b_high: Ints) -> list[_C
         longest = int((b_high[mine] - b_low[mine]).max())
         first = np.searchsorted(starts, a_low - longest, side="right")
         last = np.searchsorted(starts, a_high, side="left")
-        found.append(_Candidates(order, first, np.maximum(last - first, 0)))
-    return found
+        candidates.append(_Candidates(order, first, np.maximum(last - first, 0)))
+    return candidates
 
 
 def _blocks(counts: Ints) -> Iterator[Ints]:
@@ -267,12 +267,12 @@ def self_overlaps(tiling: Tiling, limit: int) -> list[tuple[int, int]]:
     if isinstance(tiling, Grid) or len(tiling) < 2:
         return []
     low, high = tiling.offsets, tiling.offsets + tiling.sizes
-    found: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = []
     for a, b in _sweep(low, high, low, high):
-        found.extend(zip(a[a < b].tolist(), b[a < b].tolist(), strict=True))
-        if len(found) >= limit:
-            break  # a broken sharding has more than anybody reads
-    return sorted(found)[:limit]
+        pairs.extend(zip(a[a < b].tolist(), b[a < b].tolist(), strict=True))
+        if len(pairs) >= limit:
+            break  # enough for a report
+    return sorted(pairs)[:limit]
 
 
 def fills(tiling: Tiling, shape: Sequence[int]) -> bool:
@@ -297,18 +297,18 @@ def gaps(tiling: Tiling, within: Chunk, limit: int = 8) -> list[Chunk]:
     >>> gaps(tile([[0, 0], [4, 0]], [[4, 8], [4, 5]]), Chunk((0, 0), (8, 8)))
     [Chunk(offsets=(4, 5), sizes=(4, 3))]
     """
-    whole = Chunk(within.offsets, within.sizes)
+    box = Chunk(within.offsets, within.sizes)
     if isinstance(tiling, Grid):
         tiling = tile_chunks([tiling.bounds()])
-    low = np.maximum(tiling.offsets, whole.offsets) if len(tiling) else tiling.offsets
-    high = np.minimum(tiling.offsets + tiling.sizes, whole.ends) if len(tiling) else low
+    low = np.maximum(tiling.offsets, box.offsets) if len(tiling) else tiling.offsets
+    high = np.minimum(tiling.offsets + tiling.sizes, box.ends) if len(tiling) else low
     real = (low < high).all(axis=1)
-    found: list[Chunk] = []
-    for offsets, ends in _gaps(low[real], high[real], whole.offsets, whole.ends):
-        found.append(Chunk(offsets, [e - o for o, e in zip(offsets, ends, strict=True)]))
-        if len(found) == limit:
+    boxes: list[Chunk] = []
+    for offsets, ends in _gaps(low[real], high[real], box.offsets, box.ends):
+        boxes.append(Chunk(offsets, [e - o for o, e in zip(offsets, ends, strict=True)]))
+        if len(boxes) == limit:
             break
-    return found
+    return boxes
 
 
 Corner = tuple[int, ...]

@@ -53,7 +53,7 @@ def shape_fault(size: Sequence[int]) -> str | None:
         most = f"a checkpoint holds tensors of at most {MAX_AXES}"
         return f"has {len(size)} axes, and {most}; reshape it"
     if math.prod([max(n, 1) for n in size]) >= MAX_NUMEL:
-        return "has a shape that no checkpoint holds: the product of its axes is 2^59 or more"
+        return "is too large for a checkpoint: the product of its axes is 2^59 or more"
     return None
 
 
@@ -106,8 +106,8 @@ def meet(a: Chunk, b: Chunk) -> Chunk | None:
 class Tiling(Columns[Chunk]):
     """An immutable sequence of chunks of one tensor, backed by columns. Either Grid or Boxes."""
 
-    offsets: Ints  # where each chunk starts; one row a chunk
-    sizes: Ints  # how large each chunk is; one row a chunk
+    offsets: Ints  # one row per chunk
+    sizes: Ints  # one row per chunk
 
     @property
     def ndim(self) -> int:

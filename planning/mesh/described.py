@@ -46,7 +46,7 @@ def layout_key(sd: Mapping[Any, Any]) -> Hashable | None:
     try:
         key = _Key(_entries(sd))
         hash(key)
-    except Exception:  # planning explains what is wrong with the state dict
+    except Exception:  # planning raises a clear error
         return None
     return key
 
@@ -150,7 +150,7 @@ def described_plans(
         mesh = next(iter(meshes), Mesh(rank=ranks))
         plans = world_plans({**dict.fromkeys(flat), **specs}, mesh)
     except (PlanError, RefusedError, ValueError, TypeError):
-        return None  # `local_plan` says what is wrong
+        return None  # `local_plan` raises a clear error
     plans = attrs.evolve(plans, planner_data=local.planner_data)
     return plans if plans[rank] == local else None
 

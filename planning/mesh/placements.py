@@ -160,7 +160,7 @@ def as_mesh(mesh: object) -> Mesh:
         return mesh
     given = mesh if isinstance(mesh, Mapping) else {"dp": 8}
     axes = ", ".join(f"{name}={count}" for name, count in given.items())
-    raise TypeError(f"a mesh is made by Mesh({axes}), and is not {mesh!r}")
+    raise TypeError(f"expected a mesh, such as Mesh({axes}), not {mesh!r}")
 
 
 @attrs.frozen

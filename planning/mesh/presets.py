@@ -184,7 +184,7 @@ def pipeline(
             name: [n for n, some in enumerate(patterns) if any(fnmatchcase(name, p) for p in some)]
             for name in params
         }
-    homeless = [name for name, found in at.items() if not found]
+    homeless = [name for name, stages_of_name in at.items() if not stages_of_name]
     if homeless:
         raise NotFoundError(f"no stage has {listed(homeless)}; add patterns that match", homeless)
     return _place(params, mesh, axis, lambda name, spec: Only(at[name]))
@@ -209,14 +209,14 @@ def expert_parallel(
     _match_all([experts], params)
     ranks = mesh.shape[_axis(mesh, axis)]
     counts: dict[str, int] = {}
-    for found in filter(None, map(_EXPERT.match, params)):
-        counts[found[1]] = max(counts.get(found[1], 0), int(found[2]) + 1)
+    for match in filter(None, map(_EXPERT.match, params)):
+        counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) + 1)
 
     def deal(name: str, spec: TensorSpec) -> Placement:
         if not fnmatchcase(name, experts):
             return Replicate()
-        found = _EXPERT.match(name)
-        return Only(int(found[2]) // -(-counts[found[1]] // ranks)) if found else Shard(0)
+        match = _EXPERT.match(name)
+        return Only(int(match[2]) // -(-counts[match[1]] // ranks)) if match else Shard(0)
 
     return _place(params, mesh, axis, deal)
 
@@ -263,13 +263,15 @@ def _place(
     at = _axis(mesh, axis)
     placed = {}
     for name, spec in _as_specs(params).items():
-        whole = [*(spec.placements or [Replicate()] * len(mesh.shape))]
-        if len(whole) != len(mesh.shape):
-            raise ValueError(f"`{name}` has {len(whole)} placements, which do not fit {mesh!r}")
-        if not isinstance(whole[at], Replicate):
-            raise ValueError(f"`{name}` is placed on `{axis}` already: {whole[at]!r}")
-        whole[at] = choose(name, attrs.evolve(spec, placements=whole))
-        placed[name] = attrs.evolve(spec, placements=whole)
+        placements = [*(spec.placements or [Replicate()] * len(mesh.shape))]
+        if len(placements) != len(mesh.shape):
+            raise ValueError(
+                f"`{name}` has {len(placements)} placements, which do not fit {mesh!r}"
+            )
+        if not isinstance(placements[at], Replicate):
+            raise ValueError(f"`{name}` is placed on `{axis}` already: {placements[at]!r}")
+        placements[at] = choose(name, attrs.evolve(spec, placements=placements))
+        placed[name] = attrs.evolve(spec, placements=placements)
     return FrozenDict(placed)
 
 

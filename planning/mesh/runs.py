@@ -221,7 +221,7 @@ def axis_runs(length: int, cuts: Sequence[tuple[int, int]]) -> AxisRuns:
         held = np.diff(positions[first])[:, None, None]
         piece, size = _part(held, factor, np.arange(factor))
         at, count = _part(size, parts, np.arange(parts)[:, None])
-        low = (base + piece + at).ravel()  # one row a stripe, by combination, part and piece
+        low = (base + piece + at).ravel()  # one row per stripe, by combination, part and piece
         high = low + count.ravel()
         owner = np.arange(len(low)) // factor
         owner, low, high = (a[low < high] for a in (owner, low, high))

@@ -117,11 +117,11 @@ class SpecLayout:
 
     def lines(self) -> tuple[Tiling, ...]:
         """Return, per axis, the runs that all ranks together hold, ascending, as tilings."""
-        found = []
+        tilings = []
         for _, runs in self._axes():
             order = np.argsort(runs.start, kind="stable")
-            found.append(tile(runs.start[order, None], runs.length[order, None]))
-        return tuple(found)
+            tilings.append(tile(runs.start[order, None], runs.length[order, None]))
+        return tuple(tilings)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SpecLayout, (self.size, self.placements, self.mesh)
@@ -329,23 +329,23 @@ def world_metadata(plans: WorldPlans) -> Metadata:
     Raises:
         PlanError: The ranks do not hold some tensor whole; every such fault is reported.
     """
-    found = [Layout(layout.size, _tiling(layout)) for layout in plans.layouts]
-    faulty = {n for n, layout in enumerate(found) if not fills(layout.tiling, layout.size)}
+    described = [Layout(layout.size, _tiling(layout)) for layout in plans.layouts]
+    faulty = {n for n, layout in enumerate(described) if not fills(layout.tiling, layout.size)}
     issues = [
         issue
         for name, number in plans.layout_of.items()
         if number in faulty
-        for issue in layout_issues(name, found[number])
+        for issue in layout_issues(name, described[number])
     ]
     if issues:
         raise PlanError(issues)
     numbers: dict[tuple[Any, ...], int] = {}
     which = []
-    for layout in found:
+    for layout in described:
         cuts = layout.tiling.cuts if isinstance(layout.tiling, Grid) else ()
         key = (layout.size, *(c.tobytes() for c in cuts))
         which.append(numbers.setdefault(key, len(numbers)))
-    layouts = tuple(found[which.index(number)] for number in range(len(numbers)))
+    layouts = tuple(described[which.index(number)] for number in range(len(numbers)))
     names, props, prop = plans.catalog.names, plans.catalog.props, plans.catalog.prop
     entries = Entries(names, props, prop, layouts, column([*which, -1])[plans.layout_numbers])
     return Metadata(entries, planner_data=plans.planner_data)

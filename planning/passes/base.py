@@ -354,7 +354,7 @@ def _partition(
             mine = plan.items.take(np.isin(plan.items.row, rows[at]))
             items = mine.recatalog(taken[at], readonly(np.searchsorted(rows[at], mine.row)))
             subset.append(attrs.evolve(now, items=items, held=plan.holds))
-        last = run_pass(chain(step), tuple(subset))  # the next part finds the data of this one
+        last = run_pass(chain(step), tuple(subset))  # the next part sees this one's data
         for own, plan in zip(parts, last, strict=True):
             own.append(plan.items)
     merge = lru_cache(merge_catalogs)  # ranks share catalogs, by identity

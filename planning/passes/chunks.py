@@ -19,11 +19,11 @@ from .base import Step
 
 __all__ = ["Shared", "assign", "dedup_replicas", "share_out", "split_chunks", "split_replicas"]
 
-_EVEN: Final = 1.05  # max over mean: from here on it is worth looking for better
-_GOOD: Final = 1.001  # and from here on it is not
-_FEW: Final = 256  # chunks that are held more than once, at the most
+_EVEN: Final = 1.05  # max over mean: search for a better assignment above this
+_GOOD: Final = 1.001  # max over mean: stop the search below this
+_FEW: Final = 256  # search only with at most this many shared chunks
 _STEPS: Final = 20_000
-_MANY: Final = 16  # sets of ranks that are sooner served side by side
+_MANY: Final = 16  # sets of ranks from which on they are handled together
 
 
 def dedup_replicas(*, prefer: Literal["balance", "lowest_rank"] = "balance") -> Step[SavePlan]:
@@ -52,7 +52,7 @@ def _dedup_replicas(plans: tuple[SavePlan, ...], prefer: str) -> tuple[SavePlan,
     world = World.of(plans)
     rows = world.rows
     if rows.faulty or not rows.repeats.any():
-        return world  # nothing to do, or nothing that can be done: it will be reported
+        return world  # no replicas, or faults that are reported later
     if prefer == "lowest_rank":
         return world.keep(~rows.repeats)
     keep = np.zeros(len(rows), bool)
@@ -169,7 +169,7 @@ def _split_items(items: WriteItems, max_bytes: int) -> WriteItems:
     if (inner > max_bytes).any():
         name = items.catalog.names[items.row[inner.argmax()]]
         raise ValueError(
-            f"max_bytes={max_bytes} holds no element of `{name}` ({inner.max()} bytes)"
+            f"max_bytes={max_bytes} is less than one element of `{name}` ({inner.max()} bytes)"
         )
     inner = np.maximum(inner, 1)
     step = items.sizes.copy()  # how far a piece reaches along each axis
@@ -318,7 +318,7 @@ def _even_out(shared: Sequence[Shared], chosen: list[Ints], load: Ints) -> list[
     base = load.tolist()  # without what is shared
     for (_, _, which, row), holders, weight in zip(chunks, ranks, weights, strict=True):
         base[holders[chosen[which][row]]] -= weight
-    best, found = int(load.max()), None
+    best, choice = int(load.max()), None
     stack: list[tuple[list[int], tuple[int, ...]]] = [(base, ())]
     for _ in range(_STEPS):
         if not stack or best <= _GOOD * load.mean():
@@ -327,7 +327,7 @@ def _even_out(shared: Sequence[Shared], chosen: list[Ints], load: Ints) -> list[
         if max(loads) >= best:
             continue  # a better one was found meanwhile
         if len(columns) == len(chunks):
-            best, found = max(loads), columns
+            best, choice = max(loads), columns
             continue
         holders, weight = ranks[len(columns)], weights[len(columns)]
         # The holder that is put on the stack last is tried first.
@@ -336,9 +336,9 @@ def _even_out(shared: Sequence[Shared], chosen: list[Ints], load: Ints) -> list[
             after[holders[column]] += weight
             if max(after[holders[column]], max(base)) < best:
                 stack.append((after, (*columns, column)))
-    if found is None:
+    if choice is None:
         return chosen
     better = [part.copy() for part in chosen]
-    for (_, _, which, row), column in zip(chunks, found, strict=True):
+    for (_, _, which, row), column in zip(chunks, choice, strict=True):
         better[which][row] = column
     return better

@@ -160,7 +160,7 @@ def cast(
         for pattern in dtype:
             if not isinstance(pattern, str):
                 raise TypeError(f"cast takes dtypes by pattern of names, not by {pattern!r}")
-        named = {pattern: dtype_name(one) for pattern, one in dtype.items()}
+        named = {pattern: dtype_name(name) for pattern, name in dtype.items()}
     return Step(cast, (named,), {"lossy": lossy, "required": required}, "rank", _cast)
 
 

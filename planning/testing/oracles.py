@@ -215,7 +215,7 @@ def trace_reads(
         assert shard in trace, f"`{name}`: {read} fills {shard}, which the target does not have"
         into = trace[shard]
         for element, origin in _copied(metadata, read):
-            assert element in into, f"`{name}`: {read} fills element {element}, which nobody wants"
+            assert element in into, f"`{name}`: {read} fills element {element}, not in the target"
             into[element] = (*into[element], origin)
     return trace
 

@@ -127,7 +127,7 @@ def _exit_codes(ctx: Any) -> Iterator[None]:
     except KeyboardInterrupt:
         raise typer.Exit(_INTERRUPTED) from None
     except BrokenPipeError:
-        with suppress(OSError, ValueError):  # nobody reads any more: discard the rest
+        with suppress(OSError, ValueError):  # the reader is gone: discard the rest
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(_NO_READER) from None
     except (typer.Exit, typer.Abort):

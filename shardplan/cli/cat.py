@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["cat", "parse_key"]
 
 _INDEXED: Final = re.compile(r"(.+)\[([^\[\]]*)\]", re.DOTALL)
-_EDGE: Final = 3  # elements that are shown at each end of a long axis
-_WHOLE: Final = 1000  # elements up to which all are shown
+_EDGE: Final = 3  # elements shown at each end of a long axis
+_WHOLE: Final = 1000  # the most elements shown in full
 
 
 def cat(
@@ -100,10 +100,10 @@ def parse_key(key: str, names: Container[str]) -> tuple[str, Any]:
     Raises:
         ValueError: The index is malformed.
     """
-    found = None if key in names else _INDEXED.fullmatch(key)
-    if found is None or not found[2].strip():
+    match = None if key in names else _INDEXED.fullmatch(key)
+    if match is None or not match[2].strip():
         return key, None
-    return found[1].rstrip(), tuple(_part(part.strip(), key) for part in found[2].split(","))
+    return match[1].rstrip(), tuple(_part(part.strip(), key) for part in match[2].split(","))
 
 
 def _part(text: str, key: str) -> Any:

@@ -20,8 +20,8 @@ from .screen import waiting
 
 __all__ = ["Contents", "Total", "open_contents"]
 
-_SMALL: Final = 4096  # bytes of a value that is read only to be shown
-_FEW: Final = 64  # values that are read only to be shown, a request each
+_SMALL: Final = 4096  # the largest value, in bytes, to read for display
+_FEW: Final = 64  # the most values to read for display, one request each
 _log = logging.getLogger("shardplan.cli")
 
 
@@ -108,16 +108,16 @@ class Contents:
 
     def small_values(self, rows: Iterable[int]) -> dict[int, Any]:
         """Return values by row, if they need neither torch nor long reads."""
-        found: dict[int, Any] = {}
+        values: dict[int, Any] = {}
         for row in rows:
             name = self.entries.names[row]
             with suppress(ValueError):  # a damaged value is reported when it is loaded
                 nbytes = self.source.value_bytes(name)
-                if nbytes <= _SMALL and (not nbytes or len(found) < _FEW):
+                if nbytes <= _SMALL and (not nbytes or len(values) < _FEW):
                     value = self.source.plain_value(name)
                     if len(repr(value)) <= _SMALL:
-                        found[row] = value
-        return found
+                        values[row] = value
+        return values
 
     def matching(self, pattern: str | None) -> Contents:
         """Keep what a pattern matches (see `choose`); raise ValueError if nothing does."""

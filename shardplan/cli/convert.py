@@ -75,7 +75,7 @@ def convert(
     from shardplan._convert import convert as run
     from shardplan.dist import solo
 
-    with counting("convert") as progress:  # alone, whatever job the shell is a part of
+    with counting("convert") as progress:  # one process, even inside a job
         report = run(
             source,
             destination,

@@ -50,8 +50,8 @@ def continuations(start: str, names: Iterable[str]) -> list[str]:
     ['step']
     """
     steps = start.count(".") + 1
-    found = (name for name in names if name.startswith(start))
-    offers = dict.fromkeys(".".join(name.split(".")[:steps]) for name in found)
+    matching = (name for name in names if name.startswith(start))
+    offers = dict.fromkeys(".".join(name.split(".")[:steps]) for name in matching)
     return [offer for offer in offers if _HARMLESS.fullmatch(offer)]
 
 

@@ -63,7 +63,7 @@ def complete_name(ctx: typer.Context, incomplete: str) -> list[str]:
 
     try:
         names = open_contents(ctx.params["ckpt"]).entries.names
-    except Exception:  # nobody wants an error while typing
+    except Exception:  # no errors while typing
         return []
     return continuations(incomplete, names)
 
@@ -120,8 +120,8 @@ def parse_bytes(text: str) -> int:
     >>> parse_bytes("1GiB"), parse_bytes("1.5 MB"), parse_bytes("4096")
     (1073741824, 1500000, 4096)
     """
-    found = _SIZE.fullmatch(text.strip())
-    size = int(float(found[1]) * _UNITS[(found[2] or "").lower()]) if found else 0
+    match = _SIZE.fullmatch(text.strip())
+    size = int(float(match[1]) * _UNITS[(match[2] or "").lower()]) if match else 0
     if size < 1:
         raise ValueError(f"{text!r} is not a number of bytes; write 1GiB, 500MB or 4096")
     return size

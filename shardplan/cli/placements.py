@@ -53,14 +53,14 @@ def parse_mesh(text: str) -> Mesh:
     """
     axes: dict[str, int] = {}
     for part in text.split(","):
-        found = _MESH.fullmatch(part)
-        if found is None:
+        match = _MESH.fullmatch(part)
+        if match is None:
             raise ValueError(f"--mesh {text!r}: {part.strip()!r} is not an axis; write dp=96,tp=2")
-        if int(found[2]) < 1:
-            raise ValueError(f"--mesh {text!r}: {found[1]} needs at least 1 rank")
-        if found[1] in axes:
-            raise ValueError(f"--mesh {text!r}: there are two axes named {found[1]}")
-        axes[found[1]] = int(found[2])
+        if int(match[2]) < 1:
+            raise ValueError(f"--mesh {text!r}: {match[1]} needs at least 1 rank")
+        if match[1] in axes:
+            raise ValueError(f"--mesh {text!r}: there are two axes named {match[1]}")
+        axes[match[1]] = int(match[2])
     ranks = math.prod(axes.values())
     if ranks > _MOST:
         raise ValueError(f"--mesh {text!r} has {ranks:,} ranks; at most {_MOST:,} can be planned")
@@ -107,9 +107,9 @@ def _parse(text: str, mesh: Mesh) -> Placing:
 
 
 def _placement(text: str, where: str) -> Placement:
-    found = _PLACED.fullmatch(text)
-    kind = found[1].lower() if found else ""
-    inside = "" if found is None else found[2] or found[3] or ""
+    match = _PLACED.fullmatch(text)
+    kind = match[1].lower() if match else ""
+    inside = "" if match is None else match[2] or match[3] or ""
     parts = [_NUMBER.fullmatch(part.strip()) for part in inside.split(",")] if inside else []
     numbers = [int(part[1]) for part in parts if part]
     if len(numbers) == len(parts):
@@ -133,15 +133,15 @@ def _placement(text: str, where: str) -> Placement:
 def place(entries: Entries, placings: Sequence[Placing]) -> dict[str, Placing]:
     """Return the placing of each tensor: the first whose pattern matches it."""
     names = [n for n, layout in zip(entries.names, entries.layout, strict=True) if layout >= 0]
-    found: dict[str, Placing] = {}
+    placed: dict[str, Placing] = {}
     for placing in placings:
         chosen = choose(placing.pattern, names)
         if not chosen and placing is not placings[-1]:
             near = hint(placing.pattern, names)
             raise ValueError(f"--placements: {placing.pattern!r} matches no tensor{near}")
         for number in chosen:
-            found.setdefault(names[number], placing)
-    return found
+            placed.setdefault(names[number], placing)
+    return placed
 
 
 def fitting(placing: Placing, shape: Sequence[int]) -> tuple[Placement, ...]:

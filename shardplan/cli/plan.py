@@ -84,18 +84,18 @@ def plan(
     placings = parse_placements(placements, ranks)
     contents = open_contents(ckpt)
     with waiting("planning"):
-        found = _reshard(contents, ranks, placings)
+        reshard = _reshard(contents, ranks, placings)
         files = [file for file in (svg, html) if file is not None]
         drawn = _tensor_to_draw(contents, tensor) if files else ""
         for file in files:
-            picture = _page(found, drawn) if file is html else _picture(found, drawn)
+            picture = _page(reshard, drawn) if file is html else _picture(reshard, drawn)
             file.write_text(picture, encoding="utf-8")
     if json:
-        print_json(_json(found))
+        print_json(_json(reshard))
         return
-    show(_title(found), bold=True)
-    show(f"{_placement_table(found)}\n")
-    show(str(found.report))
+    show(_title(reshard), bold=True)
+    show(f"{_placement_table(reshard)}\n")
+    show(str(reshard.report))
     for file in files:
         show(f"wrote {safe(file)}")
 
@@ -170,60 +170,60 @@ def _tensor_to_draw(contents: Contents, name: str | None) -> str:
     return contents.entries.names[max(contents.tensors, key=contents.nbytes.__getitem__)]
 
 
-def _picture(found: _Reshard, name: str) -> str:
+def _picture(reshard: _Reshard, name: str) -> str:
     """Draw how one tensor is resharded, as SVG."""
     from shardplan.planning import draw_reshard
 
-    metadata = found.contents.source.metadata
-    return str(draw_reshard(metadata, found.world, name, writers=found.report.writers))
+    metadata = reshard.contents.source.metadata
+    return str(draw_reshard(metadata, reshard.world, name, writers=reshard.report.writers))
 
 
-def _page(found: _Reshard, name: str) -> str:
+def _page(reshard: _Reshard, name: str) -> str:
     """Return the report as an HTML page: figures, bytes per rank, one tensor's reshard."""
     from shardplan.planning import draw_bytes
 
     return _PAGE.format(
-        title=escape(_title(found)),
-        placed=escape(_placement_table(found)),
-        report=found.report._repr_html_(),
-        bars=draw_bytes(found.report.ranks.nbytes.tolist(), title="Bytes read per rank"),
-        picture=_picture(found, name),
+        title=escape(_title(reshard)),
+        placed=escape(_placement_table(reshard)),
+        report=reshard.report._repr_html_(),
+        bars=draw_bytes(reshard.report.ranks.nbytes.tolist(), title="Bytes read per rank"),
+        picture=_picture(reshard, name),
     )
 
 
-def _title(found: _Reshard) -> str:
+def _title(reshard: _Reshard) -> str:
 
-    axes = " × ".join(f"{name} {ranks}" for name, ranks in found.mesh.axes.items())
-    return f"{safe(found.contents.path)} on {counted(len(found.mesh), 'rank')}: {axes}"
+    axes = " × ".join(f"{name} {ranks}" for name, ranks in reshard.mesh.axes.items())
+    return f"{safe(reshard.contents.path)} on {counted(len(reshard.mesh), 'rank')}: {axes}"
 
 
-def _placement_table(found: _Reshard) -> str:
+def _placement_table(reshard: _Reshard) -> str:
 
     from .placements import by_axis
 
-    *_, default = found.totals
+    *_, default = reshard.totals
     rows = []
-    for placing, total in found.totals.items():
+    for placing, total in reshard.totals.items():
         if total.tensors or placing is not default:
             name = f"{placing.pattern} (default)" if placing is default else placing.pattern
-            placed = ", ".join(f"{k}:{v}" for k, v in by_axis(placing, found.mesh).items())
+            placed = ", ".join(f"{k}:{v}" for k, v in by_axis(placing, reshard.mesh).items())
             rows.append((name, placed, f"{total.tensors:,}", human_bytes(total.nbytes)))
     return table(("names", "placed", "tensors", "bytes"), rows, right=("tensors", "bytes"))
 
 
-def _json(found: _Reshard) -> dict[str, Any]:
+def _json(reshard: _Reshard) -> dict[str, Any]:
     """Return everything as plain data."""
     from .placements import by_axis
 
-    report, totals = found.report, found.report.totals
+    report, totals = reshard.report, reshard.report.totals
     files = report.files
     return {
-        "path": found.contents.path,
-        "mesh": found.mesh.axes,
+        "path": reshard.contents.path,
+        "mesh": reshard.mesh.axes,
         "placements": [
-            {"pattern": placing.pattern, "placed": by_axis(placing, found.mesh)}
+            {"pattern": placing.pattern, "placed": by_axis(placing, reshard.mesh)}
             | record_json(total)
-            for placing, total in found.totals.items()
+            for placing, total in reshard.totals.items()
         ],
         "totals": record_json(totals, unique="unique_bytes", slowest="slowest_rank")
         | {

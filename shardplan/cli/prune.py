@@ -72,8 +72,8 @@ def prune(
             dry_run=dry_run,
             progress=progress,
         )
-    found = (report.removed, report.kept, report.damaged, report.leftovers, report.spared)
-    if not any((*found, report.replaced, report.ignored)):
+    listed = (report.removed, report.kept, report.damaged, report.leftovers, report.spared)
+    if not any((*listed, report.replaced, report.ignored)):
         raise LookupError(f"there is no checkpoint below {folder}")
     if json:
         print_json({"path": folder} | record_json(report))

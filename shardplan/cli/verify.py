@@ -73,14 +73,14 @@ def diff(
     from shardplan._diff import diff as compare
 
     with counting("diff") as progress:
-        found = compare(a, b, values=values, locate=locate, read=read, progress=progress)
+        report = compare(a, b, values=values, locate=locate, read=read, progress=progress)
     if json:
-        print_json(record_json(found) | {"equal": not found})
+        print_json(record_json(report) | {"equal": not report})
     else:
-        _show(str(found), "yellow" if found else "green")
-        if found.by_checksum:
+        _show(str(report), "yellow" if report else "green")
+        if report.by_checksum:
             show("pass --read to read them", dim=True)
-    if found:
+    if report:
         raise typer.Exit(FOUND)
 
 

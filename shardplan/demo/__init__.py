@@ -120,7 +120,7 @@ class Demo:
 
         self.say("4. Convert it: to Hugging Face's format and to a file of torch.save")
         source = shardplan.open_checkpoint(self.folder / "step")
-        whole = source[SHOWN].read()
+        expected = source[SHOWN].read()
         hf, file = self.folder / "hf", self.folder / "step.pt"
         planner = sp.chain(sp.select("model.*"), sp.rename(lambda k: k.removeprefix("model.")))
         step, convert = self.folder / "step", shardplan.convert
@@ -134,8 +134,8 @@ class Demo:
             self.console.print(f"  {what}: {report.tensors} tensors, {size}")
         theirs = load_file(hf / "model.safetensors")[SHOWN.removeprefix("model.")]
         nested = torch.load(file, weights_only=True)["model"][SHOWN.removeprefix("model.")]
-        self.check("the safetensors library reads the same bits", torch.equal(theirs, whole))
-        self.check("torch.load reads the same bits", torch.equal(nested, whole))
+        self.check("the safetensors library reads the same bits", torch.equal(theirs, expected))
+        self.check("torch.load reads the same bits", torch.equal(nested, expected))
 
     def damage(self) -> None:
         """Flip one bit of a copy, and verify both."""
@@ -148,7 +148,7 @@ class Demo:
         file.write_bytes(data)
         codes = [self.type("verify", str(path)) for path in (good, bad)]
         self.timed("verify", lambda: shardplan.verify(good))
-        self.check("the good one is sound", codes[0] == 0)
+        self.check("the original is intact", codes[0] == 0)
         self.check("the damage is found", codes[1] == 1)
 
     def compare(self) -> None:
@@ -241,7 +241,7 @@ class Demo:
 def _make_room(folder: Path) -> None:
     """Make a folder for the demo's files, or empty the one of an earlier demo."""
     if folder.exists() and any(folder.iterdir()) and not (folder / MADE).exists():
-        raise FileExistsError(f"{folder} holds files that no demo made; name a new folder")
+        raise FileExistsError(f"{folder} holds other files than a demo's; name a new folder")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / MADE).touch()

@@ -170,14 +170,14 @@ class Training:
 
 def checksums(state: dict[str, Any]) -> dict[str, str]:
     """Return a checksum of every full tensor, however it is sharded."""
-    found = {}
+    sums = {}
     for name, value in flatten(state)[0].items():
         if isinstance(value, torch.Tensor):
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            view = memory(whole.detach().contiguous())
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            view = memory(full.detach().contiguous())
             assert view is not None
-            found[name] = xxhash.xxh3_64_hexdigest(view)
-    return found
+            sums[name] = xxhash.xxh3_64_hexdigest(view)
+    return sums
 
 
 def timed(work: Callable[[], Any]) -> float:

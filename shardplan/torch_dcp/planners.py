@@ -183,7 +183,7 @@ class _SavePlanner(torch_plans.SavePlanner):
         data, start = item.tensor_data, item.source.offset or ()
         assert data is not None
         shard = as_tensor(find_shard(self._flat, item.source))
-        if not data.chunk.numel:  # every rank counts as holding an empty tensor
+        if not data.chunk.numel:  # every rank holds an empty tensor
             return shard.new_empty(data.chunk.sizes)
         offsets = [o - s for o, s in zip(data.chunk.offsets, start, strict=True)]
         return window(shard, offsets, data.chunk.sizes)
@@ -342,9 +342,9 @@ class PipelineLoadPlanner(torch_plans.LoadPlanner):
         """Put a non-tensor value into the state dict, if it is safe to load."""
         name = read_item.dest_index.fqn
         try:
-            found = load_value(value)
-            found = refilled(self._flat[name], found) if name in self._whole else found
-            put(self._sd, self._paths[name], found)
+            loaded = load_value(value)
+            loaded = refilled(self._flat[name], loaded) if name in self._whole else loaded
+            put(self._sd, self._paths[name], loaded)
         except UnsafeValueError as error:
             raise ValueRefusedError({name: str(error)}) from None
 

@@ -191,11 +191,11 @@ def _with_remembered(plans: list[torch_plans.SavePlan]) -> list[torch_plans.Save
     if all(plan.usable for plan in plans):
         return plans
     remembered = torch_plans.SavePlanner._cached_global_plan
-    known = [found for found in remembered.values() if len(found) == len(plans)]
+    known = [cached for cached in remembered.values() if len(cached) == len(plans)]
     if len(known) != 1:
         raise ValueError(
-            f"plans stand for those of an earlier save, and {len(known)} planners cached such; set "
-            "enable_plan_caching for one class of planners only"
+            f"some plans refer to cached plans of an earlier save, and {len(known)} planners have "
+            "such; set enable_plan_caching for one class of planners only"
         )
     return [p if p.usable else old for p, old in zip(plans, known[0], strict=True)]
 
@@ -236,7 +236,7 @@ def _resolved(
         given = planner.resolve_data(item)
         if data is None:
             try:
-                sd[name] = Kept(_value(given))  # one value, whatever is inside
+                sd[name] = Kept(_value(given))  # not flattened
             except TypeError as error:
                 refused[name] = str(error)
         elif not isinstance(given, torch.Tensor):
