@@ -120,11 +120,16 @@ if TYPE_CHECKING:
         BoxReads,
         ByteRanges,
         ChunkPlaces,
+        CopyPlan,
         FetchPlan,
         Requests,
+        StoredChunks,
+        WritePlan,
         byte_ranges,
         coalesce,
+        copy_plan,
         fetch_plan,
+        write_plan,
     )
     from .tensors import held, kind_of, placement_of, spec_of
     from .testing import assert_all_saved, assert_read_once, assert_written_once
@@ -171,8 +176,8 @@ __getattr__, __dir__ = door(
         "reports": "CostModel PlanDiff Report Why Writers explain plan_diff why writers_of",
         "save": "DEFAULT_PASSES global_plan local_plan",
         "storage": (
-            "Access BoxReads ByteRanges ChunkPlaces FetchPlan Requests byte_ranges coalesce "
-            "fetch_plan"
+            "Access BoxReads ByteRanges ChunkPlaces CopyPlan FetchPlan Requests StoredChunks "
+            "WritePlan byte_ranges coalesce copy_plan fetch_plan write_plan"
         ),
         "tensors": "held kind_of placement_of spec_of",
         "testing": "assert_all_saved assert_read_once assert_written_once",
@@ -190,6 +195,7 @@ __all__ = [
     "Chunk",
     "ChunkPlaces",
     "CodecError",
+    "CopyPlan",
     "CostModel",
     "FetchPlan",
     "FrozenDict",
@@ -221,6 +227,7 @@ __all__ = [
     "Shard",
     "SpecLayout",
     "StorageMeta",
+    "StoredChunks",
     "StridedShard",
     "TensorMetadata",
     "TensorProperties",
@@ -233,6 +240,7 @@ __all__ = [
     "WorldPlans",
     "WriteItem",
     "WriteItemType",
+    "WritePlan",
     "Writers",
     "adam",
     "annotate",
@@ -244,6 +252,7 @@ __all__ = [
     "chain",
     "check",
     "coalesce",
+    "copy_plan",
     "decode_metadata",
     "decode_plan",
     "decode_plans",
@@ -303,5 +312,6 @@ __all__ = [
     "world_metadata",
     "world_pass",
     "world_plans",
+    "write_plan",
     "writers_of",
 ]

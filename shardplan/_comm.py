@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NoReturn
+from typing import Any, Final, Generic, NoReturn, TypeVar
 
 import attrs
 
@@ -27,12 +27,15 @@ from shardplan.planning import leaves, listed, span
 __all__ = [
     "Counted",
     "JobComm",
-    "as_comm",
+    "Kept",
     "Place",
+    "Taken",
+    "as_comm",
     "default_comm",
     "device_of",
     "fail_alike",
     "host_name",
+    "keep_step",
     "normal_device",
     "own_place",
     "place_of",
@@ -40,6 +43,9 @@ __all__ = [
     "told_apart",
     "world_group",
 ]
+
+M = TypeVar("M")
+W = TypeVar("W")
 
 
 @attrs.frozen
@@ -230,6 +236,77 @@ def take_step(
     if comm.world_size == 1:
         return reduce([map()])
     return all_reduce(comm, step, map, reduce)
+
+
+@attrs.frozen(eq=False)
+class Kept(Generic[M]):
+    """What a function of a step returns: a value that stays on this rank, and what is sent."""
+
+    value: M
+    sent: Any
+
+
+@attrs.frozen(eq=False)
+class Taken(Generic[M, W]):
+    """A step that succeeded on all ranks.
+
+    Attributes:
+        mine: What ``map`` kept on this rank.
+        whole: What ``reduce`` kept on the coordinator; None on other ranks.
+        got: What the coordinator sent to this rank.
+    """
+
+    mine: M
+    whole: W | None
+    got: Any
+
+
+def keep_step(
+    comm: Comm,
+    step: str,
+    map: Callable[[], Kept[M]],
+    reduce: Callable[[list[Any]], Kept[W]],
+    *,
+    collective: Callable[..., Any] = take_step,
+    undo: Callable[[M, BaseException], None] | None = None,
+) -> Taken[M, W]:
+    """Take a step in which ranks keep more than they send.
+
+    Args:
+        comm: The ranks.
+        step: The step's name, for errors.
+        map: Called on every rank; what it sends goes to the coordinator.
+        reduce: Called on the coordinator with what every rank sent, by rank.
+        collective: How ranks take the step: `take_step` or one like it.
+        undo: Called with what ``map`` kept if the step fails after that, and with the error.
+
+    >>> keep_step(solo(), "add up", lambda: Kept("mine", 2), lambda sent: Kept("all", sum(sent)))
+    Taken(mine='mine', whole='all', got=2)
+
+    Raises:
+        CheckpointError: Anything failed on any rank; with a single rank, the error itself.
+    """
+    mine: Kept[M] | None = None
+    whole: Kept[W] | None = None
+
+    def send() -> Any:
+        nonlocal mine
+        mine = map()
+        return mine.sent
+
+    def reply(sent: list[Any]) -> Any:
+        nonlocal whole
+        whole = reduce(sent)
+        return whole.sent
+
+    try:
+        got = collective(comm, step, send, reply)
+    except BaseException as error:
+        if mine is not None and undo is not None:
+            undo(mine.value, error)
+        raise
+    assert mine is not None
+    return Taken(mine.value, None if whole is None else whole.value, got)
 
 
 def told_apart(ranks: Sequence[int], values: Sequence[str]) -> str:

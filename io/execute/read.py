@@ -57,6 +57,10 @@ class ReadStats:
     verified: int = 0
     unverified: int = 0
 
+    def __add__(self, other: ReadStats) -> ReadStats:
+        pairs = zip(attrs.astuple(self), attrs.astuple(other), strict=True)
+        return ReadStats(*(mine + theirs for mine, theirs in pairs))
+
     @property
     def amplification(self) -> float:
         """How many bytes were fetched for each byte that was needed."""

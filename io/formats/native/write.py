@@ -11,7 +11,7 @@ import numpy as np
 
 from shardplan.planning import CodecError, SavePlan, flatten
 from shardplan.planning.columns import DAMAGE, pack, unpack
-from shardplan.planning.storage import BLOCK_BYTES, FileAssignment, assign_files
+from shardplan.planning.storage import BLOCK_BYTES, WritePlan, write_plan
 
 from ...checksums import Sums, combine, hash_views, xxhash
 from ...errors import ValueRefusedError
@@ -121,7 +121,7 @@ def write_rank(
     """
     flat, _ = flatten(sd)
     pieces, values = _collect(flat, plan, progress)
-    files = assign_files(plan, rank, save_id)
+    files = write_plan(plan, rank, save_id)
     sums = np.zeros(len(plan.items), np.uint64)
     jobs = [
         _Job(n, files, plan, pieces, values, sums, block_bytes) for n in range(len(files.names))
@@ -165,7 +165,7 @@ class _Job:
     def __init__(
         self,
         number: int,
-        files: FileAssignment,
+        files: WritePlan,
         plan: SavePlan,
         pieces: Mapping[int, Piece],
         values: Mapping[str, StoredValue],
@@ -181,7 +181,7 @@ class _Job:
             for row in np.flatnonzero(plan.items.catalog.is_bytes[of]).tolist()
             if values[names[of[row]]].kind != "inline"
         }
-        rows = files.order[files.file[files.order] == number].tolist()
+        rows = files.rows(number).tolist()
         self.rows = [row for row in rows if row in pieces or row in self.payloads]
         self.slots = [self._slot(row) for row in self.rows]
 
