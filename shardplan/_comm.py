@@ -1,4 +1,4 @@
-"""Which ranks take part, and how do they take a step together?"""
+"""The ranks that take part in a call, and the steps that they take together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Generic, NoReturn, TypeVar
 
@@ -22,7 +22,7 @@ from shardplan.dist import (
     solo,
     torch_comm,
 )
-from shardplan.planning import leaves, listed, span
+from shardplan.planning import listed, span
 
 __all__ = [
     "Counted",
@@ -32,11 +32,9 @@ __all__ = [
     "Taken",
     "as_comm",
     "default_comm",
-    "device_of",
     "fail_alike",
     "host_name",
     "keep_step",
-    "normal_device",
     "own_place",
     "place_of",
     "take_step",
@@ -156,7 +154,7 @@ def as_comm(comm: Comm | None) -> Comm:
     if comm is not None and not hasattr(comm, "coordinator"):  # which torch's groups lack
         kind = type(comm).__name__
         raise TypeError(
-            f"comm is a {kind}; for a process group, pass shardplan.dist.torch.comm(it)"
+            f"comm is a {kind}; for a process group, pass shardplan.dist.torch_comm(it)"
         )
     return default_comm() if comm is None else comm
 
@@ -377,44 +375,14 @@ class Counted:
 
     def reduce(self, data: bytes, work: Reduce, topic: str = "reduce") -> bytes:
         """Reduce, and count."""
-        gathered = list[int]()
 
         def counted(parts: list[bytes]) -> bytes:
-            gathered.extend(map(len, parts))
+            self._count(sum(map(len, parts)) - len(data))
             return work(parts)
 
         got = self._comm.reduce(data, counted, topic)
-        self._count(sum(gathered or [len(data)]) + len(got))
+        self._count(len(data) + len(got))
         return got
-
-
-def device_of(sd: Mapping[Any, Any]) -> str:
-    """Name the device that a state dict's tensors are on, the one way.
-
-    >>> import torch
-    >>> device_of({"step": 7, "w": torch.zeros(2)}), device_of({})
-    ('cpu', 'cpu')
-    """
-    for _, value in leaves(sd):
-        device = getattr(value, "device", None)
-        if getattr(device, "type", "cpu") != "cpu":
-            return normal_device(device)
-    return "cpu"
-
-
-def normal_device(device: Any) -> str:
-    """Write a device the one way: ``cpu``, ``cuda:3``.
-
-    >>> normal_device("cpu:0"), normal_device("cuda"), normal_device("cuda:3")
-    ('cpu', 'cuda:0', 'cuda:3')
-    """
-    kind, _, index = str(device).partition(":")
-    if kind in ("cpu", "meta"):
-        return kind
-    torch = sys.modules.get("torch")
-    if not index and torch is not None and kind == "cuda" and torch.cuda.is_available():
-        index = str(torch.cuda.current_device())
-    return f"{kind}:{index or 0}"
 
 
 def host_name() -> str:

@@ -15,8 +15,7 @@ from shardplan.planning.columns import Ints, ReadItems, column
 from shardplan.planning.storage import boxes_of, find_chunks
 
 from ._checkpoint import SavedTensor
-from ._per_rank import PerRank
-from ._stateful import State
+from ._state import PerRank, State
 
 __all__ = ["destinations", "refuse_fixed", "refuse_shared"]
 

@@ -24,8 +24,8 @@ from shardplan.planning import TensorMetadata, itemsize
 from shardplan.planning.columns import Ints, ReadItems
 from shardplan.planning.storage import BATCH_BYTES, Box, CopyPlan, StoredChunks, read_boxes
 
+from ..checksums import Proof
 from ..formats.sources import Source
-from ..proof import Proof
 from ..tensors import block_of_memory, empty, torch_dtype, window
 from .copying import Block, Stretch
 from .pieces import Lazy
@@ -214,9 +214,10 @@ class Ahead:
             offsets, lengths = items.dest_offsets[row].tolist(), items.lengths[row].tolist()
             return window(tensors[box[row]], offsets, lengths)
 
-        self._count(self._reader.fill(items, dest, verify=self._proof is not None))
+        sums = None if self._proof is None else self._proof.sums
+        self._count(self._reader.fill(items, dest, verify=sums is not None, sums=sums))
         if self._proof is not None:
-            self._proof.note(items, dest)
+            self._proof.note(items)
         return dict(zip(boxes, tensors, strict=True))
 
     def _allocate(self, boxes: Sequence[Box]) -> list[torch.Tensor]:

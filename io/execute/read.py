@@ -25,7 +25,7 @@ from shardplan.planning.storage import (
     find_chunks,
 )
 
-from ..blocksums import BlockSums
+from ..checksums import BlockSums
 from ..errors import FormatError, LoadError, listed
 from ..formats.sources import Source, Spot
 from ..pool import Pool, default_pool, own_processors

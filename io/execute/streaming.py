@@ -14,11 +14,11 @@ from shardplan.planning import SavePlan
 from shardplan.planning.columns import column
 from shardplan.planning.storage import CopyBudget, StoredChunks, copy_plan, tensor_bytes
 
+from ..checksums import Proof
 from ..formats.sources import Source
 from ..formats.writers import Part, Writer
 from ..pool import Pool
 from ..progress import Progress, Tell
-from ..proof import Proof
 from ..stores.base import Store
 from .ahead import Ahead, Lender
 from .pieces import Kept

@@ -23,11 +23,11 @@ from ..columns.catalog import Catalog, Head, column, padded
 from ..columns.items import WriteItems
 from ..columns.reads import ReadItems
 from ..geometry.tilings import pad
-from ..items import TensorProperties, WriteItemType
 from ..load import load_plan
 from ..metadata import Metadata, TensorMetadata
-from ..records import SavePlan
-from ..text import Sheet, human_bytes, listing
+from ..plans import SavePlan
+from ..records import TensorProperties, WriteItemType
+from ..text import Printed, Sheet, human_bytes, listing
 from .blocks import BLOCK_BYTES, reads_of
 from .fetch import ChunkPlaces
 from .ranges import Flags, lies_together, steps
@@ -87,7 +87,7 @@ class StoredChunks:
 
 
 @attrs.frozen(eq=False, repr=False)
-class CopyPlan:
+class CopyPlan(Printed):
     """What one file, or the files of one rank, are copied from.
 
     Attributes:
@@ -125,12 +125,7 @@ class CopyPlan:
         spans = zip(low.tolist(), high.tolist(), strict=True)
         return [low + np.argsort(self.into[low:high], kind="stable") for low, high in spans]
 
-    def __repr__(self) -> str:
-        return self._sheet().text()
-
-    def _repr_html_(self) -> str:
-        return self._sheet().html()
-
+    @property
     def _sheet(self) -> Sheet:
         copied = human_bytes(self.nbytes[self.copied].sum())
         title = (
@@ -227,7 +222,7 @@ def read_boxes(metadata: Metadata, boxes: Sequence[Box]) -> tuple[ReadItems, Int
     heads: list[Head] = []
     for name, entry in entries.items():
         assert isinstance(entry, TensorMetadata)
-        heads.append((name, name, WriteItemType.SHARD, entry.properties, entry.size))
+        heads.append(Head(name, name, WriteItemType.SHARD, entry.properties, entry.size))
     catalog = Catalog.of(tuple(heads))
     items = WriteItems(
         catalog,

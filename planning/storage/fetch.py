@@ -18,9 +18,8 @@ from typing import Final
 import attrs
 import numpy as np
 
-from ..columns.arrays import Ints
-from ..columns.uniques import numbered
-from ..text import Sheet, human_bytes, listing
+from ..columns.arrays import Ints, numbered
+from ..text import Printed, Sheet, human_bytes, listing
 from .blocks import BLOCK_BYTES, Blocks, cut_blocks, reach_of
 from .ranges import (
     SMALL,
@@ -148,7 +147,7 @@ class Requested:
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)
-class FetchPlan:
+class FetchPlan(Printed):
     """What a load fetches, hashes and delivers. Columns have one row a block.
 
     Attributes:
@@ -240,12 +239,7 @@ class FetchPlan:
             strides[axis], step = step, step * int(self.blocks.sizes[block, axis])
         return strides
 
-    def __repr__(self) -> str:
-        return self._sheet().text()
-
-    def _repr_html_(self) -> str:
-        return self._sheet().html()
-
+    @property
     def _sheet(self) -> Sheet:
         title = (
             f"fetch {human_bytes(self.nbytes.sum())} in {len(self.blocks):,} blocks, "

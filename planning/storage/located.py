@@ -13,10 +13,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Ints, readonly
+from ..columns.arrays import Ints, distinct, group_rows, numbered, readonly
 from ..columns.catalog import column
 from ..columns.reads import ReadItems
-from ..columns.uniques import distinct, group_rows, numbered
 from ..errors import Issue, PlanError
 from ..geometry.tilings import Boxes, pad
 from ..metadata import Layout, Metadata

@@ -18,11 +18,11 @@ from ..columns.arrays import Ints, readonly
 from ..columns.catalog import Catalog, Head, column, padded
 from ..columns.items import WriteItems
 from ..completeness import dropped_names
-from ..items import WriteItemType
 from ..mesh import Mesh, Placement, Shard, TensorSpec, as_mesh, world_plans
 from ..metadata import Metadata, TensorMetadata
 from ..passes import Passes, chain
-from ..records import SavePlan
+from ..plans import SavePlan
+from ..records import WriteItemType
 from ..save import DEFAULT_PASSES, global_plan
 from .copy import StoredChunks
 
@@ -103,13 +103,13 @@ def _held(metadata: Metadata, whole: bool) -> SavePlan:
     row, offsets, sizes = list[int](), list[Sequence[int]](), list[Sequence[int]]()
     for number, (name, entry) in enumerate(sorted(metadata.state_dict_metadata.items())):
         if not isinstance(entry, TensorMetadata):
-            heads.append((name, name, WriteItemType.BYTE_IO, None, ()))
+            heads.append(Head.value(name))
             boxes: tuple[Any, Any] = ([()], [()])
         elif whole or 0 in entry.size:
-            heads.append((name, name, WriteItemType.TENSOR, entry.properties, entry.size))
+            heads.append(Head(name, name, WriteItemType.TENSOR, entry.properties, entry.size))
             boxes = ([(0,) * len(entry.size)], [entry.size])
         else:
-            heads.append((name, name, WriteItemType.SHARD, entry.properties, entry.size))
+            heads.append(Head(name, name, WriteItemType.SHARD, entry.properties, entry.size))
             boxes = (entry.chunks.offsets.tolist(), entry.chunks.sizes.tolist())
         row += [number] * len(boxes[0])
         offsets += boxes[0]

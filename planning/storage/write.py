@@ -18,12 +18,12 @@ import attrs
 import numpy as np
 
 from ..columns.arrays import Ints, readonly
-from ..text import Sheet, human_bytes, listing
+from ..text import Printed, Sheet, human_bytes, listing
 from .blocks import BLOCK_BYTES, Blocks, cut_blocks
 from .files import file_name, file_numbers
 
 if TYPE_CHECKING:
-    from ..records import SavePlan
+    from ..plans import SavePlan
 
 __all__ = ["WritePlan", "write_plan"]
 
@@ -31,7 +31,7 @@ _SHOWN: Final = 20  # rows of a printed plan
 
 
 @attrs.frozen(eq=False, repr=False)
-class WritePlan:
+class WritePlan(Printed):
     """What one rank writes where. Columns have one row an item of its save plan.
 
     Attributes:
@@ -63,12 +63,7 @@ class WritePlan:
         width = items.catalog.itemsize[items.row[rows]]
         return cut_blocks(items.sizes[rows], width, self.block_bytes)
 
-    def __repr__(self) -> str:
-        return self._sheet().text()
-
-    def _repr_html_(self) -> str:
-        return self._sheet().html()
-
+    @property
     def _sheet(self) -> Sheet:
         title = (
             f"write {human_bytes(self.nbytes.sum())} of {len(self.order):,} items "
