@@ -15,16 +15,21 @@ import attrs
 from shardplan.dist import CheckpointError, Comm, solo
 from shardplan.io import FormatError, Pool, Tell, UnsureCommitError
 from shardplan.io.execute import Copied, Copies, stored_chunks, write_copies
-from shardplan.io.formats import Part, Source, Writer, open_source, open_target
-from shardplan.io.formats.hf import HfWriter, parse_size
-from shardplan.io.formats.torch_save import TorchWriter
+from shardplan.io.formats import Part, Source, find_format, open_source, open_target
 from shardplan.io.stores import Store
 from shardplan.planning import Mesh, Passes, SavePlan, counted, fingerprint, human_bytes, listed
-from shardplan.planning.storage import CopyBudget, Placements, Target, copy_budget, share_plans
+from shardplan.planning.storage import (
+    CopyBudget,
+    Placements,
+    Target,
+    copy_budget,
+    parse_size,
+    plan_target,
+    share_plans,
+)
 
 from ._comm import Kept, as_comm, keep_step, told_apart
 from ._report import Stopwatch, dropped_text, logged, sheet_of, times_text
-from ._targets import plan_target, write_order
 
 __all__ = ["ConvertReport", "convert", "dcp_to_torch_save", "torch_save_to_dcp"]
 
@@ -119,7 +124,7 @@ def convert(
     Args:
         src: The checkpoint to read, of any format: a folder, or a file if it is a single one.
         dst: Where to write, on a disk or in an object store.
-        format: What to write: see `shardplan.io.formats.writers.WRITERS`.
+        format: What to write: see `save`.
         planner: A pass, or a list of them, such as ``[select("model.*"), cast("bfloat16")]``. The
             ranks that passes see are those of ``mesh``, or a single one.
         mesh: The ranks to shard for: files will be as these ranks would have written them. If left
@@ -177,20 +182,19 @@ def convert(
         with watch.phase("plan"):
             stored = stored_chunks(source)
             target = plan_target(
-                source,
-                format,
+                source.metadata,
+                find_format(format),
+                stored,
                 planner=planner,
                 mesh=mesh,
                 placements=placements,
                 max_shard_size=limit,
                 processes=comm.world_size,
-                stored=stored,
             )
-            _carry_over(writer, source, target)
+            writer.carry_over(target.tied, source.remarks)
             if comm.rank == comm.coordinator:
                 writer.refuse(store, overwrite)
-        order = partial(write_order, format, target.tied)
-        copies = Copies(source, stored, target.plans, store, writer, order, budget, verify)
+        copies = Copies(source, stored, target.plans, store, writer, budget, verify)
         digest = _digest(target) if planner is not None and comm.world_size > 1 else ""
         return Kept(_Job(format, target, copies), (secrets.token_hex(6), digest))
 
@@ -261,29 +265,21 @@ def _shard_limit(size: int | str | None, format: str, mesh: Mesh | None) -> int 
     """Return the most bytes of a file, having refused it where it would say nothing."""
     if size is None:
         return None
-    if format == "torch":
-        raise ValueError("max_shard_size is for several files, and a torch checkpoint is one")
+    if find_format(format).is_file:
+        raise ValueError(f"max_shard_size is for several files, and a {format} checkpoint is one")
     if mesh is not None:
         raise ValueError("max_shard_size and mesh exclude each other: a mesh says what is cut how")
     return parse_size(size)
 
 
-def _carry_over(writer: Writer, source: Source, target: Target) -> None:
-    """Give a writer what it cannot know of tensors that are not in memory."""
-    if isinstance(writer, (HfWriter, TorchWriter)):
-        writer.tied = target.tied
-    if isinstance(writer, HfWriter):
-        writer.leave_out, writer.remarks = True, getattr(source, "remarks", {})
-
-
 def _refuse_same(source: Source, target: Store, file: str | None) -> None:
     """Refuse to write over what is read; ``file`` is what is written, if it is a single file.
 
-    A file of `torch.save` may lie in the folder that becomes a checkpoint: it stays there.
+    A single file may lie in the folder that becomes a checkpoint: it stays there.
     """
     if _real(source.store.url) != _real(target.url):
         return
-    if file in source.files or (file is None and source.format != "torch"):
+    if file in source.files or (file is None and not find_format(source.format).is_file):
         raise ValueError(f"{target.url} cannot be converted into itself; choose another place")
 
 
@@ -351,7 +347,7 @@ def _report(job: _Job, done: Mapping[str, Any], watch: Stopwatch) -> ConvertRepo
         seconds=dict(watch.seconds),
         left_out=target.left_out,
         tied=dict(target.tied),
-        notes=tuple(getattr(job.copies.source, "notes", ())),
+        notes=job.copies.source.notes,
         dropped=target.dropped,
         **{**done, "leftovers": tuple(done["leftovers"])},
     )

@@ -55,7 +55,8 @@ def save(
             that is a single file, that file.
         planner: A pass, or a list of them, such as ``[rename(...), cast("bfloat16")]``. Load with
             the same one. Each is given what its scope says: see `shardplan.planning.passes.base`.
-        format: What to write; see `shardplan.io.formats.writers.WRITERS`.
+        format: What to write: ``"safetensors"``, ``"hf"``, ``"dcp"``, ``"torch"``, or a format
+            that was registered with `shardplan.io.formats.register_format`.
         comm: The ranks; by default all of torch's process group, or this process alone (which is
             refused under torchrun: pass ``comm=solo()`` if it is meant).
         overwrite: Whether a checkpoint that is there may be replaced. It can be loaded up to the

@@ -773,7 +773,7 @@ def test_an_interrupt_exits_with_130_and_no_traceback(tmp_path):
     script.write_text(
         "import signal, sys, time\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell may ignore it
-        "import shardplan.io.formats.sources as sources\n"
+        "import shardplan.io.formats.registry as sources\n"
         "def wait(path, **options):\n"
         "    print('waiting', flush=True)\n"
         "    time.sleep(60)\n"

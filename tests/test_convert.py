@@ -26,7 +26,7 @@ from shardplan.io.execute import cleanup as leftovers
 from shardplan.io.execute.ahead import Ahead, Lender
 from shardplan.io.execute.read import Reader
 from shardplan.io.formats.headers import TORCH_NAMES, file_entry
-from shardplan.io.formats.sources import detect
+from shardplan.io.formats.registry import detect
 from shardplan.io.stores.testing import CountingStore, FaultyStore
 from shardplan.planning import (
     Mesh,
@@ -799,7 +799,7 @@ def test_memory_stays_within_its_bound_where_bytes_must_be_made(tmp_path, format
 def test_boxes_come_in_any_order(tmp_path):
     from concurrent.futures import ThreadPoolExecutor
 
-    from shardplan.io.formats.sources import open_source
+    from shardplan.io.formats.registry import open_source
 
     sd = {f"w{i}": torch.randn(300, 300) for i in range(60)}
     shardplan.save(sd, tmp_path / "a")

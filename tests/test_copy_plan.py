@@ -25,7 +25,7 @@ from shardplan.planning import (
     split_chunks,
     write_plan,
 )
-from shardplan.planning.storage import share_plans, split_by_file, target_plans, tensor_bytes
+from shardplan.planning.storage import plan_target, share_plans, tensor_bytes
 from shardplan.planning.testing.strategies import shapes, tilings
 
 DTYPES = {"uint8": 1, "int16": 2, "float64": 8}
@@ -107,6 +107,17 @@ def test_a_write_plan_prints_as_a_table_of_its_first_items():
 
 
 @attrs.frozen
+class Holds:
+    """A format that holds anything, or only whole tensors in one file."""
+
+    whole_tensors: bool = False
+    name: str = "toy"
+    is_file: bool = True
+    has_values: bool = True
+    reserved: tuple = ()
+
+
+@attrs.frozen
 class Saved:
     """A small checkpoint, byte by byte: each file's bytes, and each tensor's bytes by cell."""
 
@@ -155,19 +166,22 @@ def last_axis(name, shape):
 @st.composite
 def conversions(draw):
     saved = draw(checkpoints())
-    options = draw(
-        st.sampled_from(
-            [
-                {},
-                {"whole": True},
-                {"mesh": Mesh(dp=2)},
-                {"mesh": Mesh(tp=3), "placements": last_axis},
-                {"planner": split_chunks(9)},
-                {"planner": cast({"t0": "float64"})},
-            ]
+    options = dict(
+        draw(
+            st.sampled_from(
+                [
+                    {},
+                    {"into": Holds(whole_tensors=True)},
+                    {"mesh": Mesh(dp=2)},
+                    {"mesh": Mesh(tp=3), "placements": last_axis},
+                    {"planner": split_chunks(9)},
+                    {"planner": cast({"t0": "float64"})},
+                ]
+            )
         )
     )
-    return saved, target_plans(saved.metadata, **options).plans
+    into = options.pop("into", Holds())
+    return saved, plan_target(saved.metadata, into, saved.stored, **options).plans
 
 
 def window(array, offsets, sizes):
@@ -269,10 +283,13 @@ def test_batches_hold_boxes_in_order_and_only_so_many_bytes(case):
 
 @given(checkpoints(), st.integers(1, 60), st.integers(1, 3))
 def test_split_plans_hold_every_item_once_and_files_stay_apart(saved, limit, processes):
-    (plan,) = target_plans(saved.metadata).plans
-    parts = split_by_file(plan, saved.metadata, saved.stored, max_bytes=limit, processes=processes)
+    parts = plan_target(
+        saved.metadata, Holds(), saved.stored, max_shard_size=limit, processes=processes
+    ).plans
     items = [item for part in parts for item in part.items]
-    assert sorted(map(repr, items)) == sorted(map(repr, plan.items))
+    chunks = sorted((i.index.fqn, i.tensor_data.chunk.offsets) for i in items)
+    entries = saved.metadata.state_dict_metadata
+    assert chunks == sorted((n, c.offsets) for n in entries for c in entries[n].chunks)
     for part in parts:
         assert tensor_bytes(part) <= limit or len(part.items) == 1 or _largest(part) > limit
         files = {

@@ -26,7 +26,7 @@ from shardplan._agree import PlanCache
 from shardplan._replicas import COMPARED_BYTES, digests, replica_sums
 from shardplan.dist import CheckpointError, run_ranks, solo
 from shardplan.io.errors import ExistsError, FormatError, ValueRefusedError
-from shardplan.io.execute.commit import assemble, publish
+from shardplan.io.formats.native.commit import assemble, publish
 from shardplan.io.formats.native.write import write_rank
 from shardplan.io.pool import Pool
 from shardplan.io.stores.base import open_store
@@ -1275,7 +1275,7 @@ def test_a_file_of_torch_save_is_read_by_one_rank_and_sent_in_slices(tmp_path, m
             stores.setdefault(threading.current_thread().name, []).append(store)
             return store
 
-    monkeypatch.setattr("shardplan.io.formats.sources.open_store", counting)
+    monkeypatch.setattr("shardplan.io.formats.registry.open_store", counting)
 
     def fn(comm):
         mine = parts.part(whole, layout, 3, comm.rank, parts.blank)

@@ -15,8 +15,8 @@ import shardplan
 from shardplan import verify
 from shardplan.dist import run_ranks
 from shardplan.io import FormatError
-from shardplan.io.formats import foreign as verify_foreign
 from shardplan.io.formats.hf.index import INDEX
+from shardplan.io.formats.torch_save import check as archive_check
 from shardplan.planning import Chunk
 
 SD = {
@@ -51,8 +51,8 @@ NEEDLE = SD["w"].numpy().tobytes()[:400]
 @pytest.mark.parametrize("make", [of_torch, of_dcp])
 def test_what_torch_wrote_is_sound_and_its_checksums_are_looked_at(tmp_path, make, monkeypatch):
     path = make(tmp_path)
-    monkeypatch.setattr(verify_foreign, "_SPAN", 5000)
-    monkeypatch.setattr(verify_foreign, "_STEP", 1000)
+    monkeypatch.setattr(archive_check, "_SPAN", 5000)
+    monkeypatch.setattr(archive_check, "_STEP", 1000)
     done = []
     report = verify(path, progress=lambda at, total: done.append((at, total)))
     assert report.ok, report

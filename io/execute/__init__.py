@@ -6,22 +6,18 @@ from shardplan.planning.door import door
 
 if TYPE_CHECKING:
     from .ahead import Ahead, Lender, stored_chunks
-    from .cleanup import MIN_AGE, by_save, leftovers, spoken_of, strays
-    from .commit import find_manifest
+    from .cleanup import MIN_AGE, by_save, leftovers, strays
     from .pieces import Kept, Lazy, Piece, collect
     from .read import Reader, ReadStats
-    from .replacing import find_older
     from .streaming import Copied, Copies, write_copies
 
 __getattr__, __dir__ = door(
     __name__,
     {
         "ahead": "Ahead Lender stored_chunks",
-        "cleanup": "MIN_AGE by_save leftovers spoken_of strays",
-        "commit": "find_manifest",
+        "cleanup": "MIN_AGE by_save leftovers strays",
         "pieces": "Kept Lazy Piece collect",
         "read": "ReadStats Reader",
-        "replacing": "find_older",
         "streaming": "Copied Copies write_copies",
     },
 )

@@ -25,7 +25,7 @@ from shardplan.planning.columns import Ints, ReadItems
 from shardplan.planning.storage import BATCH_BYTES, Box, CopyPlan, StoredChunks, read_boxes
 
 from ..checksums import Proof
-from ..formats.sources import Source
+from ..formats.base import Source, Spot
 from ..tensors import block_of_memory, empty, torch_dtype, window
 from .copying import Block, Stretch
 from .pieces import Lazy
@@ -43,15 +43,27 @@ Boxes = dict[Box, torch.Tensor]
 def stored_chunks(source: Source) -> StoredChunks:
     """Find the chunks of all tensors of a checkpoint."""
     entries = source.metadata.state_dict_metadata
-    counts = {n: len(e.chunks) for n, e in entries.items() if isinstance(e, TensorMetadata)}
-    spots = source.spots([(name, i) for name, count in counts.items() for i in range(count)])
-    ends = np.cumsum([0, *counts.values()])
-    axes = max((len(spot.extents) for spot in spots), default=1)
+    sizes = {name: entry for name, entry in entries.items() if isinstance(entry, TensorMetadata)}
+    counts = [len(entry.chunks) for entry in sizes.values()]
+    keys = [(n, i) for n, count in zip(sizes, counts, strict=True) for i in range(count)]
+    spots = source.spots(keys)
+    first = dict(zip(sizes, np.cumsum([0, *counts]).tolist(), strict=False))
     local = [source.store.locate(name) is not None for name in source.files]
+    # Views of one storage may begin at the same place of the same array: only sizes differ.
+    views: dict[tuple[Spot, tuple[int, ...]], str] = {}
+    tied = {}
+    for (name, entry), count in zip(sizes.items(), counts, strict=True):
+        if count == 1 and 0 not in entry.size:
+            kept = views.setdefault((spots[first[name]], entry.size), name)
+            if kept != name:
+                tied[name] = kept
     return StoredChunks(
-        places_of(spots, max(axes, 1), [False] * len(spots)),
-        dict(zip(counts, ends.tolist(), strict=False)),
+        places_of(
+            spots, max((len(s.extents) for s in spots), default=1) or 1, [False] * len(spots)
+        ),
+        first,
         np.array([spot.axes is None and local[spot.file] for spot in spots], bool),
+        tied,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -15,8 +15,7 @@ from shardplan.planning.columns import column
 from shardplan.planning.storage import CopyBudget, StoredChunks, copy_plan, tensor_bytes
 
 from ..checksums import Proof
-from ..formats.sources import Source
-from ..formats.writers import Part, Writer
+from ..formats.base import Part, Source, Writer
 from ..pool import Pool
 from ..progress import Progress, Tell
 from ..stores.base import Store
@@ -36,7 +35,6 @@ class Copies:
         stored: Where its chunks lie.
         plans: What to write.
         store, writer: Where to write it, and how.
-        order: Returns the order in which the writer asks for the items of a plan.
         budget: How much may happen at once.
         verify: Whether to check what is read against its checksums.
     """
@@ -46,7 +44,6 @@ class Copies:
     plans: Sequence[SavePlan]
     store: Store
     writer: Writer
-    order: Callable[[SavePlan], Iterable[int]]
     budget: CopyBudget
     verify: bool = True
 
@@ -93,7 +90,7 @@ def write_copies(
 
         def write(number: int) -> ReadStats:
             plan = plans[number]
-            order = column([*copies.order(plan)])
+            order = column([*copies.writer.write_order(plan, number)])
             ahead = Ahead(
                 reader,
                 copy_plan(reader.metadata, plan, order, copies.stored),

@@ -44,7 +44,17 @@ if TYPE_CHECKING:
         steps,
         whole_blocks,
     )
-    from .target import Placements, Target, split_by_file, target_plans, tie_names
+    from .shards import (
+        MAX_SHARD_SIZE,
+        Shards,
+        assign_shards,
+        number_shards,
+        parse_size,
+        refuse_split,
+        shard_plans,
+        shards_of,
+    )
+    from .target import Placements, Target, Traits, plan_target
     from .write import WritePlan, write_plan
 
 __getattr__, __dir__ = door(
@@ -62,7 +72,11 @@ __getattr__, __dir__ = door(
             "ByteRanges Requests SMALL byte_ranges coalesce fetched filled lies_together "
             "range_axis steps whole_blocks"
         ),
-        "target": "Placements Target split_by_file target_plans tie_names",
+        "shards": (
+            "MAX_SHARD_SIZE Shards assign_shards number_shards parse_size refuse_split shard_plans "
+            "shards_of"
+        ),
+        "target": "Placements Target Traits plan_target",
         "write": "WritePlan write_plan",
     },
 )

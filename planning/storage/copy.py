@@ -79,11 +79,13 @@ class StoredChunks:
         places: Where each lies.
         first: The row of each tensor's first chunk, by name.
         movable: Whether its bytes can be copied out of its file as they are.
+        tied: Names of tensors that are stored as another one, and those others.
     """
 
     places: ChunkPlaces
     first: Mapping[str, int]
     movable: Flags
+    tied: Mapping[str, str] = attrs.field(factory=dict)
 
 
 @attrs.frozen(eq=False, repr=False)

@@ -1,15 +1,14 @@
-"""The plans of a conversion: which tensors, cut how, go to which file of the new checkpoint.
+"""`plan_target`: which tensors, cut how, go to which file when a checkpoint is converted.
 
 Every item's source is a whole tensor of the old checkpoint, so any box of it can be read wherever
-it lies. With a mesh, there is one plan per rank; without one, tensors stay cut as they are, and
-there is one plan per file of the old checkpoint, or part of it.
+it lies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import attrs
 import numpy as np
@@ -25,8 +24,9 @@ from ..plans import SavePlan
 from ..records import WriteItemType
 from ..save import DEFAULT_PASSES, global_plan
 from .copy import StoredChunks
+from .shards import MAX_SHARD_SIZE, refuse_split, shard_plans
 
-__all__ = ["Placements", "Target", "split_by_file", "target_plans", "tie_names"]
+__all__ = ["Placements", "Target", "Traits", "plan_target"]
 
 Placements = (
     Mapping[str, Sequence[Placement]]
@@ -38,7 +38,6 @@ names, where the first that fits counts; or a function of name and shape."""
 
 _LEAST_PART: Final = 64 << 20
 _PARTS: Final = 4  # files that one process should have to write, to keep all threads busy
-_LARGEST_PART: Final = 5_000_000_000
 _NESTING: Final = ("paths", "empty")  # what planner data says of nested keys
 
 
@@ -61,40 +60,74 @@ class Target:
     dropped: tuple[str, ...] = ()
 
 
-def target_plans(
+class Traits(Protocol):
+    """What a checkpoint format can hold; see `shardplan.io.formats.Format`."""
+
+    name: str
+    is_file: bool
+    whole_tensors: bool
+    has_values: bool
+    reserved: tuple[str, ...]
+
+
+def plan_target(
     metadata: Metadata,
+    into: Traits,
+    stored: StoredChunks,
     *,
     planner: Passes[SavePlan] | None = None,
     mesh: Mesh | None = None,
     placements: Placements | None = None,
-    whole: bool = False,
+    max_shard_size: int | None = None,
+    processes: int = 1,
 ) -> Target:
     """Plan what a conversion writes.
 
+    With a mesh, there is one plan per rank of it. Without one, tensors stay cut as they are, one
+    plan per file of the old checkpoint or part of it; a format that holds tensors whole gets them
+    so, one plan per file.
+
     Args:
         metadata: The old checkpoint.
+        into: The format to write.
+        stored: Where the old checkpoint's chunks lie.
         planner: A pass over the plans, or a list of them.
-        mesh: The ranks to shard for; if left out, there is one plan.
+        mesh: The ranks to shard for.
         placements: How tensors lie on the mesh; by default all are cut along their first axis,
             over all axes of the mesh.
-        whole: Whether tensors are written whole if there is no mesh, not cut as they are.
+        max_shard_size: The most bytes of a file, where there is no mesh.
+        processes: How many processes share the work.
 
     Raises:
         PlanError, RefusedError: There is no correct plan.
-        ValueError: There are placements, but no mesh.
+        ValueError: What was asked for does not go together.
     """
+    whole = into.whole_tensors
     if mesh is None and placements is not None:
         raise ValueError("placements need a mesh to lie on; pass mesh=Mesh(dp=4), say")
+    if mesh is not None and whole:
+        as_mesh(mesh)
+        raise ValueError(
+            f"a checkpoint of the format {into.name!r} is not sharded; leave out `mesh`"
+        )
     if mesh is None:
         local: Sequence[SavePlan] = (_held(metadata, whole),)
     else:
         local = _sharded(metadata, as_mesh(mesh), placements)
     plans, described = global_plan(local, chain(planner or (), *DEFAULT_PASSES))
-    return Target(
-        tuple(attrs.evolve(plan, items=_from_whole(plan.items), held=None) for plan in plans),
-        attrs.evolve(described, planner_data=_planner_data(metadata, described)),
-        dropped=dropped_names(plans),
-    )
+    described = attrs.evolve(described, planner_data=_planner_data(metadata, described))
+    dropped = dropped_names(plans)
+    plans = tuple(attrs.evolve(plan, items=_from_whole(plan.items), held=None) for plan in plans)
+    tied = _tie_names(stored.tied, plans, into.reserved)
+    left_out: tuple[str, ...] = ()
+    if not into.has_values:
+        plans, left_out = _without_values(plans)
+    if whole and not into.is_file:
+        refuse_split(plans, "leave out the pass of `planner` that splits tensors")
+        plans = shard_plans(plans[0], max_shard_size or MAX_SHARD_SIZE, tied)
+    elif mesh is None and not whole:
+        plans = _split_by_file(plans[0], metadata, stored, max_shard_size, processes)
+    return Target(plans, described, tied, left_out, dropped)
 
 
 def _held(metadata: Metadata, whole: bool) -> SavePlan:
@@ -163,13 +196,21 @@ def _from_whole(items: WriteItems) -> WriteItems:
     return attrs.evolve(items, source_offsets=readonly(np.zeros_like(items.offsets)))
 
 
-def tie_names(tied: Mapping[str, str], plans: Sequence[SavePlan]) -> dict[str, str]:
-    """Return the new names of tied tensors; those that are cast apart are tied no longer.
+def _without_values(plans: Sequence[SavePlan]) -> tuple[tuple[SavePlan, ...], tuple[str, ...]]:
+    """Leave out non-tensor values; return their names, too."""
+    kept, names = [], set[str]()
+    for plan in plans:
+        items = plan.items
+        is_value = items.catalog.is_bytes[items.row] if len(items) else np.zeros(0, bool)
+        names |= {items.catalog.names[row] for row in items.row[is_value].tolist()}
+        kept.append(attrs.evolve(plan, items=items.take(~is_value)))
+    return tuple(kept), tuple(sorted(names))
 
-    Args:
-        tied: Names in the old checkpoint that share another's elements, and those others.
-        plans: What is written.
-    """
+
+def _tie_names(
+    tied: Mapping[str, str], plans: Sequence[SavePlan], reserved: Sequence[str]
+) -> dict[str, str]:
+    """Return the new names of tied tensors; those that are cast apart are tied no longer."""
     if not tied:
         return {}
     written: dict[str, tuple[str, str]] = {}
@@ -183,28 +224,19 @@ def tie_names(tied: Mapping[str, str], plans: Sequence[SavePlan]) -> dict[str, s
     for source in sorted(written, key=lambda s: (s in tied, written[s][0])):
         name, dtype = written[source]
         kept = groups.setdefault((tied.get(source, source), dtype), name)
-        if kept != name:
+        if kept != name and name not in reserved:
             ties[name] = kept
     return ties
 
 
-def split_by_file(
+def _split_by_file(
     plan: SavePlan,
     metadata: Metadata,
     stored: StoredChunks,
-    *,
-    max_bytes: int | None = None,
-    processes: int = 1,
+    max_bytes: int | None,
+    processes: int,
 ) -> tuple[SavePlan, ...]:
-    """Divide a plan by the files that its bytes come from, and these by size.
-
-    Args:
-        plan: What to write.
-        metadata: The old checkpoint.
-        stored: Where its chunks lie.
-        max_bytes: The most bytes of a file; by default so many that every process has a few.
-        processes: How many processes share the work.
-    """
+    """Divide a plan by the files that its bytes come from, and these by size."""
     items = plan.items
     if not len(items):
         return (plan,)
@@ -212,7 +244,7 @@ def split_by_file(
     width = np.maximum(items.catalog.itemsize[items.row], 0)
     nbytes = np.where(items.catalog.is_bytes[items.row], 0, items.sizes.prod(axis=1) * width)
     share = int(nbytes.sum()) // (_PARTS * processes)
-    limit = max_bytes or min(_LARGEST_PART, max(share, _LEAST_PART))
+    limit = max_bytes or min(MAX_SHARD_SIZE, max(share, _LEAST_PART))
     part, number, held, last = np.zeros(len(items), np.int64), 0, 0, None
     for row in np.lexsort((begin, file)).tolist():
         if last is not None and (file[row] != last or held + int(nbytes[row]) > limit):
