@@ -193,7 +193,7 @@ def read_through_memory(saved, plan, number):
     box, reads = plan.boxes[number], plan.reads
     width = saved.tensors[box.name].shape[-1]
     got = np.full((*box.sizes, width), -1)
-    for row in plan.rows_of([number])[0].tolist():
+    for row in plan.rows(number):
         item = reads[row]
         axes = len(item.lengths)
         chunk = saved.metadata.state_dict_metadata[box.name].chunks[item.storage_index.index]
@@ -211,7 +211,7 @@ def read_through_memory(saved, plan, number):
 def copy_ranges(saved, plan, number):
     """Carry out the byte ranges of one box, byte by byte."""
     got = np.full(int(plan.nbytes[number]), -1)
-    for row in plan.rows_of([number])[0].tolist():
+    for row in plan.rows(number):
         begin, length, into = (int(c[row]) for c in (plan.begin, plan.length, plan.into))
         assert (got[into : into + length] == -1).all()
         got[into : into + length] = saved.files[plan.file[row]][begin : begin + length]
@@ -262,8 +262,7 @@ def test_what_is_cast_or_cannot_be_moved_is_not_copied_as_it_is(case):
         for number, box in enumerate(plan.boxes):
             if plan.copied[number]:
                 assert dtypes[box.name] == stored[box.name].properties.dtype
-                (rows,) = plan.rows_of([number])
-                for row in rows.tolist():
+                for row in plan.rows(number):
                     chunk = plan.reads[row].storage_index.index
                     assert saved.stored.movable[saved.stored.first[box.name] + chunk]
         assert not copy_plan(saved.metadata, target).copied.any()

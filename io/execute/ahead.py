@@ -157,8 +157,8 @@ class Ahead:
         number = self._number.get(box)
         if number is None or not self._plan.copied[number]:
             return None
-        (rows,) = self._plan.rows_of([number])
-        return Block([self._stretch(row) for row in rows.tolist()], partial(self._copied, number))
+        parts = [self._stretch(row) for row in self._plan.rows(number)]
+        return Block(parts, partial(self._copied, number))
 
     def _stretch(self, row: int) -> Stretch:
         plan, items, seen = self._plan, self._plan.reads, None
@@ -177,8 +177,8 @@ class Ahead:
         return [(self._reader.store.locate(name), name) for name in self._reader.source.files]
 
     def _copied(self, number: int) -> None:
-        nbytes, (rows,) = int(self._plan.nbytes[number]), self._plan.rows_of([number])
-        self._count(ReadStats(nbytes, nbytes, len(rows)))
+        nbytes = int(self._plan.nbytes[number])
+        self._count(ReadStats(nbytes, nbytes, len(self._plan.rows(number))))
         self._deliver(self._plan.boxes[number])
 
     def _deliver(self, box: Box) -> None:
@@ -213,10 +213,11 @@ class Ahead:
             return self._under_way.get(number)
 
     def _fetch_batch(self, batch: Ints) -> Boxes:
-        plan, numbers = self._plan, batch.tolist()
-        rows = np.concatenate(plan.rows_of(numbers))
-        boxes = [plan.boxes[number] for number in numbers]
-        return self._fetch(boxes, plan.reads.take(rows), plan.box[rows] - numbers[0])
+        plan, first, last = self._plan, int(batch[0]), int(batch[-1])
+        rows = slice(plan.rows(first).start, plan.rows(last).stop)
+        return self._fetch(
+            plan.boxes[first : last + 1], plan.reads.take(rows), plan.box[rows] - first
+        )
 
     def _fetch(self, boxes: Sequence[Box], items: ReadItems, box: Ints) -> Boxes:
         """Read some boxes into one stretch of memory, given the box of each read."""

@@ -13,6 +13,7 @@ Nothing is read here; `shardplan.io.execute` carries the plan out.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Final
 
 import attrs
@@ -88,7 +89,7 @@ class StoredChunks:
     tied: Mapping[str, str] = attrs.field(factory=dict)
 
 
-@attrs.frozen(eq=False, repr=False)
+@attrs.frozen(eq=False, repr=False, slots=False)
 class CopyPlan(Printed):
     """What one file, or the files of one rank, are copied from.
 
@@ -97,7 +98,7 @@ class CopyPlan(Printed):
         nbytes: Per box, its bytes as they are stored.
         batch: Per box, the batch that it is read in if it passes through memory.
         copied: Per box, whether its bytes are copied from file to file as they are.
-        reads: The reads that fill the boxes.
+        reads: The reads that fill the boxes, by box, then in the order of its bytes.
         box: Per read, the box that it fills a part of.
         file, begin: Per read of a copied box, where its bytes lie.
         into: Per read of a copied box, where they go in the box, in bytes.
@@ -121,11 +122,14 @@ class CopyPlan(Printed):
         edges = np.flatnonzero(np.diff(self.batch)) + 1
         return np.split(np.arange(len(self.boxes)), edges) if self.boxes else []
 
-    def rows_of(self, boxes: Sequence[int]) -> list[Ints]:
-        """Return the reads that fill each of some boxes, in the order of the box's bytes."""
-        low, high = (np.searchsorted(self.box, boxes, side) for side in ("left", "right"))
-        spans = zip(low.tolist(), high.tolist(), strict=True)
-        return [low + np.argsort(self.into[low:high], kind="stable") for low, high in spans]
+    def rows(self, box: int) -> range:
+        """Return the reads that fill a box, in the order of the box's bytes."""
+        return range(self._edges[box], self._edges[box + 1])
+
+    @cached_property
+    def _edges(self) -> list[int]:
+        edges: list[int] = np.searchsorted(self.box, np.arange(len(self.boxes) + 1)).tolist()
+        return edges
 
     @property
     def _sheet(self) -> Sheet:
@@ -146,7 +150,7 @@ class CopyPlan(Printed):
                 len(boxes),
                 int(self.nbytes[boxes].sum()),
                 int(self.copied[boxes].sum()),
-                int(np.isin(self.box, boxes).sum()),
+                sum(len(self.rows(box)) for box in boxes.tolist()),
             )
 
 
@@ -181,6 +185,8 @@ def copy_plan(
     sizes, lengths = padded([b.sizes for b in boxes], 1, axes), pad(reads.lengths, axes, 1)
     nbytes = sizes.prod(axis=1) * width
     into = (pad(reads.dest_offsets, axes, 0) * steps(sizes[box])).sum(axis=1) * width[box]
+    order = np.lexsort((into, box))
+    reads, lengths, box, into = reads.take(order), lengths[order], box[order], into[order]
     single, file, begin = _stored_ranges(reads, stored)
     same[box[~(single & lies_together(lengths, sizes[box]))]] = False
     return CopyPlan(

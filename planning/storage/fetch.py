@@ -157,7 +157,7 @@ class FetchPlan(Printed):
         hashed: Per read, whether its blocks are hashed.
         strides: Per read, how many elements of the file a step along each axis skips.
         axis: Per read, the axis from which on it is fetched as one range, gaps and all.
-        chunk_blocks: Per chunk, how many blocks it is hashed in.
+        block_bytes: The most bytes of a block.
         blocks: The blocks, each a box of a read.
         start: Where a block's first byte lies in its file.
         into: Where that byte goes in the read's box, laid out row-major.
@@ -177,7 +177,7 @@ class FetchPlan(Printed):
     hashed: Flags
     strides: Ints
     axis: Ints
-    chunk_blocks: Ints
+    block_bytes: int
     blocks: Blocks
     start: Ints
     into: Ints
@@ -195,6 +195,14 @@ class FetchPlan(Printed):
         """The chunk of each block."""
         chunk: Ints = self.reads.chunk[self.blocks.box]
         return chunk
+
+    @cached_property
+    def chunk_blocks(self) -> list[int]:
+        """How many blocks each chunk is hashed in."""
+        extents = self.places.extents
+        reach = reach_of(extents, self.places.itemsize, self.block_bytes)
+        counts: list[int] = np.maximum(-(-extents // reach), 1).prod(axis=1).tolist()
+        return counts
 
     @cached_property
     def file(self) -> Ints:
@@ -316,8 +324,6 @@ def fetch_plan(
     if access.is_single:  # large units take no memory, and mapped blocks little
         size = np.where(large, 0, np.where(mapped, size // _MAPPED, size))
     tasks = _tasks(places.file[reads.chunk[box]], start, unit, size)
-    reach = reach_of(places.extents, places.itemsize, block_bytes)
-    chunk_blocks = np.maximum(-(-places.extents // reach), 1).prod(axis=1)
     return FetchPlan(
         places=places,
         reads=reads,
@@ -325,7 +331,7 @@ def fetch_plan(
         hashed=hashed,
         strides=strides,
         axis=axis,
-        chunk_blocks=chunk_blocks,
+        block_bytes=block_bytes,
         blocks=blocks,
         start=start,
         into=into,
