@@ -168,7 +168,7 @@ def convert(
             ``max_memory`` is too little.
         UnsureCommitError: The store failed at the last moment: the new checkpoint may be there
             nevertheless, and nothing of it was removed.
-        CheckpointError: With several processes, any of these; it tells where.
+        CheckpointError: With several processes, any of these; it names the ranks that failed.
     """
     comm, watch = as_comm(comm), Stopwatch()
 

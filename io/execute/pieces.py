@@ -1,4 +1,4 @@
-"""What is to be written? The elements of each item of a save plan, as bytes, block by block.
+"""`Piece`: the elements of one item of a save plan as bytes, block by block.
 
 Every format writes `Piece`s. Their elements lie in tensor memory, or, when one checkpoint is
 converted to another, in the checkpoint that they are read from as they are needed.
@@ -86,7 +86,7 @@ class Piece:
         size: The tensor's global shape.
         source: What holds its elements, and maybe others.
         start: Where it starts there.
-        progress: Is told of its bytes as they are written.
+        progress: Gets its bytes as they are written.
     """
 
     name: str
@@ -215,10 +215,10 @@ def collect(
         flat: The rank's state dict, flattened.
         plan: What to write of it.
         refused_name: Says why a format cannot carry a tensor of some name; None if it can.
-        progress: Is told of the pieces' bytes as they are written.
+        progress: Gets the pieces' bytes as they are written.
 
     Returns:
-        The pieces by row of the plan's items; the values that are no tensors, by name in the
+        The pieces by row of the plan's items; the non-tensor values, by name in the
         checkpoint; and what cannot be written, by name, with the reason.
     """
     items = plan.items
@@ -261,7 +261,7 @@ def collect(
 
 
 def _holder(shard: Any) -> torch.Tensor | Lazy:
-    """Return what holds a shard's elements, none of which are copied yet."""
+    """Return what holds a shard's elements, without copying them."""
     if isinstance(shard, torch.Tensor):
         return as_tensor(shard)
     if isinstance(shard, Lazy):
