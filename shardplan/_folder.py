@@ -64,14 +64,10 @@ class Look:
 def look_at(
     store: Store, names: Sequence[str], see: Callable[[Store], _T], refused: _T
 ) -> Mapping[str, _T]:
-    """Look into several folders of a store at once.
+    """Look into several folders of a store at once; the empty name is the root.
 
-    Args:
-        store: The store.
-        names: The folders; the empty name is the root.
-        see: How to look into one.
-        refused: What to say of a folder that may not be looked into: on many disks there is one,
-            ``lost+found``. The root must be open.
+    ``refused`` is the result for a folder that may not be looked into: on many disks there is one,
+    ``lost+found``. The root must be open.
     """
 
     def see_one(name: str) -> _T:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal, overload
+from typing import Final, Literal, SupportsFloat, SupportsIndex, overload
 
 import attrs
 
@@ -187,15 +187,21 @@ def prune(
     else:
         kept, bad = whole[-keep_last:], set()
     doomed = [name for name in whole if name not in kept and name not in bad]
-    removed, replaced = _remove_all(store, found, doomed, dry_run)
+    fates = {
+        name: "removed" if dry_run else _remove(store, name, found[name].save_id) for name in doomed
+    }
+    removed, replaced = (
+        tuple(name for name, fate in fates.items() if fate == what)
+        for what in ("removed", "replaced")
+    )
     old, spared = _tidy(store, found, min_age, dry_run)
     report = PruneReport(
-        tuple(removed),
+        removed,
         tuple(kept),
         tuple(name for name in inner if found[name].damaged or name in bad),
         tuple(entry.name for entry in old),
         tuple(entry.name for entry in spared),
-        tuple(replaced),
+        replaced,
         (*(name for name in inner if found[name].foreign), *_single_files(store, loose)),
         tuple(name for name in inner if found[name].denied),
         "bytes" if verify and len(whole) > keep_last else "sizes",
@@ -229,11 +235,11 @@ def _sheet(report: PruneReport) -> Sheet:
 
 
 def _check_options(keep_last: int, min_age: float) -> None:
-    if isinstance(keep_last, bool) or not hasattr(keep_last, "__index__"):
+    if isinstance(keep_last, bool) or not isinstance(keep_last, SupportsIndex):
         raise TypeError(
             f"keep_last says how many checkpoints stay, as a whole number; not {keep_last!r}"
         )
-    if isinstance(min_age, bool) or not hasattr(min_age, "__float__"):
+    if isinstance(min_age, bool) or not isinstance(min_age, SupportsFloat):
         raise TypeError(f"min_age says how many seconds, as a number; not {min_age!r}")
     if keep_last < 1:
         raise ValueError(f"keep_last must be at least 1, not {keep_last}")
@@ -266,17 +272,13 @@ def _sound(
     sound, bad, left, done = list[str](), set[str](), list(whole), 0
     while left and len(sound) < count:
         total = done + sum(found[name].nbytes for name in left[len(sound) - count :])
-
-        def add(some: int, _: int, done: int = done, total: int = total) -> None:
-            if tell is not None:
-                tell(min(done + some, total), total)
-
         name = left.pop()
-        done += found[name].nbytes
         try:
-            fine = check(within(store, name), progress=add).ok
+            fine = check(within(store, name), progress=_shifted(tell, done, total)).ok
         except FormatError:
             continue  # it is gone: another process prunes, too
+        finally:
+            done += found[name].nbytes
         if fine:
             sound.insert(0, name)
         else:
@@ -284,17 +286,9 @@ def _sound(
     return sound, bad
 
 
-def _remove_all(
-    store: Store, found: Mapping[str, Look], doomed: Sequence[str], dry_run: bool
-) -> tuple[list[str], list[str]]:
-    """Remove checkpoints; name those that were, and those that another save has replaced."""
-    if dry_run:
-        return list(doomed), []
-    results = {name: _remove(store, name, found[name].save_id) for name in doomed}
-    removed, replaced = (
-        [name for name, done in results.items() if done == what] for what in ("removed", "replaced")
-    )
-    return removed, replaced
+def _shifted(tell: Tell | None, done: int, total: int) -> Tell | None:
+    """Report the progress of one checkpoint as that of all, given what was done before it."""
+    return tell and (lambda some, _: tell(min(done + some, total), total))
 
 
 def _remove(store: Store, name: str, save_id: str | None) -> Literal["removed", "replaced", "gone"]:

@@ -199,7 +199,7 @@ def test_where_there_is_no_checkpoint_that_is_said(tmp_path):
     with pytest.raises(FormatError, match="no checkpoint"):
         verify(tmp_path)
     (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(FormatError, match=r"notes\.txt: it is no checkpoint of a known format"):
+    with pytest.raises(FormatError, match=r"notes\.txt: it is not a checkpoint of a known format"):
         verify(tmp_path / "notes.txt")
     shardplan.save(SD, tmp_path / "step-1")
     with pytest.raises(FormatError, match=r"in folders of it; give one: .*step-1"):

@@ -306,7 +306,7 @@ class Writer(Protocol):
         pool: Pool | None = None,
         progress: Progress | None = None,
     ) -> Part:
-        """Write one rank's part, which nobody takes for a checkpoint until it is committed.
+        """Write one rank's part, which does not count as a checkpoint until it is committed.
 
         ``progress`` counts the bytes of tensors. If it fails, what it wrote is removed again.
         """

@@ -144,7 +144,7 @@ def _why_none(store: Store, name: str) -> str:
     """Explain why there is no checkpoint."""
     names = ", ".join(format_names())
     if name:
-        return _why_no_file(store, name) or f"it is no checkpoint of a known format ({names})"
+        return _why_no_file(store, name) or f"it is not a checkpoint of a known format ({names})"
     found = store.list(recursive=False)
     if not found:
         return f"there is no checkpoint: {_why_empty(store.url)}"
@@ -166,7 +166,7 @@ def _why_no_file(store: Store, name: str) -> str | None:
         return None
     if writer.detect(store):
         return f"it is a part of a checkpoint; give the folder: {store.url}"
-    return "it is a part of no checkpoint: the save that wrote it was never committed"
+    return "it belongs to no checkpoint: the save that wrote it was never committed"
 
 
 def _why_empty(url: str) -> str:

@@ -51,7 +51,7 @@ def parse_size(size: int | str) -> int:
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", size, re.IGNORECASE)
         if match is None:
-            raise ValueError(f"{size!r} is no size; write '5GB', '500MiB' or a number of bytes")
+            raise ValueError(f"{size!r} is not a size; write '5GB', '500MiB' or a number of bytes")
         unit = match[2].upper()
         scale = _UNITS[unit] if not match[3] else 1024 ** list(_UNITS).index(unit)
         size = int(float(match[1]) * scale)
@@ -129,7 +129,7 @@ def number_shards(
 
 
 def shards_of(plan: SavePlan) -> Shards | None:
-    """Return the files of a plan; None if nobody has numbered them."""
+    """Return the files of a plan; None if they are not numbered."""
     data = plan.storage_data
     return Shards(*data[_KEY]) if isinstance(data, Mapping) and _KEY in data else None
 

@@ -211,5 +211,6 @@ def _check_inside(index: str, name: str, file: Any) -> None:
         inside = False
     if not inside or not file.endswith(SUFFIX):
         raise FormatError(
-            index, f"it has `{name}` in {str(file)[:80]!r}, which is no safetensors file beside it"
+            index,
+            f"it has `{name}` in {str(file)[:80]!r}, which is not a safetensors file beside it",
         )

@@ -320,7 +320,7 @@ def _entry(name: str, held: Sequence[_Place], files: Sequence[str]) -> TensorMet
 
 
 def _refuse(name: str, holders: Sequence[str], layout: Layout) -> NoReturn:
-    """Say why chunks do not make up a tensor, given the file of each."""
+    """Raise the error for chunks that do not make up a tensor, given the file of each."""
     clashes = self_overlaps(layout.tiling, 1)
     if clashes:
         one, other = (holders[number] for number in clashes[0])

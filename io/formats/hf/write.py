@@ -205,7 +205,9 @@ class HfWriter(Writer):
             if file_entry(piece.dtype, piece.shape) is None:
                 refused[name] = f"is {piece.dtype}, which safetensors has no name for; cast it"
         if not self.leave_out:
-            why = "is no tensor, and an `hf` checkpoint holds only tensors; leave it out with drop"
+            why = (
+                "is not a tensor, and an `hf` checkpoint holds only tensors; leave it out with drop"
+            )
             refused.update(dict.fromkeys(values, why))
         if refused:
             raise ValueRefusedError(refused)
@@ -371,7 +373,7 @@ def _tidy(store: Store, old: set[str], new: set[str]) -> tuple[str, ...]:
     except Exception:  # a store may fail as it likes: the checkpoint is committed
         return tuple(sorted(old - new))
     doomed = (old | strays) - new - kept - {SINGLE}
-    # The index goes first: without it, nobody misses the files that it names.
+    # The index goes first: without it, the files that it names are not missed.
     if INDEX in doomed and remove(store, [INDEX]):
         return tuple(sorted(doomed))
     return remove(store, sorted(doomed - {INDEX}))

@@ -125,9 +125,7 @@ def assemble(
     file, sums = _collect(metadata, plans, written, start)
     if (file < 0).any():
         lost = entries.names[int(np.searchsorted(start, np.argmin(file), "right")) - 1]
-        raise ValueError(
-            f"some of `{lost}` was written by nobody; were plans and results mixed up?"
-        )
+        raise ValueError(f"some of `{lost}` was not written; were plans and results mixed up?")
     places, place = _places(file, start)
     made = [f for one in written for f in one.files]
     files = FileTable(

@@ -70,7 +70,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """Return the manifest's JSON text, which starts with a checksum of what follows it.
 
     Raises:
-        FormatError: No state dict has such names, so that nobody could open it.
+        FormatError: No state dict has such names, so that it could not be opened.
     """
     entries = manifest.entries
     try:
@@ -175,7 +175,7 @@ def _validate(store: Store, size: int) -> None:
     head = _piece(store, 0, _HEAD_BYTES)
     found = _HEAD.match(head)
     if found is None:
-        raise FormatError(MANIFEST, "it is no manifest: it does not begin as one")
+        raise FormatError(MANIFEST, "it is not a manifest: it does not begin as one")
     _check_version(int(found[1]), MANIFEST)
     try:
         if _has_digest(store, size, found):
@@ -215,7 +215,7 @@ def decode_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise FormatError(file, f"it is not JSON: {error}") from None
     if not isinstance(body, dict) or body.get("format") != _FORMAT:
-        raise FormatError(file, f'it is no manifest: it does not say "format":"{_FORMAT}"')
+        raise FormatError(file, f'it is not a manifest: it does not say "format":"{_FORMAT}"')
     _check_version(body.get("version"), file)
     head = _HEAD.match(data)
     if head is None or xxhash.xxh3_64_hexdigest(memoryview(data)[head.end() :]) != head[2].decode():
@@ -252,7 +252,7 @@ def _decode(body: dict[str, Any]) -> Manifest:
     if len(set(columns[1].tolist())) != len(layouts):  # np.unique would import numpy.ma
         raise ValueError("no tensor has some of its layouts")
     if not all(type(name) is str for name in names):
-        raise ValueError("a name is no text")
+        raise ValueError("a name is not text")
     stored = {name: _decode_value(value, len(places)) for name, value in values.items()}
     planner_data = from_json(body["planner_data"])
     _check_paths(planner_data, names)
@@ -287,7 +287,7 @@ def _decode_files(table: dict[str, Any]) -> FileTable:
     names = tuple(table["names"])
     for name in names:
         if type(name) is not str or not _FILE.fullmatch(check_path(name)):
-            raise ValueError(f"{str(name)[:200]!r} is no name of a file inside the checkpoint")
+            raise ValueError(f"{str(name)[:200]!r} does not name a file inside the checkpoint")
     sizes = _column(table["sizes"], MAX_BYTES, "a file's size")
     headers = _column(table["headers"], MAX_BYTES, "a header's length")
     digests = tuple(int(_text(d), 16) for d in table["xxh3_64"])
@@ -396,7 +396,7 @@ def _time(value: Any) -> float:
 def _column(values: Sequence[int], end: int, what: str) -> Ints:
     """Return whole numbers as an array, all of them at least 0 and less than ``end``."""
     if not isinstance(values, list) or not set(map(type, values)) <= {int}:
-        raise ValueError(f"{what} is no whole number")
+        raise ValueError(f"{what} is not a whole number")
     array = column(values)
     if not within(array, end):
         raise ValueError(f"{what} is impossible: {array.min()} to {array.max()}, of {end}")

@@ -102,7 +102,7 @@ def _records(store: Store, archive: Stored) -> list[_Summed] | Fault:
         return Fault("header", file, error.reason, archive.key, offset, end)
     except StoreError as error:
         return Fault("unreadable", file, error.reason, archive.key, offset)
-    # Torch writes zeros where it was told to compute no checksums.
+    # Torch writes zeros if it computes no checksums.
     return summed if any(one.record.crc for one in summed if one.record.nbytes) else []
 
 
