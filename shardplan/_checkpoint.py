@@ -22,7 +22,7 @@ from shardplan.planning.columns import Catalog, ReadItems, WriteItems, column, r
 from shardplan.planning.geometry import pad
 
 from ._describing import describe
-from ._freshness import plain_errors
+from ._read_errors import plain_errors
 
 __all__ = ["Checkpoint", "SavedTensor", "open_checkpoint"]
 

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NoReturn
+from typing import Any, Final, Generic, NoReturn, TypeVar
 
 import attrs
 
@@ -27,6 +27,7 @@ from shardplan.planning import leaves, listed, span
 __all__ = [
     "Counted",
     "JobComm",
+    "Keeping",
     "as_comm",
     "Place",
     "default_comm",
@@ -40,6 +41,8 @@ __all__ = [
     "told_apart",
     "world_group",
 ]
+
+T = TypeVar("T")
 
 
 @attrs.frozen
@@ -230,6 +233,26 @@ def take_step(
     if comm.world_size == 1:
         return reduce([map()])
     return all_reduce(comm, step, map, reduce)
+
+
+class Keeping(Generic[T]):
+    """A function for a step that returns what to keep on this rank, and what to send.
+
+    Attributes:
+        kept: What it kept when it was last called; None if it was not called here.
+
+    >>> work = Keeping(lambda: ("a large plan", 2))
+    >>> take_step(solo(), "add up", work, sum), work.kept
+    (2, 'a large plan')
+    """
+
+    def __init__(self, work: Callable[..., tuple[T, Any]]) -> None:
+        self._work = work
+        self.kept: T | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        self.kept, sent = self._work(*args)
+        return sent
 
 
 def told_apart(ranks: Sequence[int], values: Sequence[str]) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, Final, Literal
 
 import attrs
@@ -37,7 +38,7 @@ from shardplan.planning import (
     human_seconds,
 )
 
-from ._freshness import ATTEMPTS, STOPPED, begins_anew
+from ._read_errors import read_anew
 from ._report import logged
 
 __all__ = ["Change", "CheckpointDiff", "diff", "taken_on_trust"]
@@ -172,22 +173,13 @@ def diff(
     """
     start = time.perf_counter()
     pool = pool or default_pool()
-    for left in reversed(range(ATTEMPTS)):
-        sides = [_open(path, pool) for path in (a, b)]
-        try:
-            for side in sides:
-                _check_side(side)
-            found = _compare(*sides, values=values, locate=locate, read=read, tell=progress)
-            break
-        except STOPPED:  # a side that was overwritten meanwhile is compared as it is now
-            if not left or not any(map(begins_anew, sides)):
-                raise
-    ours, theirs = (side.metadata.state_dict_metadata for side in sides)
+    compare = partial(_compare, values=values, locate=locate, read=read, progress=progress)
+    found = read_anew(lambda: (_open(a, pool), _open(b, pool)), compare)
     report = CheckpointDiff(
         _url(a),
         _url(b),
-        tuple(sorted(found.changes, key=lambda change: change.key)),
-        len(ours.keys() & theirs.keys()),
+        found.changes,
+        found.keys,
         found.bytes_read,
         time.perf_counter() - start,
         len(found.by_checksum),
@@ -241,30 +233,45 @@ def _check_sizes(store: Store, files: FileTable) -> None:
 
 @attrs.frozen
 class _Found:
-    """What differs, the bytes that were read to tell, and the keys that were not all read."""
+    """The differences, the number of common keys, and what was read of them.
 
-    changes: list[Change]
+    Attributes:
+        changes: All differences, by key.
+        keys: How many keys both have.
+        bytes_read: Bytes that were read.
+        by_checksum: Keys that were not read in full.
+    """
+
+    changes: tuple[Change, ...]
+    keys: int
     bytes_read: int = 0
     by_checksum: frozenset[str] = frozenset()
 
 
 def _compare(
-    a: Reader, b: Reader, *, values: bool, locate: bool, read: bool, tell: Tell | None
+    a: Reader, b: Reader, *, values: bool, locate: bool, read: bool, progress: Tell | None
 ) -> _Found:
+    for side in (a, b):
+        _check_side(side)
     changes = list(_structure(a, b))
-    if not values:
-        Progress(0, tell)
-        return _Found(changes)
-    changed = {change.key for change in changes}
     entries = a.metadata.state_dict_metadata
+    keys = len(entries.keys() & b.metadata.state_dict_metadata.keys())
+    if not values:
+        Progress(0, progress)
+        return _Found(_by_key(changes), keys)
+    changed = {change.key for change in changes}
     shared = [name for name in entries if name not in changed]
     tensors = [n for n in shared if isinstance(entries[n], TensorMetadata)]
-    found = compare_tensors(a, b, tensors, locate=locate, read=read, tell=tell)
+    found = compare_tensors(a, b, tensors, locate=locate, read=read, tell=progress)
     changes += [_tensor_change(name, differs) for name, differs in found.differing.items()]
     others = [n for n in shared if isinstance(entries[n], BytesMetadata)]
     alike = set() if read else {name for name in others if _stored_alike(a, b, name)}
     changes += _values(a, b, [name for name in others if name not in alike])
-    return _Found(changes, found.bytes_read, found.unread | alike)
+    return _Found(_by_key(changes), keys, found.bytes_read, found.unread | alike)
+
+
+def _by_key(changes: Iterable[Change]) -> tuple[Change, ...]:
+    return tuple(sorted(changes, key=lambda change: change.key))
 
 
 def _structure(a: Reader, b: Reader) -> Iterator[Change]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal
 
+import attrs
 import torch
 
 from shardplan.io import Pool, Tell, empty
@@ -14,6 +16,7 @@ from shardplan.io.execute import Reader
 from shardplan.io.formats import open_source
 from shardplan.io.stores import Store
 from shardplan.planning import (
+    LoadPlan,
     Metadata,
     NotFoundError,
     TensorMetadata,
@@ -29,12 +32,12 @@ from shardplan.planning import (
 )
 
 from ._comm import own_place
-from ._freshness import ATTEMPTS, STOPPED, begins_anew, plain_errors
 from ._memory import blank_like, tied_names
 from ._per_rank import part, unpart
-from ._reading import read_rank
+from ._read import Opened, read_rank
+from ._read_errors import plain_errors, read_anew
 from ._report import LOG
-from ._resizing import resize
+from ._resize import Resized, resize
 from ._stateful import State, expand
 
 __all__ = ["restore"]
@@ -57,18 +60,18 @@ def restore(
     Args:
         path: The checkpoint.
         target: What to make, nested in any way: meta tensors, `TensorSpec`s, or anything else with
-            a shape and a dtype; other leaves stand for values that are no tensors. A DTensor stands
-            for one on the same mesh, of which this rank reads its own part; an object with
-            ``state_dict()`` and ``load_state_dict()`` for its state, and is not changed. Everything
-            that was saved if left out.
+            a shape and a dtype; other leaves stand for non-tensor values. A DTensor stands for one
+            on the same mesh, and this rank reads its own part; an object with ``state_dict()`` and
+            ``load_state_dict()`` stands for its state, and is not changed. Everything that was
+            saved if left out.
         keys: Shell-style patterns of the flattened names to read; everything if left out.
         device: Where new tensors are made; DTensors are made where their mesh is.
         dtype: Whether tensors of ``target`` may have another dtype than the saved ones: ``"cast"``.
-        format: What wrote the checkpoint; found out if left out.
+        format: What wrote the checkpoint; detected if left out.
         verify: Whether to check what is read whole against its checksums.
         progress: Called as ``progress(done_bytes, total_bytes)``, from one thread at a time, with
-            ever more bytes of this process's tensors done, and all of them in the end. What it
-            raises stops the load.
+            more and more bytes of this process's tensors done, and all of them in the end. What
+            it raises stops the load.
         pool: The threads and the memory budget to use.
 
     >>> import tempfile, torch
@@ -86,49 +89,82 @@ def restore(
     """
     if torch.device(device).type == "meta":
         raise ValueError(
-            "the meta device holds no elements to restore; open_checkpoint tells names, shapes and "
+            "the meta device holds no elements to restore; open_checkpoint gives names, shapes and "
             "dtypes without reading them"
         )
-    for left in reversed(range(ATTEMPTS)):
-        reader = Reader(open_source(path, format=format, pool=pool), pool)
-        try:
-            with plain_errors(reader):
-                return _restore(reader, target, keys, device, dtype, verify, progress)
-        except STOPPED:
-            if not left or not begins_anew(reader):
-                raise
-    raise AssertionError  # the last attempt returns or raises
+    wanted = _Wanted(target, keys, device, dtype, verify, progress)
+    return read_anew(
+        lambda: (Reader(open_source(path, format=format, pool=pool), pool),),
+        partial(_restore, wanted),
+    )
 
 
-def _restore(
-    reader: Reader,
-    target: State | None,
-    keys: Iterable[str] | None,
-    device: Any,
-    dtype: Literal["same", "cast"],
-    verify: bool,
-    progress: Tell | None,
-) -> dict[Any, Any]:
-    """Make a new state dict of a checkpoint; all is planned before memory is asked for."""
-    metadata = reader.metadata
-    place = own_place()
-    nested = {} if target is None else part(expand(target), place)
-    every, paths = _everything(metadata) if target is None else _flat(nested, metadata)
-    wanted = _matching(every, keys)
-    specs = {name: _spec(leaf) for name, leaf in wanted.items()}
+@attrs.frozen(eq=False)
+class _Wanted:
+    """The arguments of a `restore`; see there."""
+
+    target: State | None
+    keys: Iterable[str] | None
+    device: Any
+    dtype: Literal["same", "cast"]
+    verify: bool
+    progress: Tell | None
+
+
+def _restore(wanted: _Wanted, reader: Reader) -> dict[Any, Any]:
+    with plain_errors(reader):
+        planned = _plan(wanted, reader)
+        return _read(wanted, planned, reader)
+
+
+@attrs.frozen(eq=False)
+class _Planned:
+    """What is made, planned before memory is asked for.
+
+    Attributes:
+        nested: The target, with this rank's part of each `PerRank`; empty if there is none.
+        paths: The path to each value of the new state dict.
+        specs: What to make, by name.
+        tied: Names that are not in the checkpoint, but share memory with one that is.
+        resized: Per-rank state that was saved on another number of ranks.
+        plan: The reads.
+    """
+
+    nested: Mapping[Any, Any]
+    paths: Mapping[str, Any]
+    specs: Mapping[str, Any]
+    tied: Mapping[str, str]
+    resized: Resized
+    plan: LoadPlan
+
+
+def _plan(wanted: _Wanted, reader: Reader) -> _Planned:
+    """Plan what to make and what to read."""
+    metadata, place = reader.metadata, own_place()
+    nested = {} if wanted.target is None else part(expand(wanted.target), place)
+    every, paths = _everything(metadata) if wanted.target is None else _flat(nested, metadata)
+    flat = _matching(every, wanted.keys)
+    specs = {name: _spec(leaf) for name, leaf in flat.items()}
     local = local_plan(specs)
-    tied = tied_names(local, wanted, metadata)
-    resized = resize(nested, local, metadata, reader, place, strict=True, verify=verify)
+    tied = tied_names(local, flat, metadata)
+    opened = Opened(metadata, reader)
+    resized = resize(nested, local, opened, place, strict=True, verify=wanted.verify)
     optional = {*tied, *resized.names}
-    plan = load_plan(metadata, local, dtype=dtype, optional=optional)
-    flat = {name: _blank(spec, device) for name, spec in specs.items() if name not in tied}
+    plan = load_plan(metadata, local, dtype=wanted.dtype, optional=optional)
+    return _Planned(nested, paths, specs, tied, resized, plan)
+
+
+def _read(wanted: _Wanted, planned: _Planned, reader: Reader) -> dict[Any, Any]:
+    """Make memory, fill it, and nest it as it was saved or wanted."""
+    specs, tied = planned.specs, planned.tied
+    flat = {name: _blank(spec, wanted.device) for name, spec in specs.items() if name not in tied}
     flat |= {name: flat[kept] for name, kept in tied.items()}
-    done = read_rank(reader, flat, plan, verify=verify, progress=progress)
+    done = read_rank(reader, flat, planned.plan, verify=wanted.verify, progress=wanted.progress)
     nbytes = done.stats.bytes_read
     LOG.info("%s: restored %d names, %d bytes", reader.store.url, len(flat), nbytes)
-    made = unflatten({**flat, **done.values}, paths)
-    resized.put(made)
-    unpart(made, nested)
+    made = unflatten({**flat, **done.values}, planned.paths)
+    planned.resized.put(made)
+    unpart(made, planned.nested)
     return made
 
 

@@ -23,7 +23,7 @@ from shardplan.io.formats.native import (
 from shardplan.io.stores import Store, StoreError
 from shardplan.planning import Sheet, Table, human_bytes, human_seconds
 
-from ._freshness import ATTEMPTS, is_another, save_of
+from ._read_errors import ATTEMPTS, is_another, save_of
 from ._report import logged
 
 __all__ = ["VerifyReport", "verify"]

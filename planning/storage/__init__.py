@@ -19,6 +19,14 @@ if TYPE_CHECKING:
         steps,
         whole_blocks,
     )
+    from .rounds import Arrival, Piece, Round, SharedRounds, shared_rounds
+    from .sharing_cost import (
+        Need,
+        need_of,
+        plan_bytes,
+        read_widths,
+        sharing_pays,
+    )
 
 __getattr__, __dir__ = door(
     __name__,
@@ -30,5 +38,7 @@ __getattr__, __dir__ = door(
             "ByteRanges Requests byte_ranges coalesce fetched filled lies_together steps "
             "whole_blocks"
         ),
+        "rounds": "Arrival Piece Round SharedRounds shared_rounds",
+        "sharing_cost": "Need need_of plan_bytes read_widths sharing_pays",
     },
 )
