@@ -92,7 +92,7 @@ def read_shared(
         block_bytes=opened.block_bytes,
         max_gap=opened.max_gap,
     )
-    counter = attempts.run(lambda: Progress(rounds.nbytes, progress), Progress(0))
+    counter = attempts.run(lambda: Progress(rounds.read + rounds.received, progress), Progress(0))
     with _leaving(comm):
         values = share.exchange_values()
         moved = [share.move_tensors(one, counter) for one in rounds.rounds]
@@ -211,7 +211,11 @@ class _SharedRead:
         stats = self.attempts.run(
             lambda: self._fill(one.reads, staged.__getitem__, progress), ReadStats()
         )
-        pending = [sent for piece in one.pieces for sent in self._send(piece, staged[piece.read])]
+        pending = [
+            sent
+            for piece in one.pieces
+            for sent in self._send(piece, staged[piece.read], one.dtypes[piece.read])
+        ]
         for sent in pending:
             sent.wait()
         for region in incoming:
@@ -232,18 +236,18 @@ class _SharedRead:
             return ReadStats()
         return reader.fill(reads, dest, verify=self.verify, sums=self.sums, progress=progress)
 
-    def _send(self, piece: Piece, staged: torch.Tensor) -> list[Pending]:
+    def _send(self, piece: Piece, staged: torch.Tensor, dtype: str) -> list[Pending]:
         """Begin to send a region, and copy it to where this rank needs it."""
         view = memory(window(staged, piece.offsets, piece.sizes).contiguous())
         assert view is not None
         pending = [self.comm.send(target, view) for target in piece.targets]
         data = np.frombuffer(view, np.uint8)
-        for row in piece.items:
-            self.attempts.run(partial(self._store, row, data, piece.dtype), None)
+        self.attempts.run(lambda: self._keep(piece.items, data, dtype), None)
         return pending
 
-    def _store(self, row: int, data: npt.NDArray[np.uint8], dtype: str) -> None:
-        store(self.own(row), data, dtype)
+    def _keep(self, rows: Sequence[int], data: npt.NDArray[np.uint8], dtype: str) -> None:
+        for row in rows:
+            store(self.own(row), data, dtype)
 
     def _expect(self, arrival: Arrival) -> _Incoming:
         """Make ready to receive a region, straight into its tensor where that is possible."""

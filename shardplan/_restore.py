@@ -8,7 +8,6 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal
 
-import attrs
 import torch
 
 from shardplan.io import Pool, Tell, empty
@@ -16,7 +15,6 @@ from shardplan.io.execute import Reader
 from shardplan.io.formats import open_source
 from shardplan.io.stores import Store
 from shardplan.planning import (
-    LoadPlan,
     Metadata,
     NotFoundError,
     TensorMetadata,
@@ -37,7 +35,7 @@ from ._per_rank import part, unpart
 from ._read import Opened, read_rank
 from ._read_errors import plain_errors, read_anew
 from ._report import LOG
-from ._resize import Resized, resize
+from ._resize import resize
 from ._stateful import State, expand
 
 __all__ = ["restore"]
@@ -92,79 +90,42 @@ def restore(
             "the meta device holds no elements to restore; open_checkpoint gives names, shapes and "
             "dtypes without reading them"
         )
-    wanted = _Wanted(target, keys, device, dtype, verify, progress)
+    options: dict[str, Any] = {"dtype": dtype, "verify": verify, "progress": progress}
     return read_anew(
         lambda: (Reader(open_source(path, format=format, pool=pool), pool),),
-        partial(_restore, wanted),
+        partial(_restore, target=target, keys=keys, device=device, **options),
     )
 
 
-@attrs.frozen(eq=False)
-class _Wanted:
-    """The arguments of a `restore`; see there."""
-
-    target: State | None
-    keys: Iterable[str] | None
-    device: Any
-    dtype: Literal["same", "cast"]
-    verify: bool
-    progress: Tell | None
-
-
-def _restore(wanted: _Wanted, reader: Reader) -> dict[Any, Any]:
-    with plain_errors(reader):
-        planned = _plan(wanted, reader)
-        return _read(wanted, planned, reader)
-
-
-@attrs.frozen(eq=False)
-class _Planned:
-    """What is made, planned before memory is asked for.
-
-    Attributes:
-        nested: The target, with this rank's part of each `PerRank`; empty if there is none.
-        paths: The path to each value of the new state dict.
-        specs: What to make, by name.
-        tied: Names that are not in the checkpoint, but share memory with one that is.
-        resized: Per-rank state that was saved on another number of ranks.
-        plan: The reads.
-    """
-
-    nested: Mapping[Any, Any]
-    paths: Mapping[str, Any]
-    specs: Mapping[str, Any]
-    tied: Mapping[str, str]
-    resized: Resized
-    plan: LoadPlan
-
-
-def _plan(wanted: _Wanted, reader: Reader) -> _Planned:
-    """Plan what to make and what to read."""
+def _restore(
+    reader: Reader,
+    *,
+    target: State | None,
+    keys: Iterable[str] | None,
+    device: Any,
+    dtype: Literal["same", "cast"],
+    verify: bool,
+    progress: Tell | None,
+) -> dict[Any, Any]:
+    """Make a new state dict of a checkpoint; all is planned before memory is asked for."""
     metadata, place = reader.metadata, own_place()
-    nested = {} if wanted.target is None else part(expand(wanted.target), place)
-    every, paths = _everything(metadata) if wanted.target is None else _flat(nested, metadata)
-    flat = _matching(every, wanted.keys)
-    specs = {name: _spec(leaf) for name, leaf in flat.items()}
-    local = local_plan(specs)
-    tied = tied_names(local, flat, metadata)
-    opened = Opened(metadata, reader)
-    resized = resize(nested, local, opened, place, strict=True, verify=wanted.verify)
-    optional = {*tied, *resized.names}
-    plan = load_plan(metadata, local, dtype=wanted.dtype, optional=optional)
-    return _Planned(nested, paths, specs, tied, resized, plan)
-
-
-def _read(wanted: _Wanted, planned: _Planned, reader: Reader) -> dict[Any, Any]:
-    """Make memory, fill it, and nest it as it was saved or wanted."""
-    specs, tied = planned.specs, planned.tied
-    flat = {name: _blank(spec, wanted.device) for name, spec in specs.items() if name not in tied}
-    flat |= {name: flat[kept] for name, kept in tied.items()}
-    done = read_rank(reader, flat, planned.plan, verify=wanted.verify, progress=wanted.progress)
-    nbytes = done.stats.bytes_read
-    LOG.info("%s: restored %d names, %d bytes", reader.store.url, len(flat), nbytes)
-    made = unflatten({**flat, **done.values}, planned.paths)
-    planned.resized.put(made)
-    unpart(made, planned.nested)
+    with plain_errors(reader):
+        nested = {} if target is None else part(expand(target), place)
+        every, paths = _everything(metadata) if target is None else _flat(nested, metadata)
+        wanted = _matching(every, keys)
+        specs = {name: _spec(leaf) for name, leaf in wanted.items()}
+        local = local_plan(specs)
+        tied = tied_names(local, wanted, metadata)
+        opened = Opened(metadata, reader)
+        resized = resize(nested, local, opened, place, strict=True, verify=verify)
+        plan = load_plan(metadata, local, dtype=dtype, optional={*tied, *resized.names})
+        flat = {name: _blank(spec, device) for name, spec in specs.items() if name not in tied}
+        flat |= {name: flat[kept] for name, kept in tied.items()}
+        done = read_rank(reader, flat, plan, verify=verify, progress=progress)
+    LOG.info("%s: restored %d names, %d bytes", reader.store.url, len(flat), done.stats.bytes_read)
+    made = unflatten({**flat, **done.values}, paths)
+    resized.put(made)
+    unpart(made, nested)
     return made
 
 

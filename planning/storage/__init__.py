@@ -20,13 +20,7 @@ if TYPE_CHECKING:
         whole_blocks,
     )
     from .rounds import Arrival, Piece, Round, SharedRounds, shared_rounds
-    from .sharing_cost import (
-        Need,
-        need_of,
-        plan_bytes,
-        read_widths,
-        sharing_pays,
-    )
+    from .sharing_cost import MOST_READS, Need, need_of, plan_bytes, read_widths, sharing_pays
 
 __getattr__, __dir__ = door(
     __name__,
@@ -39,6 +33,6 @@ __getattr__, __dir__ = door(
             "whole_blocks"
         ),
         "rounds": "Arrival Piece Round SharedRounds shared_rounds",
-        "sharing_cost": "Need need_of plan_bytes read_widths sharing_pays",
+        "sharing_cost": "MOST_READS Need need_of plan_bytes read_widths sharing_pays",
     },
 )

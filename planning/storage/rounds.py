@@ -56,7 +56,6 @@ class Piece:
         read: The row of the round's reads that brings it.
         offsets: Where the region starts in the box of that read, in elements.
         sizes: Its sizes, in elements.
-        dtype: The stored dtype.
         nbytes: Its size in bytes.
         targets: The ranks it is sent to.
         items: The rows of the plan's own reads that it fills.
@@ -65,7 +64,6 @@ class Piece:
     read: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    dtype: str
     nbytes: int
     targets: tuple[int, ...]
     items: tuple[int, ...]
@@ -94,12 +92,12 @@ class SharedRounds:
     Attributes:
         rounds: The rounds in which it reads for others or receives anything, in order.
         rest: The rows of the plan's own reads that are read straight from storage.
-        nbytes: Bytes that it reads and receives, of tensors.
+        read: Bytes of tensors that it reads from storage, for itself and for others.
     """
 
     rounds: tuple[Round, ...]
     rest: tuple[int, ...]
-    nbytes: int
+    read: int
 
     @property
     def received(self) -> int:
@@ -152,7 +150,9 @@ def shared_rounds(
         going.setdefault(number[batch.row], []).append(batch)
     order = sorted({*coming, *going})
     rounds = tuple(table.round(coming.get(n, []), going.get(n, [])) for n in order)
-    return SharedRounds(rounds, tuple(rest), table.nbytes(rank, batches, rest))
+    reads = ReadItems.concat([plan.items.take(column(rest)), *(one.reads for one in rounds)])
+    nbytes = int((reads.numel * read_widths(reads, metadata)).sum())
+    return SharedRounds(rounds, tuple(rest), nbytes)
 
 
 @attrs.frozen
@@ -289,19 +289,10 @@ class _Table:
             read,
             tuple(offsets[:axes].tolist()),
             tuple(self.reads.lengths[row, :axes].tolist()),
-            self._dtype(row),
             self._nbytes(row),
             tuple(int(target[row]) for row in rows if row < count),
             tuple(row - count for row in rows if row >= count),
         )
-
-    def nbytes(self, rank: int, batches: list[_Batch], rest: list[int]) -> int:
-        """Count the bytes that a rank reads and receives."""
-        rows = [row + len(self.plan.transfers) for row in rest] + self.arrivals(rank)
-        rows += [batch.row for batch in batches if not batch.is_block]
-        blocks = column([batch.row for batch in batches if batch.is_block])
-        numel = self.located.numel[blocks] * self.width[blocks]
-        return sum(map(self._nbytes, rows)) + int(numel.sum())
 
     def _nbytes(self, row: int) -> int:
         return int(self.reads.numel[row] * self.width[row])

@@ -20,7 +20,7 @@ from ..records import LoadPlan
 from .located import locate_reads
 from .ranges import fetched
 
-__all__ = ["Need", "need_of", "plan_bytes", "read_widths", "sharing_pays"]
+__all__ = ["MOST_READS", "Need", "need_of", "plan_bytes", "read_widths", "sharing_pays"]
 
 MOST_READS: Final = 1 << 22
 """The most reads of all ranks together for which sharing is planned unasked: so many take the
