@@ -129,34 +129,24 @@ def _is_folded(tensor: torch.Tensor) -> bool:
 
 def _overlapping(shards: Mapping[_Key, torch.Tensor]) -> Iterator[tuple[_Key, _Key]]:
     """Yield the shards that have elements in common, in pairs; the first comes first in memory."""
-    spans = [_Span.of(key, shard) for key, shard in shards.items() if shard.numel()]
-    spans.sort(key=lambda span: (span.device, span.start))
-    active: list[_Span] = []
+    starts = {key: shard.data_ptr() for key, shard in shards.items() if shard.numel()}
+    ends: dict[_Key, int] = {}  # of earlier shards that reach as far as the current one
     compared = 0
-    for span in spans:
-        active = [o for o in active if o.end > span.start and o.device == span.device]
-        for other in active:
+    for key in sorted(starts, key=starts.__getitem__):
+        ends = {other: end for other, end in ends.items() if end > starts[key]}
+        for other in ends:
             compared += 1
-            if compared <= _PAIRS and _share(shards[other.key], shards[span.key]):
-                yield other.key, span.key
-        active.append(span)
+            if compared <= _PAIRS and _share(shards[other], shards[key]):
+                yield other, key
+        ends[key] = starts[key] + _reach(shards[key])
 
 
-@attrs.frozen
-class _Span:
-    """The bytes of memory from a shard's first element past its last."""
-
-    key: _Key
-    device: str
-    start: int
-    end: int
-
-    @classmethod
-    def of(cls, key: _Key, shard: torch.Tensor) -> _Span:
-        pairs = zip(shard.stride(), shard.shape, strict=True)
-        elements = 1 + sum(stride * (n - 1) for stride, n in pairs)
-        start = shard.data_ptr()
-        return cls(key, str(shard.device), start, start + elements * shard.itemsize)
+def _reach(tensor: torch.Tensor) -> int:
+    """Return the bytes from a tensor's first element past its last."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    return (1 + sum(stride * (n - 1) for stride, n in pairs)) * tensor.itemsize
 
 
 class _Memory:
@@ -175,6 +165,8 @@ class _Memory:
 
 def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return True if two tensors have elements in common; False if that is too hard to find out."""
+    if a.device != b.device:
+        return False
     if _layout(a) == _layout(b):
         return True
     work: Any = _WORK
