@@ -32,7 +32,7 @@ from shardplan.planning import (
     load_plan,
     shape_text,
 )
-from shardplan.planning.columns import Catalog, ReadItems, WriteItems, column, readonly
+from shardplan.planning.columns import Catalog, Head, ReadItems, WriteItems, column, readonly
 from shardplan.planning.geometry import pad
 
 from ._read_errors import plain_errors
@@ -262,7 +262,7 @@ class SavedTensor(Lazy):
         counts, dtype = [axis.count for axis in axes], self._entry.properties.dtype
         if 0 in counts:
             return empty(counts, dtype)
-        head = (self.name, self.name, WriteItemType.SHARD, self._entry.properties, self.shape)
+        head = Head(self.name, self.name, WriteItemType.SHARD, self._entry.properties, self.shape)
         items = WriteItems(
             Catalog.of((head,)),
             column([0]),

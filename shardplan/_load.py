@@ -22,17 +22,15 @@ from shardplan.io.stores import Store
 from shardplan.planning import Passes, PlanError, SavePlan, Strict
 from shardplan.planning.passes import Stages
 
-from ._comm import Counted, Keeping, as_comm, take_step
+from ._comm import Counted, Kept, Taken, as_comm, keep_step, take_step
 from ._load_plan import LoadCall, Planned, open_reader, plan_alone, plan_together
 from ._nested import put, refilled
-from ._per_rank import unpart
-from ._profiling import profiled
 from ._read import Outcome, read_rank
 from ._read_errors import naming_place, read_anew, touching
 from ._read_shared import read_shared
 from ._report import LoadReport, RankReport, Stopwatch, logged, rank_report, slowest_ranks
 from ._resize import without_other_ranks
-from ._stateful import State, give_back
+from ._state import State, give_back, unpart
 
 __all__ = ["load"]
 
@@ -49,7 +47,6 @@ def load(
     comm: Comm | None = None,
     share_reads: bool | Literal["auto"] = "auto",
     verify: bool = True,
-    profile: bool = False,
     progress: Tell | None = None,
     pool: Pool | None = None,
 ) -> LoadReport:
@@ -80,7 +77,6 @@ def load(
         share_reads: Whether bytes that several ranks need are read by one of them and sent to the
             others. ``"auto"`` does so where that is cheaper: not from a disk of the same machine.
         verify: Whether to check what is read whole against its checksums.
-        profile: Whether the coordinator's report lists its hottest functions.
         progress: Called as ``progress(done_bytes, total_bytes)``, from one thread at a time, for
             what this process fills and what it reads for others; with all bytes in the end. What
             it raises stops the load.
@@ -126,13 +122,11 @@ def load(
         Counted(comm, partial(watch.count, "exchange")),
         watch,
     )
-    is_coordinator = comm.rank == comm.coordinator
-    with profiled(profile and is_coordinator) as hot:
-        if comm.world_size == 1:
-            report = read_anew(lambda: (open_reader(call),), partial(_load_alone, call))
-        else:
-            report = _carry_out(call, plan_together(call))
-    return logged(attrs.evolve(report, profile=tuple(hot)), path, loud=is_coordinator)
+    if comm.world_size == 1:
+        report = read_anew(lambda: (open_reader(call),), partial(_load_alone, call))
+    else:
+        report = _carry_out(call, plan_together(call))
+    return logged(report, path, loud=comm.rank == comm.coordinator)
 
 
 def _load_alone(call: LoadCall, reader: Reader) -> LoadReport:
@@ -141,17 +135,13 @@ def _load_alone(call: LoadCall, reader: Reader) -> LoadReport:
 
 def _carry_out(call: LoadCall, planned: Planned) -> LoadReport:
     """Read on all ranks; once all have read, put what was read in its place; report."""
-    mine, everyone = (
-        Keeping(partial(_read, call, planned)),
-        Keeping(partial(_sum_up, call, planned)),
-    )
+    work, reduce = partial(_read, call, planned), partial(_sum_up, call, planned)
     with call.watch.phase("wait"):  # for the other ranks, as far as it is nothing else
-        found = take_step(call.comm, "read", mine, everyone)
-    assert mine.kept is not None
-    _put(planned, mine.kept.outcome)
-    if found["stateful"]:
+        done = keep_step(call.comm, "read", work, reduce)
+    _put(planned, done.mine.outcome)
+    if done.got["stateful"]:
         _hand_over(call, planned)
-    return _report(call, planned, mine.kept, everyone.kept, found)
+    return _report(call, planned, done)
 
 
 @attrs.frozen
@@ -170,7 +160,7 @@ class _Everyone:
     verified: int
 
 
-def _read(call: LoadCall, planned: Planned) -> tuple[_Done, tuple[Any, ...]]:
+def _read(call: LoadCall, planned: Planned) -> Kept[_Done]:
     """Read what this rank reads; return the outcome, and a summary of it for the coordinator."""
     sums = BlockSums()
     with call.watch.phase("read"), naming_place(call.path):
@@ -180,7 +170,8 @@ def _read(call: LoadCall, planned: Planned) -> tuple[_Done, tuple[Any, ...]]:
     is_stateful = planned.target.state is not call.state_dict
     unverified = outcome.stats.unverified - sums.nbytes
     own = attrs.astuple(_own_report(call, planned, outcome))
-    return _Done(outcome, sums.verified), (is_stateful, own, sums.pack(), unverified)
+    sent = (is_stateful, own, sums.pack(), unverified)
+    return Kept(_Done(outcome, sums.verified), sent)
 
 
 def _fill(call: LoadCall, planned: Planned, sums: BlockSums) -> Outcome:
@@ -207,9 +198,7 @@ def _settle(call: LoadCall, planned: Planned, sums: BlockSums) -> None:
             raise touching(error, planned.wanted.items, together=many) from None
 
 
-def _sum_up(
-    call: LoadCall, planned: Planned, parts: list[tuple[Any, ...]]
-) -> tuple[_Everyone, dict[str, Any]]:
+def _sum_up(call: LoadCall, planned: Planned, parts: list[tuple[Any, ...]]) -> Kept[_Everyone]:
     """Put together what the ranks have read, on the coordinator."""
     stateful, own, digests, unverified = zip(*parts, strict=True)
     ranks, sums = tuple(RankReport(*one) for one in own), BlockSums()
@@ -217,12 +206,13 @@ def _sum_up(
         sums.unpack(part)
     with naming_place(call.path):
         _settle(call, planned, sums)
-    return _Everyone(ranks, sums.verified), {
+    sent = {
         "total": sum(one.nbytes for one in ranks),
         "slowest": slowest_ranks(ranks) if len(ranks) > 1 else {},
         "stateful": any(stateful),
         "unverified": sum(unverified) - sums.nbytes,
     }
+    return Kept(_Everyone(ranks, sums.verified), sent)
 
 
 def _put(planned: Planned, outcome: Outcome) -> None:
@@ -250,10 +240,9 @@ def _own_report(call: LoadCall, planned: Planned, outcome: Outcome) -> RankRepor
     return rank_report(call.comm, call.watch, planned.target.state, nbytes, sent)
 
 
-def _report(
-    call: LoadCall, planned: Planned, mine: _Done, everyone: _Everyone | None, found: Any
-) -> LoadReport:
-    keys, outcome = planned.plan.report, mine.outcome
+def _report(call: LoadCall, planned: Planned, done: Taken[_Done, _Everyone]) -> LoadReport:
+    keys, outcome, found = planned.plan.report, done.mine.outcome, done.got
+    everyone = done.whole
     if everyone is None:  # on any rank but the coordinator
         everyone = _Everyone((_own_report(call, planned, outcome),), 0)
     return LoadReport(
@@ -263,7 +252,7 @@ def _report(
         bytes_needed=planned.bytes_needed,
         bytes_read=outcome.stats.bytes_read,
         requests=outcome.stats.requests,
-        verified=outcome.stats.verified + mine.verified + everyone.verified,
+        verified=outcome.stats.verified + done.mine.verified + everyone.verified,
         seconds=call.watch.seconds,
         bytes_received=outcome.received,
         total_read=found["total"],

@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 
 import attrs
 
-from shardplan.dist import Comm, all_reduce, broadcast, reduce_scatter
+from shardplan.dist import Comm, broadcast, reduce_scatter
 from shardplan.io import FormatError, Pool, Tell, store_values
 from shardplan.io.execute import Reader
 from shardplan.io.formats import detect, locate, open_located
@@ -49,16 +49,15 @@ from shardplan.planning import (
 from shardplan.planning.passes import Stages
 from shardplan.planning.storage import Need, need_of, plan_bytes, sharing_pays
 
-from ._comm import Keeping, Place, fail_alike, host_name, place_of, told_apart
+from ._agree import run_together
+from ._comm import Kept, Place, fail_alike, host_name, keep_step, place_of, told_apart
 from ._destinations import Destinations, destinations
 from ._memory import blanks, refuse_fixed, refuse_unfillable, tied_names
-from ._passing import run_together
-from ._per_rank import part
 from ._read import Opened, decode_values, encode_values, value_names, values_read
 from ._read_errors import naming_place
 from ._report import Stopwatch, place_name
 from ._resize import Resized, resize
-from ._stateful import State, expand
+from ._state import State, expand, part
 
 __all__ = ["LoadCall", "Planned", "open_reader", "plan_alone", "plan_together"]
 
@@ -180,30 +179,31 @@ def plan_together(call: LoadCall) -> Planned:
     """
     with call.watch.phase("exchange"):
         opened, target = _run_passes(call) if call.stages.rest else (None, None)
-        mine = Keeping(partial(_offer, call, opened, target, wait=opened is None))
-        verdict = all_reduce(call.comm, "plan", mine, partial(_verdict, call))
-        if verdict is None:  # it may be a file that one rank reads for all
-            mine = Keeping(partial(_offer, call, _open_on_one(call), None, wait=False))
-            verdict = all_reduce(call.comm, "plan", mine, partial(_verdict, call))
-    assert mine.kept is not None
-    _raise_alike(call.comm, verdict)
-    return _share(call, mine.kept, verdict["share"])
+        offer = partial(_offer, call, opened, target, wait=opened is None)
+        done = keep_step(call.comm, "plan", offer, partial(_verdict, call))
+        if done.got is None:  # it may be a file that one rank reads for all
+            offer = partial(_offer, call, _open_on_one(call), None, wait=False)
+            done = keep_step(call.comm, "plan", offer, partial(_verdict, call))
+    assert done.mine is not None
+    _raise_alike(call.comm, done.got)
+    return _share(call, done.mine, done.got["share"])
 
 
 def _run_passes(call: LoadCall) -> tuple[Opened, Target]:
     """Open the checkpoint, and run the passes that need the plans of all ranks."""
-    announced = _open_on_one(call)
+    opened: Opened | None = _open_on_one(call)
+    target: Target | None = None
 
-    def own() -> tuple[tuple[Opened, Target], SavePlan]:
-        opened = announced or _open(call)
+    def own() -> SavePlan:
+        nonlocal opened, target
+        opened = opened or _open(call)
         with naming_place(call.path):
             target = _target(call, opened.metadata)
-        return (opened, target), target.plan
+        return target.plan
 
-    mine = Keeping(own)
-    _, plan = run_together(call.comm, call.stages, mine, call.watch)
-    assert mine.kept is not None
-    opened, target = mine.kept
+    _, plan = run_together(call.comm, call.stages, own, call.watch)
+    assert opened is not None
+    assert target is not None
     return opened, attrs.evolve(target, plan=plan)
 
 
@@ -213,22 +213,23 @@ def _open_on_one(call: LoadCall) -> Opened | None:
     Returns:
         The checkpoint, as this rank knows it; None if it is another one, for every rank to open.
     """
+    mine: Opened | None = None
 
-    def work() -> tuple[Opened | None, dict[str, Any] | None]:
+    def work() -> dict[str, Any] | None:
+        nonlocal mine
         store, name = call.located
         if not name or (call.format or detect(store, name)) != "torch":
-            return None, None
+            return None
         reader = open_reader(call)
         entries = reader.metadata.state_dict_metadata
         names = [n for n, row in entries.row_of.items() if entries.layout[row] < 0]
         stored = store_values({name: reader.value(name) for name in names})
-        sent = {"metadata": encode_metadata(reader.metadata), "values": encode_values(stored)}
-        return Opened(reader.metadata, reader, stored), sent
+        mine = Opened(reader.metadata, reader, stored)
+        return {"metadata": encode_metadata(reader.metadata), "values": encode_values(stored)}
 
-    mine = Keeping(work)
-    sent = broadcast(call.comm, "open", mine)
-    if sent is None or mine.kept is not None:
-        return mine.kept
+    sent = broadcast(call.comm, "open", work)
+    if sent is None or mine is not None:
+        return mine
     return Opened(decode_metadata(sent["metadata"]), None, decode_values(sent["values"]))
 
 
@@ -303,8 +304,8 @@ class _Offer:
 
 def _offer(
     call: LoadCall, opened: Opened | None, target: Target | None, *, wait: bool
-) -> tuple[Planned | None, tuple[Any, ...] | None]:
-    """Plan this rank's reads; return the plan, and an `_Offer` as plain data.
+) -> Kept[Planned | None]:
+    """Plan this rank's reads; keep the plan, and send an `_Offer` as plain data.
 
     Args:
         call: The load.
@@ -313,7 +314,7 @@ def _offer(
         wait: Whether to return nothing if one rank should look at the checkpoint first.
     """
     if wait and call.may_be_one_file:
-        return None, None
+        return Kept(None, None)
     opened = opened or _open(call)
     with call.watch.phase("plan"), naming_place(call.path):
         target = target or _after_passes(call, _target(call, opened.metadata))
@@ -327,20 +328,21 @@ def _offer(
         )
     meta = opened.metadata.storage_meta
     save = (meta and meta.save_id) or fingerprint(opened.metadata)
-    return planned, attrs.astuple(_Offer(save, place_name(call.path), planned.unmatched, need))
+    offer = _Offer(save, place_name(call.path), planned.unmatched, need)
+    return Kept(planned, attrs.astuple(offer))
 
 
-def _verdict(call: LoadCall, offers: Sequence[Any]) -> dict[str, Any] | None:
+def _verdict(call: LoadCall, offers: Sequence[Any]) -> Kept[None]:
     """Say what every rank has to know of what all want; None if some wait."""
     if None in offers:
-        return None
+        return Kept(None, None)
     known = [_Offer(save, place, unmatched, Need(*need)) for save, place, unmatched, need in offers]
     alike = len({offer.save for offer in known}) == 1  # one place may have several names
     saves = [f"{offer.place}, save {offer.save}" for offer in known]
     lost = set.intersection(*(set(offer.unmatched) for offer in known))
     pays = call.share is True or (call.share and sharing_pays([offer.need for offer in known]))
     apart = "" if alike else told_apart(call.comm.ranks, saves)
-    return {"apart": apart, "lost": sorted(lost), "share": pays}
+    return Kept(None, {"apart": apart, "lost": sorted(lost), "share": pays})
 
 
 def _raise_alike(comm: Comm, verdict: Mapping[str, Any]) -> None:

@@ -10,10 +10,10 @@ import attrs
 import numpy as np
 
 from shardplan.io import BlockSums, Progress, StoredValue, Tell
-from shardplan.io.execute import FAR_GAP, Reader, ReadStats
+from shardplan.io.execute import Reader, ReadStats
 from shardplan.planning import LoadItemType, LoadPlan, Metadata
 from shardplan.planning.columns import ReadItems
-from shardplan.planning.storage import BLOCK_BYTES, plan_bytes
+from shardplan.planning.storage import BLOCK_BYTES, FAR_GAP, plan_bytes
 
 from ._destinations import Destinations, destinations
 

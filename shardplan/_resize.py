@@ -24,8 +24,8 @@ from shardplan.planning import (
 from ._checkpoint import Checkpoint, SavedTensor
 from ._comm import Place
 from ._nested import at, put
-from ._per_rank import Parted, parted
 from ._read import Opened
+from ._state import Parted, parted
 
 __all__ = ["Resized", "resize", "without_other_ranks"]
 

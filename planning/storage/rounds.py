@@ -16,14 +16,13 @@ from itertools import groupby
 import attrs
 import numpy as np
 
-from ..columns.arrays import Ints, readonly
+from ..columns.arrays import Ints, group_rows, readonly
 from ..columns.catalog import column, padded
 from ..columns.reads import ReadItems
-from ..columns.uniques import group_rows
 from ..geometry.tilings import pad
-from ..items import LoadItemType
 from ..metadata import Metadata
-from ..records import LoadPlan
+from ..plans import LoadPlan
+from ..records import LoadItemType
 from .located import Located, locate_reads
 from .ranges import fetched
 from .sharing_cost import read_widths

@@ -10,13 +10,12 @@ from typing import Final
 
 import attrs
 
-from ..columns.arrays import Ints
+from ..columns.arrays import Ints, distinct
 from ..columns.catalog import column
 from ..columns.reads import ReadItems
-from ..columns.uniques import distinct
 from ..geometry.tilings import pad
 from ..metadata import Entries, Metadata
-from ..records import LoadPlan
+from ..plans import LoadPlan
 from .located import locate_reads
 from .ranges import fetched
 

@@ -12,7 +12,7 @@ import numpy as np
 from shardplan.planning import Metadata, find_issues
 from shardplan.planning.columns import Ints, column
 
-from ...checksums import XXH3, Sums, combine, hash_views
+from ...checksums import XXH3, Sums
 from ...errors import FormatError, listed
 from ...execute.commit import read_manifest
 from ...pool import Pool, default_pool
@@ -119,14 +119,9 @@ class NativeSource:
         buffer = io.BytesIO(bytes(spot.extents[0]))  # which gives away its bytes without a copy
         with buffer.getbuffer() as view:
             self.store.read(file, [(spot.begin, view)])
-            if verify and self._digest(view) != int(self.sums_of(name)[0]):
+            if verify and XXH3.of_blocks(view, self.block_bytes) != int(self.sums_of(name)[0]):
                 raise FormatError(file, f"the value of `{name}` does not fit its checksum")
         return load_value(StoredValue(kind, buffer.getvalue()), file, name)
-
-    def _digest(self, view: memoryview) -> int:
-        """Return the checksum of a value that is stored in a file."""
-        step = self.block_bytes
-        return combine([hash_views([view[i : i + step]]) for i in range(0, len(view) or 1, step)])
 
     def value_bytes(self, name: str) -> int:
         """Return how many bytes `value` reads; see `Source.value_bytes`."""

@@ -1,0 +1,552 @@
+r"""A restricted unpickler: it calls only functions from a table, and bounds what they cost.
+
+A pickle is a program for a small stack machine. This machine knows the operations of protocols 1 to
+5 that Python's own pickler and torch emit. A name in a pickle is looked up in a table, which holds
+a constant or a `Call`: a function of ours that returns a plain value or a *stand-in*, a sealed
+record that describes an object instead of being it. Nothing else is called.
+
+Memory and time are bounded by the pickle's own length:
+
+1. Strings and numbers are cut out of the pickle: a length that reaches past its end is an error.
+   Any other operation makes one small object.
+2. There is a budget of work, proportional to the length. Whatever is passed to a `Call`, or becomes
+   a key, is charged before as if all of it were copied and hashed.
+3. Few keys of one collection may have the same hash.
+4. What is taken from the memo again is charged for all its parts, as often as each occurs: a walk
+   over the result visits no more than that.
+
+Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Final
+
+import attrs
+
+__all__ = [
+    "Call",
+    "CutShort",
+    "PickleError",
+    "RefusedName",
+    "StandIn",
+    "Stateful",
+    "calls",
+    "check_alike",
+    "load_pickle",
+    "require",
+]
+
+
+class PickleError(ValueError):
+    """A pickle that is damaged, or asks for something that is not allowed."""
+
+
+class CutShort(PickleError):
+    """A pickle that continues after the end of the bytes that were read."""
+
+    def __init__(self) -> None:
+        super().__init__("it is cut short")
+
+
+class RefusedName(PickleError):
+    """A class or function that a pickle names and may not use.
+
+    Attributes:
+        name: Its full name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(name)
+
+    def __str__(self) -> str:
+        return f"it names `{self.name}`, which is not allowed there"
+
+
+def require(valid: bool, reason: str) -> None:
+    """Raise a `PickleError` unless a condition holds."""
+    if not valid:
+        raise PickleError(reason)
+
+
+class StandIn:
+    """A sealed description of an object: what a pickle gets in place of it.
+
+    Attributes:
+        needs_torch: Whether building the object takes torch.
+    """
+
+    __slots__ = ()
+    needs_torch: ClassVar[bool] = False
+
+    def build(self, builder: Any) -> Any:
+        """Return the object; ``builder`` is a `standins.Builder`.
+
+        Raises:
+            PickleError: It cannot be a value.
+        """
+        raise PickleError(f"it holds a {type(self).__name__} as a value")
+
+    @property
+    def parts(self) -> Sequence[Any]:
+        """Everything that it holds."""
+        return ()
+
+
+class Stateful(StandIn):
+    """A stand-in to which the pickle may give state.
+
+    Attributes:
+        state: That state; None if there was none.
+    """
+
+    __slots__ = ("state",)
+    state: Any
+
+    def __init__(self) -> None:
+        self.state = None
+
+    @property
+    def parts(self) -> Sequence[Any]:
+        """Everything that it holds."""
+        return (self.state,)
+
+
+@attrs.frozen(eq=False)
+class Call:
+    """A function that a pickle may call.
+
+    Attributes:
+        name: Its name in the pickle.
+        make: The function. It returns plain values and stand-ins.
+        free: Whether it returns its arguments without looking at them.
+        new: The function for a call of ``__new__`` of the class of this name.
+        allowed: The class or function that it stands for, if the user allowed that one by name.
+    """
+
+    name: str
+    make: Callable[..., Any]
+    free: bool = False
+    new: Callable[..., Any] = attrs.Factory(lambda call: call.make, takes_self=True)
+    allowed: Any = None
+
+
+def calls(table: Mapping[str, Callable[..., Any]]) -> dict[str, Call]:
+    """Return a table of names for `load_pickle`, given the function of each."""
+    return {name: Call(name, make) for name, make in table.items()}
+
+
+_ALONE: Final = frozenset((str, int, float, bool, bytes, complex, type(None), Call))
+"""Types of objects that hold no others and are never copied."""
+_SHARED: Final = 1 << 19  # parts that may be shared in any case
+_WORK: Final = 1 << 18  # bytes that may be copied or hashed in any case
+_PART: Final = 8  # bytes that an element of a collection is charged for
+_SHORT: Final = 256  # characters of a key that need not be charged
+_ALIKE: Final = 40  # keys of one collection that may have the same hash; floats reach 34
+
+
+def load_pickle(
+    data: bytes,
+    names: Mapping[str, Any],
+    persistent: Callable[[Any], Any] | None = None,
+    begin: int = 0,
+) -> tuple[Any, int]:
+    r"""Read a pickle; return its value, and where it ends.
+
+    Args:
+        data: Bytes that hold the pickle.
+        names: What it may name, by full name: a `Call`, or a constant.
+        persistent: Turns a persistent id into an object.
+        begin: Where the pickle begins.
+
+    >>> import pickle
+    >>> load_pickle(pickle.dumps([1, {"a": (2.5, b"x")}]), {})[0]
+    [1, {'a': (2.5, b'x')}]
+    >>> load_pickle(b"cposix\nsystem\n(X\x04\x00\x00\x00echotR.", {})
+    Traceback (most recent call last):
+    shardplan.io.formats.torch_save.unpickler.RefusedName: it names `posix.system`, which ...
+
+    Raises:
+        RefusedName: It names something else; nothing of it was called.
+        CutShort: Its end is missing.
+        PickleError: It is damaged, or would take more memory or time than its length justifies.
+    """
+    machine = _Machine(data, names, persistent)
+    try:
+        value, end = machine.run(begin)
+        machine.check_shared()
+    except PickleError:
+        raise
+    except RecursionError:
+        raise PickleError("it is nested too deeply") from None
+    except Exception as error:  # a damaged pickle may pass anything to a `Call`
+        reason = str(error) or type(error).__name__
+        raise PickleError(f"it is damaged: {reason[:200]}") from error
+    return value, end
+
+
+_DICTS: Final = (dict, OrderedDict, Counter)
+_GROUPS: Final = frozenset((tuple, list, set, frozenset, *_DICTS))
+_TEXTS: Final = (str, bytes, bytearray)
+
+
+class _Machine:
+    """The stack machine; the module's docstring says what it charges."""
+
+    def __init__(
+        self, data: bytes, names: Mapping[str, Any], persistent: Callable[[Any], Any] | None
+    ) -> None:
+        self._data, self._names, self._persistent = data, names, persistent
+        self._again: list[Any] = []  # objects taken from the memo, once for each time
+        self._hashes: dict[int, tuple[Any, Counter[int]]] = {}  # by the id of a collection
+        self._work = _WORK + _PART * len(data)
+
+    def run(self, pos: int) -> tuple[Any, int]:
+        """Run the pickle that begins at ``pos``; return its result, and where it ends.
+
+        This is one loop, with the most frequent operations first, because the metadata of a
+        checkpoint has millions of them.
+        """
+        data, size, alone, again = self._data, len(self._data), _ALONE, self._again
+        number2, number4 = _U2, _U4
+        memo: dict[int, Any] = {}
+        marks: list[list[Any]] = []
+        stack: list[Any] = []
+        push = stack.append
+        try:
+            while True:
+                op = data[pos]
+                pos += 1
+                if op == 0x94:  # MEMOIZE
+                    memo[len(memo)] = stack[-1]
+                elif op == 0x68:  # BINGET
+                    push(found := memo[data[pos]])
+                    pos += 1
+                    if type(found) not in alone:
+                        again.append(found)
+                elif op == 0x6A:  # LONG_BINGET
+                    push(found := memo[number4(data, pos)[0]])
+                    pos += 4
+                    if type(found) not in alone:
+                        again.append(found)
+                elif op == 0x4B:  # BININT1
+                    push(data[pos])
+                    pos += 1
+                elif op == 0x72:  # LONG_BINPUT
+                    memo[number4(data, pos)[0]] = stack[-1]
+                    pos += 4
+                elif op == 0x28:  # MARK
+                    marks.append(stack)
+                    stack = []
+                    push = stack.append
+                elif op == 0x29:  # EMPTY_TUPLE
+                    push(())
+                elif op == 0x81 or op == 0x52:  # NEWOBJ, REDUCE
+                    args, call = stack.pop(), stack[-1]
+                    if type(call) is not Call or type(args) is not tuple:
+                        raise PickleError("it calls what is not a function, or without a tuple")
+                    if args and not call.free:
+                        self._charge(args)
+                    make = call.new if op == 0x81 else call.make
+                    stack[-1] = make(*args)
+                elif op == 0x75:  # SETITEMS
+                    items, stack = stack, marks.pop()
+                    push = stack.append
+                    self._set_items(stack[-1], items)
+                elif op == 0x62:  # BUILD
+                    state, found = stack.pop(), stack[-1]
+                    if isinstance(found, Stateful):
+                        if type(state) is tuple:
+                            self._charge(state)
+                        found.state = state
+                    elif type(found) is not OrderedDict:  # its attributes are dropped
+                        kind = type(found).__name__
+                        raise PickleError(f"it is damaged: it gives state to a {kind}")
+                elif op == 0x7D:  # EMPTY_DICT
+                    push({})
+                elif op == 0x85:  # TUPLE1
+                    stack[-1] = (stack[-1],)
+                elif op == 0x86:  # TUPLE2
+                    found = stack.pop()
+                    stack[-1] = (stack[-1], found)
+                elif op == 0x4D:  # BININT2
+                    push(number2(data, pos)[0])
+                    pos += 2
+                elif op == 0x8C:  # SHORT_BINUNICODE
+                    end = pos + 1 + data[pos]
+                    push(str(data[pos + 1 : end], "utf-8", "surrogatepass"))
+                    pos = end
+                    if end > size:
+                        raise CutShort
+                elif op == 0x71:  # BINPUT
+                    memo[data[pos]] = stack[-1]
+                    pos += 1
+                elif op == 0x4A:  # BININT
+                    push(_I4(data, pos)[0])
+                    pos += 4
+                elif op == 0x74:  # TUPLE
+                    items, stack = stack, marks.pop()
+                    push = stack.append
+                    push(tuple(items))
+                elif op == 0x51:  # BINPERSID
+                    stack[-1] = self._refer(stack[-1])
+                elif op == 0x89:  # NEWFALSE
+                    push(False)
+                elif op == 0x88:  # NEWTRUE
+                    push(True)
+                elif op == 0x4E:  # NONE
+                    push(None)
+                elif op == 0x47:  # BINFLOAT
+                    push(_F8(data, pos)[0])
+                    pos += 8
+                elif op == 0x5D:  # EMPTY_LIST
+                    push([])
+                elif op == 0x65:  # APPENDS
+                    items, stack = stack, marks.pop()
+                    push = stack.append
+                    _expect(stack[-1], list).extend(items)
+                elif op == 0x61:  # APPEND
+                    found = stack.pop()
+                    _expect(stack[-1], list).append(found)
+                elif op == 0x73:  # SETITEM
+                    items = stack[-2:]
+                    del stack[-2:]
+                    self._set_items(stack[-1], items)
+                elif op == 0x87:  # TUPLE3
+                    items = stack[-3:]
+                    del stack[-2:]
+                    stack[-1] = tuple(items)
+                elif op in _LENGTHS:
+                    pos, found = _sized(data, pos, op)
+                    push(found)
+                elif op == 0x63:  # GLOBAL
+                    pos, module = _line(data, pos)
+                    pos, name = _line(data, pos)
+                    push(self._find(module, name))
+                elif op == 0x93:  # STACK_GLOBAL
+                    name = _expect(stack.pop(), str)
+                    stack[-1] = self._find(_expect(stack[-1], str), name)
+                elif op == 0x8F:  # EMPTY_SET
+                    push(set())
+                elif op == 0x90:  # ADDITEMS
+                    items, stack = stack, marks.pop()
+                    push = stack.append
+                    self._charge(*items)
+                    self._check_grown(_expect(stack[-1], set), items)
+                    stack[-1].update(items)
+                elif op == 0x91:  # FROZENSET
+                    items, stack = stack, marks.pop()
+                    push = stack.append
+                    self._charge(*items)
+                    check_alike(items)
+                    push(frozenset(items))
+                elif op == 0x30:  # POP
+                    stack.pop()
+                elif op == 0x80:  # PROTO
+                    if data[pos] > 5:
+                        raise PickleError(f"it is of protocol {data[pos]}; 0 to 5 are known")
+                    pos += 1
+                elif op == 0x95:  # FRAME
+                    pos += 8
+                elif op == 0x2E:  # STOP
+                    return stack.pop(), pos
+                else:
+                    raise PickleError(f"it uses operation {op:#04x} at byte {pos - 1:,}")
+        except struct.error:
+            raise CutShort from None
+        except IndexError:  # of the data at its end, or of a stack that holds too little
+            raise (CutShort() if pos >= size else PickleError("it is damaged")) from None
+        except KeyError:
+            raise PickleError("it is damaged") from None
+
+    def _find(self, module: str, name: str) -> Any:
+        """Look up a name, in Python 3's spelling."""
+        self._charge(module, name)
+        full = f"{_RENAMED.get(module, module)}.{name}"
+        found = self._names.get(full)
+        if found is None:
+            raise RefusedName(full[:200])
+        return found
+
+    def _refer(self, pid: Any) -> Any:
+        if self._persistent is None:
+            raise RefusedName("persistent_load")
+        self._charge(pid)
+        return self._persistent(pid)
+
+    def _charge(self, *values: Any) -> None:
+        """Charge for copying, hashing and comparing values: for each part as often as it occurs."""
+        left, todo = self._work, list(values)
+        while todo:
+            part = todo.pop()
+            kind = type(part)
+            left -= 1
+            if kind in _GROUPS:
+                left -= _PART * len(part)
+                if left > 0:
+                    todo += part
+            elif kind in _TEXTS:
+                left -= len(part)
+            elif kind is int:
+                left -= part.bit_length() >> 3
+            if left < 0:
+                raise PickleError("it copies or hashes more than its own length justifies")
+        self._work = left
+
+    def _set_items(self, target: Any, items: list[Any]) -> None:
+        keys = items[::2]
+        if type(target) not in _DICTS or len(items) % 2:
+            raise PickleError("it is damaged: it fills something that is not a dict")
+        for key in keys:
+            if type(key) is not str or len(key) > _SHORT:
+                odd = [key for key in keys if type(key) is not str or len(key) > _SHORT]
+                self._charge(*odd)
+                self._check_grown(target, odd)
+                break
+        if type(target) is dict:
+            target.update(zip(keys, items[1::2], strict=True))
+        else:
+            for key, value in zip(keys, items[1::2], strict=True):
+                target[key] = value
+
+    def _check_grown(self, target: Any, keys: Sequence[Any]) -> None:
+        """Check the hashes of keys that are added to a collection, unless it stays small."""
+        if len(target) + len(keys) > _ALIKE:
+            check_alike(keys, self._hashes.setdefault(id(target), (target, Counter()))[1])
+
+    def check_shared(self) -> None:
+        """Refuse objects that occur so often that a walk over all their parts would take too long.
+
+        Raises:
+            PickleError: There are any, or one that holds itself.
+        """
+        left: float = _SHARED + _PART * len(self._data)
+        known: dict[int, float] = {}
+        for shared in self._again:
+            if type(shared) is tuple and _ALONE.issuperset(map(type, shared)):
+                left -= len(shared)  # the same as `_weight`, for the usual case
+            else:
+                left -= known[id(shared)] if id(shared) in known else _weight(shared, known)
+            if left < 0:
+                text = "it holds itself, or its parts more often than its length justifies"
+                raise PickleError(text)
+
+
+def check_alike(keys: Iterable[Any], known: Counter[int] | None = None) -> None:
+    """Refuse keys of one collection that have the same hash: each is compared with all others.
+
+    Args:
+        keys: Keys that can be hashed.
+        known: How many keys of each hash the collection has; it is kept up to date.
+
+    >>> check_alike([n * (2**61 - 1) for n in range(100)])
+    Traceback (most recent call last):
+    shardplan.io.formats.torch_save.unpickler.PickleError: it holds a collection with many keys ...
+
+    Raises:
+        PickleError: There are too many.
+    """
+    known = Counter() if known is None else known
+    for key in {id(key): key for key in keys if type(key) not in _TEXTS}.values():
+        known[code := hash(key)] += 1
+        if known[code] > _ALIKE:
+            raise PickleError("it holds a collection with many keys of the same hash")
+
+
+def _weight(root: Any, known: dict[int, float]) -> float:
+    """Count the parts of an object, and theirs, as often as each occurs.
+
+    Args:
+        root: The object.
+        known: The weights so far, by id; infinite while an object is being weighed.
+    """
+    todo = [root]
+    while todo:
+        node = todo[-1]
+        if known.get(id(node), math.inf) < math.inf:  # several objects hold it
+            todo.pop()
+            continue
+        parts = _parts(node)
+        nodes = [part for part in parts if type(part) not in _ALONE]
+        if id(node) not in known:
+            known[id(node)] = math.inf
+            todo += {id(part): part for part in nodes if id(part) not in known}.values()
+        else:
+            todo.pop()
+            inner = sum(known[id(part)] for part in nodes)
+            known[id(node)] = len(parts) + _PART * len(nodes) + _bytes(node) + inner
+    return known[id(root)]
+
+
+def _bytes(value: Any) -> int:
+    """Return how many bytes a copy of an object takes, besides those of its parts."""
+    if type(value) is bytearray:
+        return len(value)
+    if isinstance(value, Stateful) and type(value.state) is tuple:
+        return sum(len(part) for part in value.state if type(part) is bytes)
+    return 0
+
+
+def _parts(value: Any) -> Sequence[Any]:
+    kind = type(value)
+    if kind in _DICTS:
+        return [*value, *value.values()]
+    if kind in _GROUPS:
+        return list(value)
+    return value.parts if isinstance(value, StandIn) else ()
+
+
+def _expect(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise PickleError(f"it is damaged: it takes a {type(value).__name__} for a {kind.__name__}")
+    return value
+
+
+def _sized(data: bytes, pos: int, op: int) -> tuple[int, Any]:
+    """Read an operand that follows its length; return where it ends, and its value."""
+    width, make = _LENGTHS[op]
+    begin = pos + width
+    end = begin + int.from_bytes(data[pos:begin], "little")
+    if end > len(data):
+        raise CutShort
+    return end, make(data[begin:end])
+
+
+def _line(data: bytes, pos: int) -> tuple[int, str]:
+    """Read a line of text; return where the next begins, and the text."""
+    end = data.find(b"\n", pos)
+    if end < 0:
+        raise CutShort
+    return end + 1, _text(data[pos:end])
+
+
+def _text(data: bytes) -> str:
+    return str(data, "utf-8", "surrogatepass")
+
+
+def _whole(data: bytes) -> int:
+    return int.from_bytes(data, "little", signed=True)
+
+
+_U2: Final = struct.Struct("<H").unpack_from
+_U4: Final = struct.Struct("<I").unpack_from
+_I4: Final = struct.Struct("<i").unpack_from
+_F8: Final = struct.Struct(">d").unpack_from
+_RENAMED: Final = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # since Python 2
+_LENGTHS: Final[dict[int, tuple[int, Callable[[bytes], Any]]]] = {
+    0x58: (4, _text),  # BINUNICODE
+    0x8D: (8, _text),  # BINUNICODE8
+    0x55: (1, _text),  # SHORT_BINSTRING
+    0x54: (4, _text),  # BINSTRING
+    0x43: (1, bytes),  # SHORT_BINBYTES
+    0x42: (4, bytes),  # BINBYTES
+    0x8E: (8, bytes),  # BINBYTES8
+    0x96: (8, bytearray),  # BYTEARRAY8
+    0x8A: (1, _whole),  # LONG1
+    0x8B: (4, _whole),  # LONG4
+}
