@@ -115,7 +115,7 @@ def load(
         dtype,
         shape,
         format,
-        share_reads,
+        "auto" if share_reads == "auto" else bool(share_reads),
         verify,
         progress,
         pool,

@@ -285,27 +285,10 @@ def _own_patterns(call: LoadCall, local: SavePlan) -> tuple[Strict, tuple[str, .
     return here, tuple(p for p in wanted if p not in here)
 
 
-@attrs.frozen
-class _Offer:
-    """What a rank says of its load.
-
-    Attributes:
-        save: The id of the save that it has opened.
-        place: Where it has opened it.
-        unmatched: Patterns that match none of its names.
-        need: What it needs.
-    """
-
-    save: str
-    place: str
-    unmatched: tuple[str, ...]
-    need: Need
-
-
 def _offer(
     call: LoadCall, opened: Opened | None, target: Target | None, *, wait: bool
 ) -> Kept[Planned | None]:
-    """Plan this rank's reads; keep the plan, and send an `_Offer` as plain data.
+    """Plan this rank's reads; keep the plan, and send what others have to know of it.
 
     Args:
         call: The load.
@@ -328,21 +311,29 @@ def _offer(
         )
     meta = opened.metadata.storage_meta
     save = (meta and meta.save_id) or fingerprint(opened.metadata)
-    offer = _Offer(save, place_name(call.path), planned.unmatched, need)
-    return Kept(planned, attrs.astuple(offer))
+    offer = {
+        "save": save,
+        "place": place_name(call.path),
+        "unmatched": planned.unmatched,
+        "need": attrs.astuple(need),
+    }
+    return Kept(planned, offer)
 
 
 def _verdict(call: LoadCall, offers: Sequence[Any]) -> Kept[None]:
     """Say what every rank has to know of what all want; None if some wait."""
     if None in offers:
         return Kept(None, None)
-    known = [_Offer(save, place, unmatched, Need(*need)) for save, place, unmatched, need in offers]
-    alike = len({offer.save for offer in known}) == 1  # one place may have several names
-    saves = [f"{offer.place}, save {offer.save}" for offer in known]
-    lost = set.intersection(*(set(offer.unmatched) for offer in known))
-    pays = call.share is True or (call.share and sharing_pays([offer.need for offer in known]))
-    apart = "" if alike else told_apart(call.comm.ranks, saves)
-    return Kept(None, {"apart": apart, "lost": sorted(lost), "share": pays})
+    alike = len({offer["save"] for offer in offers}) == 1  # one place may have several names
+    saves = [f"{offer['place']}, save {offer['save']}" for offer in offers]
+    lost = set.intersection(*(set(offer["unmatched"]) for offer in offers))
+    needs = [Need(*offer["need"]) for offer in offers]
+    verdict = {
+        "apart": "" if alike else told_apart(call.comm.ranks, saves),
+        "lost": sorted(lost),
+        "share": call.share is True or (call.share == "auto" and sharing_pays(needs)),
+    }
+    return Kept(None, verdict)
 
 
 def _raise_alike(comm: Comm, verdict: Mapping[str, Any]) -> None:
