@@ -241,13 +241,12 @@ class _SharedRead:
         view = memory(window(staged, piece.offsets, piece.sizes).contiguous())
         assert view is not None
         pending = [self.comm.send(target, view) for target in piece.targets]
-        data = np.frombuffer(view, np.uint8)
-        self.attempts.run(lambda: self._keep(piece.items, data, dtype), None)
+        self.attempts.run(lambda: self._keep(piece.items, view, dtype), None)
         return pending
 
-    def _keep(self, rows: Sequence[int], data: npt.NDArray[np.uint8], dtype: str) -> None:
+    def _keep(self, rows: Sequence[int], data: memoryview, dtype: str) -> None:
         for row in rows:
-            store(self.own(row), data, dtype)
+            store(self.own(row), np.frombuffer(data, np.uint8), dtype)
 
     def _expect(self, arrival: Arrival) -> _Incoming:
         """Make ready to receive a region, straight into its tensor where that is possible."""
