@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardplan.planning import LoadItemType, TensorMetadata, itemsize, named_extras
-from shardplan.planning.columns import ReadItems, column
+from shardplan.planning.columns import column
 from shardplan.planning.storage import cut_blocks
 
 from .errors import FormatError, listed
@@ -33,6 +33,8 @@ with named_extras("reading or writing a checkpoint"):
     import xxhash
 
 if TYPE_CHECKING:
+    from shardplan.planning.columns import ReadItems
+
     from .formats.sources import Source
     from .pool import Pool
 
