@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardplan
-from shardplan._reading import read_rank
+from shardplan._read import read_rank
 from shardplan.io.errors import ExistsError, FormatError, LoadError, ValueRefusedError
 from shardplan.io.execute import fetch
 from shardplan.io.execute import read as reading
