@@ -45,7 +45,7 @@ from shardplan.planning.storage import BLOCK_BYTES
 
 from ._agree import run_together
 from ._announcing import announce
-from ._comm import Counted, as_comm, host_name, place_of, take_step
+from ._comm import as_comm, counting, host_name, place_of, take_step
 from ._destinations import destinations, refuse_fixed
 from ._fanout import MIN_SHARED
 from ._freshness import ATTEMPTS, STOPPED, begins_anew
@@ -188,7 +188,7 @@ class _Load:
         pool: Pool | None,
         watch: Stopwatch,
     ) -> None:
-        self.comm, self.watch = Counted(comm, partial(watch.count, "exchange")), watch
+        self.comm, self.watch = counting(comm, partial(watch.count, "exchange")), watch
         self._path, self._format, self._pool = path, format, pool
         self.reader: Reader | None = None
         self.metadata = Metadata({})

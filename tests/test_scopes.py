@@ -13,7 +13,8 @@ from hypothesis import assume, event, example, given
 from hypothesis import strategies as st
 
 import shardplan
-from shardplan._agree import Begun, PlanCache, agree
+from shardplan._agree import agree
+from shardplan._offers import Begun, PlanCache
 from shardplan._replicas import COMPARED_BYTES
 from shardplan._report import Stopwatch
 from shardplan._targets import plan_target
