@@ -22,8 +22,7 @@ from shardplan.planning import named_extras
 from ..comm import Comm, Pending, Reduce, as_bytes, as_parts, departure
 from ..errors import LostRanksError
 from .rendezvous import Meetings
-from .transport import Trouble, Wire, join, split
-from .worker import StuckError, Worker
+from .transport import StuckError, Trouble, Wire, Worker, join, split
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -29,7 +29,7 @@ from typing import Protocol, TypeVar
 import attrs
 
 from ..errors import LostRanksError
-from .worker import Worker
+from .transport import Worker
 
 __all__ = ["Meetings", "Store"]
 
