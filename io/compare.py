@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from shardplan.planning import SavePlan, TensorMetadata, WriteItemType, load_plan
-from shardplan.planning.columns import Catalog, Ints, WriteItems, column, padded
+from shardplan.planning.columns import Catalog, Head, Ints, WriteItems, column, padded
 from shardplan.planning.geometry import Chunk, Tiling
 from shardplan.planning.storage import cut_blocks
 
@@ -241,7 +241,7 @@ def named_errors(reader: Reader) -> Iterator[None]:
 def _plan(entries: Mapping[str, TensorMetadata], batch: Sequence[Box]) -> SavePlan:
     """Return the plan of a rank that holds these boxes."""
     kind = WriteItemType.SHARD
-    heads = tuple((name, name, kind, e.properties, e.size) for name, e in entries.items())
+    heads = [Head(name, name, kind, e.properties, e.size) for name, e in entries.items()]
     catalog = Catalog.of(heads)
     number = {name: row for row, name in enumerate(entries)}
     items = WriteItems(

@@ -11,12 +11,12 @@ import numpy as np
 from .completeness import source_issues
 from .errors import Issue, PlanError, region_text, span
 from .geometry.overlap import fills, gaps, self_overlaps
-from .geometry.tilings import Chunk, shape_fault
+from .geometry.tilings import Chunk, meet, shape_fault
 from .metadata import Layout, Metadata
 
 if TYPE_CHECKING:
     from .columns.world import Rows, World
-    from .records import SavePlan
+    from .plans import SavePlan
 
 __all__ = ["check", "find_issues"]
 
@@ -45,7 +45,7 @@ def find_issues(subject: Metadata | SavePlan | Iterable[SavePlan]) -> tuple[Issu
     if isinstance(subject, Metadata):
         return tuple(sorted(_metadata_issues(subject), key=lambda i: (i.fqn, i.kind)))
     from .columns.world import World
-    from .records import SavePlan  # which nobody needs who only looks into a checkpoint
+    from .plans import SavePlan  # not needed to look into a checkpoint
 
     world = World.of((subject,) if isinstance(subject, SavePlan) else subject)
     issues = world_issues(world) + source_issues(world)
@@ -149,14 +149,13 @@ def _last(issue: Issue, number: int) -> Issue:
 def _collision(
     name: str, size: Sequence[int], a: Chunk, b: Chunk, ranks: Sequence[int] = ()
 ) -> Issue:
-    low = tuple(max(x, y) for x, y in zip(a.offsets, b.offsets, strict=True))
-    high = tuple(min(x, y) for x, y in zip(a.ends, b.ends, strict=True))
-    shared = tuple(h - o for h, o in zip(high, low, strict=True))
+    shared = meet(a, b) or a
+    low, extent = shared.offsets, shared.sizes
     kind = "conflict" if a.offsets == b.offsets else "overlap"
     who = f" ({span(ranks)})" if ranks else ""
-    text = f"`{name}`: chunks {_box(a)} and {_box(b)}{who} share {region_text(low, shared, size)}; "
+    text = f"`{name}`: chunks {_box(a)} and {_box(b)}{who} share {region_text(low, extent, size)}; "
     text += "is an offset or a size wrong, or one name used for two tensors?"
-    return Issue(kind, name, text, ranks, (low, shared))
+    return Issue(kind, name, text, ranks, (low, extent))
 
 
 def _metadata_issues(metadata: Metadata) -> Iterable[Issue]:

@@ -17,9 +17,9 @@ from .columns.reads import ReadItems, Transfers
 from .errors import CodecError, Issue
 from .frozen import from_json, to_json
 from .geometry.tilings import Boxes, Grid, Tiling
-from .items import TensorProperties
 from .metadata import Entries, Layout, Metadata, StorageMeta
-from .records import KeyReport, LoadPlan, Plan, SavePlan
+from .plans import LoadPlan, Plan, SavePlan
+from .records import KeyReport, TensorProperties
 
 __all__ = [
     "decode_metadata",

@@ -10,15 +10,20 @@ from typing import Final, Literal
 import numpy as np
 
 from .check import layout_issues
-from .columns.arrays import Ints, readonly
+from .columns.arrays import Ints, distinct, readonly
 from .columns.catalog import column
 from .columns.items import WriteItems
-from .columns.uniques import distinct
+from .columns.reads import ReadItems
 from .completeness import dropped_names, source_issues
 from .errors import Issue, PlanError, nearest_hint, nearest_names, region_text
 from .geometry.overlap import Overlap, gaps, overlap_many, self_overlaps
 from .geometry.tilings import Chunk, pad, tile, tile_chunks
-from .items import (
+from .matching import explain_missing, match_entries
+from .metadata import Entries, Metadata, TensorMetadata
+from .passes.base import Passes, Step, as_steps, chain, positioned
+from .plans import LoadPlan, SavePlan
+from .records import (
+    KeyReport,
     LoadItemType,
     MetadataIndex,
     TensorProperties,
@@ -26,10 +31,6 @@ from .items import (
     WriteItem,
     WriteItemType,
 )
-from .matching import explain_missing, match_entries
-from .metadata import Entries, Metadata, TensorMetadata
-from .passes.base import Passes, Step, as_steps, chain, positioned
-from .records import KeyReport, LoadPlan, ReadItems, SavePlan
 from .tree import Path, empty_names, is_tensor
 
 __all__ = ["global_load_plan", "load_plan", "resolve_overlaps", "whole_names"]

@@ -12,9 +12,9 @@ from .columns.arrays import Ints
 from .columns.catalog import Catalog
 from .dtypes import is_exact_cast
 from .errors import Issue, nearest_hint, nearest_names
-from .items import TensorProperties
 from .metadata import BytesMetadata, Entries, TensorMetadata
 from .prefixes import Renames, find_renames
+from .records import TensorProperties
 
 __all__ = ["Match", "explain_missing", "match_entries"]
 
@@ -104,11 +104,12 @@ def explain_missing(
     """
     saved = entries.row_of
     missing = [issue.fqn for issue in issues if issue.kind == "missing"]
-    wanted = {head[0]: head for head in catalog.heads}
+    wanted = {head.name: head for head in catalog.heads}
 
     def fits(name: str, other: str) -> bool:
-        _, _, _, properties, size = wanted[name]
-        return _misfit(name, entries.record(saved[other]), properties, size, dtype) is None
+        head = wanted[name]
+        saved_as = entries.record(saved[other])
+        return _misfit(name, saved_as, head.properties, head.size, dtype) is None
 
     fitting = [name for name in catalog.names if name in saved]
     ways = find_renames(missing, saved, fitting, fits=fits) if missing else ()
@@ -117,7 +118,7 @@ def explain_missing(
     summary, remedy = (_prefix_text(ways), _prefix_remedy(ways, renamed)) if ways else ("", "")
     known, left = sorted(saved), [name for name in missing if name not in found]
     hints = {name: nearest_names(name, known) for name in left[:_SUGGESTED]}
-    values = {head[0] for head in catalog.heads if head[3] is None}
+    values = {head.name for head in catalog.heads if head.properties is None}
     explained = []
     for issue in issues:
         if issue.kind == "missing" and issue.fqn in found:

@@ -11,13 +11,21 @@ import numpy as np
 
 from .columns.arrays import Ints
 from .columns.catalog import column
-from .errors import NotFoundError, nearest_hint, nearest_names
+from .errors import NotFoundError, RefusedError, nearest_hint, nearest_names
 from .frozen import freeze
-from .geometry.tilings import MAX_AXES, Tiling, as_ints, shape_fault, tile_chunks
-from .items import TensorProperties
-from .text import Sheet, counted, human_bytes, listing
+from .geometry.tilings import MAX_AXES, Chunk, Tiling, as_ints, shape_fault, tile_chunks
+from .records import TensorProperties
+from .text import Printed, Sheet, counted, human_bytes, listing
 
-__all__ = ["BytesMetadata", "Entries", "Layout", "Metadata", "StorageMeta", "TensorMetadata"]
+__all__ = [
+    "BytesMetadata",
+    "Entries",
+    "Layout",
+    "Metadata",
+    "StorageMeta",
+    "TensorMetadata",
+    "metadata_of",
+]
 
 _SHOWN: Final = 12
 
@@ -189,7 +197,7 @@ def _entries_of(entries: Mapping[str, TensorMetadata | BytesMetadata]) -> Entrie
 
 
 @attrs.frozen(repr=False)
-class Metadata:
+class Metadata(Printed):
     """All that is global about a checkpoint.
 
     Attributes:
@@ -227,15 +235,6 @@ class Metadata:
         title = f"Metadata: {counted(len(entries), 'entry')}, {human_bytes(total)}"
         return listing(title, ("name", "dtype", "shape", "chunks"), rows, len(entries))
 
-    def __repr__(self) -> str:
-        return self._sheet.text()
-
-    def _repr_html_(self) -> str:
-        return self._sheet.html()
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(repr(self))  # for IPython, and for Hypothesis, which would list the columns
-
 
 def _row(name: str, entry: TensorMetadata | BytesMetadata) -> tuple[str, str, str, str]:
     if isinstance(entry, BytesMetadata):
@@ -247,3 +246,50 @@ def _nbytes(entry: TensorMetadata | BytesMetadata) -> int:
     if isinstance(entry, BytesMetadata):
         return 0
     return entry.chunks.volume() * entry.properties.itemsize
+
+
+def metadata_of(sd: Mapping[Any, Any]) -> Metadata:
+    """Describe the checkpoint that holds all of a state dict, every tensor in one chunk.
+
+    So do files that hold a state dict and say nothing of it, such as those of ``torch.save``: this
+    is their metadata, read off a state dict of the same keys. Where the state dict is sharded, its
+    tensors count with their global shapes, so `load_plan` finds what each rank needs of the file.
+
+    Args:
+        sd: A state dict, nested or flat, of tensors, meta tensors, `TensorSpec`s and other values.
+
+    >>> from shardplan.planning import TensorSpec
+    >>> metadata_of({"model": {"w": TensorSpec((4, 2), "bfloat16")}, "step": 7})
+    Metadata: 2 entries, 16 B
+    name     dtype     shape   chunks
+    model.w  bfloat16  [4, 2]  Grid(0:4, 0:2)
+    step     value
+
+    Raises:
+        PlanError: Two keys flatten to the same name.
+        RefusedError: A tensor is none that a checkpoint can carry; every such key is named.
+    """
+    # Needed here alone: a checkpoint is opened without the code that looks at tensors.
+    from .mesh.placements import TensorSpec
+    from .tensors import held
+    from .tree import flatten, is_tensor, nesting_data
+
+    flat, paths = flatten(sd)
+    entries: dict[str, TensorMetadata | BytesMetadata] = {}
+    refused = []
+    for name in sorted(flat):
+        value = flat[name]
+        if not is_tensor(value):
+            entries[name] = BytesMetadata()
+            continue
+        whole = attrs.evolve(value, placements=()) if isinstance(value, TensorSpec) else value
+        try:
+            here = held(name, whole)
+        except RefusedError as error:
+            refused.append(str(error))
+            continue
+        everything = Chunk([0] * len(here.size), here.size)
+        entries[name] = TensorMetadata(here.properties, here.size, [everything])
+    if refused:
+        raise RefusedError(*refused)
+    return Metadata(entries, planner_data=nesting_data(flat, paths))

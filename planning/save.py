@@ -16,13 +16,13 @@ from .columns.world import World
 from .completeness import source_issues
 from .errors import Issue, PlanError, RefusedError
 from .frozen import FrozenDict
-from .items import WriteItemType
 from .mesh.placements import Mesh
 from .metadata import Entries, Metadata
 from .passes.base import Pass, Passes, as_steps, chain, only_assigns, positioned
 from .passes.chunks import dedup_replicas
 from .passes.keys import drop
-from .records import SavePlan
+from .plans import SavePlan
+from .records import WriteItemType
 from .tensors import Memo, held, held_alike
 from .tree import Path, clash, empty_names, flatten, is_tensor, nesting_data, nesting_issues
 
@@ -75,7 +75,7 @@ def local_plan(
     for name in sorted(flat):
         value = flat[name]
         if name in whole or not is_tensor(value):
-            heads.append((name, name, WriteItemType.BYTE_IO, None, ()))
+            heads.append(Head.value(name))
             row.append(len(heads) - 1)
             offsets.append(())
             sizes.append(())
@@ -86,7 +86,7 @@ def local_plan(
             refused.append(str(error))
             continue
         kind = WriteItemType.SHARD if here.sharded else WriteItemType.TENSOR
-        heads.append((name, name, kind, here.properties, here.size))
+        heads.append(Head(name, name, kind, here.properties, here.size))
         for chunk in here.chunks:
             row.append(len(heads) - 1)
             offsets.append(chunk.offsets)

@@ -1,4 +1,4 @@
-"""Which ranks take part, and how do they take a step together?"""
+"""The ranks that take part in a call, and the steps that they take together."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NoReturn
+from typing import Any, Final, Generic, NoReturn, TypeVar
 
 import attrs
 
@@ -22,24 +22,28 @@ from shardplan.dist import (
     solo,
     torch_comm,
 )
-from shardplan.planning import leaves, listed, span
+from shardplan.planning import listed, span
 
 __all__ = [
     "Counted",
     "JobComm",
-    "as_comm",
+    "Kept",
     "Place",
+    "Taken",
+    "as_comm",
     "default_comm",
-    "device_of",
     "fail_alike",
     "host_name",
-    "normal_device",
+    "keep_step",
     "own_place",
     "place_of",
     "take_step",
     "told_apart",
     "world_group",
 ]
+
+M = TypeVar("M")
+W = TypeVar("W")
 
 
 @attrs.frozen
@@ -150,7 +154,7 @@ def as_comm(comm: Comm | None) -> Comm:
     if comm is not None and not hasattr(comm, "coordinator"):  # which torch's groups lack
         kind = type(comm).__name__
         raise TypeError(
-            f"comm is a {kind}; for a process group, pass shardplan.dist.torch.comm(it)"
+            f"comm is a {kind}; for a process group, pass shardplan.dist.torch_comm(it)"
         )
     return default_comm() if comm is None else comm
 
@@ -232,6 +236,77 @@ def take_step(
     return all_reduce(comm, step, map, reduce)
 
 
+@attrs.frozen(eq=False)
+class Kept(Generic[M]):
+    """What a function of a step returns: a value that stays on this rank, and what is sent."""
+
+    value: M
+    sent: Any
+
+
+@attrs.frozen(eq=False)
+class Taken(Generic[M, W]):
+    """A step that succeeded on all ranks.
+
+    Attributes:
+        mine: What ``map`` kept on this rank.
+        whole: What ``reduce`` kept on the coordinator; None on other ranks.
+        got: What the coordinator sent to this rank.
+    """
+
+    mine: M
+    whole: W | None
+    got: Any
+
+
+def keep_step(
+    comm: Comm,
+    step: str,
+    map: Callable[[], Kept[M]],
+    reduce: Callable[[list[Any]], Kept[W]],
+    *,
+    collective: Callable[..., Any] = take_step,
+    undo: Callable[[M, BaseException], None] | None = None,
+) -> Taken[M, W]:
+    """Take a step in which ranks keep more than they send.
+
+    Args:
+        comm: The ranks.
+        step: The step's name, for errors.
+        map: Called on every rank; what it sends goes to the coordinator.
+        reduce: Called on the coordinator with what every rank sent, by rank.
+        collective: How ranks take the step: `take_step` or one like it.
+        undo: Called with what ``map`` kept if the step fails after that, and with the error.
+
+    >>> keep_step(solo(), "add up", lambda: Kept("mine", 2), lambda sent: Kept("all", sum(sent)))
+    Taken(mine='mine', whole='all', got=2)
+
+    Raises:
+        CheckpointError: Anything failed on any rank; with a single rank, the error itself.
+    """
+    mine: Kept[M] | None = None
+    whole: Kept[W] | None = None
+
+    def send() -> Any:
+        nonlocal mine
+        mine = map()
+        return mine.sent
+
+    def reply(sent: list[Any]) -> Any:
+        nonlocal whole
+        whole = reduce(sent)
+        return whole.sent
+
+    try:
+        got = collective(comm, step, send, reply)
+    except BaseException as error:
+        if mine is not None and undo is not None:
+            undo(mine.value, error)
+        raise
+    assert mine is not None
+    return Taken(mine.value, None if whole is None else whole.value, got)
+
+
 def told_apart(ranks: Sequence[int], values: Sequence[str]) -> str:
     """Say which ranks have which of several values; nothing if all have the same.
 
@@ -300,44 +375,14 @@ class Counted:
 
     def reduce(self, data: bytes, work: Reduce, topic: str = "reduce") -> bytes:
         """Reduce, and count."""
-        gathered = list[int]()
 
         def counted(parts: list[bytes]) -> bytes:
-            gathered.extend(map(len, parts))
+            self._count(sum(map(len, parts)) - len(data))
             return work(parts)
 
         got = self._comm.reduce(data, counted, topic)
-        self._count(sum(gathered or [len(data)]) + len(got))
+        self._count(len(data) + len(got))
         return got
-
-
-def device_of(sd: Mapping[Any, Any]) -> str:
-    """Name the device that a state dict's tensors are on, the one way.
-
-    >>> import torch
-    >>> device_of({"step": 7, "w": torch.zeros(2)}), device_of({})
-    ('cpu', 'cpu')
-    """
-    for _, value in leaves(sd):
-        device = getattr(value, "device", None)
-        if getattr(device, "type", "cpu") != "cpu":
-            return normal_device(device)
-    return "cpu"
-
-
-def normal_device(device: Any) -> str:
-    """Write a device the one way: ``cpu``, ``cuda:3``.
-
-    >>> normal_device("cpu:0"), normal_device("cuda"), normal_device("cuda:3")
-    ('cpu', 'cuda:0', 'cuda:3')
-    """
-    kind, _, index = str(device).partition(":")
-    if kind in ("cpu", "meta"):
-        return kind
-    torch = sys.modules.get("torch")
-    if not index and torch is not None and kind == "cuda" and torch.cuda.is_available():
-        index = str(torch.cuda.current_device())
-    return f"{kind}:{index or 0}"
 
 
 def host_name() -> str:

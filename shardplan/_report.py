@@ -1,9 +1,10 @@
-"""What did it take? Reports of saves and loads, readable as they print."""
+"""Reports of saves and loads, and the stopwatch that fills them."""
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,9 +14,16 @@ from typing import Any, Final, TypeVar
 import attrs
 
 from shardplan.dist import Comm
-from shardplan.planning import Issue, Sheet, Table, counted, human_bytes, human_seconds, listed
-
-from ._comm import device_of
+from shardplan.planning import (
+    Issue,
+    Sheet,
+    Table,
+    counted,
+    human_bytes,
+    human_seconds,
+    leaves,
+    listed,
+)
 
 __all__ = [
     "LOG",
@@ -70,6 +78,35 @@ def rank_report(
     return RankReport(rank, seconds, nbytes, sent, device_of(sd), dict(watch.nbytes))
 
 
+def device_of(sd: Mapping[Any, Any]) -> str:
+    """Name the device that a state dict's tensors are on, the one way.
+
+    >>> import torch
+    >>> device_of({"step": 7, "w": torch.zeros(2)}), device_of({})
+    ('cpu', 'cpu')
+    """
+    for _, value in leaves(sd):
+        device = getattr(value, "device", None)
+        if getattr(device, "type", "cpu") != "cpu":
+            return _normal_device(device)
+    return "cpu"
+
+
+def _normal_device(device: Any) -> str:
+    """Write a device the one way: ``cpu``, ``cuda:3``.
+
+    >>> _normal_device("cpu:0"), _normal_device("cuda"), _normal_device("cuda:3")
+    ('cpu', 'cuda:0', 'cuda:3')
+    """
+    kind, _, index = str(device).partition(":")
+    if kind in ("cpu", "meta"):
+        return kind
+    torch = sys.modules.get("torch")
+    if not index and torch is not None and kind == "cuda" and torch.cuda.is_available():
+        index = str(torch.cuda.current_device())
+    return f"{kind}:{index or 0}"
+
+
 @attrs.frozen(repr=False)
 class SaveReport:
     """What a save did.
@@ -85,7 +122,6 @@ class SaveReport:
         how: How the plan came to be: ``"alone"``, ``"cached"``, ``"derived"`` or ``"gathered"``.
         slowest: By phase, the rank that took longest for it, and its seconds.
         ranks: What each rank did; on the coordinator all of them, elsewhere this one alone.
-        profile: If asked for, the coordinator's hottest functions: name, calls, own seconds.
         phase_bytes: This rank's bytes by phase; see `RankReport`.
         dropped: The keys, on any rank, of what the planner left out: they were not saved.
     """
@@ -99,7 +135,6 @@ class SaveReport:
     how: str = "alone"
     slowest: Mapping[str, tuple[int, float]] = attrs.field(factory=dict)
     ranks: tuple[RankReport, ...] = ()
-    profile: tuple[tuple[str, int, float], ...] = ()
     phase_bytes: Mapping[str, int] = attrs.field(factory=dict)
     dropped: tuple[str, ...] = ()
 
@@ -110,10 +145,10 @@ class SaveReport:
     def __repr__(self) -> str:
         text = f"{self._told} (plan {self.how}), {times_text(self.seconds)}"
         notes = dropped_text(self.dropped, "saved")
-        return "\n".join([text, *notes, *_slowest(self.slowest), *_hottest(self.profile)])
+        return "\n".join([text, *notes, *_slowest(self.slowest)])
 
     def _repr_html_(self) -> str:
-        phases = (self.seconds, self.slowest, self.profile, dropped_text(self.dropped, "saved"))
+        phases = (self.seconds, self.slowest, dropped_text(self.dropped, "saved"))
         return sheet_of(self._told, *phases, nbytes=self.phase_bytes).html()
 
 
@@ -135,7 +170,6 @@ class LoadReport:
         total_read: Bytes that all ranks together fetched from storage.
         slowest: By phase, the rank that took longest for it, and its seconds.
         ranks: What each rank did; on the coordinator all of them, elsewhere this one alone.
-        profile: If asked for, the coordinator's hottest functions: name, calls, own seconds.
         phase_bytes: This rank's bytes by phase; see `RankReport`.
         bytes_sent: Bytes that this rank sent to others.
         tied: Names that are not in the checkpoint, but share memory with one that is, by name.
@@ -157,7 +191,6 @@ class LoadReport:
     total_read: int = 0
     slowest: Mapping[str, tuple[int, float]] = attrs.field(factory=dict)
     ranks: tuple[RankReport, ...] = ()
-    profile: tuple[tuple[str, int, float], ...] = ()
     phase_bytes: Mapping[str, int] = attrs.field(factory=dict)
     bytes_sent: int = 0
     tied: Mapping[str, str] = attrs.field(factory=dict)
@@ -187,10 +220,10 @@ class LoadReport:
     def __repr__(self) -> str:
         text = f"{self._told}; {times_text(self.seconds)}"
         notes = dropped_text(self.dropped, "filled")
-        return "\n".join([text, *notes, *_slowest(self.slowest), *_hottest(self.profile)])
+        return "\n".join([text, *notes, *_slowest(self.slowest)])
 
     def _repr_html_(self) -> str:
-        phases = (self.seconds, self.slowest, self.profile, dropped_text(self.dropped, "filled"))
+        phases = (self.seconds, self.slowest, dropped_text(self.dropped, "filled"))
         return sheet_of(self._told, *phases, nbytes=self.phase_bytes).html()
 
 
@@ -260,12 +293,11 @@ def sheet_of(
     title: str,
     seconds: Mapping[str, float],
     slowest: Mapping[str, tuple[int, float]] = MappingProxyType({}),
-    profile: tuple[tuple[str, int, float], ...] = (),
     notes: Iterable[str] = (),
     *,
     nbytes: Mapping[str, int] = MappingProxyType({}),
 ) -> Sheet:
-    """Lay out a report: phases, the slowest rank of each, the hottest functions."""
+    """Lay out a report: phases, and the slowest rank of each."""
     head = ("phase", "here", "bytes", *(("slowest rank", "there") if slowest else ()))
     rows = []
     for phase, mine in seconds.items():
@@ -273,15 +305,7 @@ def sheet_of(
         there = (rank, human_seconds(longest)) if slowest else ()
         moved = human_bytes(nbytes[phase]) if phase in nbytes else ""
         rows.append((phase, human_seconds(mine), moved, *there))
-    tables = [Table(head, rows)]
-    if profile:
-        hot = [(name, calls, human_seconds(own)) for name, calls, own in profile]
-        tables.append(Table(("function", "calls", "own time"), hot, "The coordinator's hottest"))
-    return Sheet(title, tables, notes)
-
-
-def _hottest(profile: tuple[tuple[str, int, float], ...]) -> list[str]:
-    return [f"{seconds:8.3f} s  {calls:>8,} ×  {name}" for name, calls, seconds in profile]
+    return Sheet(title, [Table(head, rows)], notes)
 
 
 def times_text(seconds: Mapping[str, float]) -> str:

@@ -131,12 +131,12 @@ def _held(metadata: Metadata, whole: bool) -> SavePlan:
     boxes: list[tuple[Sequence[int], Sequence[int]]]
     for name, entry in sorted(metadata.state_dict_metadata.items()):
         if not isinstance(entry, TensorMetadata):
-            heads.append((name, name, WriteItemType.BYTE_IO, None, ()))
+            heads.append(Head.value(name))
             boxes = [((), ())]
         else:
             one = whole or 0 in entry.size
             kind = WriteItemType.TENSOR if one else WriteItemType.SHARD
-            heads.append((name, name, kind, entry.properties, entry.size))
+            heads.append(Head(name, name, kind, entry.properties, entry.size))
             cuts = entry.chunks.offsets.tolist(), entry.chunks.sizes.tolist()
             boxes = [((0,) * len(entry.size), entry.size)] if one else list(zip(*cuts, strict=True))
         row += [len(heads) - 1] * len(boxes)

@@ -243,7 +243,7 @@ def _sheet(report: VerifyReport) -> Sheet:
         f"{human_bytes(report.nbytes)} checked in {human_seconds(report.seconds)} ({speed}/s)"
     )
     rows = [_row(fault) for fault in report.faults[:_SHOWN]]
-    tables = [Table(("fault", "key", "file", "bytes", "reason"), rows)] if rows else []
+    tables = [Table(("fault", "key", "reason", "file", "bytes"), rows)] if rows else []
     notes = [f"… {count - _SHOWN:,} more"] if count > _SHOWN else []
     notes += report.notes
     if report.keys:
@@ -263,4 +263,4 @@ def _many(count: int, noun: str) -> str:
 
 def _row(fault: Fault) -> tuple[str, ...]:
     span = f"{fault.begin:,} to {fault.end:,}" if fault.end else ""
-    return fault.kind, fault.key or "", fault.file, span, fault.reason
+    return fault.kind, fault.key or "", fault.reason, fault.file, span

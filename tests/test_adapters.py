@@ -35,7 +35,7 @@ from shardplan import (
     planning,
     to_torch,
 )
-from shardplan._stateful import expand
+from shardplan._state import expand
 from shardplan.io.tensors import dump
 from shardplan.planning import (
     BytesMetadata,

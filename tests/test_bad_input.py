@@ -16,7 +16,6 @@ import shardplan
 from shardplan.io.errors import FormatError, LoadError, UnsureCommitError, ValueRefusedError
 from shardplan.io.execute.cleanup import leftovers
 from shardplan.io.execute.commit import read_manifest
-from shardplan.io.execute.read import find_chunks
 from shardplan.io.formats.headers import Slot, parse_header
 from shardplan.io.formats.native.manifest import MANIFEST, decode_manifest, sign
 from shardplan.io.stores.base import StoreError, open_store
@@ -33,6 +32,7 @@ from shardplan.planning import (
     TensorProperties,
     split_chunks,
 )
+from shardplan.planning.storage import find_chunks
 
 
 def sample(value=1.0):

@@ -37,7 +37,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardplan._layouts import layout_key
 from shardplan.planning import (
     Chunk,
     MetadataIndex,
@@ -52,8 +51,8 @@ from shardplan.planning import (
     load_plan,
     local_plan,
 )
-from shardplan.planning.finding import shard_finder
-from shardplan.planning.tensors import kind_of
+from shardplan.planning.mesh import layout_key
+from shardplan.planning.tensors import kind_of, shard_finder
 
 pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
 

@@ -14,11 +14,11 @@ import torch
 
 import shardplan
 from shardplan.io.errors import FormatError
-from shardplan.io.formats.archive.archived import load_torch
-from shardplan.io.formats.archive.objects import Storages, load_nested
-from shardplan.io.formats.archive.unpickler import PickleError
-from shardplan.io.formats.archive.zip_write import zip_bytes
 from shardplan.io.formats.native.manifest import MANIFEST, sign
+from shardplan.io.formats.torch_save.names import load_nested
+from shardplan.io.formats.torch_save.torch_values import load_torch
+from shardplan.io.formats.torch_save.unpickler import PickleError
+from shardplan.io.formats.torch_save.zip_write import zip_bytes
 from shardplan.io.limits import LIMITS
 from shardplan.torch_dcp.values import UnsafeValueError, load_value
 
@@ -157,7 +157,7 @@ def test_a_bomb_among_the_values_of_our_own_checkpoint_is_refused(tmp_path):
 def test_state_is_given_to_stand_ins_alone():
     for target in (b"N", b"]", b"}", named("builtins", "set"), b"K\x01", text("a")):
         with pytest.raises(PickleError, match="gives state to"):
-            load_nested(b"\x80\x02" + target + b"}b.", Storages())
+            load_nested(b"\x80\x02" + target + b"}b.")
 
 
 def test_only_what_the_user_allowed_is_called(tmp_path):

@@ -32,7 +32,7 @@ from shardplan.planning import (
     rename,
     world_plans,
 )
-from shardplan.planning.mesh.models import llama3_8b
+from shardplan.planning.mesh.presets import llama3_8b
 
 
 def stored_dtypes(planner, sd):
@@ -129,10 +129,8 @@ def test_a_path_that_is_none_is_named(tmp_path):
 
 
 def test_a_swapped_argument_of_a_background_save_is_named_by_its_type(tmp_path):
-    future = shardplan.async_save(str(tmp_path), {"w": torch.ones(100_000)})
-    assert future.path == "a dict"
     with pytest.raises(TypeError, match=SWAPPED):
-        future.result()
+        shardplan.async_save(str(tmp_path), {"w": torch.ones(100_000)})
 
 
 def test_other_things_than_paths_are_refused(tmp_path):

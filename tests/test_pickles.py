@@ -11,19 +11,19 @@ import torch
 
 import shardplan
 from shardplan.io.errors import FormatError
-from shardplan.io.formats.archive.archived import load_torch
-from shardplan.io.formats.archive.objects import _NAMES, Storages, load_nested
-from shardplan.io.formats.archive.standins import build_value
-from shardplan.io.formats.archive.unpickler import PickleError, load_pickle_at
-from shardplan.io.formats.archive.zip_write import zip_bytes
 from shardplan.io.formats.dcp.metadata import parse_metadata
+from shardplan.io.formats.torch_save.names import NAMES, load_nested
+from shardplan.io.formats.torch_save.standins import build_value
+from shardplan.io.formats.torch_save.torch_values import load_torch
+from shardplan.io.formats.torch_save.unpickler import PickleError, load_pickle
+from shardplan.io.formats.torch_save.zip_write import zip_bytes
 from shardplan.torch_dcp.values import UnsafeValueError, load_value
 
 LEVELS = 60
 
 
 def load_value_pickle(data):
-    return load_nested(data, Storages())
+    return load_nested(data).value
 
 
 TOP = b"h%c" % LEVELS
@@ -72,7 +72,7 @@ KEYS = {
 @pytest.mark.parametrize("kind", KEYS)
 def test_keys_that_take_ages_to_hash_or_compare_are_refused(kind):
     for read in (load_value_pickle, parse_metadata):
-        with pytest.raises(ValueError, match="more tuples in tuples than its own length justifies"):
+        with pytest.raises(ValueError, match="copies or hashes more than its own length justifies"):
             read(KEYS[kind])
 
 
@@ -82,7 +82,7 @@ def legacy(state):
     torch.save({}, file, _use_new_zipfile_serialization=False)
     ends = [0]
     for _ in range(5):
-        ends.append(load_pickle_at(file.getvalue(), ends[-1], {})[1])
+        ends.append(load_pickle(file.getvalue(), {}, begin=ends[-1])[1])
     return file.getvalue()[: ends[3]] + state + file.getvalue()[ends[4] :]
 
 
@@ -91,12 +91,12 @@ def legacy(state):
 def test_torch_is_not_asked_to_hash_what_takes_ages(tmp_path, pack, first):
     data = pack(old_tower(first))
     (tmp_path / "a.pt").write_bytes(data)
-    with pytest.raises(FormatError, match=r"a\.pt: .*more tuples in tuples"):
+    with pytest.raises(FormatError, match=r"a\.pt: .*copies or hashes more"):
         shardplan.restore(tmp_path / "a.pt")
     if pack is zip_bytes:
-        with pytest.raises(FormatError, match=r"`v` .*more tuples in tuples"):
+        with pytest.raises(FormatError, match=r"`v` .*copies or hashes more"):
             load_torch(data, "file", "v")
-        with pytest.raises(UnsafeValueError, match="more tuples in tuples"):
+        with pytest.raises(UnsafeValueError, match="copies or hashes more"):
             load_value(io.BytesIO(data))
 
 
@@ -169,14 +169,14 @@ def test_bytearrays_and_lists_that_are_there_often_are_read(tmp_path):
 
 EVERY_NAME = r"""
 import resource, signal, struct
-from shardplan.io.formats.archive import objects as torchpickles
+from shardplan.io.formats.torch_save import names
 from shardplan.io.formats.dcp import metadata as dcp_metadata
 from shardplan.io.errors import FormatError
-from shardplan.io.formats.archive.unpickler import PickleError
-from shardplan.io.formats.archive.standins import build_value, needs_torch
+from shardplan.io.formats.torch_save.unpickler import PickleError
+from shardplan.io.formats.torch_save.standins import build_value, needs_torch
 
 def load_value(data):
-    found = torchpickles.load_nested(data, torchpickles.Storages())
+    found = names.load_nested(data).value
     return None if needs_torch(found) else build_value(found, lambda key: memoryview(b""))
 
 def sized(op, data):
@@ -206,8 +206,8 @@ CALLS = {
     "name": b"h\x03h\x00\x93",
 }
 TABLES = {
-    load_value: torchpickles._NAMES,
-    dcp_metadata.parse_metadata: {**dcp_metadata._CLASSES, **torchpickles.PLAIN},
+    load_value: names.NAMES,
+    dcp_metadata.parse_metadata: {**dcp_metadata._CLASSES, **names.PLAIN},
 }
 
 resource.setrlimit(resource.RLIMIT_CPU, (300, 300))
@@ -240,7 +240,7 @@ def test_no_allowed_name_multiplies_memory_or_time():
     run = subprocess.run(
         [sys.executable, "-c", EVERY_NAME], capture_output=True, text=True, timeout=600
     )
-    assert run.stdout.splitlines() == [f"done {len(_NAMES)}"], run.stdout + run.stderr
+    assert run.stdout.splitlines() == [f"done {len(NAMES)}"], run.stdout + run.stderr
 
 
 def colliding(count):

@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardplan
-from shardplan._agreement import PlanCache
+from shardplan._agree import PlanCache
 from shardplan._replicas import COMPARED_BYTES, digests, replica_sums
 from shardplan.dist import CheckpointError, run_ranks, solo
 from shardplan.io.errors import ExistsError, FormatError, ValueRefusedError
@@ -1325,8 +1325,8 @@ def test_reports_tell_bytes_and_seconds_by_phase_and_rank_and_the_slowest(store)
         mine = parts.part(whole, "rows", 3, comm.rank)
         place = Slow(store) if comm.rank == 1 else store
         with Pool() as pool:  # as each process has its own
-            saved = shardplan.save(mine, place, comm=comm, profile=True, pool=pool)
-            return saved, shardplan.load(mine, place, comm=comm, profile=True, pool=pool)
+            saved = shardplan.save(mine, place, comm=comm, pool=pool)
+            return saved, shardplan.load(mine, place, comm=comm, pool=pool)
 
     saved, loaded = zip(*run_ranks(3, fn), strict=True)
     assert [[one.rank for one in report.ranks] for report in saved] == [[0, 1, 2], [1], [2]]
@@ -1346,13 +1346,6 @@ def test_reports_tell_bytes_and_seconds_by_phase_and_rank_and_the_slowest(store)
         for one in (*report[0].ranks, *report[1].ranks):
             assert one.phase_bytes[phase] == one.nbytes > 0
             assert one.phase_bytes["exchange"] > 0
-    assert saved[0].profile
-    assert loaded[0].profile
-    assert not saved[1].profile
-    name, calls, seconds = saved[0].profile[0]
-    assert name in repr(saved[0])
-    assert calls >= 1
-    assert seconds >= 0
 
 
 def test_every_rank_reports_its_own_device(store, monkeypatch):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import shardplan
-from shardplan.io.formats.archive.archived import load_torch
+from shardplan.io.formats.torch_save.torch_values import load_torch
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is"),

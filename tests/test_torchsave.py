@@ -24,16 +24,11 @@ from shardplan.io.errors import ExistsError, FormatError, UnsureCommitError, Val
 from shardplan.io.execute.copying import Block, FileContents
 from shardplan.io.execute.pieces import Lazy
 from shardplan.io.execute.read import Reader
-from shardplan.io.formats.archive import strided
-from shardplan.io.formats.archive.zip_read import Window, read_archive
-from shardplan.io.formats.archive.zip_write import (
-    Member,
-    archive_contents,
-    archive_size,
-    members_of,
-)
 from shardplan.io.formats.sources import open_source
 from shardplan.io.formats.torch_save import source as torchsave
+from shardplan.io.formats.torch_save import views as view_module
+from shardplan.io.formats.torch_save.zip_read import Window, read_archive
+from shardplan.io.formats.torch_save.zip_write import Member, lay_out
 from shardplan.io.formats.writers import find_writer, open_target
 from shardplan.io.stores.base import StoreError, open_store
 from shardplan.io.stores.testing import CountingStore, FaultyStore, InjectedError
@@ -58,9 +53,9 @@ DTYPES = [name for name in ITEMSIZE if hasattr(torch, name)]
 KINDS = pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
 
 
-def archive_parts(members, held):
+def archive_parts(layout, held):
     """Yield the bytes of an archive in order, given the blocks of its storages."""
-    return FileContents(lambda _: archive_contents(members, held)).parts()
+    return FileContents(lambda _: layout.contents(held)).parts()
 
 
 def random_tensor(shape, dtype, seed=0):
@@ -418,22 +413,22 @@ def test_more_than_four_gib_need_longer_numbers(tmp_path):
         for start in range(0, nbytes, len(zeros)):
             yield zeros[: min(len(zeros), nbytes - start)]
 
-    from shardplan.io.formats.archive.torchvalues import Leaf, pickle_nested
+    from shardplan.io.formats.torch_save.torch_values import Leaf, pickle_nested
 
     tail = torch.arange(5, dtype=torch.uint8)
     leaves = {"z": Leaf("0", "uint8", (large,)), "t": Leaf("1", "uint8", (5,))}
     storages = [Member("data/0", large), Member("data/1", 5)]
-    members = members_of(pickle_nested(leaves)[0], storages)
+    layout = lay_out(pickle_nested(leaves)[0], storages)
     held = [[Block(list(blocks(large)))], [Block([memoryview(tail.numpy())])]]
     size = 0
     with open(tmp_path / "x.pt", "wb") as file:
-        for part in archive_parts(members, held):
+        for part in archive_parts(layout, held):
             if part.obj is zeros.obj:
                 file.seek(len(part), os.SEEK_CUR)
             else:
                 file.write(part)
             size += len(part)
-    assert size == archive_size(members) == (tmp_path / "x.pt").stat().st_size
+    assert size == layout.size == (tmp_path / "x.pt").stat().st_size
     with zipfile.ZipFile(tmp_path / "x.pt") as archive:
         names = {info.filename: info.file_size for info in archive.infolist()}
         assert names["archive/data/0"] == large
@@ -618,8 +613,8 @@ VIEWS = {
 
 @pytest.mark.parametrize("limits", [(4 << 20, 8 << 20), (1000, 3000), (64, 16)])
 def test_views_that_do_not_nest_are_read_a_little_at_a_time(tmp_path, monkeypatch, limits):
-    monkeypatch.setattr(strided, "_GROUP", limits[0])
-    monkeypatch.setattr(strided, "_SPAN", limits[1])
+    monkeypatch.setattr(view_module, "_GROUP", limits[0])
+    monkeypatch.setattr(view_module, "_SPAN", limits[1])
     torch_save(VIEWS, tmp_path / "x.pt")
     store = CountingStore(open_store(tmp_path))
     found = Checkpoint(Reader(torchsave.source(store, "x.pt")))
@@ -634,13 +629,13 @@ def test_views_that_do_not_nest_are_read_a_little_at_a_time(tmp_path, monkeypatc
 
 
 def test_a_tensor_larger_than_its_storage_is_told_and_takes_no_memory(tmp_path):
-    from shardplan.io.formats.archive.torchvalues import Leaf, pickle_nested
+    from shardplan.io.formats.torch_save.torch_values import Leaf, pickle_nested
 
     for nbytes in (0, 16):
         pickled = pickle_nested({"w": Leaf("0", "float32", (1 << 40,))})[0]
-        members = members_of(pickled, [Member("data/0", nbytes)])
+        layout = lay_out(pickled, [Member("data/0", nbytes)])
         blocks = [Block([memoryview(bytes(nbytes))])]
-        (tmp_path / "x.pt").write_bytes(b"".join(archive_parts(members, [blocks])))
+        (tmp_path / "x.pt").write_bytes(b"".join(archive_parts(layout, [blocks])))
         with pytest.raises(FormatError, match=r"x\.pt: .*bytes"):
             open_source(tmp_path / "x.pt")
 

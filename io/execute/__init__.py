@@ -8,9 +8,8 @@ if TYPE_CHECKING:
     from .ahead import BATCH_BYTES, DEPTH, Ahead, Box, Lender
     from .cleanup import MIN_AGE, by_save, leftovers, spoken_of, strays
     from .commit import find_manifest
-    from .jobs import FAR_GAP
     from .pieces import Kept, Lazy, Piece, boxes_of, collect, reads_of
-    from .read import Reader, ReadStats, find_chunks
+    from .read import Reader, ReadStats
     from .replacing import find_older
 
 __getattr__, __dir__ = door(
@@ -19,9 +18,8 @@ __getattr__, __dir__ = door(
         "ahead": "Ahead BATCH_BYTES Box DEPTH Lender",
         "cleanup": "MIN_AGE by_save leftovers spoken_of strays",
         "commit": "find_manifest",
-        "jobs": "FAR_GAP",
         "pieces": "Kept Lazy Piece boxes_of collect reads_of",
-        "read": "ReadStats Reader find_chunks",
+        "read": "ReadStats Reader",
         "replacing": "find_older",
     },
 )

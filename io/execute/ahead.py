@@ -318,8 +318,8 @@ def _reads(
     """Return what fills some boxes."""
     numbers: dict[str, int] = {}
     row = [numbers.setdefault(box.name, len(numbers)) for box in boxes]
-    heads: list[Head] = [
-        (n, n, WriteItemType.SHARD, entries[n].properties, entries[n].size) for n in numbers
+    heads = [
+        Head(n, n, WriteItemType.SHARD, entries[n].properties, entries[n].size) for n in numbers
     ]
     catalog = Catalog.of(tuple(heads))
     items = WriteItems(

@@ -16,13 +16,13 @@ from ..errors import FormatError
 from ..pool import Pool, default_pool
 from ..progress import Progress, Tell
 from ..stores.base import MissingFileError, Store, StoreError
-from .archive.zip_read import Archive, Record, Window, read_archive
 from .dcp.source import DcpSource
 from .headers import Header
 from .hf.index import choose_files, missing_parts, read_header
 from .hf.source import HfSource
 from .native.scan import Fault
 from .sources import Source
+from .torch_save.zip_read import Archive, Record, Window, read_archive
 
 if TYPE_CHECKING:
     from .torch_save.source import TorchSource

@@ -8,69 +8,20 @@ axes, so that no question about overlap depends on the number of axes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Any, Final, Self, TypeVar, overload
+from typing import Any, Final
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import CodecError
 from ..geometry.tilings import Chunk, pad
-from ..items import MetadataIndex, TensorWriteData, WriteItem
-from .arrays import DAMAGE, Ints, flat, pack, readonly, unpack
+from ..records import MetadataIndex, TensorWriteData, WriteItem
+from .arrays import DAMAGE, Columns, Index, Ints, flat, numbered, pack, readonly, unpack
 from .catalog import Catalog, Head, Merged, column, merge_catalogs, padded, within
-from .uniques import numbered
 
-__all__ = ["Columns", "WriteItems"]
-
-T = TypeVar("T")
-Index = npt.NDArray[Any]
-
-
-class Columns(Sequence[T]):
-    """An immutable sequence of records that lives in arrays. Compares and hashes like a tuple."""
-
-    def record(self, row: int) -> T:
-        """Make the record of one row."""
-        raise NotImplementedError
-
-    def take(self, rows: Index | slice) -> Self:
-        """Return the given rows (numbers, a mask or a slice), in that order."""
-        raise NotImplementedError
-
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-    @overload
-    def __getitem__(self, index: slice) -> Self: ...
-    def __getitem__(self, index: int | slice) -> T | Self:
-        if isinstance(index, slice):
-            return self.take(index)
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"item {index} of {len(self)}")
-        return self.record(index % len(self))
-
-    def __iter__(self) -> Iterator[T]:
-        return map(self.record, range(len(self)))
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, type(self)):
-            return self is other or (len(self) == len(other) and self._same(other))
-        if isinstance(other, (tuple, list)):
-            return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
-        return NotImplemented
-
-    def _same(self, other: Self) -> bool:
-        """Compare with columns of the same length."""
-        raise NotImplementedError
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
-
-    def __repr__(self) -> str:
-        shown = [repr(item) for item in self[:4]] + (["…"] if len(self) > 4 else [])
-        return f"<{len(self):,} {type(self).__name__}: {', '.join(shown)}>"
+__all__ = ["Columns", "Index", "WriteItems"]
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)
@@ -274,9 +225,6 @@ class WriteItems(Columns[WriteItem]):
             raise CodecError(f"a plan's items are damaged: {error}") from error
         return cls(catalog, row, offsets, sizes, sources, hint)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return WriteItems.from_bytes, (self.to_bytes(),)
-
 
 _NO_CHUNK: Final = Chunk((), ())
 
@@ -284,7 +232,7 @@ _NO_CHUNK: Final = Chunk((), ())
 def _head(item: WriteItem) -> Head:
     data = item.tensor_data
     properties, size = (None, ()) if data is None else (data.properties, data.size)
-    return item.index.fqn, item.source.fqn, item.type, properties, size
+    return Head(item.index.fqn, item.source.fqn, item.type, properties, size)
 
 
 def _optional(values: Ints | None, rows: Index | slice) -> Ints | None:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any, Final
+from typing import Final
 
 import attrs
 import numpy as np
 
 from ..errors import CodecError
 from ..geometry.tilings import MAX_AXES, pad
-from ..items import LoadItemType, MetadataIndex, ReadItem
+from ..records import LoadItemType, MetadataIndex, ReadItem, Transfer
 from .arrays import DAMAGE, Ints, flat, pack, readonly, unpack
 from .catalog import column, pack_names, padded, unpack_names, within
 from .items import Columns, Index
 
-__all__ = ["ReadItems", "Transfer", "Transfers"]
+__all__ = ["ReadItems", "Transfers"]
 
 _TYPES: Final = {t.value: t for t in LoadItemType}
 _BYTES: Final = LoadItemType.BYTE_IO.value
@@ -188,24 +188,6 @@ class ReadItems(Columns[ReadItem]):
             raise CodecError(f"a load plan's items are damaged: {error}") from error
         return cls(names, **columns)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ReadItems.from_bytes, (self.to_bytes(),)
-
-
-@attrs.frozen
-class Transfer:
-    """A read that one rank makes for another.
-
-    Attributes:
-        read: What the target needs, told as if it read for itself.
-        source: The rank that reads it from storage and sends it.
-        target: The rank that receives it.
-    """
-
-    read: ReadItem
-    source: int
-    target: int
-
 
 @attrs.frozen(eq=False, repr=False, slots=False)
 class Transfers(Columns[Transfer]):
@@ -268,9 +250,6 @@ class Transfers(Columns[Transfer]):
         except DAMAGE as error:
             raise CodecError(f"a load plan's transfers are damaged: {error}") from error
         return cls(reads, source, target)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Transfers.from_bytes, (self.to_bytes(),)
 
 
 _COLUMNS: Final = tuple(a.name for a in attrs.fields(ReadItems) if a.name != "names")

@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from ..errors import Issue, listed, span
 from ..geometry.tilings import shape_fault, tile
-from ..items import TensorProperties
 from ..metadata import Layout
-from ..records import SavePlan
+from ..plans import SavePlan
+from ..records import TensorProperties
 from .arrays import Ints
 from .catalog import Catalog, column, padded
 from .items import WriteItems

@@ -13,8 +13,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Ints
-from ..columns.uniques import distinct, numbered
+from ..columns.arrays import Ints, distinct, numbered
 from .tilings import Chunk, Grid, Tiling, pad, tile_chunks
 
 __all__ = ["Overlap", "fills", "gaps", "overlap", "overlap_many", "self_overlaps"]

@@ -6,7 +6,7 @@ from ..door import door
 
 if TYPE_CHECKING:
     from .derive import DerivedPlans, derive_plans
-    from .models import LLAMA_TP, llama, llama3_8b, llama3_405b
+    from .described import described_plans, layout_key, on_meta
     from .placed import SpecLayout
     from .placements import (
         Mesh,
@@ -19,19 +19,35 @@ if TYPE_CHECKING:
         as_mesh,
         local_chunks,
     )
-    from .presets import Rule, adam, expert_parallel, fsdp, fsdp_tp, hsdp, pipeline, tensor_parallel
+    from .presets import (
+        LLAMA_TP,
+        Rule,
+        adam,
+        expert_parallel,
+        fsdp,
+        fsdp_tp,
+        hsdp,
+        llama,
+        llama3_8b,
+        llama3_405b,
+        pipeline,
+        tensor_parallel,
+    )
     from .worlds import WorldPlans, world_metadata, world_plans
 
 __getattr__, __dir__ = door(
     __name__,
     {
         "derive": "DerivedPlans derive_plans",
-        "models": "LLAMA_TP llama llama3_405b llama3_8b",
+        "described": "described_plans layout_key on_meta",
         "placed": "SpecLayout",
         "placements": (
             "Mesh Only Placement Replicate Shard StridedShard TensorSpec as_mesh local_chunks"
         ),
-        "presets": "Rule adam expert_parallel fsdp fsdp_tp hsdp pipeline tensor_parallel",
+        "presets": (
+            "LLAMA_TP Rule adam expert_parallel fsdp fsdp_tp hsdp llama llama3_405b llama3_8b "
+            "pipeline tensor_parallel"
+        ),
         "worlds": "WorldPlans world_metadata world_plans",
     },
 )

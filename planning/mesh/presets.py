@@ -18,15 +18,17 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import attrs
 
+from ..dtypes import Dtype
 from ..errors import NotFoundError, listed, nearest_hint, nearest_names
 from ..frozen import FrozenDict
 from .placements import Mesh, Only, Placement, Replicate, Shard, StridedShard, TensorSpec
 
 __all__ = [
+    "LLAMA_TP",
     "Params",
     "Rule",
     "adam",
@@ -34,6 +36,9 @@ __all__ = [
     "fsdp",
     "fsdp_tp",
     "hsdp",
+    "llama",
+    "llama3_405b",
+    "llama3_8b",
     "pipeline",
     "tensor_parallel",
 ]
@@ -325,3 +330,79 @@ def _even_stages(names: Iterable[str], stages: int) -> dict[str, list[int]]:
         else:
             at[name] = [0 if all(layer_of[n] is None for n in at) else stages - 1]
     return at
+
+
+LLAMA_TP: Final[FrozenDict[str, Rule]] = FrozenDict(
+    {
+        "*.embed_tokens.weight": 0,
+        "*.[qkv]_proj.weight": "colwise",
+        "*.o_proj.weight": "rowwise",
+        "*.gate_proj.weight": "colwise",
+        "*.up_proj.weight": "colwise",
+        "*.down_proj.weight": "rowwise",
+        "lm_head.weight": "colwise",
+    }
+)
+"""How tensor parallelism cuts a Llama: the rules that `tensor_parallel` takes."""
+
+
+def llama(
+    *,
+    dim: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    vocab: int = 128_256,
+    dtype: Dtype = "bfloat16",
+) -> FrozenDict[str, TensorSpec]:
+    """Return the parameters of a Llama, under the names that Hugging Face gives them.
+
+    Args:
+        dim: How wide the model is.
+        layers: How many layers it has.
+        heads: How many query heads a layer has.
+        kv_heads: How many heads keys and values have.
+        ffn: How wide the feed-forward part is.
+        vocab: How many tokens there are.
+        dtype: The dtype of all parameters.
+
+    >>> params = llama(dim=8, layers=1, heads=4, kv_heads=2, ffn=16, vocab=10)
+    >>> params["model.layers.0.self_attn.k_proj.weight"].shape
+    (4, 8)
+    """
+    kv = dim // heads * kv_heads
+    layer = {
+        "self_attn.q_proj": (dim, dim),
+        "self_attn.k_proj": (kv, dim),
+        "self_attn.v_proj": (kv, dim),
+        "self_attn.o_proj": (dim, dim),
+        "mlp.gate_proj": (ffn, dim),
+        "mlp.up_proj": (ffn, dim),
+        "mlp.down_proj": (dim, ffn),
+        "input_layernorm": (dim,),
+        "post_attention_layernorm": (dim,),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (vocab, dim)}
+    for number in range(layers):
+        shapes.update({f"model.layers.{number}.{name}": shape for name, shape in layer.items()})
+    shapes |= {"model.norm": (dim,), "lm_head": (vocab, dim)}
+    return FrozenDict({f"{name}.weight": TensorSpec(s, dtype) for name, s in shapes.items()})
+
+
+def llama3_8b(dtype: Dtype = "bfloat16") -> FrozenDict[str, TensorSpec]:
+    """Return the parameters of Llama 3 8B, 8.03 billion.
+
+    >>> len(llama3_8b())
+    291
+    """
+    return llama(dim=4096, layers=32, heads=32, kv_heads=8, ffn=14_336, dtype=dtype)
+
+
+def llama3_405b(dtype: Dtype = "bfloat16") -> FrozenDict[str, TensorSpec]:
+    """Return the parameters of Llama 3.1 405B, 405.85 billion.
+
+    >>> len(llama3_405b())
+    1137
+    """
+    return llama(dim=16_384, layers=126, heads=128, kv_heads=8, ffn=53_248, dtype=dtype)

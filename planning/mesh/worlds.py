@@ -6,26 +6,25 @@ a rank's plan is put together from layouts when somebody asks for it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
-from operator import index as as_index
-from typing import Any, Final, overload
+from typing import Any, Final
 
 import attrs
 import numpy as np
 
 from ..check import layout_issues
-from ..columns.arrays import Ints, readonly
+from ..columns.arrays import Columns, Index, Ints, readonly
 from ..columns.catalog import Catalog, Head, column, padded
 from ..columns.items import WriteItems
 from ..errors import Issue, PlanError, RefusedError
 from ..frozen import FrozenDict
 from ..geometry.overlap import fills
 from ..geometry.tilings import Grid, Tiling, shape_fault, tile
-from ..items import TensorProperties, WriteItemType
 from ..metadata import Entries, Layout, Metadata
-from ..records import SavePlan
-from ..text import Sheet, counted, human_bytes, listing
+from ..plans import SavePlan
+from ..records import TensorProperties, WriteItemType
+from ..text import Printed, Sheet, counted, human_bytes, listing
 from ..tree import flatten, is_tensor, nesting_data
 from .placed import SpecLayout, spread
 from .placements import Mesh, Only, Replicate, Shard, StridedShard, TensorSpec, as_mesh
@@ -36,7 +35,7 @@ _SHOWN: Final = 12
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)
-class WorldPlans(Sequence[SavePlan]):
+class WorldPlans(Printed, Columns[SavePlan]):
     """One plan per rank of a mesh, made when it is asked for. Compares and hashes like a tuple.
 
     A plan is not kept once it is made, and all share one catalog. Hashing makes every plan, as
@@ -69,12 +68,12 @@ class WorldPlans(Sequence[SavePlan]):
     @cached_property
     def catalog(self) -> Catalog:
         """The tensors and values that all plans speak of."""
-        heads: list[Head] = [(k, k, WriteItemType.BYTE_IO, None, ()) for k in self.values]
+        heads = [Head.value(name) for name in self.values]
         properties = {d: TensorProperties(d) for d in {s.dtype for s in self.specs.values()}}
         for name, spec in self.specs.items():
             kind = WriteItemType.SHARD if spec.placements else WriteItemType.TENSOR
-            heads.append((name, name, kind, properties[spec.dtype], spec.shape))
-        return Catalog.of(tuple(sorted(heads, key=lambda head: head[0])))
+            heads.append(Head(name, name, kind, properties[spec.dtype], spec.shape))
+        return Catalog.of(sorted(heads, key=lambda head: head.name))
 
     @cached_property
     def layout_numbers(self) -> Ints:
@@ -96,33 +95,20 @@ class WorldPlans(Sequence[SavePlan]):
     def __len__(self) -> int:
         return len(self.mesh)
 
-    @overload
-    def __getitem__(self, index: int) -> SavePlan: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[SavePlan, ...]: ...
-    def __getitem__(self, index: int | slice) -> SavePlan | tuple[SavePlan, ...]:
-        if isinstance(index, slice):
-            return tuple(map(self._plan, range(len(self))[index]))
-        if not -len(self) <= as_index(index) < len(self):
-            raise IndexError(f"rank {index} is not on {self.mesh!r}, which has {len(self)} ranks")
-        return self._plan(as_index(index) % len(self))
+    def record(self, row: int) -> SavePlan:
+        """Make the plan of one rank."""
+        return self._plan(row)
 
-    def __iter__(self) -> Iterator[SavePlan]:
-        return map(self._plan, range(len(self)))
+    def take(self, rows: Index | slice) -> tuple[SavePlan, ...]:
+        """Return the plans of some ranks."""
+        return tuple(map(self._plan, np.arange(len(self))[rows].tolist()))
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, (WorldPlans, tuple, list)):
-            return NotImplemented
-        if isinstance(other, WorldPlans) and self._key == other._key:
-            return True
-        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+    def _same(self, other: WorldPlans) -> bool:
+        return self._key == other._key or super()._same(other)
 
     @property
     def _key(self) -> tuple[Any, ...]:
         return self.mesh, self.specs, self.values, self.planner_data
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WorldPlans, self._key
@@ -145,12 +131,6 @@ class WorldPlans(Sequence[SavePlan]):
         )
         head = ("shape", "placements", "tensors", "bytes")
         return listing(title, head, rows, len(self.layouts))
-
-    def __repr__(self) -> str:
-        return self._sheet.text()
-
-    def _repr_html_(self) -> str:
-        return self._sheet.html()
 
 
 def world_plans(specs: Mapping[Any, Any], mesh: Mesh) -> WorldPlans:

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Ints, readonly
+from ..columns.arrays import Ints, group_rows, readonly
 from ..columns.catalog import Catalog, Head, column
 from ..columns.items import WriteItems
 from ..columns.reads import ReadItems, Transfers
-from ..columns.uniques import group_rows
 from ..columns.world import Rows, World
 from ..geometry.overlap import overlap_many, self_overlaps
 from ..geometry.tilings import Grid, Tiling, pad
-from ..items import LoadItemType, WriteItemType
 from ..metadata import Metadata, TensorMetadata
-from ..records import LoadPlan, SavePlan
+from ..plans import LoadPlan, SavePlan
+from ..records import LoadItemType, WriteItemType
 from ..storage.blocks import BLOCK_BYTES, cut_blocks
 from ..storage.located import Located, locate_reads
 from ..storage.ranges import fetched, has_narrow_gaps, lies_together
-from .balance import assign
 from .base import Step
+from .chunks import assign
 
 __all__ = ["read_on", "share_reads", "split_reads"]
 
@@ -61,23 +60,22 @@ def share_reads(
     >>> len(a.items), len(b.items), b.transfers[0].source, b.transfers[0].target
     (1, 0, 0, 1)
     """
-    run = partial(_share_reads, metadata, min_readers, min_bytes, block_bytes, max_gap)
     options = {
         "min_readers": min_readers,
         "min_bytes": min_bytes,
         "block_bytes": block_bytes,
         "max_gap": max_gap,
     }
-    return Step(share_reads, (metadata,), options, "world", run)
+    return Step(share_reads, (metadata,), options, "world", _share_reads)
 
 
 def _share_reads(
+    plans: tuple[LoadPlan, ...],
     metadata: Metadata,
     min_readers: int,
     min_bytes: int,
     block_bytes: int,
     max_gap: int,
-    plans: tuple[LoadPlan, ...],
 ) -> tuple[LoadPlan, ...]:
     catalog = _catalog(metadata)
     rows = _regions(plans, metadata, catalog)
@@ -113,12 +111,12 @@ def split_reads(metadata: Metadata, max_bytes: int, *, max_gap: int = 0) -> Step
     """
     if max_bytes < 1:
         raise ValueError(f"max_bytes must be at least 1, not {max_bytes}")
-    run = partial(_split_reads, metadata, max_bytes, max_gap)
-    return Step(split_reads, (metadata, max_bytes), {"max_gap": max_gap}, "rank", run)
+    options = {"max_gap": max_gap}
+    return Step(split_reads, (metadata, max_bytes), options, "rank", _split_reads)
 
 
 def _split_reads(
-    metadata: Metadata, max_bytes: int, max_gap: int, plans: tuple[LoadPlan, ...]
+    plans: tuple[LoadPlan, ...], metadata: Metadata, max_bytes: int, max_gap: int
 ) -> tuple[LoadPlan, ...]:
     entries = metadata.state_dict_metadata
     width = column([*(p.itemsize for p in entries.props), 0])[entries.prop]
@@ -166,10 +164,10 @@ def read_on(reader: int) -> Step[LoadPlan]:
     >>> [len(plan.items) for plan in read_on(1)(loads)]
     [0, 1]
     """
-    return Step(read_on, (reader,), {}, "world", partial(_read_on, reader))
+    return Step(read_on, (reader,), {}, "world", _read_on)
 
 
-def _read_on(reader: int, plans: tuple[LoadPlan, ...]) -> tuple[LoadPlan, ...]:
+def _read_on(plans: tuple[LoadPlan, ...], reader: int) -> tuple[LoadPlan, ...]:
     if not 0 <= reader < len(plans):
         raise ValueError(f"rank {reader} is not one of the {len(plans)} that load")
     counts = [len(plan.items) for plan in plans]
@@ -181,13 +179,12 @@ def _read_on(reader: int, plans: tuple[LoadPlan, ...]) -> tuple[LoadPlan, ...]:
 
 def _catalog(metadata: Metadata) -> Catalog:
     """List the saved tensors as plans do, so that reads can be compared as chunks are."""
-    heads: list[Head] = []
-    for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorMetadata):
-            heads.append((name, name, WriteItemType.SHARD, entry.properties, entry.size))
-        else:
-            heads.append((name, name, WriteItemType.BYTE_IO, None, ()))
-    return Catalog.of(tuple(heads))
+    return Catalog.of(
+        Head(name, name, WriteItemType.SHARD, entry.properties, entry.size)
+        if isinstance(entry, TensorMetadata)
+        else Head.value(name)
+        for name, entry in metadata.state_dict_metadata.items()
+    )
 
 
 def _regions(plans: Sequence[LoadPlan], metadata: Metadata, catalog: Catalog) -> Rows:

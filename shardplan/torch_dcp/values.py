@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardplan.io import FormatError
-from shardplan.io.formats.archive import (
+from shardplan.io.formats.torch_save import (
     PickleError,
     RefusedName,
     explain_name,

@@ -31,8 +31,8 @@ from shardplan.planning.geometry import MAX_NUMEL, Tiling, shape_fault, tile
 from ...errors import FormatError, ValueRefusedError
 from ...limits import MAX_BYTES
 from ...stores.base import StoreError, check_path
-from ..archive.objects import PLAIN
-from ..archive.unpickler import Call, PickleError, RefusedName, StandIn, calls, load_pickle
+from ..torch_save.names import PLAIN
+from ..torch_save.unpickler import Call, PickleError, RefusedName, Stateful, calls, load_pickle
 
 __all__ = [
     "METADATA",
@@ -93,7 +93,7 @@ class Described:
     copies: Mapping[tuple[str, tuple[int, ...] | None], tuple[Place, ...]] = {}
 
 
-class _Record(StandIn):
+class _Record(Stateful):
     """One of torch's records; its state is its fields, by name."""
 
     __slots__ = ()
@@ -192,7 +192,7 @@ def parse_metadata(data: bytes, file: str = METADATA) -> Described:
         FormatError: It is damaged, or names a class that no checkpoint needs; none was called.
     """
     try:
-        found = load_pickle(data, _Names())
+        found = load_pickle(data, _Names())[0]
         if not isinstance(found, _Metadata):
             raise PickleError(f"it holds a {type(found).__name__}, not a checkpoint's metadata")
         return _describe(found.fields)

@@ -22,12 +22,14 @@ from ...errors import FormatError
 from ...limits import read_whole
 from ...pool import Pool, default_pool
 from ...stores.base import MissingFileError, Store
-from ..archive.archived import load_archive, load_torch
-from ..archive.objects import StorageRef, Storages, StoredTensor, load_nested, load_tensor
-from ..archive.standins import needs_torch
-from ..archive.strided import Overlay
-from ..archive.unpickler import PickleError
-from ..archive.zip_read import (
+from ..headers import Header, header_length, parse_header
+from ..sources import Spot
+from ..torch_save.names import load_tensor
+from ..torch_save.standins import StorageRef, StoredTensor, row_major
+from ..torch_save.torch_values import load_archive, load_torch
+from ..torch_save.unpickler import PickleError
+from ..torch_save.views import Overlay
+from ..torch_save.zip_read import (
     DESCRIPTOR,
     Window,
     described_crc,
@@ -35,8 +37,6 @@ from ..archive.zip_read import (
     read_archive,
     read_ranges,
 )
-from ..headers import Header, header_length, parse_header
-from ..sources import Spot
 from .metadata import METADATA, Described, Place, parse_metadata
 from .ranks import FIRST_RANK, is_rank_metadata, merge_ranks, rank_metadata
 
@@ -376,7 +376,7 @@ class DcpSource:
             if layout is not None and layout.length == place.length:
                 return layout
         archive = read_archive(Window(self.inner, file, place.offset, place.length, head))
-        if "byteorder" in archive.records and archive.read("byteorder", 8) != b"little":
+        if not archive.is_little:
             raise PickleError("it was written on a machine of another byte order")
         tensor = load_tensor(archive.read("data.pkl", _MAX_PICKLE))
         record = f"data/{tensor.storage.key}"
@@ -421,11 +421,8 @@ def _from_header(item: _Item, header: Header) -> _Layout:
     slot = header.slots.get(item.name)
     if slot is None or slot.offsets != item.offsets:
         raise PickleError("its safetensors header tells of another chunk")
-    stride = [1] * len(slot.shape)
-    for axis in reversed(range(len(stride) - 1)):
-        stride[axis] = stride[axis + 1] * max(slot.shape[axis + 1], 1)
     storage = StorageRef("", "uint8", slot.nbytes)
-    tensor = StoredTensor(storage, slot.dtype, 0, slot.shape, tuple(stride))
+    tensor = StoredTensor(storage, slot.dtype, 0, slot.shape, row_major(slot.shape))
     return _Layout(item.place.length, slot.begin, tensor)
 
 
@@ -437,8 +434,5 @@ def _differs(name: str) -> str:
 
 
 def _plain(file: str, data: bytes) -> Any:
-    """Return a value, if building it takes no torch."""
-    archive = read_archive(in_memory(data, file))
-    if needs_torch(load_nested(archive.read("data.pkl", len(data)), Storages())):
-        raise PickleError("it takes torch")
-    return load_archive(archive)
+    """Return a value that needs no torch."""
+    return load_archive(read_archive(in_memory(data, file)), plain=True)

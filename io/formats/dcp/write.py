@@ -37,9 +37,9 @@ from ...limits import check_size, read_whole
 from ...pool import Pool, default_pool
 from ...progress import Progress
 from ...stores.base import Store
-from ..archive.torchvalues import dump_values, pickle_tensor
-from ..archive.zip_read import ALIGNMENT
-from ..archive.zip_write import Frame, frame_of
+from ..torch_save.torch_values import dump_values, pickle_tensor
+from ..torch_save.zip_read import ALIGNMENT
+from ..torch_save.zip_write import Frame, frame_of
 from ..writers import Part, Writer
 from .metadata import METADATA, OWN_EMPTY, OWN_PATHS, pack_path, parse_metadata
 from .ranks import FIRST_RANK, rank_metadata

@@ -1,13 +1,15 @@
-"""Where do the bytes of `torch.save` files lie? Their pickle says, and nothing else is read.
+"""Reading `torch.save` files: their pickle says where the elements of every tensor lie.
 
-So tensors come out as places in the file, of the newer kind of file (an archive) as of the older
-(pickles, then storages one after another). Torch is needed only for values that are not plain.
+There are two kinds of files: archives, and the older kind, which is five pickles followed by the
+storages. Of both, only pickles are read; torch is needed only for values that are not plain.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
+
+import attrs
 
 from shardplan.planning import (
     Metadata,
@@ -23,33 +25,37 @@ from shardplan.planning.storage import BLOCK_BYTES
 
 from ...checksums import CRC32, Sums
 from ...errors import FormatError, listed
+from ...limits import LIMITS
 from ...pool import Pool
 from ...stores.base import MissingFileError, Store, StoreError
-from ..archive.objects import Later, Named, OddTensor, TensorLeaf
-from ..archive.standins import build_value, needs_torch
-from ..archive.strided import Overlay
-from ..archive.unpickler import PickleError
-from ..archive.zip_read import Archive, Window, read_archive, read_ranges
 from ..sources import Spot
-from .pickles import Pickled, read_legacy, read_zip
+from .names import Nested, load_nested
+from .standins import Later, Named, OddTensor, TensorLeaf, build_value, needs_torch
+from .torch_values import explain_name
+from .unpickler import CutShort, PickleError, RefusedName, load_pickle
+from .views import Overlay
+from .zip_read import Archive, Window, read_archive, read_ranges
 
 __all__ = ["TorchSource", "find", "source"]
 
 _ZIP: Final = b"PK\3\4"
-_LEGACY: Final = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_OLD: Final = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # a pickle: torch's magic number
+_OLD_VERSION: Final = 1001
+_OLD_HEAD: Final = 1 << 16  # bytes of a file of the older kind that are read first
 _STEP: Final = 64 << 20
 
 
 def find(store: Store, name: str = "") -> bool:
-    """Say whether a file is one that `torch.save` wrote, by its first bytes."""
-    return bool(name) and _head(store, name).startswith((_ZIP, _LEGACY))
+    """Return True if `torch.save` wrote a file, by its first bytes."""
+    return bool(name) and _head(store, name).startswith((_ZIP, _OLD))
 
 
 def source(store: Store, name: str = "", pool: Pool | None = None) -> TorchSource:
-    """Open a `torch.save` file; only its pickle is read, and what says where that is.
+    """Open a `torch.save` file.
 
     Raises:
-        FormatError: It is damaged, not safe to read, or holds what cannot be read in place.
+        FormatError: It is damaged, not safe to read, or holds something that cannot be read in
+            place.
     """
     if not name:
         raise FormatError(store.url, "a torch checkpoint is a file, and this is a folder")
@@ -57,15 +63,13 @@ def source(store: Store, name: str = "", pool: Pool | None = None) -> TorchSourc
         size = store.size(name)
     except MissingFileError:
         raise FormatError(name, "it is missing") from None
-    if _head(store, name).startswith(_LEGACY):
-        return TorchSource(store, name, read_legacy(store, name, size))
-    archive = read_archive(Window(store, name, 0, size))
-    _check_archive(archive, name)
-    return TorchSource(store, name, read_zip(archive, name), archive)
+    is_old = _head(store, name).startswith(_OLD)
+    saved = _read_old(store, name, size) if is_old else _read_zip(store, name, size)
+    return TorchSource(store, name, saved)
 
 
 def _head(store: Store, name: str) -> bytes:
-    data = bytearray(len(_LEGACY))
+    data = bytearray(len(_OLD))
     try:
         data = data[: store.size(name)]
         store.read(name, [(0, memoryview(data))])
@@ -74,13 +78,102 @@ def _head(store: Store, name: str) -> bytes:
     return bytes(data)
 
 
-def _check_archive(archive: Archive, name: str) -> None:
+@attrs.frozen(eq=False)
+class _Saved:
+    """The contents of a file.
+
+    Attributes:
+        nested: What was saved.
+        archive: The archive that the file is; None for the older kind.
+        begins: Where each storage begins, by key, in a file of the older kind.
+    """
+
+    nested: Nested
+    archive: Archive | None = None
+    begins: Mapping[str, int] = attrs.field(factory=dict)
+
+    def begin(self, key: str) -> int:
+        """Return where a storage begins in the file."""
+        return self.archive.begin(f"data/{key}") if self.archive else self.begins[key]
+
+
+def _fault(file: str, error: PickleError) -> FormatError:
+    if isinstance(error, RefusedName):
+        return FormatError(file, f"its state dict {explain_name(error.name)}")
+    return FormatError(file, f"its state dict cannot be loaded: {error}")
+
+
+def _read_zip(store: Store, file: str, size: int) -> _Saved:
+    archive = read_archive(Window(store, file, 0, size))
     if "constants.pkl" in archive.records:
-        raise FormatError(name, "it is a TorchScript archive, not a state dict; use torch.jit.load")
-    if "byteorder" in archive.records and archive.read("byteorder", 8) != b"little":
-        raise FormatError(
-            name, "it was written on a machine of another byte order; load it with torch.load"
-        )
+        raise FormatError(file, "it is a TorchScript archive, not a state dict; use torch.jit.load")
+    if not archive.is_little:
+        reason = "it was written on a machine of another byte order; load it with torch.load"
+        raise FormatError(file, reason)
+    try:
+        nested = load_nested(archive.read("data.pkl", LIMITS["pickle"]))
+    except PickleError as error:
+        raise _fault(file, error) from None
+    archive.check_storages(nested.storages)
+    return _Saved(nested, archive)
+
+
+def _read_old(store: Store, file: str, size: int) -> _Saved:
+    """Read a file of the older kind, of which only the length of its pickles is unknown."""
+    data = b""
+    while True:
+        try:
+            nested, keys, end = _old_pickles(data, file)
+            break
+        except CutShort:
+            more = min(size, LIMITS["pickle"], max(_OLD_HEAD, 4 * len(data)))
+            if more == len(data):
+                reason = "its state dict cannot be loaded: the file is cut short"
+                raise FormatError(file, reason) from None
+            data = Window(store, file, 0, more).read(0, more)
+        except PickleError as error:
+            raise _fault(file, error) from None
+    return _Saved(nested, begins=_old_storages(store, file, size, nested.storages, keys, end))
+
+
+def _old_pickles(data: bytes, file: str) -> tuple[Nested, list[str], int]:
+    """Return the state dict, the keys of its storages in order, and where these begin.
+
+    The pickles are a magic number, a version, the system that wrote the file, what was saved, and
+    the keys of its storages.
+    """
+    version, at = load_pickle(data, {}, begin=load_pickle(data, {})[1])
+    machine, at = load_pickle(data, {}, begin=at)
+    if version != _OLD_VERSION:
+        raise FormatError(file, f"it is not of version {_OLD_VERSION}, the only one that is known")
+    if not isinstance(machine, Mapping) or machine.get("little_endian") is not True:
+        raise FormatError(file, "it was written on a machine of another byte order")
+    nested = load_nested(data, at)
+    keys, end = load_pickle(data, {}, begin=nested.end)
+    if not isinstance(keys, list) or set(map(str, keys)) != nested.storages.keys():
+        raise FormatError(file, "its list of storages is damaged")
+    return nested, list(map(str, keys)), end
+
+
+def _old_storages(
+    store: Store, file: str, size: int, nbytes: Mapping[str, int], keys: list[str], at: int
+) -> dict[str, int]:
+    """Return where each storage begins: they follow one another, each after its element count."""
+    begins = {}
+    for key in keys:
+        begins[key] = at + 8
+        at += 8 + nbytes[key]
+    if at > size:
+        raise FormatError(file, f"it should have {at:,} bytes and has {size:,}: it was cut short")
+    counts = {key: bytearray(8) for key in keys}
+    ranges = [(begins[key] - 8, memoryview(count)) for key, count in counts.items()]
+    read_ranges(store, file, ranges)
+    for key, data in counts.items():
+        count = int.from_bytes(data, "little")
+        if nbytes[key] % max(count, 1) or (count == 0) != (nbytes[key] == 0):
+            reason = f"storage {key} has {count:,} elements and {nbytes[key]:,} bytes"
+            raise FormatError(file, reason)
+    return begins
 
 
 class TorchSource:
@@ -89,26 +182,25 @@ class TorchSource:
     Args:
         store: The folder it lies in.
         file: Its name there.
-        pickled: What its pickle says.
-        archive: The archive that it is; None for a file of the older kind.
+        saved: Its contents.
 
     Attributes:
-        inner: The folder as it is, without the files that `store` makes up.
+        inner: The folder as it is, without the virtual files of `store`.
+        archive: The archive that the file is; None for the older kind.
     """
 
     format = "torch"
     block_bytes = BLOCK_BYTES
+    checksum = CRC32
 
-    def __init__(
-        self, store: Store, file: str, pickled: Pickled, archive: Archive | None = None
-    ) -> None:
-        nested = pickled.nested
+    def __init__(self, store: Store, file: str, saved: _Saved) -> None:
+        nested = saved.nested.value
         if not isinstance(nested, Mapping):
             kind = "tensor" if is_tensor(nested) else type(nested).__name__
             raise FormatError(file, f"it holds a {kind}, not a state dict: a dict by name")
-        self.inner, self.file, self.archive = store, file, archive
+        self.inner, self.file, self.archive = store, file, saved.archive
         self._overlay = Overlay(store, (file,))
-        self._pickled = pickled
+        self._saved = saved
         self._spots: dict[str, Spot] = {}
         try:
             self._flat, paths = flatten(nested)
@@ -133,60 +225,50 @@ class TorchSource:
         for name, _ in chunks:
             if name not in self._spots:
                 stored = self._tensors[name].stored
-                begin = self._begin(stored.storage.key) + stored.storage.first
+                begin = self._saved.begin(stored.storage.key) + stored.storage.first
                 self._spots[name] = self._overlay.spot(0, begin, stored)
         return [self._spots[name] for name, _ in chunks]
 
-    def _begin(self, key: str) -> int:
-        """Say where a storage begins in the file."""
-        if self.archive is None:
-            return self._pickled.storages.begin[key]
-        return self.archive.begin(f"data/{key}")
-
     def keys_in(self, record: str) -> tuple[str, ...]:
         """Name the tensors whose elements lie in a record of the archive."""
-        found = self._tensors.items()
-        return tuple(n for n, one in found if f"data/{one.stored.storage.key}" == record)
+        keys = {name: leaf.stored.storage.key for name, leaf in self._tensors.items()}
+        return tuple(name for name, key in keys.items() if f"data/{key}" == record)
 
     def sums_of(self, name: str) -> Sums | None:
-        """There are no checksums that could be compared."""
+        """Return None: no checksums are known before reading."""
         return None
-
-    checksum = CRC32
 
     def chunk_sums(self, chunks: Sequence[tuple[str, int]]) -> list[int | None]:
         """Return the checksum of each tensor that fills its record; see `Source.chunk_sums`."""
         if self.archive is None or not self.archive.is_summed:
             return [None] * len(chunks)
-        found = zip(chunks, self.spots(chunks), strict=True)
-        return [self._sum(name, spot) for (name, _), spot in found]
-
-    def _sum(self, name: str, spot: Spot) -> int | None:
-        assert self.archive is not None
-        stored = self._tensors[name].stored
-        record = self.archive.records[f"data/{stored.storage.key}"]
-        whole = spot.nbytes == record.nbytes and not stored.offset and not stored.storage.first
-        return record.crc if whole and spot.file == 0 else None  # not one that is made up
+        sums: list[int | None] = []
+        for (name, _), spot in zip(chunks, self.spots(chunks), strict=True):
+            stored = self._tensors[name].stored
+            record = self.archive.records[f"data/{stored.storage.key}"]
+            whole = spot.nbytes == record.nbytes and not stored.offset and not stored.storage.first
+            sums.append(record.crc if whole and spot.file == 0 else None)  # not of a virtual file
+        return sums
 
     def has_value_sum(self, name: str) -> bool:
         """Return True: values are known once the file is opened; see `Source.has_value_sum`."""
         return True
 
     def value(self, name: str, *, verify: bool = True) -> Any:
-        """Return a value that is no tensor; see `Source.value`."""
+        """Return a non-tensor value; see `Source.value`."""
         try:
             return build_value(self._flat[name], self._read_storage)
         except PickleError as error:
             raise FormatError(self.file, f"`{name}` cannot be loaded: {error}") from None
 
     def plain_value(self, name: str) -> Any:
-        """Return a value that is no tensor, if making it takes no torch.
+        """Return a non-tensor value that needs no torch.
 
         Raises:
-            PickleError: It does.
+            PickleError: It needs torch.
         """
         if needs_torch(self._flat[name]):
-            raise PickleError(f"the value of `{name}` takes torch")
+            raise PickleError(f"the value of `{name}` needs torch")
         return self.value(name)
 
     def value_bytes(self, name: str) -> int:
@@ -194,21 +276,19 @@ class TorchSource:
         return 0
 
     def value_cost(self, name: str) -> int:
-        """Return 0: values are held already; what a copy of one takes, nobody knows before."""
+        """Return 0: values are held already."""
         return 0
 
     def _read_storage(self, key: str) -> memoryview:
-        nbytes = self._pickled.storages.nbytes[key]
+        nbytes, begin = self._saved.nested.storages[key], self._saved.begin(key)
         data = memoryview(bytearray(nbytes))
-        begin = self._begin(key)
-        steps = range(0, nbytes, _STEP)
-        ranges = [(begin + at, data[at : at + _STEP]) for at in steps]
+        ranges = [(begin + at, data[at : at + _STEP]) for at in range(0, nbytes, _STEP)]
         read_ranges(self.inner, self.file, ranges)
         return data
 
 
 def _check_keys(paths: Mapping[str, Path], file: str) -> None:
-    """Refuse keys that only torch can make: their text names tensors and values."""
+    """Refuse keys that only torch can make: names of tensors and values are plain text."""
     odd = {
         key.name for path in paths.values() for _, key in path if isinstance(key, (Named, Later))
     }
@@ -217,7 +297,7 @@ def _check_keys(paths: Mapping[str, Path], file: str) -> None:
 
 
 def _find_tensors(flat: Mapping[str, Any], file: str) -> dict[str, TensorLeaf]:
-    """Return where every tensor lies.
+    """Return the tensors of a state dict.
 
     Raises:
         FormatError: Some cannot be read in place; all are named.

@@ -21,12 +21,11 @@ from ...progress import Progress
 from ...stores.base import Store
 from ...tensors import dump, empty, window
 from ...tensors import store as fill
-from ..archive.archived import explain_refusal
-from ..archive.torchvalues import Leaf, pickle_nested, why_unsafe
-from ..archive.zip_write import Member, archive_contents, archive_size, directory_size, members_of
 from ..dcp.metadata import METADATA
 from ..native.manifest import MANIFEST
 from ..writers import Part, Writer
+from .torch_values import Leaf, explain_refusal, explain_value, pickle_nested, why_unsafe
+from .zip_write import Member, lay_out
 
 __all__ = ["TorchWriter"]
 
@@ -91,16 +90,15 @@ class TorchWriter(Writer):
         leaves = _leaves(flat, plan, tensors, ties, list(stored))
         pickle, hidden = _pickle(flat, plan, leaves, values, refused)
         held = [*stored.values(), *map(_storage_piece, hidden)]
-        members = members_of(
-            pickle, [Member(f"data/{n}", piece.nbytes) for n, piece in enumerate(held)]
-        )
+        storages = [Member(f"data/{n}", piece.nbytes) for n, piece in enumerate(held)]
+        layout = lay_out(pickle, storages)
         contents = FileContents(
-            lambda local: archive_contents(members, blocks_of(held, local)),
+            lambda local: layout.contents(blocks_of(held, local)),
             threads_for(pool or default_pool(), 1),
         )
-        size = archive_size(members)
+        size = layout.size
         check_size(self.file, len(pickle), "pickle")
-        check_size(self.file, directory_size(members), "directory")
+        check_size(self.file, layout.directory_size, "directory")
         write_file(store, self.file, contents, nbytes=size, atomic=True)
         return Part(1, size, b"")
 
@@ -201,8 +199,7 @@ def _unsafe(values: Mapping[str, Any]) -> dict[str, str]:
         except Exception as error:  # pickling may fail in any way that a class thinks of
             why = explain_refusal(error)
         if why is not None:
-            kind = f"{type(value).__module__}.{type(value).__qualname__}"
-            reasons[key] = f"is a {kind}, which {why}"
+            reasons[key] = explain_value(value, why)
     return reasons
 
 

@@ -1,33 +1,30 @@
-r"""A restricted unpickler: it calls only functions that it was given, and counts what it makes.
+r"""A restricted unpickler: it calls only functions from a table, and bounds what they cost.
 
-A pickle is a program for a small stack machine. This machine knows the operations that Python's own
-pickler and torch emit, and no others. A name in a pickle is looked up in a table, which holds a
-constant or a `Call`: a small function of ours that returns a plain value or a *stand-in* (a record
-that describes an object, instead of being it). Nothing else is ever called, and only stand-ins take
-state.
+A pickle is a program for a small stack machine. This machine knows the operations of protocols 1 to
+5 that Python's own pickler and torch emit. A name in a pickle is looked up in a table, which holds
+a constant or a `Call`: a function of ours that returns a plain value or a *stand-in*, a sealed
+record that describes an object instead of being it. Nothing else is called.
 
 Memory and time are bounded by the pickle's own length:
 
-1. Strings and numbers are cut out of the pickle, so a length that reaches past its end is an error.
-2. Any other operation makes one small object.
-3. Whatever is handed on (the arguments of every `Call`, a persistent id, a name, the state of a
-   stand-in) is charged before, as if all of it were copied: its elements, its text, its bytes.
-4. A key is charged for all that hashing and comparing it visits, before it is hashed. Few keys of
-   one collection may have the same hash.
-5. What is taken up again from the memo is charged for all its parts, however often one is there,
-   and for the bytes of arrays: whoever walks over the result visits no more than that.
+1. Strings and numbers are cut out of the pickle: a length that reaches past its end is an error.
+   Any other operation makes one small object.
+2. There is a budget of work, proportional to the length. Whatever is passed to a `Call`, or becomes
+   a key, is charged before as if all of it were copied and hashed.
+3. Few keys of one collection may have the same hash.
+4. What is taken from the memo again is charged for all its parts, as often as each occurs: a walk
+   over the result visits no more than that.
 
 Nothing here needs torch.
 """
 
 from __future__ import annotations
 
-import codecs
 import math
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import attrs
 
@@ -37,19 +34,20 @@ __all__ = [
     "PickleError",
     "RefusedName",
     "StandIn",
+    "Stateful",
     "calls",
     "check_alike",
     "load_pickle",
-    "load_pickle_at",
+    "require",
 ]
 
 
 class PickleError(ValueError):
-    """A pickle that is damaged, or asks for what it may not have."""
+    """A pickle that is damaged, or asks for something that is not allowed."""
 
 
 class CutShort(PickleError):
-    """A pickle that goes on where the bytes that were read of it end."""
+    """A pickle that continues after the end of the bytes that were read."""
 
     def __init__(self) -> None:
         super().__init__("it is cut short")
@@ -64,17 +62,47 @@ class RefusedName(PickleError):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        super().__init__(f"it names `{name}`, which is not allowed there")
+        super().__init__(name)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RefusedName, (self.name,)
+    def __str__(self) -> str:
+        return f"it names `{self.name}`, which is not allowed there"
+
+
+def require(valid: bool, reason: str) -> None:
+    """Raise a `PickleError` unless a condition holds."""
+    if not valid:
+        raise PickleError(reason)
 
 
 class StandIn:
-    """What a pickle gets instead of an object that it describes.
+    """A sealed description of an object: what a pickle gets in place of it.
 
     Attributes:
-        state: The state that the pickle gave it, if any.
+        needs_torch: Whether building the object takes torch.
+    """
+
+    __slots__ = ()
+    needs_torch: ClassVar[bool] = False
+
+    def build(self, builder: Any) -> Any:
+        """Return the object; ``builder`` is a `standins.Builder`.
+
+        Raises:
+            PickleError: It cannot be a value.
+        """
+        raise PickleError(f"it holds a {type(self).__name__} as a value")
+
+    @property
+    def parts(self) -> Sequence[Any]:
+        """Everything that it holds."""
+        return ()
+
+
+class Stateful(StandIn):
+    """A stand-in to which the pickle may give state.
+
+    Attributes:
+        state: That state; None if there was none.
     """
 
     __slots__ = ("state",)
@@ -94,18 +122,17 @@ class Call:
     """A function that a pickle may call.
 
     Attributes:
-        name: What the pickle calls it.
-        make: The function. It may return plain values and stand-ins, and must not keep what it is
-            given.
-        free: Whether it only hands on what it is given, without looking at it.
-        new: What is called instead where the pickle calls ``__new__`` of a class, if anything.
+        name: Its name in the pickle.
+        make: The function. It returns plain values and stand-ins.
+        free: Whether it returns its arguments without looking at them.
+        new: The function for a call of ``__new__`` of the class of this name.
         allowed: The class or function that it stands for, if the user allowed that one by name.
     """
 
     name: str
     make: Callable[..., Any]
     free: bool = False
-    new: Callable[..., Any] | None = None
+    new: Callable[..., Any] = attrs.Factory(lambda call: call.make, takes_self=True)
     allowed: Any = None
 
 
@@ -115,53 +142,39 @@ def calls(table: Mapping[str, Callable[..., Any]]) -> dict[str, Call]:
 
 
 _ALONE: Final = frozenset((str, int, float, bool, bytes, complex, type(None), Call))
-"""What holds nothing that could be shared, and is never copied."""
-_SHARED: Final = 1 << 19  # how often parts may be there in any case: little memory, little time
-_PART: Final = 8  # what an entry counts that may become a key of a state dict; numbers count 1
-_COPIED: Final = 1 << 18  # bytes that may be copied in any case; an element counts `_PART`
-_HASHED: Final = 1 << 22  # bytes of keys that may be looked at in any case
-_SHORT: Final = 256  # characters of a key whose cost is that of any operation
+"""Types of objects that hold no others and are never copied."""
+_SHARED: Final = 1 << 19  # parts that may be shared in any case
+_WORK: Final = 1 << 18  # bytes that may be copied or hashed in any case
+_PART: Final = 8  # bytes that an element of a collection is charged for
+_SHORT: Final = 256  # characters of a key that need not be charged
 _ALIKE: Final = 40  # keys of one collection that may have the same hash; floats reach 34
-_DIGITS: Final = 1 << 10  # of a number in text
 
 
 def load_pickle(
-    data: bytes, names: Mapping[str, Any], persistent: Callable[[Any], Any] | None = None
-) -> Any:
-    r"""Read a pickle.
+    data: bytes,
+    names: Mapping[str, Any],
+    persistent: Callable[[Any], Any] | None = None,
+    begin: int = 0,
+) -> tuple[Any, int]:
+    r"""Read a pickle; return its value, and where it ends.
 
     Args:
-        data: The pickle; what follows its end is ignored.
-        names: What it may name, by full name: a `Call`, or a constant that it gets.
-        persistent: What turns a persistent id into an object.
+        data: Bytes that hold the pickle.
+        names: What it may name, by full name: a `Call`, or a constant.
+        persistent: Turns a persistent id into an object.
+        begin: Where the pickle begins.
 
     >>> import pickle
-    >>> load_pickle(pickle.dumps([1, {"a": (2.5, b"x")}]), {})
+    >>> load_pickle(pickle.dumps([1, {"a": (2.5, b"x")}]), {})[0]
     [1, {'a': (2.5, b'x')}]
     >>> load_pickle(b"cposix\nsystem\n(X\x04\x00\x00\x00echotR.", {})
     Traceback (most recent call last):
-    shardplan.io.formats.archive.unpickler.RefusedName: it names `posix.system`, which ...
+    shardplan.io.formats.torch_save.unpickler.RefusedName: it names `posix.system`, which ...
 
     Raises:
         RefusedName: It names something else; nothing of it was called.
         CutShort: Its end is missing.
         PickleError: It is damaged, or would take more memory or time than its length justifies.
-    """
-    return load_pickle_at(data, 0, names, persistent)[0]
-
-
-def load_pickle_at(
-    data: bytes,
-    begin: int,
-    names: Mapping[str, Any],
-    persistent: Callable[[Any], Any] | None = None,
-) -> tuple[Any, int]:
-    """Read a pickle that lies somewhere in some bytes; return the value, and where it ends.
-
-    >>> import pickle
-    >>> two = pickle.dumps("one") + pickle.dumps("two")
-    >>> load_pickle_at(two, load_pickle_at(two, 0, {})[1], {})[0]
-    'two'
     """
     machine = _Machine(data, names, persistent)
     try:
@@ -171,41 +184,33 @@ def load_pickle_at(
         raise
     except RecursionError:
         raise PickleError("it is nested too deeply") from None
-    except Exception as error:  # what a damaged pickle hands to a `Call` may be anything
+    except Exception as error:  # a damaged pickle may pass anything to a `Call`
         reason = str(error) or type(error).__name__
         raise PickleError(f"it is damaged: {reason[:200]}") from error
     return value, end
 
 
 _DICTS: Final = (dict, OrderedDict, Counter)
-_GROUPS: Final = (tuple, list, set, frozenset)
-_HOLDERS: Final = (list, set, frozenset, *_DICTS)
+_GROUPS: Final = frozenset((tuple, list, set, frozenset, *_DICTS))
 _TEXTS: Final = (str, bytes, bytearray)
 
 
 class _Machine:
-    """The stack machine; see the module's docstring for what it counts.
-
-    Args:
-        data: Holds the pickle.
-        names: What it may name.
-        persistent: What turns a persistent id into an object.
-    """
+    """The stack machine; the module's docstring says what it charges."""
 
     def __init__(
         self, data: bytes, names: Mapping[str, Any], persistent: Callable[[Any], Any] | None
     ) -> None:
         self._data, self._names, self._persistent = data, names, persistent
-        self._again: list[Any] = []  # what was taken from the memo, each time that it was
-        self._alike: dict[int, tuple[Any, Counter[int]]] = {}  # by the id of a collection
-        self._to_copy = _COPIED + _PART * len(data)
-        self._to_hash = _HASHED + _PART * len(data)
+        self._again: list[Any] = []  # objects taken from the memo, once for each time
+        self._hashes: dict[int, tuple[Any, Counter[int]]] = {}  # by the id of a collection
+        self._work = _WORK + _PART * len(data)
 
     def run(self, pos: int) -> tuple[Any, int]:
-        """Run the pickle that begins at ``pos``; return what it leaves, and where it ends.
+        """Run the pickle that begins at ``pos``; return its result, and where it ends.
 
-        This is one loop, and its branches are in order of how often they are taken, because a
-        checkpoint's metadata has millions of operations.
+        This is one loop, with the most frequent operations first, because the metadata of a
+        checkpoint has millions of them.
         """
         data, size, alone, again = self._data, len(self._data), _ALONE, self._again
         number2, number4 = _U2, _U4
@@ -247,7 +252,7 @@ class _Machine:
                         raise PickleError("it calls what is not a function, or without a tuple")
                     if args and not call.free:
                         self._charge(args)
-                    make = call.new if op == 0x81 and call.new else call.make
+                    make = call.new if op == 0x81 else call.make
                     stack[-1] = make(*args)
                 elif op == 0x75:  # SETITEMS
                     items, stack = stack, marks.pop()
@@ -255,11 +260,11 @@ class _Machine:
                     self._set_items(stack[-1], items)
                 elif op == 0x62:  # BUILD
                     state, found = stack.pop(), stack[-1]
-                    if isinstance(found, StandIn):
+                    if isinstance(found, Stateful):
                         if type(state) is tuple:
                             self._charge(state)
                         found.state = state
-                    elif type(found) is not OrderedDict:  # whose attributes are left out
+                    elif type(found) is not OrderedDict:  # its attributes are dropped
                         kind = type(found).__name__
                         raise PickleError(f"it is damaged: it gives state to a {kind}")
                 elif op == 0x7D:  # EMPTY_DICT
@@ -320,48 +325,28 @@ class _Machine:
                     pos, found = _sized(data, pos, op)
                     push(found)
                 elif op == 0x63:  # GLOBAL
-                    pos, module = _line(data, pos, 0x63)
-                    pos, name = _line(data, pos, 0x63)
+                    pos, module = _line(data, pos)
+                    pos, name = _line(data, pos)
                     push(self._find(module, name))
                 elif op == 0x93:  # STACK_GLOBAL
                     name = _expect(stack.pop(), str)
                     stack[-1] = self._find(_expect(stack[-1], str), name)
-                elif op in _LINES:
-                    pos, found = _line(data, pos, op)
-                    if op == 0x70:  # PUT
-                        memo[found] = stack[-1]
-                    elif op == 0x67:  # GET
-                        push(memo[found])
-                        again.append(stack[-1])
-                    else:
-                        push(found)
                 elif op == 0x8F:  # EMPTY_SET
                     push(set())
-                elif op in (0x90, 0x91, 0x6C, 0x64):  # ADDITEMS, FROZENSET, LIST, DICT
+                elif op == 0x90:  # ADDITEMS
                     items, stack = stack, marks.pop()
                     push = stack.append
-                    if op == 0x6C:
-                        push(items)
-                    elif op == 0x64:
-                        push({})
-                        self._set_items(stack[-1], items)
-                    else:
-                        self._charge_keys(items)
-                        if op == 0x91:
-                            check_alike(items)
-                            push(frozenset(items))
-                        else:
-                            self._check_grown(_expect(stack[-1], set), items)
-                            stack[-1].update(items)
-                elif op == 0x30:  # POP
-                    if stack:
-                        stack.pop()
-                    else:
-                        stack = marks.pop()
-                        push = stack.append
-                elif op == 0x31:  # POP_MARK
-                    stack = marks.pop()
+                    self._charge(*items)
+                    self._check_grown(_expect(stack[-1], set), items)
+                    stack[-1].update(items)
+                elif op == 0x91:  # FROZENSET
+                    items, stack = stack, marks.pop()
                     push = stack.append
+                    self._charge(*items)
+                    check_alike(items)
+                    push(frozenset(items))
+                elif op == 0x30:  # POP
+                    stack.pop()
                 elif op == 0x80:  # PROTO
                     if data[pos] > 5:
                         raise PickleError(f"it is of protocol {data[pos]}; 0 to 5 are known")
@@ -380,38 +365,38 @@ class _Machine:
             raise PickleError("it is damaged") from None
 
     def _find(self, module: str, name: str) -> Any:
-        """Look up a name; Python 2 called some modules otherwise."""
-        self._charge((module, name))
+        """Look up a name, in Python 3's spelling."""
+        self._charge(module, name)
         full = f"{_RENAMED.get(module, module)}.{name}"
         found = self._names.get(full)
         if found is None:
             raise RefusedName(full[:200])
         return found
 
-    def _charge(self, handed: tuple[Any, ...]) -> None:
-        """Charge for what is handed on, tuples in tuples included, as if all were copied."""
-        left, todo = self._to_copy, [handed]
-        while todo and left >= 0:
-            group = todo.pop()
-            left -= _PART * len(group)
-            for part in group if left >= 0 else ():
-                kind = type(part)
-                if kind is tuple:
-                    todo.append(part)
-                elif kind in _TEXTS:
-                    left -= len(part)
-                elif kind in _HOLDERS:
-                    left -= _PART * len(part)
-                    self._charge_keys(part)
-        self._to_copy = left
-        if left < 0:
-            raise PickleError("it makes more copies than its own length justifies")
-
     def _refer(self, pid: Any) -> Any:
         if self._persistent is None:
             raise RefusedName("persistent_load")
-        self._charge((pid,))
+        self._charge(pid)
         return self._persistent(pid)
+
+    def _charge(self, *values: Any) -> None:
+        """Charge for copying, hashing and comparing values: for each part as often as it occurs."""
+        left, todo = self._work, list(values)
+        while todo:
+            part = todo.pop()
+            kind = type(part)
+            left -= 1
+            if kind in _GROUPS:
+                left -= _PART * len(part)
+                if left > 0:
+                    todo += part
+            elif kind in _TEXTS:
+                left -= len(part)
+            elif kind is int:
+                left -= part.bit_length() >> 3
+            if left < 0:
+                raise PickleError("it copies or hashes more than its own length justifies")
+        self._work = left
 
     def _set_items(self, target: Any, items: list[Any]) -> None:
         keys = items[::2]
@@ -419,7 +404,9 @@ class _Machine:
             raise PickleError("it is damaged: it fills something that is not a dict")
         for key in keys:
             if type(key) is not str or len(key) > _SHORT:
-                self._check_keys(target, keys)
+                odd = [key for key in keys if type(key) is not str or len(key) > _SHORT]
+                self._charge(*odd)
+                self._check_grown(target, odd)
                 break
         if type(target) is dict:
             target.update(zip(keys, items[1::2], strict=True))
@@ -427,46 +414,13 @@ class _Machine:
             for key, value in zip(keys, items[1::2], strict=True):
                 target[key] = value
 
-    def _check_keys(self, target: Any, keys: list[Any]) -> None:
-        """Charge for the keys of a dict that are neither text nor short."""
-        odd = [key for key in keys if type(key) is not str or len(key) > _SHORT]
-        self._charge_keys(odd)
-        self._check_grown(target, odd)
-
     def _check_grown(self, target: Any, keys: Sequence[Any]) -> None:
-        """Check keys that are added to a collection, unless it stays small."""
+        """Check the hashes of keys that are added to a collection, unless it stays small."""
         if len(target) + len(keys) > _ALIKE:
-            check_alike(keys, self._alike.setdefault(id(target), (target, Counter()))[1])
-
-    def _charge_keys(self, keys: Iterable[Any]) -> None:
-        for key in keys:
-            self._charge_key(key)
-
-    def _charge_key(self, key: Any) -> None:
-        """Charge what hashing a key, or comparing it with an equal one, takes.
-
-        Python visits a tuple part by part, however often a part is there.
-        """
-        left, todo = self._to_hash, [key]
-        while todo:
-            part = todo.pop()
-            kind = type(part)
-            if kind in (tuple, frozenset, list):
-                left -= len(part)
-                if left >= 0:
-                    todo += part
-            elif kind is int:
-                left -= part.bit_length() // 8
-            elif kind in (str, bytes):
-                left -= len(part)
-            left -= 1
-            if left < 0:
-                text = "its keys hold more tuples in tuples than its own length justifies"
-                raise PickleError(text)
-        self._to_hash = left
+            check_alike(keys, self._hashes.setdefault(id(target), (target, Counter()))[1])
 
     def check_shared(self) -> None:
-        """Refuse objects that are there so often that nobody could visit all of their parts.
+        """Refuse objects that occur so often that a walk over all their parts would take too long.
 
         Raises:
             PickleError: There are any, or one that holds itself.
@@ -475,7 +429,7 @@ class _Machine:
         known: dict[int, float] = {}
         for shared in self._again:
             if type(shared) is tuple and _ALONE.issuperset(map(type, shared)):
-                left -= len(shared)  # which is what `_weight` returns, and the usual case
+                left -= len(shared)  # the same as `_weight`, for the usual case
             else:
                 left -= known[id(shared)] if id(shared) in known else _weight(shared, known)
             if left < 0:
@@ -488,11 +442,11 @@ def check_alike(keys: Iterable[Any], known: Counter[int] | None = None) -> None:
 
     Args:
         keys: Keys that can be hashed.
-        known: How many there were of each hash; it is kept up to date.
+        known: How many keys of each hash the collection has; it is kept up to date.
 
     >>> check_alike([n * (2**61 - 1) for n in range(100)])
     Traceback (most recent call last):
-    shardplan.io.formats.archive.unpickler.PickleError: it holds a collection with many keys ...
+    shardplan.io.formats.torch_save.unpickler.PickleError: it holds a collection with many keys ...
 
     Raises:
         PickleError: There are too many.
@@ -505,11 +459,11 @@ def check_alike(keys: Iterable[Any], known: Counter[int] | None = None) -> None:
 
 
 def _weight(root: Any, known: dict[int, float]) -> float:
-    """Count the parts of an object, and theirs, as often as each is there.
+    """Count the parts of an object, and theirs, as often as each occurs.
 
     Args:
         root: The object.
-        known: What was counted already, by id; infinite while it is being counted.
+        known: The weights so far, by id; infinite while an object is being weighed.
     """
     todo = [root]
     while todo:
@@ -530,10 +484,10 @@ def _weight(root: Any, known: dict[int, float]) -> float:
 
 
 def _bytes(value: Any) -> int:
-    """Return how many bytes a copy of something takes, beside those of its parts."""
+    """Return how many bytes a copy of an object takes, besides those of its parts."""
     if type(value) is bytearray:
         return len(value)
-    if isinstance(value, StandIn) and type(value.state) is tuple:
+    if isinstance(value, Stateful) and type(value.state) is tuple:
         return sum(len(part) for part in value.state if type(part) is bytes)
     return 0
 
@@ -554,7 +508,7 @@ def _expect(value: Any, kind: type) -> Any:
 
 
 def _sized(data: bytes, pos: int, op: int) -> tuple[int, Any]:
-    """Read an operand whose length comes first; return where it ends, and what it is."""
+    """Read an operand that follows its length; return where it ends, and its value."""
     width, make = _LENGTHS[op]
     begin = pos + width
     end = begin + int.from_bytes(data[pos:begin], "little")
@@ -563,32 +517,16 @@ def _sized(data: bytes, pos: int, op: int) -> tuple[int, Any]:
     return end, make(data[begin:end])
 
 
-def _line(data: bytes, pos: int, op: int) -> tuple[int, Any]:
-    """Read an operand that is a line of text; return where the next begins, and what it is."""
+def _line(data: bytes, pos: int) -> tuple[int, str]:
+    """Read a line of text; return where the next begins, and the text."""
     end = data.find(b"\n", pos)
     if end < 0:
         raise CutShort
-    return end + 1, _LINES[op](data[pos:end])
+    return end + 1, _text(data[pos:end])
 
 
 def _text(data: bytes) -> str:
     return str(data, "utf-8", "surrogatepass")
-
-
-def _number(line: bytes) -> int | bool:
-    """Read a number of protocol 0, or a truth value."""
-    if line in (b"00", b"01"):
-        return line == b"01"
-    if len(line) > _DIGITS:
-        raise PickleError(f"it holds a number of {len(line):,} digits")
-    return int(line.removesuffix(b"L"))
-
-
-def _quoted(line: bytes) -> str:
-    """Read text that Python 2 wrote, in quotes."""
-    if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
-        raise PickleError("it is damaged: its text has no quotes")
-    return _text(codecs.escape_decode(line[1:-1])[0])
 
 
 def _whole(data: bytes) -> int:
@@ -601,7 +539,6 @@ _I4: Final = struct.Struct("<i").unpack_from
 _F8: Final = struct.Struct(">d").unpack_from
 _RENAMED: Final = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # since Python 2
 _LENGTHS: Final[dict[int, tuple[int, Callable[[bytes], Any]]]] = {
-    0x8C: (1, _text),  # SHORT_BINUNICODE
     0x58: (4, _text),  # BINUNICODE
     0x8D: (8, _text),  # BINUNICODE8
     0x55: (1, _text),  # SHORT_BINSTRING
@@ -612,14 +549,4 @@ _LENGTHS: Final[dict[int, tuple[int, Callable[[bytes], Any]]]] = {
     0x96: (8, bytearray),  # BYTEARRAY8
     0x8A: (1, _whole),  # LONG1
     0x8B: (4, _whole),  # LONG4
-}
-_LINES: Final[dict[int, Callable[[bytes], Any]]] = {
-    0x49: _number,  # INT
-    0x4C: _number,  # LONG
-    0x46: float,  # FLOAT
-    0x53: _quoted,  # STRING
-    0x56: lambda line: str(line, "raw-unicode-escape"),  # UNICODE
-    0x63: _text,  # GLOBAL
-    0x67: _number,  # GET
-    0x70: _number,  # PUT
 }

@@ -23,7 +23,7 @@ from ...buffers import copy_into
 from ...stores.base import Store
 from ...stores.folders import WrappedStore
 from ..sources import Spot
-from .objects import StoredTensor
+from .standins import StoredTensor
 from .zip_read import read_ranges
 
 __all__ = ["Overlay", "nest"]

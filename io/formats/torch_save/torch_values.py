@@ -1,4 +1,4 @@
-"""Values and nested state dicts, written as `torch.save` writes them; see `archived` for reading.
+"""Values as `torch.save` writes them: loading them without running code, and writing them.
 
 Torch is imported when it is first needed.
 """
@@ -6,6 +6,7 @@ Torch is imported when it is first needed.
 from __future__ import annotations
 
 import io
+import math
 import pickle
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -14,17 +15,21 @@ from typing import Any, Final
 
 import attrs
 
-from ...errors import ValueRefusedError
-from .archived import explain_name, explain_refusal, load_archive, load_torch
-from .objects import Storages, load_nested
-from .unpickler import PickleError
-from .zip_read import in_memory, read_archive
+from ...errors import FormatError, ValueRefusedError
+from .names import load_nested
+from .standins import build_value, needs_torch, row_major
+from .unpickler import PickleError, RefusedName
+from .zip_read import Archive, in_memory, read_archive
 from .zip_write import zip_bytes
 
 __all__ = [
     "Leaf",
     "dump_value",
     "dump_values",
+    "explain_name",
+    "explain_refusal",
+    "explain_value",
+    "load_archive",
     "load_torch",
     "pickle_nested",
     "pickle_tensor",
@@ -33,10 +38,80 @@ __all__ = [
 
 _SCALARS: Final = (bool, float, type(None))
 _SMALL_INT: Final = 1 << 31
+_DANGEROUS: Final = frozenset(
+    (
+        *("os", "posix", "nt", "builtins", "__builtin__", "subprocess", "sys", "shutil", "pty"),
+        *("importlib", "runpy", "socket", "ctypes", "webbrowser", "code", "commands", "pickle"),
+    )
+)
+
+
+def load_torch(data: bytes, file: str, name: str) -> Any:
+    """Return a value that `torch.save` wrote.
+
+    Args:
+        data: The bytes that it wrote.
+        file: The file they are from, for errors.
+        name: The value's name, for errors.
+
+    Raises:
+        FormatError: It is damaged, or not safe to load; then it says how to allow it.
+    """
+    try:
+        return load_archive(read_archive(in_memory(data, file)))
+    except RefusedName as error:
+        raise FormatError(file, f"the value of `{name}` {explain_name(error.name)}") from None
+    except (PickleError, FormatError) as error:
+        reason = error.reason if isinstance(error, FormatError) else error
+        raise FormatError(file, f"the value of `{name}` cannot be loaded: {reason}") from None
+
+
+def load_archive(archive: Archive, *, plain: bool = False) -> Any:
+    """Return the value that an archive of `torch.save` holds.
+
+    Args:
+        archive: The archive.
+        plain: Whether to refuse a value that needs torch.
+
+    Raises:
+        FormatError: The archive is damaged.
+        RefusedName: The value needs a class or function that is not allowed.
+        PickleError: The value is damaged, or needs torch.
+    """
+    if archive.packed:
+        raise PickleError("its records are compressed, which torch.save never does")
+    if not archive.is_little:
+        raise PickleError("it was written on a machine of another byte order")
+    limit = archive.window.length
+    nested = load_nested(archive.read("data.pkl", limit))
+    if plain and needs_torch(nested.value):
+        raise PickleError("it needs torch")
+    archive.check_storages(nested.storages)
+    return build_value(
+        nested.value, lambda key: memoryview(bytearray(archive.read(f"data/{key}", limit)))
+    )
+
+
+def explain_refusal(error: Exception) -> str:
+    """Return why a value cannot be stored, given the error of pickling or reading it back."""
+    if isinstance(error, RefusedName):
+        return explain_name(error.name)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"cannot be loaded: {(lines or [type(error).__name__])[-1][:300]}"
+
+
+def explain_name(kind: str) -> str:
+    """Return why a class or function that a pickle names is refused, and how to allow it."""
+    if kind.partition(".")[0] in _DANGEROUS:
+        return f"needs `{kind}`, which no checkpoint does: it may be malicious; none of it ran"
+    return (
+        f"needs `{kind}`, which is not known to be safe; if you trust it, allow it with "
+        f"torch.serialization.add_safe_globals([{kind}]) and load again"
+    )
 
 
 def dump_values(values: Mapping[str, Any]) -> dict[str, bytes]:
-    """Encode every value as `torch.save` does, or refuse all those that we would not load, by key.
+    """Encode every value as `torch.save` does.
 
     >>> sorted(dump_values({"step": 7, "betas": (0.9, 0.99)}))
     ['betas', 'step']
@@ -49,16 +124,20 @@ def dump_values(values: Mapping[str, Any]) -> dict[str, bytes]:
     for key, value in values.items():
         try:
             dumped[key] = dump_value(value)
-        except Exception as error:  # pickling may fail in any way that a class thinks of
-            kind = f"{type(value).__module__}.{type(value).__qualname__}"
-            refused[key] = f"is a {kind}, which {explain_refusal(error)}"
+        except Exception as error:  # a class may fail to pickle in any way
+            refused[key] = explain_value(value, explain_refusal(error))
     if refused:
         raise ValueRefusedError(refused)
     return dumped
 
 
+def explain_value(value: Any, why: str) -> str:
+    """Return why a value is refused, after what it is."""
+    return f"is a {type(value).__module__}.{type(value).__qualname__}, which {why}"
+
+
 def dump_value(value: Any) -> bytes:
-    """Return what `torch.save` makes of a value, having made sure that we read it back.
+    """Return what `torch.save` makes of a value, having checked that we read it back.
 
     Raises:
         Exception: It cannot be pickled, or not be read back without running code.
@@ -78,14 +157,13 @@ def why_unsafe(data: bytes) -> str | None:
     """Return why torch would not load a pickle with ``weights_only=True``; None if it would."""
     from torch import _weights_only_unpickler as restricted
 
-    seen: list[str] = []
     try:
-        load_nested(data, Storages(), seen)
+        names = load_nested(data).names
     except PickleError as error:
         return explain_refusal(error)
     allowed: Any = restricted
     known = {**allowed._get_allowed_globals(), **allowed._get_user_allowed_globals()}
-    return next((explain_name(name) for name in seen if name not in known), None)
+    return next((explain_name(name) for name in names if name not in known), None)
 
 
 @attrs.frozen
@@ -94,8 +172,8 @@ class Leaf:
 
     Attributes:
         key: The name of its storage.
-        dtype: What its elements are.
-        shape: Its shape; its elements lie row-major.
+        dtype: The dtype of its elements.
+        shape: Its shape; its elements are row-major.
         requires_grad: Whether it needs gradients.
         parameter: Whether it is a parameter of a module.
     """
@@ -122,7 +200,7 @@ class _Pickler(pickle.Pickler):
         first: The number of the first storage that is not a leaf's.
 
     Attributes:
-        storages: The storages of tensors that are no leaves, but hide in values.
+        storages: The storages of tensors inside values.
     """
 
     def __init__(self, file: io.BytesIO, first: int) -> None:
@@ -136,9 +214,7 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
         if type(obj) is _Storage:
             return "storage", obj.kind, obj.key, "cpu", obj.numel
-        if isinstance(obj, self._kinds):
-            return self._refer(obj)
-        return None
+        return self._refer(obj) if isinstance(obj, self._kinds) else None
 
     def _refer(self, storage: Any) -> tuple[Any, ...]:
         """Name a storage as torch does, and keep it."""
@@ -146,7 +222,7 @@ class _Pickler(pickle.Pickler):
 
         if type(storage) is torch.UntypedStorage:
             kind, numel, bare = torch.UntypedStorage, storage.nbytes(), storage
-        else:  # whose public methods warn that it will go
+        else:  # its public methods warn that it is deprecated
             kind, bare = getattr(torch, storage._pickle_storage_type()), storage._untyped_storage
             numel = storage._size()
         if bare._cdata not in self._keys:
@@ -158,7 +234,7 @@ class _Pickler(pickle.Pickler):
         if type(obj) is Leaf:
             return _rebuild_parameter(obj) if obj.parameter else _rebuild(obj)
         if type(obj) is OrderedDict and not obj:
-            return OrderedDict, ()  # what Python finds out the long way, for every tensor
+            return OrderedDict, ()  # faster than Python's own way, once for every tensor
         return NotImplemented
 
 
@@ -173,15 +249,11 @@ def _rebuild_parameter(leaf: Leaf) -> tuple[Any, ...]:
 def _rebuild(leaf: Leaf) -> tuple[Any, ...]:
     import torch
 
-    dtype = getattr(torch, leaf.dtype)
-    numel, stride = 1, list[int]()
-    for size in reversed(leaf.shape):
-        stride.insert(0, numel)
-        numel *= max(size, 1)
-    numel = 0 if 0 in leaf.shape else numel
+    dtype, stride = getattr(torch, leaf.dtype), row_major(leaf.shape)
+    numel = math.prod(leaf.shape)
     kind = _storage_types().get(dtype)
     hooks: OrderedDict[Any, Any] = OrderedDict()
-    place = 0, leaf.shape, tuple(stride), leaf.requires_grad, hooks
+    place = 0, leaf.shape, stride, leaf.requires_grad, hooks
     if kind is None:
         storage = _Storage(torch.UntypedStorage, leaf.key, numel * dtype.itemsize)
         return torch._utils._rebuild_tensor_v3, (storage, *place, dtype)
@@ -207,7 +279,7 @@ def pickle_nested(nested: Any, first: int = 0) -> tuple[bytes, list[Any]]:
         first: The number of the first storage that is not a leaf's.
 
     Returns:
-        The pickle, and the storages of tensors that hide in values; they are numbered in order.
+        The pickle, and the storages of tensors inside values, in the order of their numbers.
     """
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, first)

@@ -1,0 +1,424 @@
+"""Stand-ins for what torch's pickles hold, and how values are built from them.
+
+A stand-in describes an object without being it: a tensor is a place in a file. So a file can be
+inspected without torch. `build_value` makes the objects once a value is asked for; the stand-ins
+that need torch import it. No foreign function is called, except those that the user allowed
+with ``torch.serialization.add_safe_globals``. `names` lists what a pickle may name.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import attrs
+import numpy as np
+
+from shardplan.planning import ITEMSIZE
+from shardplan.planning.geometry import shape_fault
+
+from .unpickler import PickleError, StandIn, Stateful, require
+
+__all__ = [
+    "Array",
+    "Builder",
+    "DType",
+    "Later",
+    "Named",
+    "OddTensor",
+    "StorageRef",
+    "StoredTensor",
+    "Stream",
+    "TensorLeaf",
+    "build_value",
+    "make_array",
+    "needs_torch",
+    "row_major",
+    "whole_numbers",
+]
+
+_MAX_NUMBER: Final = 1 << 62  # elements, or bytes
+_FIXED: Final = frozenset((bool, int, float, complex, str, bytes, type(None)))
+_COPIED: Final = (list, tuple, set, frozenset, bytearray)
+_DICTS: Final = (dict, OrderedDict, Counter)
+_NUMPY: Final = re.compile(r"[biufc](1|2|4|8|16)|[SU][0-9]{1,9}")
+
+
+def whole_numbers(value: Any) -> tuple[int, ...]:
+    """Return a tuple of sizes, strides or offsets as it is.
+
+    Raises:
+        PickleError: It is something else, or its numbers cannot be right.
+    """
+    if type(value) is not tuple or not all(type(n) is int for n in value):
+        raise PickleError("a shape is not a tuple of whole numbers")
+    if value and not (min(value) >= 0 and max(value) < _MAX_NUMBER):
+        raise PickleError("a shape or a stride is negative, or impossibly large")
+    return value
+
+
+def row_major(size: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor, in elements.
+
+    >>> row_major((2, 3, 4)), row_major((2, 0, 4))
+    ((12, 4, 1), (4, 4, 1))
+    """
+    strides, step = [], 1
+    for n in reversed(size):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
+
+
+@attrs.frozen
+class StorageRef:
+    """The bytes that a tensor is a view of.
+
+    Attributes:
+        key: Its name: the record is ``data/<key>``.
+        dtype: The dtype of its elements; ``"uint8"`` if the tensor decides.
+        numel: How many elements it has.
+        first: Where it begins in the record, in bytes.
+    """
+
+    key: str
+    dtype: str
+    numel: int
+    first: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it has."""
+        return self.numel * ITEMSIZE[self.dtype]
+
+
+@attrs.frozen
+class StoredTensor:
+    """A tensor as a pickle describes it.
+
+    Attributes:
+        storage: The bytes that it is a view of.
+        dtype: The dtype of its elements.
+        offset: Where in the storage it starts, in elements.
+        size, stride: Its shape and its strides, in elements.
+        conj, neg: Whether its elements are the conjugates, or the negatives, of the stored ones.
+    """
+
+    storage: StorageRef
+    dtype: str
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    conj: bool = False
+    neg: bool = False
+
+    @property
+    def span(self) -> int:
+        """How many elements lie between its first and its last, both included."""
+        if 0 in self.size:
+            return 0
+        return 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
+
+    def fault(self) -> str | None:
+        """Return why there can be no such tensor; None if there can."""
+        wrong = shape_fault(self.size)
+        if wrong is not None:
+            return f"such a shape: it {wrong}"
+        if len(self.size) != len(self.stride):
+            return f"shape {self.size} and strides {self.stride}"
+        if self.span and (self.offset + self.span) * ITEMSIZE[self.dtype] > self.storage.nbytes:
+            return f"shape {self.size} in a storage of {self.storage.nbytes:,} bytes"
+        return None
+
+
+@attrs.frozen(eq=False)
+class TensorLeaf(StandIn):
+    """A tensor in a nested state dict.
+
+    Attributes:
+        stored: Where its elements lie.
+        requires_grad: Whether it needs gradients.
+        parameter: Whether it is a parameter of a module.
+    """
+
+    needs_torch = True
+    stored: StoredTensor
+    requires_grad: bool = False
+    parameter: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.stored.size
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of its elements, by name."""
+        return self.stored.dtype
+
+    def build(self, builder: Builder) -> Any:
+        """Return the tensor: a view of its storage, whose bounds were checked."""
+        import torch
+
+        stored = self.stored
+        made = torch.empty(0, dtype=getattr(torch, stored.dtype))
+        storage = builder.storage(stored.storage)
+        made = made.set_(storage, stored.offset, stored.size, stored.stride)
+        made = made.conj() if stored.conj else made
+        made = torch._neg_view(made) if stored.neg else made
+        if self.parameter:
+            return torch.nn.Parameter(made, self.requires_grad)
+        return made.requires_grad_(self.requires_grad)
+
+
+@attrs.frozen(eq=False)
+class Named(StandIn):
+    """A constant of torch or numpy, such as a dtype.
+
+    Attributes:
+        name: Its full name.
+        dtype: The dtype that it is, or that a type of storages is for; empty for others.
+    """
+
+    needs_torch = True
+    name: str
+    dtype: str = ""
+
+    def build(self, builder: Builder) -> Any:
+        """Return the dtype."""
+        import torch
+
+        module, _, name = self.name.partition(".")
+        if module != "torch" or not self.dtype or name.endswith("Storage"):
+            raise PickleError(f"it holds {self.name} as a value")
+        return getattr(torch, name)
+
+
+class Later(Stateful):
+    """An object that is made by a call once its value is asked for.
+
+    Attributes:
+        name: The name of what is called.
+        args: The arguments of the call.
+        target: What to call, if the user allowed it with ``torch.serialization.add_safe_globals``.
+        is_new: Whether to call ``__new__`` of the class, not the class itself.
+    """
+
+    __slots__ = ("args", "is_new", "name", "target")
+    needs_torch = True
+
+    def __init__(self, name: str, args: Any, target: Any = None, is_new: bool = False) -> None:
+        super().__init__()
+        self.name, self.args, self.target, self.is_new = name, args, target, is_new
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """Everything that it holds."""
+        return (*self.args, self.state)
+
+    def build(self, builder: Builder) -> Any:
+        """Make the call, and set the object's state as Python's unpickler does."""
+        import torch
+
+        args, target = [builder.build(arg) for arg in self.args], self.target
+        if target is None:
+            return {"torch.Size": torch.Size, "torch.device": torch.device}[self.name](*args)
+        made = target.__new__(target, *args) if self.is_new else target(*args)
+        state = builder.build(self.state)
+        if state is not None and hasattr(made, "__setstate__"):
+            made.__setstate__(state)
+        elif state is not None:
+            is_pair = isinstance(state, tuple) and len(state) == 2
+            plain, slots = state if is_pair else (state, None)
+            made.__dict__.update(plain or {})
+            for name, inner in (slots or {}).items():
+                setattr(made, name, inner)
+        return made
+
+
+class OddTensor(Later):
+    """A tensor that is more than a view of a storage: it can be part of a value, not a tensor.
+
+    Attributes:
+        why: What it is, and what to do about it.
+    """
+
+    __slots__ = ("why",)
+    shape = ()
+    dtype = ""
+
+    def __init__(self, name: str, args: Any, why: str, target: Any = None) -> None:
+        super().__init__(name, args, target)
+        self.why = why
+
+    def build(self, builder: Builder) -> Any:
+        """Return the tensor, if it is sparse, without elements, or of an allowed class."""
+        import torch
+
+        set_state: Any = torch._utils._set_obj_state
+        args = [builder.build(arg) for arg in self.args]
+        if self.name == "meta":
+            dtype, size, stride, grad = args
+            made = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+            return made.requires_grad_(grad)
+        if self.name == "sparse_coo":
+            indices, values, size, *coalesced = args
+            once = coalesced[0] is True if coalesced else None
+            make = torch.sparse_coo_tensor
+            return make(indices, values, size, check_invariants=True, is_coalesced=once)
+        if self.name.startswith("sparse_"):
+            layout = getattr(torch, self.name)
+            return torch.sparse_compressed_tensor(*args[:4], layout=layout, check_invariants=True)
+        require(self.target is not None, f"it holds a tensor that {self.why}")
+        return set_state(args[0].as_subclass(self.target), args[1])
+
+
+class Stream(Stateful):
+    """A BytesIO; its state is its bytes, its position, and attributes, which are dropped."""
+
+    def build(self, builder: Builder) -> io.BytesIO:
+        """Return the stream, at its position."""
+        data, position, _ = (b"", 0, None) if self.state is None else self.state
+        if type(data) is not bytes or type(position) is not int or not 0 <= position < _MAX_NUMBER:
+            raise PickleError("it holds a BytesIO of an unknown kind")
+        made = io.BytesIO(data)
+        made.seek(position)
+        return made
+
+
+class DType(Stateful):
+    """A dtype of numpy; its state holds the order of bytes.
+
+    Args:
+        code: Its kind and its bytes, such as ``"f4"``.
+    """
+
+    __slots__ = ("code",)
+
+    def __init__(self, code: Any, *_: Any) -> None:
+        super().__init__()
+        self.code = code
+
+    def build(self, builder: Any = None) -> np.dtype[Any]:
+        """Return the dtype, if it is one of numbers or text."""
+        order = self.state[1] if type(self.state) is tuple and len(self.state) > 1 else "|"
+        if type(self.code) is not str or not _NUMPY.fullmatch(self.code):
+            raise PickleError("it holds a numpy array that is neither of numbers nor of text")
+        if type(order) is not str or order not in ("<", ">", "|", "="):
+            raise PickleError("it holds a numpy array of an unknown order of bytes")
+        return np.dtype(order + self.code)
+
+
+class Array(Stateful):
+    """An array of numpy; its state is a version, shape, dtype, Fortran order or not, and bytes."""
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
+
+    def build(self, builder: Builder) -> Any:
+        """Return a new array."""
+        if type(self.state) is not tuple or len(self.state) != 5:
+            raise PickleError("it holds a numpy array of an unknown kind")
+        _, shape, dtype, fortran, data = self.state
+        return make_array(data, dtype, shape, "F" if fortran is True else "C")
+
+
+def make_array(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
+    """Return a numpy array, given what a pickle says of it.
+
+    Raises:
+        PickleError: Its bytes are not those of its shape.
+    """
+    if type(dtype) is not DType or type(data) not in (bytes, bytearray):
+        raise PickleError("it holds a numpy array of objects")
+    made, count = dtype.build(), 1
+    for size in whole_numbers(shape):
+        count *= size
+    if count * made.itemsize != len(data) or order not in ("C", "F"):
+        raise PickleError(f"a numpy array of {count * made.itemsize:,} bytes has {len(data):,}")
+    flat = np.frombuffer(data, made) if data else np.empty(0, made)
+    return flat.reshape(shape, order=order).copy(order)
+
+
+def needs_torch(value: Any) -> bool:
+    """Return True if torch is needed to build a value.
+
+    >>> needs_torch([1, {"a": Stream()}]), needs_torch((Named("torch.float32"),))
+    (False, True)
+    """
+    if isinstance(value, StandIn):
+        return value.needs_torch
+    if isinstance(value, Mapping):
+        return any(needs_torch(k) or needs_torch(v) for k, v in value.items())
+    return isinstance(value, (list, tuple, set, frozenset)) and any(map(needs_torch, value))
+
+
+def build_value(value: Any, read: Callable[[str], memoryview]) -> Any:
+    """Build what a pickle described; plain containers are copied.
+
+    Args:
+        value: Plain values and stand-ins.
+        read: Returns the bytes of a storage, writable, given its key. Only storages that the value
+            needs are read.
+
+    >>> build_value({"lr": 0.1, "seen": [1, 2]}, lambda key: memoryview(b""))
+    {'lr': 0.1, 'seen': [1, 2]}
+
+    Raises:
+        PickleError: Some of it cannot be built.
+    """
+    try:
+        return Builder(read).build(value)
+    except PickleError:
+        raise
+    except RecursionError:
+        raise PickleError("it is nested too deeply") from None
+    except (ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise PickleError(lines[0][:300]) from error
+
+
+class Builder:
+    """Builds one value; an object that occurs twice is built once."""
+
+    def __init__(self, read: Callable[[str], memoryview]) -> None:
+        self._read = read
+        self._built: dict[int, Any] = {}
+        self._storages: dict[str, Any] = {}
+
+    def build(self, value: Any) -> Any:
+        """Return the object that a value or a stand-in describes."""
+        if type(value) in _FIXED:
+            return value
+        if id(value) not in self._built:
+            self._built[id(value)] = self._make(value)
+        return self._built[id(value)]
+
+    def _make(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _COPIED:
+            return kind(map(self.build, value))
+        if kind in _DICTS:
+            made: dict[Any, Any] = kind()
+            for key, inner in value.items():
+                made[self.build(key)] = self.build(inner)
+            return made
+        if isinstance(value, StandIn):
+            return value.build(self)
+        require(isinstance(value, np.generic), "it holds a function as a value")
+        return value
+
+    def storage(self, ref: StorageRef) -> Any:
+        """Return a storage of torch, reading its bytes the first time."""
+        import torch
+
+        if ref.key not in self._storages:
+            data = self._read(ref.key)
+            held = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0)
+            self._storages[ref.key] = held.untyped_storage()
+        whole = self._storages[ref.key]
+        begin, end = ref.first, ref.first + ref.nbytes
+        return whole if (begin, end) == (0, whole.nbytes()) else whole[begin:end]
