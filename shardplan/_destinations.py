@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from shardplan.io import ValueRefusedError, as_tensor, memory, window
+from shardplan.io import ValueRefusedError, as_tensor, box_view, flat_memory
 from shardplan.io.execute import Reader, boxes_of
 from shardplan.planning import LoadItemType, TensorMetadata, shard_finder
 from shardplan.planning.columns import Ints, ReadItems, column
@@ -52,7 +52,7 @@ def destinations(
     if reader is not None:
         _refuse_shared(reader, items, keys, shards)
     offsets, lengths = items.dest_offsets.tolist(), items.lengths.tolist()
-    return lambda row: window(shards[keys[row]], offsets[row], lengths[row])
+    return lambda row: box_view(shards[keys[row]], offsets[row], lengths[row])
 
 
 def refuse_shared(flat: Mapping[str, Any], items: ReadItems, reader: Reader) -> None:
@@ -285,6 +285,6 @@ def _same_bits(
             saved.read_box([o + at for o, at in zip(low, offsets, strict=False)], sizes)
             for saved, low in (a, b)
         ]
-        if memory(blocks[0]) != memory(blocks[1]):
+        if flat_memory(blocks[0]) != flat_memory(blocks[1]):
             return False
     return True

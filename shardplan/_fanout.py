@@ -18,7 +18,16 @@ import numpy as np
 import torch
 
 from shardplan.dist import Comm, LostRanksError, Pending
-from shardplan.io import BlockSums, Progress, Tell, empty, memory, same_dtype, store, window
+from shardplan.io import (
+    BlockSums,
+    Progress,
+    Tell,
+    box_view,
+    empty_tensor,
+    fill_from_bytes,
+    flat_memory,
+    same_dtype,
+)
 from shardplan.io.execute import Reader, ReadStats
 from shardplan.planning import LoadItemType, LoadPlan, Metadata
 from shardplan.planning.columns import ReadItems, readonly
@@ -230,7 +239,7 @@ class FanOut:
         """Read some batches once, send their pieces, and keep what this rank needs of them."""
         reads = self._whole([batch.row for batch in batches], [b.is_block for b in batches])
         boxes = _regions(reads)
-        staged = [empty(sizes, self._dtype(name)) for name, _, sizes in boxes]
+        staged = [empty_tensor(sizes, self._dtype(name)) for name, _, sizes in boxes]
         stats = ReadStats()
         try:
             if not self._failed and self._reader is not None:
@@ -264,14 +273,14 @@ class FanOut:
 
     def _send(self, piece: _Piece, tensor: torch.Tensor, dest: Dest) -> list[Pending]:
         """Begin to send a piece, and bring it to where this rank needs it."""
-        view = memory(tensor)
+        view = flat_memory(tensor)
         assert view is not None
         pending = [self._comm.send(target, view) for target in piece.targets]
         self.sent += len(view) * len(pending)
         dtype = self._dtype(self._regions[piece.row][0])
         try:
             for row in piece.own if not self._failed else ():
-                store(dest(row), np.frombuffer(view, np.uint8), dtype)
+                fill_from_bytes(dest(row), np.frombuffer(view, np.uint8), dtype)
         except Exception as error:
             self._failed.append(error)
         return pending
@@ -283,7 +292,7 @@ class FanOut:
         try:
             if not self._failed:
                 tensor = dest(row)
-                view = memory(tensor) if same_dtype(tensor, dtype) else None
+                view = flat_memory(tensor) if same_dtype(tensor, dtype) else None
         except Exception as error:
             self._failed.append(error)
         if view is None:
@@ -314,7 +323,7 @@ class _Arrival:
         self.parcel.wait()
         try:
             if self.staged is not None and self.tensor is not None and not failed:
-                store(self.tensor, self.staged, self.dtype)
+                fill_from_bytes(self.tensor, self.staged, self.dtype)
             if not failed:
                 progress.add(self.nbytes)
         except Exception as error:
@@ -351,7 +360,7 @@ def _part(tensor: torch.Tensor, box: _Region, region: _Region) -> torch.Tensor:
     if box == region:
         return tensor
     offsets = [at - low for at, low in zip(region[1], box[1], strict=True)]
-    return window(tensor, offsets, region[2]).contiguous()
+    return box_view(tensor, offsets, region[2]).contiguous()
 
 
 def add_stats(a: ReadStats, b: ReadStats) -> ReadStats:
