@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardplan.planning import LoadItemType, TensorMetadata, itemsize, named_extras
-from shardplan.planning.columns import ReadItems, column
+from shardplan.planning.columns import column
 from shardplan.planning.storage import cut_blocks
 
 from .errors import FormatError, listed
@@ -33,6 +33,8 @@ with named_extras("reading or writing a checkpoint"):
     import xxhash
 
 if TYPE_CHECKING:
+    from shardplan.planning.columns import ReadItems
+
     from .formats.sources import Source
     from .pool import Pool
 
@@ -323,8 +325,8 @@ def _packed(digests: Mapping[int, int]) -> tuple[bytes, bytes]:
 class Proof:
     """Compares the chunks of a checkpoint that is read piece by piece with their checksums.
 
-    The blocks that are read are hashed on the way. A chunk of which some blocks were not read whole
-    is read again at the end, in small steps: such a chunk may not fit into memory.
+    The blocks that are read are hashed on the way. A chunk with blocks that were not read whole is
+    read again at the end, in small steps: such a chunk may not fit into memory.
 
     Attributes:
         sums: The checksums of the blocks so far, from any number of threads.
@@ -370,7 +372,7 @@ class Proof:
         return None if number is None else partial(self._add, key, number)
 
     def settle(self, pool: Pool) -> None:
-        """Compare all chunks of which a read began, reading again those that are incomplete.
+        """Compare all chunks that were begun; read those again that are incomplete.
 
         Raises:
             FormatError: Some do not match; all are named.
