@@ -75,7 +75,7 @@ class Comparison:
     Attributes:
         differing: The tensors that differ, by name.
         bytes_read: Bytes of elements that were read, of both sides.
-        unread: Tensors of which some or all chunks were compared by checksum, and not read.
+        unread: Tensors with chunks that were compared by checksum, and not read.
     """
 
     differing: Mapping[str, TensorDiff]

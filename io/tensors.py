@@ -92,7 +92,7 @@ def as_tensor(value: Any, *, writable: bool = False) -> torch.Tensor:
     if writable:
         raise TypeError(
             "is a numpy array that is read-only, reversed, of foreign byte order, or whose "
-            "elements lie askew, as the fields of a record do"
+            "elements are not aligned, like the fields of a record"
         )
     return torch.from_numpy(np.array(value, value.dtype.newbyteorder("="), order="C"))
 

@@ -742,7 +742,7 @@ def test_fields_of_records_are_saved_and_refused_as_destinations(tmp_path):
     records["b"] = [1, 2, 3]
     shardplan.save({"w": records["b"]}, tmp_path)
     assert shardplan.restore(tmp_path)["w"].tolist() == [1, 2, 3]
-    with pytest.raises(ValueRefusedError, match=r"`w` is a numpy array .* askew"):
+    with pytest.raises(ValueRefusedError, match=r"`w` is a numpy array .* not aligned"):
         shardplan.load({"w": records["b"]}, tmp_path)
 
 

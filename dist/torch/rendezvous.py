@@ -63,7 +63,7 @@ class Store(Protocol):
 
 
 Answer = Callable[[list[bytes | None]], bytes | None]
-"""What the coordinator says when all have come, given their notes; None if it says nothing."""
+"""Computes the coordinator's answer from all notes; None for no answer."""
 
 
 @attrs.define

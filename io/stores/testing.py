@@ -229,7 +229,7 @@ class FaultyStore(WrappedStore):
     def _failed(
         self, operation: str, path: str, later: Callable[[], object], now: Callable[[], object]
     ) -> InjectedError:
-        """Do what happens of a failing change, now or when it arrives; return the error."""
+        """Let a failing change happen in part now, or later when it arrives; return the error."""
         if self._mode == "late":
             self._late.append(later)
         else:
