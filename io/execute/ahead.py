@@ -281,7 +281,8 @@ class Ahead:
         if self._proof is None:
             self._count(self._reader.fill(items, dest, verify=False))
         else:
-            self._count(self._reader.fill(items, dest, sums=self._proof.sums))
+            sums = self._proof.sums if self._proof.has_sums else None
+            self._count(self._reader.fill(items, dest, sums=sums))
             self._proof.note(items)
         return tensors
 
