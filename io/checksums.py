@@ -32,10 +32,10 @@ from .errors import FormatError, listed
 with named_extras("reading or writing a checkpoint"):
     import xxhash
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what is planned to be read is not needed to open a checkpoint
     from shardplan.planning.columns import ReadItems
 
-    from .formats.sources import Source
+    from .formats.base import Source
     from .pool import Pool
 
 __all__ = [

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
         load_plan,
         resolve_overlaps,
         strict_patterns,
-        whole_names,
     )
+    from .matching import whole_names
     from .mesh import (
         LLAMA_TP,
         DerivedPlans,
@@ -145,7 +145,7 @@ if TYPE_CHECKING:
         shape_text,
     )
     from .tree import Path, _is_leaf, empty_names, is_tensor, leaves, nesting_issues
-    from .whole import WholePlan, plan_contents, plan_whole, renumbered, tag_of_parts
+    from .whole import WholePlan, contents_tag, plan_whole, renumbered, tag_of_parts
 
 __getattr__, __dir__ = door(
     __name__,
@@ -157,7 +157,8 @@ __getattr__, __dir__ = door(
         "dtypes": "ITEMSIZE",
         "errors": "EXTRAS listed named_extras nearest_hint nearest_names span",
         "frozen": "from_json to_json",
-        "load": "Strict global_load_plan load_plan resolve_overlaps strict_patterns whole_names",
+        "load": "Strict global_load_plan load_plan resolve_overlaps strict_patterns",
+        "matching": "whole_names",
         "mesh": (
             "DerivedPlans LLAMA_TP Mesh Only Replicate Rule Shard SpecLayout StridedShard "
             "TensorSpec WorldPlans adam derive_plans expert_parallel fsdp fsdp_tp hsdp llama "
@@ -184,7 +185,7 @@ __getattr__, __dir__ = door(
             "Printed Sheet Table counted cut_text human_bytes human_seconds listing shape_text"
         ),
         "tree": "Path _is_leaf empty_names is_tensor leaves nesting_issues",
-        "whole": "WholePlan plan_contents plan_whole renumbered tag_of_parts",
+        "whole": "WholePlan contents_tag plan_whole renumbered tag_of_parts",
     },
 )
 

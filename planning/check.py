@@ -1,7 +1,8 @@
-"""Is this right? Every overlap, gap, stray chunk and disagreement, all told at once."""
+"""Checks of metadata and plans: every overlap, gap, stray chunk and disagreement at once."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -20,17 +21,17 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "find_issues"]
 
-# Faults of one kind told for one tensor: a broken sharding repeats itself.
+# Faults of one kind reported of one tensor: a broken sharding repeats itself.
 _PER_TENSOR: Final = 64
 
 
 def find_issues(subject: Metadata | SavePlan | Iterable[SavePlan]) -> tuple[Issue, ...]:
     """Return all that is wrong with a checkpoint's metadata, or with the plans of all ranks.
 
-    Replicas (the same chunk of the same tensor on several ranks) are no issue: `global_plan` has
-    one of them written. Everything else that is not one chunk for every element is. Plans that went
-    through passes must also account for all that `local_plan` said is held: every element of a
-    tensor of the state dict is written, and by no rank twice, or the whole tensor is left out.
+    Replicas (the same chunk of the same tensor on several ranks) are fine: `global_plan` has one of
+    them written. Otherwise each element must lie in one chunk. After passes, plans must also cover
+    all that `local_plan` said is held: every element of a tensor of the state dict is written, and
+    by no rank twice, or the whole tensor is left out.
 
     Args:
         subject: Metadata; or one plan per rank, in rank order; or one plan, if one rank is all.
@@ -106,12 +107,11 @@ def _source(world: World, row: int) -> tuple[int, str]:
 def duplicates(world: World) -> list[Issue]:
     """Report chunks that several plans would write: after all passes there must be none."""
     rows = world.rows
-    first = np.flatnonzero(~rows.repeats)
-    end = np.append(first[1:], len(rows))
+    edges = [*np.flatnonzero(~rows.repeats).tolist(), len(rows)]
     issues = []
-    for low, high in zip(
-        first[end - first > 1].tolist(), end[end - first > 1].tolist(), strict=True
-    ):
+    for low, high in itertools.pairwise(edges) if rows.repeats.any() else ():
+        if high - low == 1:
+            continue
         tensor = int(rows.tensor[low])
         name, axes = rows.names[tensor], len(rows.shapes[tensor])
         ranks = sorted(set(rows.rank[low:high].tolist()))
@@ -139,10 +139,10 @@ def _cover_issues(rows: Rows, tensor: int, layout: Layout) -> Iterable[Issue]:
 
 
 def _last(issue: Issue, number: int) -> Issue:
-    """Have the last fault that is told of a tensor say so."""
+    """Have the last fault that is reported of a tensor say so."""
     if number < _PER_TENSOR:
         return issue
-    text = f"{issue.message} (there are more: the first {number} are told)"
+    text = f"{issue.message} (there may be more: only {number} are reported)"
     return attrs.evolve(issue, message=text)
 
 

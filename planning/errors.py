@@ -1,4 +1,4 @@
-"""What can be wrong with a plan, as values: issues, and the errors that carry them."""
+"""Issues, the errors that carry them, and the words for their messages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Issue:
         message: A whole sentence for a person: what was expected, what came, what to try.
         ranks: The ranks concerned, ascending; empty where no rank is to blame.
         region: The elements concerned, as ``(offsets, sizes)`` in the tensor's global frame.
-        remedy: An argument to try, told after the message; empty where nothing takes it.
+        remedy: An argument to try, printed after the message; empty where nothing takes it.
         summary: A sentence for this issue and all others that have the same one: printed once, in
             the place of their messages. Empty where the message says all.
     """
@@ -134,7 +134,7 @@ def nearest_names(name: str, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def nearest_hint(near: Sequence[str]) -> str:
-    """Return the end of a message that tells what may have been meant; nothing if nothing may.
+    """Return the end of a message that says what may have been meant, if anything.
 
     >>> nearest_hint(("layer.weight",)), nearest_hint(())
     ('; nearest: layer.weight', '')

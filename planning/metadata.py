@@ -1,4 +1,4 @@
-"""What does a checkpoint hold? Metadata, one entry a tensor, equal tilings stored once."""
+"""Metadata: what a checkpoint holds, one entry a tensor, equal tilings stored once."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TensorMetadata:
 
 @attrs.frozen
 class BytesMetadata:
-    """A value in a checkpoint that is no tensor."""
+    """A non-tensor value in a checkpoint."""
 
 
 def _names(values: Iterable[str]) -> tuple[str, ...]:
@@ -90,8 +90,8 @@ class Entries(Mapping[str, TensorMetadata | BytesMetadata]):
     Attributes:
         names: The keys; one row each.
         props: The distinct properties, and ``prop``, which of them each row has.
-        layouts: The distinct layouts, and ``layout``, which of them each row has; -1 marks a value
-            that is no tensor.
+        layouts: The distinct layouts, and ``layout``, which of them each row has; -1 marks a
+            non-tensor value.
     """
 
     names: tuple[str, ...]
@@ -218,7 +218,7 @@ class Metadata(Printed):
         """Return one entry.
 
         Raises:
-            NotFoundError: There is none of that name; the nearest ones are told.
+            NotFoundError: There is none of that name; the nearest ones are named.
         """
         entries = self.state_dict_metadata
         if name not in entries:
@@ -251,12 +251,8 @@ def _nbytes(entry: TensorMetadata | BytesMetadata) -> int:
 def metadata_of(sd: Mapping[Any, Any]) -> Metadata:
     """Describe the checkpoint that holds all of a state dict, every tensor in one chunk.
 
-    So do files that hold a state dict and say nothing of it, such as those of ``torch.save``: this
-    is their metadata, read off a state dict of the same keys. Where the state dict is sharded, its
-    tensors count with their global shapes, so `load_plan` finds what each rank needs of the file.
-
-    Args:
-        sd: A state dict, nested or flat, of tensors, meta tensors, `TensorSpec`s and other values.
+    This is the metadata of files that have none, such as those of ``torch.save``. Tensors count
+    with their global shapes, so `load_plan` finds what each rank needs of the file.
 
     >>> from shardplan.planning import TensorSpec
     >>> metadata_of({"model": {"w": TensorSpec((4, 2), "bfloat16")}, "step": 7})
@@ -267,7 +263,7 @@ def metadata_of(sd: Mapping[Any, Any]) -> Metadata:
 
     Raises:
         PlanError: Two keys flatten to the same name.
-        RefusedError: A tensor is none that a checkpoint can carry; every such key is named.
+        RefusedError: A checkpoint cannot hold some tensor; every such key is named.
     """
     # Needed here alone: a checkpoint is opened without the code that looks at tensors.
     from .mesh.placements import TensorSpec
@@ -276,7 +272,7 @@ def metadata_of(sd: Mapping[Any, Any]) -> Metadata:
 
     flat, paths = flatten(sd)
     entries: dict[str, TensorMetadata | BytesMetadata] = {}
-    refused = []
+    refused: list[str] = []
     for name in sorted(flat):
         value = flat[name]
         if not is_tensor(value):

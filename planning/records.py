@@ -76,13 +76,13 @@ class TensorProperties:
 
 @attrs.frozen
 class MetadataIndex:
-    """The name of a chunk, or of a value that is no tensor.
+    """The name of a chunk, or of a non-tensor value.
 
     Attributes:
         fqn: The flattened key.
-        offset: Where the chunk starts, in the global frame; None for a value that is no tensor.
+        offset: Where the chunk starts, in the global frame; None for a non-tensor value.
         index: Where the chunk was last seen in a list of chunks: a hint that is probed first. It
-            is no part of the name, so it takes no part in ``==`` and ``hash``.
+            is not part of the name, and so not of ``==`` and ``hash``.
 
     >>> MetadataIndex("w", [0, 4], 3) == MetadataIndex("w", (0, 4))
     True
@@ -123,14 +123,14 @@ class TensorWriteData:
         return self.chunk.numel * self.properties.itemsize
 
 
-@attrs.frozen
+@attrs.frozen(init=False)
 class WriteItem:
     """One chunk, or one other value, that a rank holds.
 
     Attributes:
         index: Its name in the checkpoint. A chunk's offset may be left out: it is the chunk's own.
         type: How it lies in the state dict.
-        tensor_data: Its place, dtype and shape; None for a value that is no tensor.
+        tensor_data: Its place, dtype and shape; None for a non-tensor value.
         source: Its name in the state dict: the value's key, and the offset at which the shard that
             holds it starts. Left out, it is ``index``.
 
@@ -140,41 +140,42 @@ class WriteItem:
 
     index: MetadataIndex
     type: WriteItemType
-    tensor_data: TensorWriteData | None = None
-    source: MetadataIndex = attrs.field()
+    tensor_data: TensorWriteData | None
+    source: MetadataIndex
 
-    @source.default
-    def _index(self) -> MetadataIndex:
-        return self.index
-
-    def __attrs_post_init__(self) -> None:
-        data = self.tensor_data
-        if not isinstance(self.type, WriteItemType):
-            raise TypeError(f"`{self.index.fqn}`: type must be a WriteItemType, not {self.type!r}")
-        if (data is None) != (self.type is WriteItemType.BYTE_IO):
-            what = "needs" if data is None else "cannot have"
-            raise ValueError(f"`{self.index.fqn}`: a {self.type.name} item {what} tensor_data")
-        offset = None if data is None else data.chunk.offsets
-        if self.index.offset not in (None, offset):
+    def __init__(
+        self,
+        index: MetadataIndex,
+        type: WriteItemType,
+        tensor_data: TensorWriteData | None = None,
+        source: MetadataIndex | None = None,
+    ) -> None:
+        if not isinstance(type, WriteItemType):
+            raise TypeError(f"`{index.fqn}`: type must be a WriteItemType, not {type!r}")
+        if (tensor_data is None) != (type is WriteItemType.BYTE_IO):
+            what = "needs" if tensor_data is None else "cannot have"
+            raise ValueError(f"`{index.fqn}`: a {type.name} item {what} tensor_data")
+        offset = None if tensor_data is None else tensor_data.chunk.offsets
+        if index.offset not in (None, offset):
+            raise ValueError(f"`{index.fqn}`: index says offset {index.offset}, its chunk {offset}")
+        source = index if source is None else source
+        if source.offset is None:
+            source = attrs.evolve(source, offset=offset)
+        elif offset is None or len(source.offset) != len(offset):
             raise ValueError(
-                f"`{self.index.fqn}`: index says offset {self.index.offset}, its chunk {offset}"
+                f"`{source.fqn}`: source says offset {source.offset}, its chunk {offset}"
             )
-        index = attrs.evolve(self.index, offset=offset)
-        object.__setattr__(self, "index", index)
-        if self.source.offset is None:
-            object.__setattr__(self, "source", attrs.evolve(self.source, offset=offset))
-        elif offset is None or len(self.source.offset) != len(offset):
-            raise ValueError(
-                f"`{self.source.fqn}`: source says offset {self.source.offset}, its chunk {offset}"
-            )
+        if index.offset is None:
+            index = attrs.evolve(index, offset=offset)
+        self.__attrs_init__(index, type, tensor_data, source)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the *chunk* in the checkpoint (0 for values that are no tensors)."""
+        """Bytes of the *chunk* in the checkpoint (0 for non-tensor values)."""
         return 0 if self.tensor_data is None else self.tensor_data.nbytes
 
 
-@attrs.frozen
+@attrs.frozen(init=False)
 class ReadItem:
     """One box to copy out of a saved chunk into a chunk of the state dict.
 
@@ -189,43 +190,51 @@ class ReadItem:
 
     type: LoadItemType
     dest_index: MetadataIndex
-    dest_offsets: tuple[int, ...] = attrs.field(converter=as_ints)
+    dest_offsets: tuple[int, ...]
     storage_index: MetadataIndex
-    storage_offsets: tuple[int, ...] = attrs.field(converter=as_ints)
-    lengths: tuple[int, ...] = attrs.field(converter=as_ints)
+    storage_offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
 
-    def __attrs_post_init__(self) -> None:
-        if not isinstance(self.type, LoadItemType):
-            raise TypeError(
-                f"`{self.dest_index.fqn}`: type must be a LoadItemType, not {self.type!r}"
-            )
-        if min((*self.dest_offsets, *self.storage_offsets, *self.lengths), default=0) < 0:
-            raise ValueError(f"`{self.dest_index.fqn}`: an offset or a length is negative")
-        if not len(self.dest_offsets) == len(self.storage_offsets) == len(self.lengths):
+    def __init__(
+        self,
+        type: LoadItemType,
+        dest_index: MetadataIndex,
+        dest_offsets: Iterable[int],
+        storage_index: MetadataIndex,
+        storage_offsets: Iterable[int],
+        lengths: Iterable[int],
+    ) -> None:
+        if not isinstance(type, LoadItemType):
+            raise TypeError(f"`{dest_index.fqn}`: type must be a LoadItemType, not {type!r}")
+        into, out_of, box = as_ints(dest_offsets), as_ints(storage_offsets), as_ints(lengths)
+        if min((*into, *out_of, *box), default=0) < 0:
+            raise ValueError(f"`{dest_index.fqn}`: an offset or a length is negative")
+        if not len(into) == len(out_of) == len(box):
             raise ValueError(
-                f"`{self.dest_index.fqn}`: offsets {self.dest_offsets} and {self.storage_offsets} "
-                f"do not fit lengths {self.lengths}"
+                f"`{dest_index.fqn}`: offsets {into} and {out_of} do not fit lengths {box}"
             )
-        is_tensor = self.type is LoadItemType.TENSOR
-        for name, offsets in (
-            ("dest_index", self.dest_offsets),
-            ("storage_index", self.storage_offsets),
-        ):
-            index: MetadataIndex = getattr(self, name)
-            if is_tensor and index.offset is None:  # a whole tensor starts at its origin
-                object.__setattr__(self, name, attrs.evolve(index, offset=(0,) * len(offsets)))
-            elif not is_tensor and index.offset is not None:
-                raise ValueError(f"`{index.fqn}`: a BYTE_IO read has no offset {index.offset}")
-            elif index.offset is not None and len(index.offset) != len(offsets):
-                raise ValueError(
-                    f"`{index.fqn}`: {name} says offset {index.offset}, which does not fit "
-                    f"lengths {self.lengths}"
-                )
+        ends = [_end_of_read(index, type, box) for index in (dest_index, storage_index)]
+        self.__attrs_init__(type, ends[0], into, ends[1], out_of, box)
 
     @property
     def numel(self) -> int:
-        """How many elements are copied (0 for a value that is no tensor)."""
+        """How many elements are copied (0 for a non-tensor value)."""
         return 0 if self.type is LoadItemType.BYTE_IO else math.prod(self.lengths)
+
+
+def _end_of_read(
+    index: MetadataIndex, type: LoadItemType, lengths: tuple[int, ...]
+) -> MetadataIndex:
+    """Return the name of one end of a read; a tensor named without offset starts at its origin."""
+    if type is LoadItemType.BYTE_IO:
+        if index.offset is not None:
+            raise ValueError(f"`{index.fqn}`: a BYTE_IO read has no offset {index.offset}")
+        return index
+    if index.offset is None:
+        return attrs.evolve(index, offset=(0,) * len(lengths))
+    if len(index.offset) != len(lengths):
+        raise ValueError(f"`{index.fqn}`: offset {index.offset} does not fit lengths {lengths}")
+    return index
 
 
 @attrs.frozen
@@ -233,7 +242,7 @@ class Transfer:
     """A read that one rank makes for another.
 
     Attributes:
-        read: What the target needs, told as if it read for itself.
+        read: What the target needs, as if it read for itself.
         source: The rank that reads it from storage and sends it.
         target: The rank that receives it.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import attrs
@@ -16,7 +16,7 @@ from .passes.base import Pass
 from .plans import SavePlan
 from .save import DEFAULT_PASSES, global_plan
 
-__all__ = ["WholePlan", "plan_contents", "plan_whole", "renumbered", "tag_of_parts"]
+__all__ = ["WholePlan", "contents_tag", "plan_whole", "renumbered", "tag_of_parts"]
 
 _NAMED_RANKS: Final = 8  # ranks that an error names by both their numbers
 _META: Final = "it on the meta device, without elements: materialise it first, or leave it out"
@@ -119,15 +119,17 @@ def renumbered(issues: Sequence[Issue], ranks: Sequence[int]) -> list[Issue]:
     return found
 
 
-def plan_contents(plans: Iterable[SavePlan]) -> Iterator[bytes]:
-    """Yield what distinguishes the plans of all ranks from others; a common catalog once."""
+def contents_tag(plans: Iterable[SavePlan]) -> str:
+    """Return a fingerprint of the plans of all ranks; a common catalog is looked at once."""
     seen: dict[int, int] = {}
+    parts: list[bytes | str] = []
     for items in (plan.items for plan in plans):
         catalog = items.catalog
-        yield repr(seen.get(id(catalog), catalog.content)).encode()
+        parts.append(repr(seen.get(id(catalog), catalog.content)))
         seen.setdefault(id(catalog), len(seen))
         columns = (items.row, items.offsets, items.sizes, items.shard_offsets)
-        yield b"".join(column.tobytes() for column in columns)
+        parts.append(b"".join(column.tobytes() for column in columns))
+    return tag_of_parts(parts)
 
 
 def tag_of_parts(parts: Iterable[bytes | str]) -> str:

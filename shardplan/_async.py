@@ -22,8 +22,8 @@ from shardplan.io import Pool, Tell
 from shardplan.io.stores import Store
 from shardplan.planning import Passes, SavePlan
 
-from ._agree import PlanCache
 from ._comm import JobComm, as_comm, place_of
+from ._offers import PlanCache
 from ._report import SaveReport, Stopwatch, place_name
 from ._save import SaveOptions, Target, save_state
 from ._snapshots import Buffers

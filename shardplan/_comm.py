@@ -8,7 +8,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Generic, NoReturn, TypeVar
+from functools import partial
+from typing import Any, Final, Generic, NoReturn, TypeVar, cast
 
 import attrs
 
@@ -25,12 +26,12 @@ from shardplan.dist import (
 from shardplan.planning import listed, span
 
 __all__ = [
-    "Counted",
     "JobComm",
     "Kept",
     "Place",
     "Taken",
     "as_comm",
+    "counting",
     "default_comm",
     "fail_alike",
     "host_name",
@@ -41,6 +42,8 @@ __all__ = [
     "told_apart",
     "world_group",
 ]
+
+_MEETINGS: Final = frozenset(("gather", "scatter", "broadcast", "all_gather", "reduce"))
 
 M = TypeVar("M")
 W = TypeVar("W")
@@ -70,11 +73,11 @@ class Place:
 
 @attrs.define(eq=False)
 class JobComm:
-    """The comm of all ranks of the job: made when it is first needed, and anew when it was lost.
+    """The comm of all ranks of the job: made when it is first needed, and again after it was lost.
 
-    Making one is a step of its own, so every rank must ask for it in the same calls. A rank may
-    learn of a loss one call later than others, so that ranks which go on count those calls: the
-    parts of two different saves must never become one.
+    Making one is a step, so every rank must ask for it in the same calls. A rank may learn of a
+    loss one call later than others. So ranks count their calls and compare the counts when they go
+    on: parts of two different saves must never become one checkpoint.
 
     Attributes:
         private: Whether it has connections of its own.
@@ -88,7 +91,7 @@ class JobComm:
     _lock: threading.Lock = attrs.field(factory=threading.Lock)
 
     def take(self) -> Comm:
-        """Return it, for one call; that of one rank where there is no process group.
+        """Return the comm for one call; `solo` where there is no process group.
 
         Raises:
             CheckpointError: It was lost, and not all ranks came to go on, or not in the same call.
@@ -133,7 +136,7 @@ def _named_step(step: str) -> Iterator[None]:
 
 
 def _behind(calls: list[int]) -> tuple[int, list[tuple[int, int]]]:
-    """Return the most calls that any rank made, and by how many which places are behind.
+    """Return the most calls that any rank made, and the places that made fewer, by how many.
 
     >>> _behind([3, 2, 3])
     (3, [(1, 1)])
@@ -160,21 +163,16 @@ def as_comm(comm: Comm | None) -> Comm:
 
 
 def default_comm() -> Comm:
-    """Return the comm of all ranks of the job; that of one rank where there is no process group.
-
-    Every rank of the job must call the function that asks for it.
+    """Return the comm of all ranks of the job, as `JobComm.take` does; every rank must call it.
 
     >>> default_comm().world_size
     1
-
-    Raises:
-        RuntimeError: A launcher started several ranks, and there is no process group.
     """
     return _job.take()
 
 
 def _launched() -> Place | None:
-    """Return where torchrun, or what sets its variables, has put this process; None if nowhere."""
+    """Return the rank that torchrun, or what sets its variables, gave this process."""
     rank, ranks = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     if not rank.isdecimal() or not ranks.isdecimal() or int(ranks) < 2:
         return None
@@ -196,7 +194,7 @@ def _refuse_missing_group() -> None:
 
 def world_group() -> Any:
     """Return torch's process group of all ranks; None where there is none."""
-    dist = sys.modules.get("torch.distributed")  # whoever has a process group has imported it
+    dist = sys.modules.get("torch.distributed")  # imported by whatever made a process group
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None
     return dist.group.WORLD
@@ -308,7 +306,7 @@ def keep_step(
 
 
 def told_apart(ranks: Sequence[int], values: Sequence[str]) -> str:
-    """Say which ranks have which of several values; nothing if all have the same.
+    """Return which ranks have which of several values, as text; empty if all have the same.
 
     >>> told_apart((0, 1, 2), ("a", "a", "b"))
     'ranks 0, 1: a; rank 2: b'
@@ -316,75 +314,58 @@ def told_apart(ranks: Sequence[int], values: Sequence[str]) -> str:
     sides: dict[str, list[int]] = {}
     for rank, value in zip(ranks, values, strict=True):
         sides.setdefault(value, []).append(rank)
-    told = [f"{span(who)}: {value}" for value, who in sides.items()]
-    return listed(told, quote="", between="; ") if len(sides) > 1 else ""
+    texts = [f"{span(who)}: {value}" for value, who in sides.items()]
+    return listed(texts, quote="", between="; ") if len(sides) > 1 else ""
 
 
 def fail_alike(comm: Comm, step: str, error: Exception) -> NoReturn:
-    """Raise one error on a rank that knows all others to raise it, too."""
+    """Raise an error that all other ranks raise as well."""
     kind, text = type(error).__name__, str(error)
     failures = [Failure(rank, step, kind, text, expected=True) for rank in comm.ranks]
     raise CheckpointError(failures, error)
 
 
-class Counted:
-    """A comm that counts what a rank gives to and gets from the steps it takes with others.
-
-    What goes from one rank to another, outside of steps, is left to who sends it.
-
-    Args:
-        comm: The comm.
-        count: Called with numbers of bytes.
-    """
+class _Counting:
+    """A comm that counts what a rank gives to and gets from others in meetings."""
 
     def __init__(self, comm: Comm, count: Callable[[int], None]) -> None:
         self._comm, self._count = comm, count
-        self.rank, self.world_size = comm.rank, comm.world_size
-        self.coordinator, self.ranks = comm.coordinator, comm.ranks
-        self.barrier, self.leave = comm.barrier, comm.leave
-        self.send, self.receive = comm.send, comm.receive
 
-    @property
-    def lost(self) -> bool:
-        """Whether ranks were lost."""
-        return self._comm.lost
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._comm, name)
+        return partial(self._meet, method) if name in _MEETINGS else method
 
-    def gather(self, data: bytes, topic: str = "gather") -> list[bytes] | None:
-        """Gather, and count."""
-        got = self._comm.gather(data, topic)
-        self._count(len(data) if got is None else sum(map(len, got)))
+    def _meet(self, method: Callable[..., Any], data: Any, *rest: Any) -> Any:
+        got = method(data, *(self._counted(work) if callable(work) else work for work in rest))
+        self._count(_size(data) + _size(got))
         return got
 
-    def scatter(self, parts: Sequence[bytes] | None, topic: str = "scatter") -> bytes:
-        """Scatter, and count."""
-        got = self._comm.scatter(parts, topic)
-        self._count(len(got) if parts is None else sum(map(len, parts)))
-        return got
-
-    def broadcast(self, data: bytes | None, topic: str = "broadcast") -> bytes:
-        """Broadcast, and count."""
-        got = self._comm.broadcast(data, topic)
-        self._count(len(got))
-        return got
-
-    def all_gather(self, data: bytes, topic: str = "all_gather") -> list[bytes]:
-        """Gather everywhere, and count."""
-        got = self._comm.all_gather(data, topic)
-        self._count(sum(map(len, got)))
-        return got
-
-    def reduce(self, data: bytes, work: Reduce, topic: str = "reduce") -> bytes:
-        """Reduce, and count."""
-
+    def _counted(self, work: Reduce) -> Reduce:
         def counted(parts: list[bytes]) -> bytes:
-            self._count(sum(map(len, parts)) - len(data))
+            self._count(_size(parts))
             return work(parts)
 
-        got = self._comm.reduce(data, counted, topic)
-        self._count(len(data) + len(got))
-        return got
+        return counted
+
+
+def _size(data: bytes | Sequence[bytes] | None) -> int:
+    if isinstance(data, bytes) or not data:
+        return len(data or b"")
+    return sum(map(len, data))
+
+
+def counting(comm: Comm, count: Callable[[int], None]) -> Comm:
+    """Return a comm that also counts the bytes that this rank exchanges in meetings.
+
+    >>> counts = []
+    >>> counting(solo(), counts.append).broadcast(b"plan")
+    b'plan'
+    >>> counts
+    [8]
+    """
+    return cast(Comm, _Counting(comm, count))
 
 
 def host_name() -> str:
-    """Return the name of the machine, to tell which ranks share one."""
+    """Return the name of the machine: ranks on one machine have the same."""
     return socket.gethostname()

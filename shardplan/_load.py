@@ -14,7 +14,7 @@ import torch
 from shardplan.dist import Comm, LostRanksError, all_reduce, reduce_scatter
 from shardplan.io import BlockSums, FormatError, Pool, StoredValue, Tell, ValueRefusedError
 from shardplan.io.execute import Reader
-from shardplan.io.formats import detect, locate, open_located
+from shardplan.io.formats import detect, find_format, locate, open_located
 from shardplan.io.stores import Store
 from shardplan.planning import (
     LoadPlan,
@@ -45,7 +45,7 @@ from shardplan.planning.storage import BLOCK_BYTES
 
 from ._agree import run_together
 from ._announcing import announce
-from ._comm import Counted, as_comm, host_name, place_of, take_step
+from ._comm import as_comm, counting, host_name, place_of, take_step
 from ._destinations import destinations, refuse_fixed
 from ._fanout import MIN_SHARED
 from ._freshness import ATTEMPTS, STOPPED, begins_anew
@@ -188,7 +188,7 @@ class _Load:
         pool: Pool | None,
         watch: Stopwatch,
     ) -> None:
-        self.comm, self.watch = Counted(comm, partial(watch.count, "exchange")), watch
+        self.comm, self.watch = counting(comm, partial(watch.count, "exchange")), watch
         self._path, self._format, self._pool = path, format, pool
         self.reader: Reader | None = None
         self.metadata = Metadata({})
@@ -343,8 +343,10 @@ class _Load:
         return 0 if self.reader is None else gap_of(self.reader)
 
     def _is_file(self) -> bool:
-        """Tell whether the checkpoint may be a file of `torch.save`, without reading it."""
-        return self._format in (None, "torch") and bool(self._located[1])
+        """Return whether the checkpoint may be of a format that is a single file."""
+        return bool(self._located[1]) and (
+            self._format is None or find_format(self._format).is_file
+        )
 
     def _open_on_one(self) -> bool:
         """Open a file of `torch.save` on the coordinator, which tells the others what it holds.
@@ -355,7 +357,7 @@ class _Load:
 
         def opened() -> Reader | None:
             store, name = self._located
-            if not name or (self._format or detect(store, name)) != "torch":
+            if not name or not find_format(self._format or detect(store, name)).is_file:
                 return None
             self.open()
             return self.reader

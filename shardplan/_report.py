@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 import attrs
 
@@ -41,16 +40,16 @@ __all__ = [
 ]
 
 LOG: Final = logging.getLogger("shardplan")
-"""What everything is logged to."""
+"""The logger of the whole package."""
 
 T = TypeVar("T")
 
 
 @attrs.frozen
 class RankReport:
-    """What one rank did, until it told the others.
+    """What one rank did, until it reported to the others.
 
-    What came after that, waiting for them and the last exchange, only its own report tells.
+    What came after that, waiting and the last exchange, is only in its own report.
 
     Attributes:
         rank: Its number in the job.
@@ -79,36 +78,44 @@ def rank_report(
 
 
 def device_of(sd: Mapping[Any, Any]) -> str:
-    """Name the device that a state dict's tensors are on, the one way.
+    """Return the name of the device that a state dict's tensors are on.
 
     >>> import torch
     >>> device_of({"step": 7, "w": torch.zeros(2)}), device_of({})
     ('cpu', 'cpu')
     """
-    for _, value in leaves(sd):
-        device = getattr(value, "device", None)
-        if getattr(device, "type", "cpu") != "cpu":
-            return _normal_device(device)
-    return "cpu"
+    devices = (getattr(value, "device", None) for _, value in leaves(sd))
+    return next((str(d) for d in devices if getattr(d, "type", "cpu") != "cpu"), "cpu")
 
 
-def _normal_device(device: Any) -> str:
-    """Write a device the one way: ``cpu``, ``cuda:3``.
+class _Printed:
+    """A report that prints its title, its seconds and the slowest ranks."""
 
-    >>> _normal_device("cpu:0"), _normal_device("cuda"), _normal_device("cuda:3")
-    ('cpu', 'cuda:0', 'cuda:3')
-    """
-    kind, _, index = str(device).partition(":")
-    if kind in ("cpu", "meta"):
-        return kind
-    torch = sys.modules.get("torch")
-    if not index and torch is not None and kind == "cuda" and torch.cuda.is_available():
-        index = str(torch.cuda.current_device())
-    return f"{kind}:{index or 0}"
+    _verb: ClassVar[str]
+    seconds: Mapping[str, float]
+    slowest: Mapping[str, tuple[int, float]]
+    phase_bytes: Mapping[str, int]
+    dropped: tuple[str, ...]
+
+    @property
+    def _title(self) -> str:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        lines = [f"{self._title}; {times_text(self.seconds)}"]
+        lines += dropped_text(self.dropped, self._verb)
+        if self.slowest:
+            ranks = (f"{p} rank {rank} ({time:.3f} s)" for p, (rank, time) in self.slowest.items())
+            lines.append(f"slowest: {', '.join(ranks)}")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        notes = dropped_text(self.dropped, self._verb)
+        return sheet_of(self._title, self.seconds, self.slowest, notes, self.phase_bytes).html()
 
 
 @attrs.frozen(repr=False)
-class SaveReport:
+class SaveReport(_Printed):
     """What a save did.
 
     Attributes:
@@ -138,22 +145,16 @@ class SaveReport:
     phase_bytes: Mapping[str, int] = attrs.field(factory=dict)
     dropped: tuple[str, ...] = ()
 
+    _verb = "saved"
+
     @property
-    def _told(self) -> str:
-        return f"saved {human_bytes(self.nbytes)} in {counted(self.files, 'file')}"
-
-    def __repr__(self) -> str:
-        text = f"{self._told} (plan {self.how}), {times_text(self.seconds)}"
-        notes = dropped_text(self.dropped, "saved")
-        return "\n".join([text, *notes, *_slowest(self.slowest)])
-
-    def _repr_html_(self) -> str:
-        phases = (self.seconds, self.slowest, dropped_text(self.dropped, "saved"))
-        return sheet_of(self._told, *phases, nbytes=self.phase_bytes).html()
+    def _title(self) -> str:
+        size = human_bytes(self.nbytes)
+        return f"saved {size} in {counted(self.files, 'file')} (plan {self.how})"
 
 
 @attrs.frozen(repr=False)
-class LoadReport:
+class LoadReport(_Printed):
     """What a load did, and how the state dict and the checkpoint agree.
 
     Attributes:
@@ -202,12 +203,10 @@ class LoadReport:
         """How many bytes this rank fetched, for itself and for others, for each that it needed."""
         return self.bytes_read / self.bytes_needed if self.bytes_needed else 1.0
 
+    _verb = "filled"
+
     @property
-    def _told(self) -> str:
-        counts = (
-            f"{len(self.missing):,} missing, {len(self.unexpected):,} unexpected, "
-            f"{len(self.mismatched):,} mismatched"
-        )
+    def _title(self) -> str:
         read = f"loaded {human_bytes(self.bytes_read)} ({self.amplification:.2f} × what was needed)"
         if self.bytes_received or self.bytes_sent:
             moved = (self.bytes_needed, self.bytes_read, self.bytes_received, self.bytes_sent)
@@ -215,16 +214,10 @@ class LoadReport:
             read = f"loaded {needed}: read {fetched}, received {received}, sent {sent}"
         if self.bytes_unverified:
             read += f", {human_bytes(self.bytes_unverified)} not verified"
-        return f"{read}; {counts}"
-
-    def __repr__(self) -> str:
-        text = f"{self._told}; {times_text(self.seconds)}"
-        notes = dropped_text(self.dropped, "filled")
-        return "\n".join([text, *notes, *_slowest(self.slowest)])
-
-    def _repr_html_(self) -> str:
-        phases = (self.seconds, self.slowest, dropped_text(self.dropped, "filled"))
-        return sheet_of(self._told, *phases, nbytes=self.phase_bytes).html()
+        return (
+            f"{read}; {len(self.missing):,} missing, {len(self.unexpected):,} unexpected, "
+            f"{len(self.mismatched):,} mismatched"
+        )
 
 
 def place_name(place: object) -> str:
@@ -239,7 +232,7 @@ def place_name(place: object) -> str:
 
 
 def dropped_text(names: Sequence[str], verb: str) -> list[str]:
-    """Say what a planner left out, in a line, if it did.
+    """Return a line about what a planner left out, if it did.
 
     >>> dropped_text(["a", "b"], "saved")
     ['not saved, as the planner drops them: a, b']
@@ -258,35 +251,25 @@ def logged(report: T, place: object = "", *, loud: bool = True, left: Sequence[s
         left: Files that no checkpoint needs any more, and that are still there.
     """
     where = place_name(place)
-    told = f"{where}: " if where else ""
-    LOG.log(logging.INFO if loud else logging.DEBUG, "%s%s", told, repr(report).splitlines()[0])
+    start = f"{where}: " if where else ""
+    LOG.log(logging.INFO if loud else logging.DEBUG, "%s%s", start, repr(report).splitlines()[0])
     if left and loud:
         count = counted(len(left), "file")
-        LOG.warning("%s%s left over; prune removes them: %s", told, count, listed(left, quote=""))
+        LOG.warning("%s%s left over; prune removes them: %s", start, count, listed(left, quote=""))
     return report
 
 
-def slowest_ranks(ranks: Iterable[RankReport]) -> dict[str, tuple[int, float]]:
-    """Find, for each phase, the rank that took longest for it; who waits for others is not slow.
+def slowest_ranks(ranks: Sequence[RankReport]) -> dict[str, tuple[int, float]]:
+    """Return, for each phase, the rank that took longest for it; who waits for others is not slow.
 
     >>> slowest_ranks([RankReport(0, {"write": 1.0}, 0), RankReport(1, {"write": 2.0}, 0)])
     {'write': (1, 2.0)}
     """
-    found: dict[str, tuple[int, float]] = {}
-    for one in ranks:
-        for phase, seconds in one.seconds.items():
-            if phase == "wait":
-                continue
-            if phase not in found or seconds > found[phase][1]:
-                found[phase] = (one.rank, seconds)
-    return found
-
-
-def _slowest(slowest: Mapping[str, tuple[int, float]]) -> list[str]:
-    if not slowest:
-        return []
-    told = (f"{phase} rank {rank} ({time:.3f} s)" for phase, (rank, time) in slowest.items())
-    return [f"slowest: {', '.join(told)}"]
+    pairs: dict[str, list[tuple[int, float]]] = {}
+    for report in ranks:
+        for phase, seconds in report.seconds.items():
+            pairs.setdefault(phase, []).append((report.rank, seconds))
+    return {p: max(pair, key=lambda pair: pair[1]) for p, pair in pairs.items() if p != "wait"}
 
 
 def sheet_of(
@@ -294,7 +277,6 @@ def sheet_of(
     seconds: Mapping[str, float],
     slowest: Mapping[str, tuple[int, float]] = MappingProxyType({}),
     notes: Iterable[str] = (),
-    *,
     nbytes: Mapping[str, int] = MappingProxyType({}),
 ) -> Sheet:
     """Lay out a report: phases, and the slowest rank of each."""

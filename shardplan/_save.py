@@ -19,8 +19,9 @@ from shardplan.io.formats import Part, Writer, open_target
 from shardplan.io.stores import Store
 from shardplan.planning import Passes, SavePlan
 
-from ._agree import Agreed, Begun, PlanCache, agree
-from ._comm import Counted, Kept, as_comm, keep_step, place_of
+from ._agree import Agreed, agree
+from ._comm import Kept, as_comm, counting, keep_step, place_of
+from ._offers import Begun, PlanCache
 from ._report import RankReport, SaveReport, Stopwatch, logged, rank_report, slowest_ranks
 from ._state import REFUSALS, State, expand, part, with_others
 
@@ -49,23 +50,23 @@ def save(
     Args:
         state_dict: Tensors and other values, nested in any way. Objects with ``state_dict()`` and
             ``load_state_dict()``, in it or in its place, are saved as the state they return. What
-            is meant to differ between ranks is a `PerRank`; all else that several ranks have under
-            one name must be the same.
+            is meant to differ between ranks is a `PerRank`; everything else that several ranks
+            hold under one name must be the same.
         path: A folder that will hold the checkpoint, on a disk or in an object store; for a format
             that is a single file, that file.
         planner: A pass, or a list of them, such as ``[rename(...), cast("bfloat16")]``. Load with
             the same one. Each is given what its scope says: see `shardplan.planning.passes.base`.
-        format: What to write; see `shardplan.io.formats.writers.WRITERS`.
+        format: What to write: ``"safetensors"``, ``"hf"``, ``"dcp"``, ``"torch"``, or a format
+            that was registered with `shardplan.io.formats.register_format`.
         comm: The ranks; by default all of torch's process group, or this process alone (which is
             refused under torchrun: pass ``comm=solo()`` if it is meant).
-        overwrite: Whether a checkpoint that is there may be replaced. It can be loaded up to the
-            instant at which the new one can.
-        verify_replicas: Whether to compare all that several ranks claim to hold alike, bit by bit,
-            before anything is written. It costs a pass over all such tensors. Values, and plain
-            tensors of up to 64 KiB, are always compared.
-        progress: Called as ``progress(done_bytes, total_bytes)``, from one thread at a time, with
-            ever more bytes of this process's tensors done, and all of them in the end. What it
-            raises stops the save.
+        overwrite: Whether a checkpoint that is there may be replaced. It can be loaded until the
+            new one can.
+        verify_replicas: Whether to compare every chunk that several ranks hold, bit by bit, before
+            anything is written. It costs a pass over all tensors. Values, and plain tensors of up
+            to 64 KiB, are always compared.
+        progress: Called as ``progress(done_bytes, total_bytes)``, from one thread at a time, as
+            this process writes its tensors. What it raises stops the save.
         pool: The threads and the memory budget to use.
         cache: Plans made before; by default those of this process.
 
@@ -84,7 +85,7 @@ def save(
         PlanError, RefusedError: There is no correct plan, or ranks hold different values under one
             name.
         StoreError: The store failed; what was there before is intact.
-        CheckpointError: On many ranks, any of these; it tells what happened on which rank.
+        CheckpointError: On many ranks, any of these; it says what happened on which rank.
     """
     ranks = as_comm(comm)
     options = SaveOptions(planner, overwrite, verify_replicas, progress, pool, cache)
@@ -155,7 +156,7 @@ def save_state(
     3. write: each rank writes its part.
     4. commit: once all have written, the coordinator commits, and ranks report.
     """
-    comm = Counted(comm, partial(watch.count, "exchange"))
+    comm = counting(comm, partial(watch.count, "exchange"))
 
     def begin() -> Begun[Target]:
         with watch.phase("open"):

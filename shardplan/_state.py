@@ -110,19 +110,6 @@ def give_back(state_dict: State, loaded: Mapping[Any, Any]) -> None:
     """Hand every stateful object its state, after a load has filled what `expand` returned.
 
     Other values that were replaced inside an expanded copy are put where they came from.
-
-    >>> from collections import UserDict
-    >>> class Counter:
-    ...     def state_dict(self):
-    ...         return {"count": 3}
-    ...
-    ...     def load_state_dict(self, state):
-    ...         print("got", state)
-    >>> sd = UserDict({"counters": [Counter()], "step": 0})
-    >>> give_back(sd, {"counters": [{"count": 5}], "step": 7})
-    got {'count': 5}
-    >>> sd["step"]
-    7
     """
     _give(state_dict, loaded)
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import shardplan
-from shardplan._agree import Begun, PlanCache, agree
+from shardplan._agree import agree
+from shardplan._offers import Begun, PlanCache
 from shardplan._report import Stopwatch
 from shardplan.dist import CheckpointError, run_ranks, solo
 from shardplan.io.stores.base import open_store
@@ -261,7 +262,7 @@ def test_a_save_with_a_known_plan_plans_nothing_and_still_compares(monkeypatch):
     def never(*args, **options):
         raise AssertionError("a plan was made")
 
-    monkeypatch.setattr("shardplan._agree.local_plan", never)
+    monkeypatch.setattr("shardplan._offers.local_plan", never)
     assert saves.save(lambda rank: {"w": torch.ones(2), "s": 8})[0] == "cached"
     with pytest.raises(CheckpointError, match="`s` differs"):
         saves.save(lambda rank: {"w": torch.ones(2), "s": rank})
@@ -395,7 +396,7 @@ def test_an_agreement_is_the_same_however_it_came_about(monkeypatch):
         return agree(comm, lambda: begun, **options).agreement
 
     derived = run_ranks(WORLD, agreed)
-    monkeypatch.setattr("shardplan._agree.described_plans", lambda *args: None)
+    monkeypatch.setattr("shardplan._offers.described_plans", lambda *args: None)
     gathered = run_ranks(WORLD, agreed)
     assert {a.how for a in derived} == {"derived"}
     assert {a.how for a in gathered} == {"gathered"}

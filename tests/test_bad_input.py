@@ -15,9 +15,8 @@ import torch
 import shardplan
 from shardplan.io.errors import FormatError, LoadError, UnsureCommitError, ValueRefusedError
 from shardplan.io.execute.cleanup import leftovers
-from shardplan.io.execute.commit import read_manifest
 from shardplan.io.formats.headers import Slot, parse_header
-from shardplan.io.formats.native.manifest import MANIFEST, decode_manifest, sign
+from shardplan.io.formats.native.manifest import MANIFEST, decode_manifest, read_manifest, sign
 from shardplan.io.stores.base import StoreError, open_store
 from shardplan.io.stores.testing import CountingStore, FaultyStore
 from shardplan.planning import (

@@ -286,6 +286,8 @@ def test_cat_prints_as_numpy_does(ckpt, name, key):
 def test_help_has_an_example_and_the_exit_codes(command):
     result = run(command, "--help")
     assert result.exit_code == 0
+    about = re.split(r"\n\w+:\n", result.stdout)[0]
+    assert not re.search(r"\S {2}|^ {3}", about, re.MULTILINE)  # a docstring's margin is not shown
     text = " ".join(result.stdout.split())
     assert f"Example: shardplan {command} " in text
     assert "Exit codes: 0 fine; 1 diff found differences, or verify damage; 2 wrong" in text
@@ -773,7 +775,7 @@ def test_an_interrupt_exits_with_130_and_no_traceback(tmp_path):
     script.write_text(
         "import signal, sys, time\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell may ignore it
-        "import shardplan.io.formats.sources as sources\n"
+        "import shardplan.io.formats.registry as sources\n"
         "def wait(path, **options):\n"
         "    print('waiting', flush=True)\n"
         "    time.sleep(60)\n"

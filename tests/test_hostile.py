@@ -20,7 +20,7 @@ from shardplan.io.formats.torch_save.torch_values import load_torch
 from shardplan.io.formats.torch_save.unpickler import PickleError
 from shardplan.io.formats.torch_save.zip_write import zip_bytes
 from shardplan.io.limits import LIMITS
-from shardplan.torch_dcp.values import UnsafeValueError, load_value
+from shardplan.torch_dcp.byte_io import UnsafeValueError, load_value
 
 HOSTILE = Path(__file__).parent / "hostile"
 READERS = (shardplan.open_checkpoint, shardplan.restore)

@@ -605,7 +605,7 @@ def test_a_wrong_argument_of_load_is_told_what_was_expected(options, error, says
     [
         ({"mesh": {"dp": 2}}, r"a mesh is made by Mesh\(dp=2\), and is not \{'dp': 2\}"),
         ({"mesh": 2}, r"a mesh is made by Mesh\(dp=8\), and is not 2"),
-        ({"max_memory": "much"}, "'much' is no size; write '5GB'"),
+        ({"max_memory": "much"}, "'much' is not a size; write '5GB'"),
     ],
 )
 def test_a_wrong_argument_of_convert_is_told_what_was_expected(options, says, tmp_path):

@@ -294,7 +294,7 @@ def test_a_folder_without_a_checkpoint_says_what_is_there(tmp_path):
         assert str(caught.value).count(str(tmp_path)) == 1
         assert told in str(caught.value)
     assert "safetensors, hf, dcp, torch" in str(caught.value)
-    with pytest.raises(FormatError, match=r"^a: it is no checkpoint of a known format"):
+    with pytest.raises(FormatError, match=r"^a: it is not a checkpoint of a known format"):
         shardplan.open_checkpoint(tmp_path / "a")
 
 

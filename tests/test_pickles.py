@@ -17,7 +17,7 @@ from shardplan.io.formats.torch_save.standins import build_value
 from shardplan.io.formats.torch_save.torch_values import load_torch
 from shardplan.io.formats.torch_save.unpickler import PickleError, load_pickle
 from shardplan.io.formats.torch_save.zip_write import zip_bytes
-from shardplan.torch_dcp.values import UnsafeValueError, load_value
+from shardplan.torch_dcp.byte_io import UnsafeValueError, load_value
 
 LEVELS = 60
 

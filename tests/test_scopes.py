@@ -13,12 +13,13 @@ from hypothesis import assume, event, example, given
 from hypothesis import strategies as st
 
 import shardplan
-from shardplan._agree import Begun, PlanCache, agree
+from shardplan._agree import agree
+from shardplan._offers import Begun, PlanCache
 from shardplan._replicas import COMPARED_BYTES
 from shardplan._report import Stopwatch
 from shardplan._targets import plan_target
 from shardplan.dist import CheckpointError, run_ranks
-from shardplan.io.formats.sources import open_source
+from shardplan.io.formats.registry import open_source
 from shardplan.io.stores.base import open_store
 from shardplan.planning import (
     Mesh,

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import shardplan
-from shardplan.io.formats.sources import locate
+from shardplan.io.formats.registry import locate
 from shardplan.io.pool import Pool
 from shardplan.io.stores import local
 from shardplan.io.stores.base import Entry, MissingFileError, Store, StoreError, open_store

@@ -21,7 +21,7 @@ from shardplan.planning.storage import (
     Requested,
 )
 
-from ..formats.sources import Source
+from ..formats.base import Source
 from ..progress import Progress
 from ..tensors import box_view, fill_from_bytes, flat_memory, run_bytes, runs, same_dtype
 

@@ -27,7 +27,7 @@ from shardplan.planning.storage import (
 
 from ..checksums import BlockSums
 from ..errors import FormatError, LoadError, listed
-from ..formats.sources import Source, Spot
+from ..formats.base import Source, Spot
 from ..pool import Pool, default_pool, own_processors
 from ..progress import Progress
 from ..stores.base import Store, StoreError

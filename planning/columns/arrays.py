@@ -1,5 +1,6 @@
-"""Arrays as bytes: a JSON header that says what follows, then the arrays, as narrow as they allow.
+"""Columns: sequences of records that live in arrays, their distinct values, and their bytes.
 
+Packed arrays are a JSON header that says what follows, then the arrays, as narrow as they allow.
 The decoder only ever slices a buffer: it cannot run code, and it checks every length against the
 bytes that are there before it makes an array.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Self, TypeVar, overload
+from typing import Any, Final, NamedTuple, Self, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -175,7 +176,7 @@ def flat(arrays: Mapping[str, Any], *names: str) -> tuple[Ints, ...]:
     """Return the named columns, each an array with one number a row."""
     columns = tuple(arrays[name] for name in names)
     if any(column.ndim != 1 for column in columns):
-        raise ValueError(f"of {', '.join(names)}, one is no column")
+        raise ValueError(f"of {', '.join(names)}, one is not a column")
     return columns
 
 
@@ -203,11 +204,22 @@ def distinct(values: Ints) -> Ints:
     return ordered[_news(ordered)]
 
 
-def numbered(values: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return the values of a column as `distinct` does, and where they are.
+class Numbered(NamedTuple):
+    """The distinct values of a column.
 
-    Returns:
-        The values, the first row that has each, and per row, which of the values it has.
+    Attributes:
+        values: The values, ascending.
+        first: The first row that has each.
+        which: Per row, which of the values it has.
+    """
+
+    values: Ints
+    first: Ints
+    which: Ints
+
+
+def numbered(values: Ints) -> Numbered:
+    """Return the values of a column as `distinct` does, and where they are.
 
     >>> [part.tolist() for part in numbered(np.array([7, 3, 7]))]
     [[3, 7], [1, 0], [1, 0, 1]]
@@ -217,7 +229,7 @@ def numbered(values: Ints) -> tuple[Ints, Ints, Ints]:
     new = _news(ordered)
     which = np.empty(len(values), np.int64)
     which[order] = np.cumsum(new) - 1
-    return ordered[new], order[new], which
+    return Numbered(ordered[new], order[new], which)
 
 
 def group_rows(columns: Iterable[Ints]) -> tuple[Ints, Ints]:

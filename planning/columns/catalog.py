@@ -1,4 +1,4 @@
-"""Which tensors does a plan speak of? One row each, shared by all of its items, and by all ranks.
+"""The catalog of a plan: its tensors and values, one row each, shared by items and by ranks.
 
 Arrays are padded to the widest tensor: size 1 past a tensor's own axes.
 """
@@ -131,12 +131,12 @@ class Catalog:
 
     @cached_property
     def itemsize(self) -> Ints:
-        """Bytes that one element takes in the checkpoint; 0 for values that are no tensors."""
+        """Bytes that one element takes in the checkpoint; 0 for non-tensor values."""
         return readonly(column([*(p.itemsize for p in self.props), 0])[self.prop])
 
     @property
     def is_bytes(self) -> npt.NDArray[np.bool_]:
-        """Which rows are values that are no tensors."""
+        """Which rows are non-tensor values."""
         return np.equal(self.type, _BYTES)
 
     @cached_property

@@ -97,6 +97,15 @@ class ReadItems(Columns[ReadItem]):
         """Return the given rows (numbers, a mask or a slice), in that order."""
         return ReadItems(self.names, **{k: readonly(v[rows]) for k, v in self._columns.items()})
 
+    def boxes(self, shift: Ints, lengths: Ints) -> ReadItems:
+        """Return, of each read, the box of these lengths that starts ``shift`` after it."""
+        return attrs.evolve(
+            self,
+            dest_offsets=readonly(self.dest_offsets + shift),
+            storage_offsets=readonly(self.storage_offsets + shift),
+            lengths=readonly(lengths),
+        )
+
     def canonical(self) -> ReadItems:
         """Return equal reads in the one form that equal reads have: no hints, no spare names."""
         return ReadItems.of(
@@ -110,7 +119,7 @@ class ReadItems(Columns[ReadItem]):
 
     @cached_property
     def numel(self) -> Ints:
-        """How many elements each read copies; 0 for values that are no tensors."""
+        """How many elements each read copies; 0 for non-tensor values."""
         return readonly(np.where(self.type == _BYTES, 0, self.lengths.prod(axis=1)))
 
     @property
@@ -127,7 +136,7 @@ class ReadItems(Columns[ReadItem]):
         for key, a in mine.items():
             b = theirs[key]
             if key.endswith("_hint"):
-                continue  # a hint is no part of a name
+                continue  # a hint is not part of a name
             if key in ("dest", "storage"):
                 a, b = (column([ids[n] for n in i.names])[v] for i, v in ((self, a), (other, b)))
             if not np.array_equal(*((a, b) if a.ndim == 1 else (a[:, :width], b[:, :width]))):
@@ -191,7 +200,7 @@ class ReadItems(Columns[ReadItem]):
 
 @attrs.frozen(eq=False, repr=False, slots=False)
 class Transfers(Columns[Transfer]):
-    """`Transfer`s in columns: the reads, and who makes each for whom."""
+    """`Transfer`s in columns: the reads, the ranks that make them, and those that need them."""
 
     reads: ReadItems
     source: Ints

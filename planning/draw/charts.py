@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import attrs
@@ -44,6 +44,7 @@ __all__ = ["draw_bytes", "draw_traffic"]
 _CELLS: Final = 32  # rows and columns of a heat map: more are added up
 _BARS: Final = 64  # more are drawn together
 _BAR, _MOST = PALETTE[0], PALETTE[5]
+_TOP, _BOTTOM = TOP + 22, TOP + 222  # of bars
 
 
 def draw_traffic(
@@ -250,135 +251,122 @@ def draw_bytes(
     given = [p.nbytes if isinstance(p, SavePlan) else int(p) for p in bytes_per_rank]
     if not given or min(given) < 0:
         raise ValueError("expected at least one number of bytes, and none that is negative")
-    bars = _Bars.of(np.array(given, np.float64), unit)
-    body = [*bars.grid(), *bars.drawn(), *bars.mean_line(), *bars.words()]
-    width = max(440.0, bars.right + 12 + width_of(bars.mean_words, 11) + MARGIN)
-    size = width, bars.bottom + 46
-    return card(title, counted(len(given), unit), "".join(body), bars.caption(), size)
+    values = np.array(given, np.float64)
+    step, ticks = block(len(values), _BARS), _ticks(float(values.max()))
+    x = MARGIN + 12 + max(width_of(byte_tick(t), 11) for t in ticks)
+    chart = _Chart(values, step, x, min(56.0, 540 / -(-len(values) // step)), ticks[-1])
+    right = x + max(240.0, chart.width * -(-len(values) // step))
+    mean = f"mean {byte_tick(values.mean())}"
+    body = [
+        *_grid(chart, ticks, right),
+        *_bars(chart, unit),
+        *_mean_line(chart, right, mean),
+        *_labels(chart, unit),
+    ]
+    size = max(440.0, right + 12 + width_of(mean, 11) + MARGIN), _BOTTOM + 46
+    return card(title, counted(len(given), unit), "".join(body), _evenness(chart, unit), size)
 
 
 @attrs.frozen(eq=False)
-class _Bars:
-    """A bar chart: its values, how many of them a bar stands for, and where it lies."""
+class _Chart:
+    """A bar chart.
+
+    Attributes:
+        values: The bytes of each rank.
+        step: How many ranks a bar stands for.
+        x: Where the first bar begins.
+        width: From one bar to the next.
+        top: The bytes at the upper end.
+    """
 
     values: npt.NDArray[np.float64]
-    unit: str
     step: int
-    ticks: tuple[float, ...]
     x: float
     width: float
-
-    top: Final = TOP + 22
-    bottom: Final = TOP + 222
-
-    @classmethod
-    def of(cls, values: npt.NDArray[np.float64], unit: str) -> _Bars:
-        """Choose bars as wide as there is room for."""
-        step, ticks = block(len(values), _BARS), _ticks(float(values.max()))
-        x = MARGIN + 12 + max(width_of(byte_tick(t), 11) for t in ticks)
-        return cls(values, unit, step, ticks, x, min(56.0, 540 / -(-len(values) // step)))
+    top: float
 
     @property
     def starts(self) -> npt.NDArray[Any]:
         """The first rank of each bar."""
         return np.arange(0, len(self.values), self.step)
 
-    @property
-    def right(self) -> float:
-        """The right edge."""
-        return self.x + max(240.0, self.width * len(self.starts))
-
-    @property
-    def mean(self) -> float:
-        """The mean of all values."""
-        return float(self.values.mean())
-
-    @property
-    def mean_words(self) -> str:
-        """What is written beside the mean."""
-        return f"mean {byte_tick(self.mean)}"
-
     def level(self, value: float) -> float:
         """Return how far down a number of bytes lies."""
-        return self.bottom - (self.bottom - self.top) * value / self.ticks[-1]
+        return _BOTTOM - (_BOTTOM - _TOP) * value / self.top
 
     def middle(self, bar: float) -> float:
         """Return where a bar's middle lies."""
         return self.x + (bar + 0.5) * self.width
 
-    def grid(self) -> list[str]:
-        """Draw a line for each tick."""
-        drawn = []
-        for tick in self.ticks:
-            y = self.level(tick)
-            drawn.append(line(self.x, y, self.right, y, EDGE))
-            drawn.append(text(self.x - 8, y + 4, byte_tick(tick), anchor="end", fill=INK))
-        return drawn
 
-    def drawn(self) -> list[str]:
-        """Draw the bars; the one with the largest value has a colour of its own."""
-        counts = np.diff([*self.starts, len(self.values)])
-        means = np.add.reduceat(self.values, self.starts) / counts
-        least, most = (f.reduceat(self.values, self.starts) for f in (np.minimum, np.maximum))
-        largest = int(self.values.argmax()) // self.step if np.ptp(self.values) else -1
-        names, width = (
-            span_names(len(self.values), self.step),
-            self.width - min(6.0, self.width / 5),
-        )
-        bars = []
-        for i, (mean, low, high) in enumerate(zip(means, least, most, strict=True)):
-            x, y = self.middle(i), self.level(mean)
-            fill, tip = (
-                _MOST if i == largest else _BAR,
-                f"{self.unit} {names[i]}: {byte_tick(mean)}",
-            )
-            bars.append(rect(x - width / 2, y, width, self.bottom - y, fill, tip, class_="bar"))
-            if low < high:
-                bars.append(line(x, self.level(high), x, self.level(low), INK))
-        return bars
+def _grid(chart: _Chart, ticks: Sequence[float], right: float) -> Iterator[str]:
+    """Draw a line for each tick."""
+    for tick in ticks:
+        y = chart.level(tick)
+        yield line(chart.x, y, right, y, EDGE)
+        yield text(chart.x - 8, y + 4, byte_tick(tick), anchor="end", fill=INK)
 
-    def mean_line(self) -> list[str]:
-        """Draw the mean across all bars, its value at the right."""
-        y = self.level(self.mean)
-        dashes: dict[str, float | str] = {"stroke_width": 1.5, "stroke_dasharray": "5 3"}
-        across = line(self.x, y, self.right + 4, y, INK, **dashes)
-        return [across, text(self.right + 8, y + 4, self.mean_words, fill=INK)]
 
-    def words(self) -> list[str]:
-        """Write below each bar which rank it is, and above it how many bytes, if they fit."""
-        names = [str(start) for start in self.starts.tolist()]
-        gap = max(width_of(name, 11) for name in names) + 8
-        drawn = [
-            text(self.middle(i), self.bottom + 16, names[i], anchor="middle", fill=INK)
-            for i in range(0, len(names), max(1, math.ceil(gap / self.width)))
-        ]
-        middle = self.middle((len(names) - 1) / 2)
-        drawn.append(text(middle, self.bottom + 34, self.unit, anchor="middle", fill=MUTED))
-        sizes = [byte_tick(value) for value in self.values.tolist()]
-        if self.step > 1 or max(width_of(words, 10) for words in sizes) > self.width:
-            return drawn
-        halo: dict[str, float | str] = {"stroke": PAPER, "stroke_width": 3, "paint_order": "stroke"}
-        for i, (value, words) in enumerate(zip(self.values.tolist(), sizes, strict=True)):
-            y, mean = self.level(value) - 5, self.level(self.mean)
-            y = mean - 4 if y - 9 <= mean <= y + 3 else y  # the mean must not strike words through
-            style: dict[str, float | str] = {"font_size": 10, "fill": INK, **halo}
-            drawn.append(text(self.middle(i), y, words, anchor="middle", **style))
-        return drawn
+def _bars(chart: _Chart, unit: str) -> Iterator[str]:
+    """Draw the bars; the one with the largest value has a colour of its own."""
+    values, starts = chart.values, chart.starts
+    means = np.add.reduceat(values, starts) / np.diff([*starts, len(values)])
+    least, most = (f.reduceat(values, starts) for f in (np.minimum, np.maximum))
+    largest = int(values.argmax()) // chart.step if np.ptp(values) else -1
+    names, width = span_names(len(values), chart.step), chart.width - min(6.0, chart.width / 5)
+    for i, (mean, low, high) in enumerate(zip(means, least, most, strict=True)):
+        x, y = chart.middle(i), chart.level(mean)
+        fill, tip = _MOST if i == largest else _BAR, f"{unit} {names[i]}: {byte_tick(mean)}"
+        yield rect(x - width / 2, y, width, _BOTTOM - y, fill, tip, class_="bar")
+        if low < high:
+            yield line(x, chart.level(high), x, chart.level(low), INK)
 
-    def caption(self) -> str:
-        """Write how evenly bytes are spread."""
-        total, most = float(self.values.sum()), float(self.values.max())
-        if not total:
-            return "There are no bytes."
-        caption = (
-            f"{human_bytes(total)} in all, mean {human_bytes(self.mean)}, most {human_bytes(most)} "
-            f"({self.unit} {int(self.values.argmax())}{', orange' * (most > self.mean)}): "
-            f"max/mean {most / self.mean:.2f}."
-        )
-        if self.step == 1:
-            return caption
-        blocks = f"Each bar: the mean of {counted(self.step, self.unit)}"
-        return f"{caption} {blocks}; thin line: from least to most."
+
+def _mean_line(chart: _Chart, right: float, words: str) -> Iterator[str]:
+    """Draw the mean across all bars, its value at the right."""
+    y = chart.level(float(chart.values.mean()))
+    yield line(chart.x, y, right + 4, y, INK, stroke_width=1.5, stroke_dasharray="5 3")
+    yield text(right + 8, y + 4, words, fill=INK)
+
+
+def _labels(chart: _Chart, unit: str) -> Iterator[str]:
+    """Write below each bar which rank it is, and above it how many bytes, if they fit."""
+    names = [str(start) for start in chart.starts.tolist()]
+    gap = max(width_of(name, 11) for name in names) + 8
+    for i in range(0, len(names), max(1, math.ceil(gap / chart.width))):
+        yield text(chart.middle(i), _BOTTOM + 16, names[i], anchor="middle", fill=INK)
+    middle = chart.middle((len(names) - 1) / 2)
+    yield text(middle, _BOTTOM + 34, unit, anchor="middle", fill=MUTED)
+    values, mean = chart.values.tolist(), chart.level(float(chart.values.mean()))
+    sizes = [byte_tick(value) for value in values]
+    if chart.step > 1 or max(width_of(words, 10) for words in sizes) > chart.width:
+        return
+    halo: dict[str, float | str] = {
+        "font_size": 10,
+        "fill": INK,
+        "stroke": PAPER,
+        "stroke_width": 3,
+    }
+    for i, (value, words) in enumerate(zip(values, sizes, strict=True)):
+        y = chart.level(value) - 5
+        y = mean - 4 if y - 9 <= mean <= y + 3 else y  # the mean must not strike words through
+        yield text(chart.middle(i), y, words, anchor="middle", **halo, paint_order="stroke")
+
+
+def _evenness(chart: _Chart, unit: str) -> str:
+    """Write how evenly bytes are spread."""
+    values = chart.values
+    total, mean, most = float(values.sum()), float(values.mean()), float(values.max())
+    if not total:
+        return "There are no bytes."
+    caption = (
+        f"{human_bytes(total)} in all, mean {human_bytes(mean)}, most {human_bytes(most)} "
+        f"({unit} {int(values.argmax())}{', orange' * (most > mean)}): max/mean {most / mean:.2f}."
+    )
+    if chart.step == 1:
+        return caption
+    blocks = f"Each bar: the mean of {counted(chart.step, unit)}"
+    return f"{caption} {blocks}; thin line: from least to most."
 
 
 def _ticks(most: float) -> tuple[float, ...]:

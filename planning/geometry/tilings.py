@@ -1,10 +1,10 @@
-"""How are a tensor's chunks held? Chunk, and the tilings that many of them form.
+"""Chunk, and the tilings that the chunks of a tensor form.
 
 A tensor's chunks form a *tiling*: a `Grid` (cut points per axis) where they can, `Boxes` where they
 must. Both are immutable sequences of `Chunk`, in order, and compare and hash like tuples of them.
 
-Every question is answered by columns: row ``i`` of ``offsets`` and ``sizes`` is chunk ``i``, each
-column an axis, in elements of the tensor's global frame.
+Row ``i`` of ``offsets`` and ``sizes`` is chunk ``i``, each column an axis, in elements of the
+tensor's global frame.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 MAX_AXES: Final = 63
-"""The most axes of a tensor; numpy's arrays have 64, one of which is that of an element's bytes."""
+"""The most axes of a tensor; numpy's arrays have 64, and one is needed for an element's bytes."""
 MAX_NUMEL: Final = 1 << 59
 """The axes of a tensor, but for those of length 0, have a product of less than this.
 

@@ -7,7 +7,6 @@ from ..door import door
 if TYPE_CHECKING:
     from .derive import DerivedPlans, derive_plans
     from .described import described_plans, layout_key, on_meta
-    from .placed import SpecLayout
     from .placements import (
         Mesh,
         Only,
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
         StridedShard,
         TensorSpec,
         as_mesh,
-        local_chunks,
     )
     from .presets import (
         LLAMA_TP,
@@ -33,21 +31,20 @@ if TYPE_CHECKING:
         pipeline,
         tensor_parallel,
     )
-    from .worlds import WorldPlans, world_metadata, world_plans
+    from .runs import local_chunks
+    from .worlds import SpecLayout, WorldPlans, world_metadata, world_plans
 
 __getattr__, __dir__ = door(
     __name__,
     {
         "derive": "DerivedPlans derive_plans",
         "described": "described_plans layout_key on_meta",
-        "placed": "SpecLayout",
-        "placements": (
-            "Mesh Only Placement Replicate Shard StridedShard TensorSpec as_mesh local_chunks"
-        ),
+        "placements": "Mesh Only Placement Replicate Shard StridedShard TensorSpec as_mesh",
         "presets": (
             "LLAMA_TP Rule adam expert_parallel fsdp fsdp_tp hsdp llama llama3_405b llama3_8b "
             "pipeline tensor_parallel"
         ),
-        "worlds": "WorldPlans world_metadata world_plans",
+        "runs": "local_chunks",
+        "worlds": "SpecLayout WorldPlans world_metadata world_plans",
     },
 )

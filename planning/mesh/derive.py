@@ -1,8 +1,7 @@
-"""Who writes what, when everybody knows what everybody holds? Each rank works it out by itself.
+"""The save plans of all ranks of a known world, worked out by each rank for itself.
 
-The answer is `global_plan`'s, but no rank's plan is made for it except those that are asked for.
-What a layout says holds for all tensors that have it; and chunks that are shared by the same ranks
-are given out without looking at the others.
+They are those of `global_plan`, but only the plans that are asked for are made. What a layout says
+holds for all tensors that have it.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from ..geometry.tilings import pad
 from ..metadata import Metadata
 from ..passes.chunks import Shared, share_out
 from ..plans import SavePlan
-from .placed import SpecLayout, spread
-from .worlds import WorldPlans, world_metadata
+from .runs import spread
+from .worlds import SpecLayout, WorldPlans, world_metadata
 
 __all__ = ["DerivedPlans", "derive_plans"]
 
@@ -44,7 +43,7 @@ def derive_plans(plans: WorldPlans) -> tuple[DerivedPlans, Metadata]:
     True
 
     Raises:
-        PlanError: The ranks do not hold some tensor whole; every such fault is told.
+        PlanError: The ranks do not hold some tensor whole; every such fault is reported.
     """
     return DerivedPlans(plans), world_metadata(plans)
 
@@ -78,7 +77,7 @@ class _Boxes:
 
     Attributes:
         first, count: Per rank and layout, where its boxes begin, and how many they are. After the
-            last layout comes that of values that are no tensors: one box on every rank.
+            last layout comes that of non-tensor values: one box on every rank.
         offsets, sizes: The boxes, as wide as the catalog is.
         chunk: Which chunk of its tensor each of them is.
     """

@@ -122,11 +122,11 @@ class _Placed:
 def described_plans(
     flat: Mapping[str, Any], local: SavePlan, rank: int, ranks: int
 ) -> WorldPlans | None:
-    """Return every rank's local plan, as far as one rank can tell; None if it cannot.
+    """Return every rank's local plan, derived from one rank's; None if that is impossible.
 
-    It can if every tensor is a DTensor on the mesh of all ranks, or on some axes of that mesh (the
-    other axes hold replicas), or is plain: then it is on every rank, as values are. Ranks must
-    still compare whether all derive the same.
+    It is possible if every tensor is a DTensor on the mesh of all ranks, or on some axes of that
+    mesh (the other axes hold replicas), or is plain: plain tensors and values are taken to be on
+    every rank. Ranks must still compare whether all derive the same.
 
     Args:
         flat: The state dict, flattened.
@@ -160,7 +160,7 @@ def described_plans(
 
 
 def _placed(name: str, value: Any, ranks: int) -> _Placed | None:
-    """Return how a tensor lies on all ranks; None if this one cannot tell."""
+    """Return how a tensor is placed on all ranks; None if this rank does not know."""
     if getattr(value, "requires_grad", False):
         return None  # specs do not have this property
     shape, dtype = tuple(value.shape), dtype_name(value.dtype)

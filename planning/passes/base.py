@@ -7,7 +7,7 @@ what it is given, wherever it runs (`save`, `load`, `convert`, `global_plan`, to
 - a ``"world"`` pass is given the plans of all ranks, in rank order.
 
 A plain function is a rank pass unless `world_pass` marks it. `run_pass` is the only place that
-calls one. Passes that rewrite keys are in `keys`, those that rewrite chunks in `chunking`, those
+calls one. Passes that rewrite keys are in `keys`, those that rewrite chunks in `chunks`, those
 for loads in `sharing`; all of these are `Step`s.
 """
 
@@ -25,7 +25,6 @@ from ..columns.arrays import readonly
 from ..columns.catalog import Catalog, Merged, merge_catalogs
 from ..columns.items import WriteItems
 from ..errors import Issue, PlanError
-from ..frozen import FrozenDict
 from ..plans import LoadPlan, SavePlan
 
 __all__ = [
@@ -33,7 +32,6 @@ __all__ = [
     "Passes",
     "Stages",
     "Step",
-    "annotate",
     "as_steps",
     "chain",
     "may_see_rank",
@@ -325,37 +323,6 @@ def positioned(plans: Iterable[P]) -> tuple[P, ...]:
         attrs.evolve(plan, rank=rank, world_size=count)
         for plan, (rank, count) in zip(known, places, strict=True)
     )
-
-
-def annotate(note: Callable[[SavePlan], Mapping[str, Any]]) -> Step[SavePlan]:
-    """Have every rank add data of its own, which `global_plan` collects.
-
-    The data of all ranks, in rank order, becomes ``metadata.planner_data["ranks"]``.
-
-    Args:
-        note: Given a rank's plan, returns what to add to its ``planner_data``.
-
-    >>> from shardplan.planning import global_plan, local_plan
-    >>> passes = [annotate(lambda plan: {"rank": plan.rank})]
-    >>> global_plan([local_plan({"a": 1}), local_plan({"b": 2})], passes)[1].planner_data["ranks"]
-    (FrozenDict({'rank': 0}), FrozenDict({'rank': 1}))
-    """
-    return Step(annotate, (note,), {}, "rank", _annotate, shows_rank=True)
-
-
-def _annotate(
-    plans: tuple[SavePlan, ...], note: Callable[[SavePlan], Mapping[str, Any]]
-) -> tuple[SavePlan, ...]:
-    return tuple(_noted(plan, note(plan)) for plan in plans)
-
-
-def _noted(plan: SavePlan, extra: Mapping[str, Any]) -> SavePlan:
-    if not isinstance(extra, Mapping):
-        raise TypeError(f"annotate needs a mapping of names to data, not {extra!r}")
-    for taken in ("paths", "empty"):
-        if taken in extra:
-            raise ValueError(f'planner_data["{taken}"] is about nested keys; use another name')
-    return attrs.evolve(plan, planner_data=FrozenDict({**(plan.planner_data or {}), **extra}))
 
 
 def partition(

@@ -307,7 +307,7 @@ def _give_in_turn(chunks: Shared, load: Ints) -> Ints:
 
 
 def _even_out(shared: Sequence[Shared], chosen: list[Ints], load: Ints) -> list[Ints]:
-    """Look for a better choice than ``chosen``, of which ``load`` is the outcome.
+    """Look for a better choice than ``chosen``, which leads to ``load``.
 
     Where there are many chunks, greed is even already. The search tries the heaviest chunk first,
     on its least loaded holder first, leaves what cannot beat the best so far, and is cut off after

@@ -1,4 +1,4 @@
-"""Passes that rewrite names and dtypes: rename, select, drop, cast.
+"""Passes that rewrite names, dtypes and data: rename, select, drop, cast, annotate.
 
 They look at each catalog once, however many ranks share it, so their cost is that of one rank.
 """
@@ -23,7 +23,7 @@ from ..plans import SavePlan
 from ..tree import empty_names
 from .base import Step
 
-__all__ = ["cast", "drop", "rename", "select"]
+__all__ = ["annotate", "cast", "drop", "rename", "select"]
 
 Renaming = Callable[[str], str] | Mapping[str, str] | Sequence[tuple[str, str]]
 Test = Callable[[str], bool]
@@ -137,7 +137,7 @@ def cast(
     """Store tensors in another dtype; loads through the same pass cast back.
 
     Naming a narrower float asks for its rounding. Any other loss (whole numbers that the new dtype
-    cannot tell apart, a float made whole, a complex number made real) must be asked for.
+    cannot distinguish, a float made whole, a complex number made real) must be asked for.
 
     Args:
         dtype: A dtype (``"bfloat16"`` or ``torch.bfloat16``), for every tensor of its own kind
@@ -232,7 +232,7 @@ def _catalogs(plans: Sequence[SavePlan]) -> dict[int, Catalog]:
 
 
 def _known(plans: Sequence[SavePlan]) -> dict[int, set[str]]:
-    """Return the names of each catalog, by its identity, also those of which nothing is held."""
+    """Return the names of each catalog, by its identity, held or not."""
     return {at: set(catalog.names) for at, catalog in _catalogs(plans).items()}
 
 
@@ -346,3 +346,34 @@ def _renest(data: Any, names: Mapping[str, str | None]) -> Any:
     }
     rest = {key: part for key, part in data.items() if key not in nesting}
     return FrozenDict({**rest, **{key: part for key, part in nesting.items() if part}}) or None
+
+
+def annotate(note: Callable[[SavePlan], Mapping[str, Any]]) -> Step[SavePlan]:
+    """Have every rank add data of its own, which `global_plan` collects.
+
+    The data of all ranks, in rank order, becomes ``metadata.planner_data["ranks"]``.
+
+    Args:
+        note: Given a rank's plan, returns what to add to its ``planner_data``.
+
+    >>> from shardplan.planning import global_plan, local_plan
+    >>> passes = [annotate(lambda plan: {"rank": plan.rank})]
+    >>> global_plan([local_plan({"a": 1}), local_plan({"b": 2})], passes)[1].planner_data["ranks"]
+    (FrozenDict({'rank': 0}), FrozenDict({'rank': 1}))
+    """
+    return Step(annotate, (note,), {}, "rank", _annotate, shows_rank=True)
+
+
+def _annotate(
+    plans: tuple[SavePlan, ...], note: Callable[[SavePlan], Mapping[str, Any]]
+) -> tuple[SavePlan, ...]:
+    return tuple(_noted(plan, note(plan)) for plan in plans)
+
+
+def _noted(plan: SavePlan, extra: Mapping[str, Any]) -> SavePlan:
+    if not isinstance(extra, Mapping):
+        raise TypeError(f"annotate needs a mapping of names to data, not {extra!r}")
+    for taken in ("paths", "empty"):
+        if taken in extra:
+            raise ValueError(f'planner_data["{taken}"] is about nested keys; use another name')
+    return attrs.evolve(plan, planner_data=FrozenDict({**(plan.planner_data or {}), **extra}))

@@ -36,7 +36,7 @@ def share_reads(
     block_bytes: int = BLOCK_BYTES,
     max_gap: int = 0,
 ) -> Step[LoadPlan]:
-    """Have bytes that several ranks need read by one of them, and say who sends what to whom.
+    """Have bytes that several ranks need read by one of them, which sends them to the others.
 
     Reads that overlap in part are cut first, so that no byte is read twice. Readers are chosen so
     that bytes read per rank come out even, each among those who need the piece. A block that some
@@ -145,14 +145,7 @@ def _split_items(
         offsets=np.where(aligned, offsets, 0),
         extents=np.where(aligned, extents, lengths),
     )
-    shift = blocks.offsets[:, :axes]
-    taken = reads.take(blocks.box)
-    return attrs.evolve(
-        taken,
-        dest_offsets=readonly(taken.dest_offsets + shift),
-        storage_offsets=readonly(taken.storage_offsets + shift),
-        lengths=readonly(blocks.sizes[:, :axes]),
-    )
+    return reads.take(blocks.box).boxes(blocks.offsets[:, :axes], blocks.sizes[:, :axes])
 
 
 def read_on(reader: int) -> Step[LoadPlan]:
@@ -230,17 +223,17 @@ def _readers(
         max_gap: Bytes between two ranges that are sooner fetched than left out.
 
     Returns:
-        The reader, and how many bytes the row's block has, if it is read whole for ranks of which
-        none needs all of it; else 0.
+        The reader; and the bytes of the row's block, if it is read whole though no rank needs all
+        of it, else 0.
     """
     reads = ReadItems.concat([plan.items for plan in plans]).take(rows.flat)
-    spots = locate_reads(metadata, reads, block_bytes)
-    _, block = group_rows([spots.entry, spots.chunk, spots.number])
-    whole = _holds_whole(rows, group, block, spots, reads.numel, len(plans))
+    located = locate_reads(metadata, reads, block_bytes)
+    _, block = group_rows([located.entry, located.chunk, located.number])
+    whole = _holds_whole(rows, group, block, located, reads.numel, len(plans))
     first = np.diff(group, prepend=-1) != 0  # the first row of each region
     several, held = (np.bincount(block[first]) > 1)[block], (np.bincount(block, whole) > 0)[block]
-    nbytes = rows.nbytes // np.maximum(reads.numel, 1) * spots.numel  # of the block
-    woven = several & ~held & _is_woven(rows, first, block, spots, reads, max_gap)
+    nbytes = rows.nbytes // np.maximum(reads.numel, 1) * located.numel  # of the block
+    woven = several & ~held & _is_woven(rows, first, block, located, reads, max_gap)
     together = (several & held) | woven
     unit = np.where(together, len(group) + block, group)  # what one rank reads
     weight = np.where(together, nbytes, rows.nbytes)
@@ -258,30 +251,30 @@ def _is_woven(
     rows: Rows,
     first: npt.NDArray[np.bool_],
     block: Ints,
-    spots: Located,
+    located: Located,
     reads: ReadItems,
     max_gap: int,
 ) -> npt.NDArray[np.bool_]:
-    """Tell which rows are of a block of which no less is fetched region by region than whole."""
+    """Return which rows are of a block that is sooner fetched whole than region by region."""
     if not max_gap:
         return np.zeros(len(block), bool)
     itemsize = rows.nbytes // np.maximum(reads.numel, 1)
-    lengths = pad(reads.lengths, spots.extents.shape[1], 1)
-    numel = fetched(lengths, spots.extents, itemsize, max_gap)
+    lengths = pad(reads.lengths, located.extents.shape[1], 1)
+    numel = fetched(lengths, located.extents, itemsize, max_gap)
     wide = np.bincount(block, numel > reads.numel)[block] > 0  # some have narrow gaps
-    total = np.bincount(block, np.where(first & spots.inside, numel, 0))[block]
-    woven: npt.NDArray[np.bool_] = spots.inside & wide & (total >= spots.numel)
+    total = np.bincount(block, np.where(first & located.inside, numel, 0))[block]
+    woven: npt.NDArray[np.bool_] = located.inside & wide & (total >= located.numel)
     return woven
 
 
 def _holds_whole(
-    rows: Rows, group: Ints, block: Ints, spots: Located, numel: Ints, ranks: int
+    rows: Rows, group: Ints, block: Ints, located: Located, numel: Ints, ranks: int
 ) -> npt.NDArray[np.bool_]:
-    """Tell which rows are of a rank that needs all of the block that the row lies in."""
+    """Return which rows are of a rank that needs all of the block that the row lies in."""
     _, pair = np.unique(block * ranks + rows.rank, return_inverse=True)
     again = (np.diff(group, prepend=-1) == 0) & (np.diff(rows.rank, prepend=-1) == 0)
-    held = np.bincount(pair, np.where(again | ~spots.inside, 0, numel))[pair]
-    whole: npt.NDArray[np.bool_] = (held == spots.numel) & spots.inside & (numel > 0)
+    held = np.bincount(pair, np.where(again | ~located.inside, 0, numel))[pair]
+    whole: npt.NDArray[np.bool_] = (held == located.numel) & located.inside & (numel > 0)
     return whole
 
 
@@ -329,23 +322,10 @@ def _cut(
     numbers, which = np.unique(row[hit], return_inverse=True)
     used = [grids[catalog.names[number]] for number in numbers.tolist()]
     pieces = overlap_many(used, which, offsets[hit], sizes[hit])
-    # The untouched reads keep their place; a cut one is followed by its pieces, in order.
-    whole = np.setdiff1d(np.arange(len(reads)), hit)
-    taken = reads.take(np.concatenate([whole, hit[pieces.box]]))
-    width = reads.lengths.shape[1]
-    shift = (pieces.offsets - offsets[hit][pieces.box])[:, :width]
-    moved = {
-        name: np.concatenate([getattr(reads, name)[whole], now])
-        for name, now in {
-            "dest_offsets": reads.dest_offsets[hit][pieces.box] + shift,
-            "storage_offsets": reads.storage_offsets[hit][pieces.box] + shift,
-            "lengths": pieces.sizes[:, :width],
-        }.items()
-    }
-    cut = attrs.evolve(
-        taken,
-        dest_offsets=readonly(moved["dest_offsets"]),
-        storage_offsets=readonly(moved["storage_offsets"]),
-        lengths=readonly(moved["lengths"]),
-    )
-    return cut.take(np.argsort(np.concatenate([whole, hit[pieces.box]]), kind="stable"))
+    # The untouched reads keep their place; a cut one is replaced by its pieces, in order.
+    whole, width = np.setdiff1d(np.arange(len(reads)), hit), reads.lengths.shape[1]
+    at = np.concatenate([whole, hit[pieces.box]])
+    shift = np.zeros((len(at), width), np.int64)
+    shift[len(whole) :] = (pieces.offsets - offsets[hit][pieces.box])[:, :width]
+    lengths = np.concatenate([reads.lengths[whole], pieces.sizes[:, :width]])
+    return reads.take(at).boxes(shift, lengths).take(np.argsort(at, kind="stable"))

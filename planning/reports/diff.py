@@ -13,7 +13,7 @@ from ..columns.reads import Transfer
 from ..metadata import BytesMetadata, Entries, Metadata, TensorMetadata
 from ..plans import LoadPlan, Plan, SavePlan
 from ..records import ReadItem, TensorWriteData, WriteItem
-from ..text import Sheet, listing
+from ..text import Printed, Sheet, listing
 
 __all__ = ["Difference", "PlanDiff", "plan_diff"]
 
@@ -48,7 +48,7 @@ class Difference:
 
 
 @attrs.frozen(repr=False)
-class PlanDiff:
+class PlanDiff(Printed):
     """What differs between two sides; true if anything does; printed as a table.
 
     Attributes:
@@ -78,12 +78,6 @@ class PlanDiff:
         title = "{:,} added, {:,} removed, {:,} changed".format(*map(len, signs.values()))
         head = ("", "rank", "part", "name", "offset", "before", "after")
         return listing(title, head, [_row(*row) for row in rows[:_SHOWN]], len(rows))
-
-    def __repr__(self) -> str:
-        return self._sheet.text()
-
-    def _repr_html_(self) -> str:
-        return self._sheet.html()
 
 
 Side = Plan | Metadata | Sequence[SavePlan] | Sequence[LoadPlan]

@@ -13,7 +13,7 @@ from ..errors import span
 from ..mesh.worlds import WorldPlans
 from ..metadata import Metadata
 from ..plans import LoadPlan, SavePlan
-from ..text import Sheet, Table, counted, human_bytes, human_seconds
+from ..text import Printed, Sheet, Table, counted, human_bytes, human_seconds
 from .reshard import reshard_traffic
 from .traffic import FileCosts, RankCosts, Traffic, load_traffic, save_traffic
 from .writers import Writers, writers_of
@@ -131,7 +131,7 @@ class Totals:
 
 
 @attrs.frozen(repr=False)
-class Report:
+class Report(Printed):
     """What a save, a load or a reshard costs; printed as tables.
 
     Attributes:
@@ -154,11 +154,22 @@ class Report:
     plans: Plans
     writers: Writers | None
 
-    def __repr__(self) -> str:
-        return _sheet(self).text()
-
-    def _repr_html_(self) -> str:
-        return _sheet(self).html()
+    @property
+    def _sheet(self) -> Sheet:
+        totals, count, is_save = self.totals, len(self.ranks), self.kind == "save"
+        title = (
+            f"{self.kind.capitalize()}: {counted(count, 'rank')} "
+            f"{'write' if is_save else 'read'}{'s' * (count == 1)} "
+            f"{human_bytes(totals.nbytes)} in {counted(totals.requests, 'request')}, "
+            f"about {human_seconds(totals.seconds)}"
+        )
+        tables = [Table(("figure", "value"), figures(self)), _rank_table(self.ranks, is_save)]
+        notes = [f"Warning: {text}" for text in self.warnings]
+        if self.files is None:
+            notes.append("The files are not known: pass writers= to see files and writers.")
+        else:
+            tables.append(_file_table(self.files, is_save))
+        return Sheet(title, tables, [*notes, f"Model: {self.model}."])
 
 
 def explain(
@@ -266,23 +277,6 @@ def _warnings(
     if crowded and len(ranks) >= _CROWD:
         whose, verb = ("file", "is") if len(crowded) == 1 else ("files", "are")
         yield f"The {whose} of {span(crowded)} {verb} read by all {len(ranks):,} ranks."
-
-
-def _sheet(report: Report) -> Sheet:
-    totals, count, is_save = report.totals, len(report.ranks), report.kind == "save"
-    title = (
-        f"{report.kind.capitalize()}: {counted(count, 'rank')} "
-        f"{'write' if is_save else 'read'}{'s' * (count == 1)} "
-        f"{human_bytes(totals.nbytes)} in {counted(totals.requests, 'request')}, "
-        f"about {human_seconds(totals.seconds)}"
-    )
-    tables = [Table(("figure", "value"), figures(report)), _rank_table(report.ranks, is_save)]
-    notes = [f"Warning: {text}" for text in report.warnings]
-    if report.files is None:
-        notes.append("The files are not known: pass writers= to see files and writers.")
-    else:
-        tables.append(_file_table(report.files, is_save))
-    return Sheet(title, tables, [*notes, f"Model: {report.model}."])
 
 
 def figures(report: Report) -> Iterator[tuple[str, str]]:

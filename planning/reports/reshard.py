@@ -27,8 +27,7 @@ from ..geometry.overlap import overlap_many
 from ..geometry.tilings import Grid, Tiling, tile
 from ..load import load_plan
 from ..matching import match_entries
-from ..mesh.placed import SpecLayout
-from ..mesh.worlds import WorldPlans
+from ..mesh.worlds import SpecLayout, WorldPlans
 from ..metadata import Metadata
 from ..plans import LoadPlan, SavePlan
 from .traffic import FileCosts, RankCosts, Traffic, add_up, count_runs, itemsizes, load_pieces

@@ -19,7 +19,7 @@ from ..mesh.worlds import WorldPlans
 from ..metadata import BytesMetadata
 from ..plans import LoadPlan, SavePlan
 from ..records import LoadItemType, MetadataIndex, ReadItem
-from ..text import Sheet, listing
+from ..text import Printed, Sheet, listing
 from .explain import Report
 
 __all__ = ["ElementRead", "Why", "why"]
@@ -50,7 +50,7 @@ class ElementRead:
 
 
 @attrs.frozen(repr=False)
-class Why:
+class Why(Printed):
     """All that is known about one element; printed as a table.
 
     Attributes:
@@ -87,12 +87,6 @@ class Why:
             title = f"Element {list(self.element)} of `{self.fqn}`: {place}, {who}, {readers}"
         head = ("rank", "into", "shard at", "at", "read from", "lengths", "chunk offset", "by")
         return listing(title, head, map(_row, self.reads[:_SHOWN]), len(self.reads))
-
-    def __repr__(self) -> str:
-        return self._sheet.text()
-
-    def _repr_html_(self) -> str:
-        return self._sheet.html()
 
 
 def why(report: Report, fqn: str, element: Iterable[int] = ()) -> Why:

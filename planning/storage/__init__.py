@@ -31,6 +31,16 @@ if TYPE_CHECKING:
         steps,
         whole_blocks,
     )
+    from .shards import (
+        MAX_SHARD_SIZE,
+        Shards,
+        assign_shards,
+        number_shards,
+        parse_size,
+        refuse_split,
+        shard_plans,
+        shards_of,
+    )
 
 __getattr__, __dir__ = door(
     __name__,
@@ -42,6 +52,10 @@ __getattr__, __dir__ = door(
         "ranges": (
             "ByteRanges Requests SMALL byte_ranges coalesce fetched filled lies_together "
             "range_axis steps whole_blocks"
+        ),
+        "shards": (
+            "MAX_SHARD_SIZE Shards assign_shards number_shards parse_size refuse_split shard_plans "
+            "shards_of"
         ),
     },
 )

@@ -32,8 +32,8 @@ from ..mesh.placements import (
     Shard,
     StridedShard,
     TensorSpec,
-    local_chunks,
 )
+from ..mesh.runs import local_chunks
 from ..plans import SavePlan
 from ..records import MetadataIndex, TensorProperties, TensorWriteData, WriteItem, WriteItemType
 from .oracles import (
@@ -279,7 +279,7 @@ def _dicts(inner: SearchStrategy[Any]) -> SearchStrategy[dict[Any, Any]]:
 
 
 def _arrays() -> SearchStrategy[Any]:
-    """Generate numpy arrays whose elements differ as far as the dtype can tell them apart."""
+    """Generate numpy arrays whose elements differ as far as the dtype allows."""
     return st.builds(
         lambda shape, dtype: np.arange(math.prod(shape)).reshape(shape).astype(dtype),
         shapes(max_side=3),

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
+from inspect import getdoc
 from typing import Annotated, Any, Final
 
 import typer
@@ -61,7 +62,7 @@ def _command(name: str) -> Any:
     short = _COMMANDS[name]
     run = getattr(import_module(f".{_MODULES.get(name, name)}", __package__), name)
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    text = f"{run.__doc__}\n\n{_EXIT_CODES}"
+    text = f"{getdoc(run)}\n\n{_EXIT_CODES}"
     alone.command(name, short_help=short, help=text)(run)
     return typer.main.get_command(alone)
 

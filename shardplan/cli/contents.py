@@ -58,11 +58,6 @@ class Contents:
         return self.source.metadata.state_dict_metadata
 
     @cached_property
-    def manifest(self) -> Any:
-        """The manifest of our own format; None for other formats."""
-        return getattr(self.source, "manifest", None)
-
-    @cached_property
     def tensors(self) -> list[int]:
         """The rows of tensors."""
         return [row for row in self.rows if self.entries.layout[row] >= 0]
@@ -108,37 +103,23 @@ class Contents:
 
     def file_numbers(self, row: int) -> Sequence[int] | None:
         """Return which of the files holds each chunk of a tensor; None if that is not recorded."""
-        name, source = self.entries.names[row], self.source
-        if self.manifest is not None:
-            numbers: list[int] = self.manifest.files_of(name).tolist()
-            return numbers
-        if source.format == "torch":
-            return [0] * self.count(row)
-        if source.format == "dcp":
-            places = getattr(source, "described").places  # noqa: B009
-            offsets = self.entries.layouts[int(self.entries.layout[row])].tiling.offsets.tolist()
-            found = [places.get((name, tuple(offset))) for offset in offsets]
-            return None if None in found else [place.file for place in found]
-        return [spot.file for spot in source.spots([(name, i) for i in range(self.count(row))])]
+        return self.source.file_numbers(self.entries.names[row])
 
     def file_sizes(self) -> Mapping[str, int]:
-        """Return the size of each file: as the manifest says, or as the folder lists them."""
-        if self.manifest is not None:
-            files = self.manifest.files
-            return dict(zip(files.names, files.sizes.tolist(), strict=True))
+        """Return the size of each file: as it was saved, or as the folder lists them."""
+        if self.source.file_sizes:
+            return self.source.file_sizes
         return {entry.name: entry.size for entry in self.source.store.entries(recursive=False)}
 
     def small_values(self, rows: Iterable[int]) -> dict[int, Any]:
         """Return values by row: those that need neither torch nor much reading."""
-        source: Any = self.source
-        inline = self.manifest is not None
         found: dict[int, Any] = {}
         for row in rows:
             name = self.entries.names[row]
             with suppress(ValueError):  # a damaged value is reported when it is loaded
-                nbytes = source.value_bytes(name)
-                if nbytes <= (0 if inline else _SMALL) and (not nbytes or len(found) < _FEW):
-                    value = source.value(name) if inline else source.plain_value(name)
+                nbytes = self.source.value_bytes(name)
+                if nbytes <= _SMALL and (not nbytes or len(found) < _FEW):
+                    value = self.source.plain_value(name)
                     if len(repr(value)) <= _SMALL:
                         found[row] = value
         return found

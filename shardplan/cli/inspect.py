@@ -86,12 +86,12 @@ def inspect(
 def _head(contents: Contents) -> Iterator[str]:
     """Yield the path, the save and the size of a checkpoint."""
     yield safe(contents.path)
-    manifest = contents.manifest
+    source = contents.source
     about = [f"format {contents.source.format}"]
-    if manifest is not None:
-        about.append(f"save {manifest.save_id}")
-        if manifest.created:
-            about.append(f"{datetime.fromtimestamp(manifest.created, UTC):%Y-%m-%d %H:%M} UTC")
+    if source.created is not None:
+        about.append(f"save {source.save_id}")
+        if source.created:
+            about.append(f"{datetime.fromtimestamp(source.created, UTC):%Y-%m-%d %H:%M} UTC")
     yield safe(", ".join(about))
     parts = [counted(len(contents.tensors), "tensor")]
     if contents.values:
@@ -192,8 +192,8 @@ def _short(dtype: str) -> str:
 def _chunks(contents: Contents, everything: bool) -> Iterator[str]:
     """List the chunks of every tensor."""
     ending = ""
-    if contents.manifest is not None:
-        ending = f"-{contents.manifest.save_id}.safetensors"
+    if contents.source.created is not None:
+        ending = f"-{contents.source.save_id}.safetensors"
     rows: list[tuple[str, ...]] = []
     for row in contents.tensors:
         if len(rows) >= _LINES and not everything:
@@ -276,14 +276,14 @@ def _total_table(what: str, totals: Mapping[str, Total]) -> str:
 
 def _json(contents: Contents, chunks: bool) -> dict[str, Any]:
     """Return everything as plain data."""
-    manifest, sizes = contents.manifest, contents.file_sizes()
+    source, sizes = contents.source, contents.file_sizes()
     small = contents.small_values(contents.values)
     names = contents.entries.names
     return {
         "path": contents.path,
         "format": contents.source.format,
-        "save_id": None if manifest is None else manifest.save_id,
-        "created": None if manifest is None else manifest.created or None,
+        "save_id": None if source.created is None else source.save_id,
+        "created": source.created or None,
         "bytes": contents.total(contents.rows).nbytes,
         "chunks": sum(map(contents.count, contents.tensors)),
         "files": [{"name": name, "bytes": sizes.get(name)} for name in contents.source.files],

@@ -151,14 +151,14 @@ def _writers(contents: Contents) -> Writers | None:
     from shardplan.planning import Writers
     from shardplan.planning.columns import column
 
-    manifest = contents.manifest
-    if manifest is None or not len(manifest.files):
+    files = contents.source.file_columns
+    if files is None or not len(contents.source.files):
         return None
-    steps = [name.split("-") for name in manifest.files.names]
+    steps = [name.split("-") for name in contents.source.files]
     rank = column([int(s[1]) if len(s) == 7 and s[1].isdecimal() else 0 for s in steps])
     inline = column([0])  # a value in the manifest counts as the first rank's
-    columns = tuple(rank[place] for place in manifest.places)
-    which = np.where(manifest.place < 0, len(columns), manifest.place)
+    columns = tuple(rank[numbers] for numbers in files.columns)
+    which = np.where(files.entry < 0, len(columns), files.entry)
     return Writers(contents.entries, (*columns, inline), column(which))
 
 

@@ -12,7 +12,6 @@ import os
 import shutil
 import sys
 import threading
-import time
 from binascii import b2a_base64
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,7 +37,7 @@ __all__ = [
 
 _UNLIMITED: Final = 100_000  # characters of a line in a pipe
 
-_PATIENCE: Final = 1.0  # seconds before progress is shown
+_PATIENCE: Final = 1.0  # seconds until `waiting` prints
 
 
 def width() -> int:
@@ -156,60 +155,32 @@ def plain(value: Any) -> Any:
     return repr(value)
 
 
-class _Bar:
-    """A progress bar that appears when something takes longer than a second."""
-
-    def __init__(self, label: str) -> None:
-        self._label, self._start = label, time.monotonic()
-        self._display: Any = None
-        self._task: Any = None
-
-    def update(self, done: int, total: int) -> None:
-        """Show how many bytes are done."""
-        if self._display is None:
-            if time.monotonic() - self._start < _PATIENCE or done >= total:
-                return
-            self._open(total)
-        self._display.update(self._task, completed=done, total=total)
-
-    def _open(self, total: int) -> None:
-        from rich import progress
-        from rich.console import Console
-
-        self._display = progress.Progress(
-            progress.TextColumn("{task.description}", markup=False),
-            progress.BarColumn(),
-            progress.DownloadColumn(),
-            progress.TransferSpeedColumn(),
-            progress.TimeRemainingColumn(compact=True),
-            console=Console(file=sys.stderr),
-            transient=True,
-        )
-        self._task = self._display.add_task(self._label, total=total)
-        self._display.start()
-
-    def close(self) -> None:
-        """Remove the bar."""
-        if self._display is not None:
-            self._display.stop()
-
-
 @contextmanager
 def counting(label: str) -> Iterator[Callable[[int, int], None] | None]:
     """Show a progress bar; yield the function to call with the bytes done and in all.
 
-    >>> with counting("verify") as progress:  # stderr is not a terminal here
-    ...     print(progress)
+    >>> with counting("verify") as update:  # stderr is not a terminal here
+    ...     print(update)
     None
     """
     if not sys.stderr.isatty():
         yield None
         return
-    bar = _Bar(label)
-    try:
-        yield bar.update
-    finally:
-        bar.close()
+    from rich import progress
+    from rich.console import Console
+
+    bar = progress.Progress(
+        progress.TextColumn("{task.description}", markup=False),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(compact=True),
+        console=Console(file=sys.stderr),
+        transient=True,
+    )
+    task = bar.add_task(label, total=None)
+    with bar:
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ Run it with ``make demo``, ``shardplan demo`` or ``python -m shardplan.demo [fol
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import shutil
@@ -40,58 +41,56 @@ SHOWN = "model.layers.0.up.weight"
 
 
 class Demo:
-    """The steps of the demo, in order; each prints what it finds.
+    """The steps of the demo, in order; each prints its results.
 
-    Args:
+    Attributes:
         folder: Where checkpoints and pictures go.
         console: Where text goes.
+        seconds: How long things took, by name; torch's have the ending " torch".
+        failed: The checks that failed.
     """
 
     def __init__(self, folder: Path, console: Console | None = None) -> None:
         self.folder = folder.absolute()
         self.console = console or Console(highlight=False)
-        self.told: dict[int, dict[str, Any]] = {}
         self.seconds: dict[str, float] = {}
         self.failed: list[str] = []
 
-    def say(self, title: str, *texts: object) -> None:
-        """Print a heading and what belongs under it."""
+    def say(self, title: str) -> None:
+        """Print a heading."""
         self.console.print(f"\n[bold]{title}[/bold]")
-        for text in texts:
-            self.console.print(str(text), markup=False, soft_wrap=True)
 
     def type(self, *words: str) -> int:
-        """Run a command of the command line, and show what was typed; return its exit code."""
+        """Show a command of the command line and run it; return its exit code."""
         short = [word.removeprefix(f"{self.folder}/") for word in words]
         self.console.print(f"\n[bold]$ shardplan {shlex.join(short)}[/bold]", highlight=False)
         return int(app(list(words), standalone_mode=False) or 0)
 
     def timed(self, what: str, work: Callable[[], T]) -> T:
-        """Do something, and note how long it takes."""
+        """Do something, and record how long it takes."""
         start = time.perf_counter()
         done = work()
         self.seconds[what] = time.perf_counter() - start
         return done
 
-    def check(self, claim: str, holds: bool) -> str:
-        """Note whether a claim holds, and say so."""
+    def check(self, claim: str, holds: bool) -> None:
+        """Print whether a claim holds, and record it if not."""
         if not holds:
             self.failed.append(claim)
-        return f"  {'✓' if holds else '✗'} {claim}"
+        self.console.print(f"  {'✓' if holds else '✗'} {claim}")
 
     def train(self) -> None:
         """Train on four ranks, and save."""
         self.say("1. Train a small transformer on 4 ranks, FSDP2 × TP, and save it")
-        self._job()
-        told = self.told[4]
-        losses = ", ".join(f"{loss:.4f}" for loss in told["before"])
-        self.console.print(f"  losses of the first {STEPS} steps: {losses}")
-        same = told["losses"] == told["resumed"]
-        claim = "4 ranks: loaded again, the next losses are the same to the last bit"
-        self.console.print(self.check(claim, same), f"  {_listed(told['resumed'])}", sep="\n")
+        self._run_ranks()
+        job = self._results(RANKS)
+        self.console.print(f"  losses of the first {STEPS} steps: {_listed(job['before'])}")
+        same = job["losses"] == job["resumed"]
+        self.check("4 ranks: loaded again, the next losses are the same to the last bit", same)
+        self.console.print(f"      {_listed(job['resumed'])}")
 
     def look(self) -> None:
-        """Show the plan, as a table and as a picture; plan for ranks that nobody has."""
+        """Show what was saved, and plan a load on 3 ranks, as tables and as pictures."""
         step = str(self.folder / "step")
         self.say("2. What was saved, and what loading it on 3 ranks would cost: no data is read")
         self.type("inspect", step, "model")
@@ -102,22 +101,17 @@ class Demo:
         self.console.print(f"wrote {picture}", style="dim", soft_wrap=True)
 
     def load_elsewhere(self) -> None:
-        """Load on two ranks and on one, compare bits, train on."""
+        """Compare what two ranks and one rank loaded, and how they trained on."""
         self.say("3. Load it on 2 ranks (FSDP2) and on 1 (no sharding), and train on")
-        saved = self.told[4]
+        saved = self._results(RANKS)
         for ranks in (2, 1):
-            told = self.told[ranks]
-            equal = told["checksums"] == saved["checksums"]
-            count = f"{len(told['checksums'])} tensors"
-            pairs = zip(told["losses"], saved["losses"], strict=True)
-            who = f"{ranks} rank{'s' * (ranks > 1)}"
-            near = all(abs(a - b) < 1e-4 * abs(b) for a, b in pairs)
-            self.console.print(
-                self.check(f"{who}: {count}, model and optimizer, equal in every bit", equal),
-                self.check(f"{who}: the next losses are the same", near),
-                f"      {_listed(told['losses'])}",
-                sep="\n",
-            )
+            job, who = self._results(ranks), counted(ranks, "rank")
+            what = f"{len(job['checksums'])} tensors, model and optimizer, equal in every bit"
+            self.check(f"{who}: {what}", job["checksums"] == saved["checksums"])
+            pairs = zip(job["losses"], saved["losses"], strict=True)
+            near = all(math.isclose(a, b, rel_tol=1e-4) for a, b in pairs)
+            self.check(f"{who}: the next losses are the same", near)
+            self.console.print(f"      {_listed(job['losses'])}")
 
     def convert(self) -> None:
         """Make checkpoints of other tools' formats, and have those tools read them."""
@@ -140,14 +134,11 @@ class Demo:
             self.console.print(f"  {what}: {report.tensors} tensors, {size}")
         theirs = load_file(hf / "model.safetensors")[SHOWN.removeprefix("model.")]
         nested = torch.load(file, weights_only=True)["model"][SHOWN.removeprefix("model.")]
-        self.console.print(
-            self.check("the safetensors library reads the same bits", torch.equal(theirs, whole)),
-            self.check("torch.load reads the same bits", torch.equal(nested, whole)),
-            sep="\n",
-        )
+        self.check("the safetensors library reads the same bits", torch.equal(theirs, whole))
+        self.check("torch.load reads the same bits", torch.equal(nested, whole))
 
     def damage(self) -> None:
-        """Flip one bit of a copy, and see what is said to that."""
+        """Flip one bit of a copy, and verify both."""
         self.say("5. Verify it; then flip one bit of a copy")
         good, bad = self.folder / "step", self.folder / "damaged"
         shutil.copytree(good, bad)
@@ -157,11 +148,8 @@ class Demo:
         file.write_bytes(data)
         codes = [self.type("verify", str(path)) for path in (good, bad)]
         self.timed("verify", lambda: shardplan.verify(good))
-        self.console.print(
-            self.check("the good one is sound", codes[0] == 0),
-            self.check("the bad one is found out", codes[1] == 1),
-            sep="\n",
-        )
+        self.check("the good one is sound", codes[0] == 0)
+        self.check("the damage is found", codes[1] == 1)
 
     def compare(self) -> None:
         """Show how long it took, beside torch."""
@@ -170,15 +158,17 @@ class Demo:
         dcp, what = self.folder / "torch", "DCP checkpoint to torch.save"
         for word, work in (("", shardplan.dcp_to_torch_save), (" torch", dcp_to_torch_save)):
             into = self.folder / f"from-dcp{word.strip()}.pt"
-            for _ in range(2):  # whatever is done once only is done before it counts
+            for _ in range(2):  # the first time warms up
                 into.unlink(missing_ok=True)
                 self.timed(f"{what}{word}", partial(work, str(dcp), str(into)))
-        told = {
-            f"{name} on {counted(ranks, 'rank')}{word}": self.told[ranks]["seconds"][name + word]
+        on_ranks = {
+            f"{name} on {counted(ranks, 'rank')}{word}": self._results(ranks)["seconds"][
+                name + word
+            ]
             for name, ranks in (("save", 4), ("load", 4), ("load", 2), ("load", 1))
             for word in ("", " torch")
         }
-        self.seconds = told | self.seconds
+        self.seconds = on_ranks | self.seconds
         self.say("7. How long each took, beside torch.distributed.checkpoint")
         head = ("work", "torch", "shardplan", "ratio")
         ours = [name for name in self.seconds if not name.endswith(" torch")]
@@ -191,7 +181,7 @@ class Demo:
         return what, human_seconds(theirs), human_seconds(mine), f"{theirs / mine:.1f} ×"
 
     def plan_at_scale(self) -> None:
-        """Plan what nobody here owns: 405 billion parameters and their Adam state."""
+        """Plan a model that does not fit here: 405 billion parameters and their Adam state."""
 
         def reshard() -> sp.Report:
             saved, wanted = (
@@ -204,8 +194,8 @@ class Demo:
         report = self.timed("plan 405B, 16,384 to 12,288 ranks", reshard)
         show(str(report))
 
-    def _job(self) -> None:
-        """Run the training job, and read what its first rank wrote down."""
+    def _run_ranks(self) -> None:
+        """Run the training job on four local processes."""
         command = [sys.executable, "-P", "-m", "shardplan.demo.training", str(self.folder)]
         quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
         logs = [self.folder / f"rank-{rank}.log" for rank in range(RANKS)]
@@ -223,11 +213,14 @@ class Demo:
         for log, code in zip(logs, codes, strict=True):
             if code > 0:
                 raise RuntimeError(f"the training job failed:\n{log.read_text()[-4000:]}")
-        for ranks in (RANKS, 2, 1):
-            self.told[ranks] = json.loads((self.folder / f"told-{ranks}.json").read_text())
+
+    def _results(self, ranks: int) -> dict[str, Any]:
+        """Read the results of the training job on so many ranks."""
+        results: dict[str, Any] = json.loads((self.folder / f"results-{ranks}.json").read_text())
+        return results
 
     def run(self) -> bool:
-        """Take all steps, and tell whether everything held."""
+        """Take all steps, and return True if all checks passed."""
         _make_room(self.folder)
         start = time.perf_counter()
         for step in (

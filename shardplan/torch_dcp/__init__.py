@@ -1,4 +1,4 @@
-"""Work with torch.distributed.checkpoint: its records as ours, our planners and storage as its own.
+"""Adapters to torch.distributed.checkpoint: records, planners and storage.
 
 `to_torch` and `from_torch` convert plans and metadata. `as_torch_save_planner` and
 `as_torch_load_planner` run a pipeline of passes inside ``torch.distributed.checkpoint.save`` and
@@ -8,11 +8,9 @@
 from shardplan.planning import named_extras
 
 with named_extras("shardplan.torch_dcp", with_torch=True):
-    from .inward import from_torch
-    from .outward import to_torch
     from .planners import as_torch_load_planner, as_torch_save_planner
-    from .reader import as_torch_storage_reader
-    from .writer import as_torch_storage_writer
+    from .records import from_torch, to_torch
+    from .storage import as_torch_storage_reader, as_torch_storage_writer
 
 __all__ = [
     "as_torch_load_planner",

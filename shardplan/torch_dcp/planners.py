@@ -37,9 +37,8 @@ from shardplan.planning import (
 )
 from shardplan.planning.passes import Stages, may_see_rank
 
-from .inward import from_torch
-from .outward import to_torch
-from .values import UnsafeValueError, load_value, safe_dump
+from .byte_io import UnsafeValueError, load_value, safe_dump
+from .records import from_torch, to_torch
 
 __all__ = ["PipelineLoadPlanner", "as_torch_load_planner", "as_torch_save_planner"]
 
@@ -50,22 +49,21 @@ def as_torch_save_planner(
     """Return a planner for ``torch.distributed.checkpoint.save`` that runs a pipeline of passes.
 
     The plan is that of `save`: each rank runs its rank passes over its own plan; from the first
-    world pass on, torch's coordinator runs the rest over the plans of all; then replicas are
-    written once. Names, dtypes and chunks of the checkpoint are as the pipeline says, so torch
-    loads the result without any planner, from a state dict that has these names. Beside torch's own
-    checks all of `global_plan`'s are made.
+    world pass on, torch's coordinator runs the rest over all plans; then each replica is written
+    once. The pipeline decides names, dtypes and chunks, so torch loads the result without a
+    planner, into a state dict that has these names. All checks of `global_plan` are made.
 
-    Keys are flattened as `flatten` does it. That differs from torch's way in two cases: a tuple
-    that holds tensors is saved tensor by tensor, as torch does it for a list; a numpy array is
-    saved as a tensor. An empty dict is saved where torch does not look for it.
+    Keys are flattened by `flatten`, which differs from torch in two cases: the tensors of a tuple
+    are saved one by one, as torch does for a list; a numpy array is saved as a tensor. An empty
+    dict is saved where torch does not look for it.
 
     Args:
         pipeline: A pass, or a list of them, such as ``[rename(...), cast("bfloat16")]``. Load
             through `as_torch_load_planner` with the same one to get the names and dtypes back.
-            Where torch saves in another process, the pipeline is pickled: what its passes are given
-            has to allow that, as a mapping or a function of a module does, and a lambda does not.
-        process_group: The ranks that save, as torch is told; by default all of them. Passes see
-            their rank in it.
+            Where torch saves in another process, the pipeline is pickled, so its arguments must
+            not be lambdas.
+        process_group: The group that torch is given; by default all ranks. Passes see their rank
+            in it.
 
     >>> import tempfile, warnings
     >>> import torch.distributed.checkpoint as dcp
@@ -79,7 +77,7 @@ def as_torch_save_planner(
     >>> sd
     {'model': {'w': tensor([1., 1., 1.])}}
 
-    torch raises what goes wrong as its CheckpointException, which holds, by rank:
+    torch raises errors as its CheckpointException, which holds, by rank:
         PlanError, RefusedError: There is no correct plan; see `global_plan` and `local_plan`.
         ValueRefusedError: Some values cannot be stored safely; all of this rank's are named.
         ValueError: A pass needs the plans of all ranks, and torch does not give them.
@@ -89,14 +87,14 @@ def as_torch_save_planner(
 
 @attrs.frozen
 class _Place:
-    """Where a process is among those that save or load."""
+    """The rank of this process, and how many ranks there are."""
 
     rank: int
     world_size: int
 
     @classmethod
     def of(cls, process_group: Any) -> _Place:
-        """Ask torch; a process without a process group is alone."""
+        """Ask torch; without a process group there is one rank."""
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return cls(0, 1)
         ranks = torch.distributed.get_world_size(process_group)
@@ -104,10 +102,9 @@ class _Place:
 
 
 def _check_places(plans: Sequence[SavePlan | LoadPlan], stages: Stages[SavePlan]) -> None:
-    """Refuse plans that are not those of all ranks, in order, where a pass may depend on that.
+    """Refuse plans that are not those of all ranks, in order, if a pass may depend on that.
 
-    Where torch gives this process its own plan only, as ``no_dist=True`` and
-    ``use_collectives=False`` ask it to, rank passes have seen the right rank nevertheless.
+    With ``no_dist=True`` or ``use_collectives=False`` torch gives each process its own plan only.
     """
     places = [(plan.rank, plan.world_size) for plan in plans]
     if len(plans) == 1 and (not stages.needs_all or places == [(0, 1)]):
@@ -120,7 +117,7 @@ def _check_places(plans: Sequence[SavePlan | LoadPlan], stages: Stages[SavePlan]
     right = places == [(n, len(plans)) for n in range(len(plans))]
     if not right and any(map(may_see_rank, stages.own)):
         raise ValueError(
-            f"{len(plans)} ranks plan together, and their passes saw them as ranks "
+            f"{len(plans)} ranks plan together, but their passes saw ranks "
             f"{', '.join(str(rank) for rank, _ in places)} of {places[0][1]}; give the planner the "
             "process_group that torch is given"
         )
@@ -186,7 +183,7 @@ class _SavePlanner(torch_plans.SavePlanner):
         data, start = item.tensor_data, item.source.offset or ()
         assert data is not None
         shard = as_tensor(find_shard(self._flat, item.source))
-        if not data.chunk.numel:  # an empty tensor counts as whole on each rank; its memory may not
+        if not data.chunk.numel:  # every rank counts as holding an empty tensor
             return shard.new_empty(data.chunk.sizes)
         offsets = [o - s for o, s in zip(data.chunk.offsets, start, strict=True)]
         return box_view(shard, offsets, data.chunk.sizes)
@@ -212,22 +209,22 @@ def as_torch_load_planner(
 ) -> PipelineLoadPlanner:
     """Return a planner for ``torch.distributed.checkpoint.load`` that runs a pipeline of passes.
 
-    The plan is that of `load`: each rank runs its rank passes over its own plan, torch's
-    coordinator what is left from the first world pass on; passes that only choose who writes are
-    skipped. Values that are not tensors are loaded only if that runs no code.
+    The plan is that of `load`: each rank runs its rank passes over its own plan, and torch's
+    coordinator the rest from the first world pass on; passes that only choose who writes are
+    skipped. Non-tensor values are loaded only if that runs no code.
 
     Args:
         pipeline: The pass, or the list of passes, that the checkpoint was saved with, or one that
-            gives the names and dtypes that it has. What it drops is not loaded, and reported.
+            gives the same names and dtypes. What it drops is not loaded, and reported.
         strict: Whether everything must be filled: True, False, or patterns of names that must be.
-        dtype: ``"same"`` takes another stored dtype for a mistake, ``"cast"`` for a wish to cast.
-        shape: ``"same"`` takes another shape for a mistake; ``"overlap"`` fills what both have.
-        process_group: The ranks that load, as torch is told; by default all of them. Passes see
-            their rank in it.
+        dtype: ``"same"`` refuses another stored dtype, ``"cast"`` casts.
+        shape: ``"same"`` refuses another shape; ``"overlap"`` fills what both have.
+        process_group: The group that torch is given; by default all ranks. Passes see their rank
+            in it.
 
     Returns:
-        The planner. After a load, its ``report`` says what this rank asked for and did not get, and
-        ``tied`` which names are not in the checkpoint, but share memory with one that is.
+        The planner. After a load, its ``report`` lists what this rank asked for and did not get,
+        and ``tied`` the names that are not in the checkpoint, but share memory with one that is.
 
     >>> import tempfile, warnings
     >>> import torch.distributed.checkpoint as dcp
@@ -241,8 +238,8 @@ def as_torch_load_planner(
     >>> sd
     {'w': tensor([1., 1., 1.])}
 
-    torch raises what goes wrong as its CheckpointException, which holds, by rank:
-        PlanError: Something that must be filled cannot be; every reason is told.
+    torch raises errors as its CheckpointException, which holds, by rank:
+        PlanError: Something that must be filled cannot be; all reasons are listed.
         ValueRefusedError: A value is not safe to load, or a tensor cannot be written to.
         ValueError: A pass needs the plans of all ranks, and torch does not give them.
     """
@@ -290,7 +287,7 @@ class PipelineLoadPlanner(torch_plans.LoadPlanner):
         self._flat, self._paths = flatten(state_dict, whole=self._whole)
 
     def create_local_plan(self) -> torch_plans.LoadPlan:
-        """Plan this rank's reads, unless a pass needs the plans of all ranks first."""
+        """Plan this rank's reads, or return its plan if a pass needs those of all ranks first."""
         local = local_plan(self._sd, whole=self._whole)
         local = attrs.evolve(local, **attrs.asdict(_Place.of(self._group)))
         (plan,) = chain(*self._stages.own)((local,))
@@ -310,7 +307,7 @@ class PipelineLoadPlanner(torch_plans.LoadPlanner):
     def create_global_plan(
         self, global_plan: list[torch_plans.LoadPlan]
     ) -> list[torch_plans.LoadPlan]:
-        """Run the passes that need the plans of all ranks, if any; each rank reads on its own."""
+        """Run the passes that need the plans of all ranks, if any."""
         if not self._stages.rest:
             if any(map(may_see_rank, self._stages.own)):
                 _check_places([from_torch(plan) for plan in global_plan], self._stages)
@@ -322,10 +319,7 @@ class PipelineLoadPlanner(torch_plans.LoadPlanner):
         return [self._reads(plan, names) for plan, names in zip(done, tied, strict=True)]
 
     def finish_plan(self, central_plan: torch_plans.LoadPlan) -> torch_plans.LoadPlan:
-        """Refuse tensors that cannot be written to, before any is; make those that are not there.
-
-        A tensor on the meta device is replaced in the state dict, as torch does it.
-        """
+        """Refuse tensors that cannot be filled, before any is; replace those on the meta device."""
         plan = from_torch(central_plan)
         self.report = plan.report
         made = blanks(self._flat, plan)
@@ -345,7 +339,7 @@ class PipelineLoadPlanner(torch_plans.LoadPlanner):
         return central_plan
 
     def load_bytes(self, read_item: torch_plans.ReadItem, value: io.BytesIO) -> None:
-        """Put a value into the state dict that is no tensor, if it is safe to load."""
+        """Put a non-tensor value into the state dict, if it is safe to load."""
         name = read_item.dest_index.fqn
         try:
             found = load_value(value)
@@ -355,7 +349,7 @@ class PipelineLoadPlanner(torch_plans.LoadPlanner):
             raise ValueRefusedError({name: str(error)}) from None
 
     def resolve_tensor(self, read_item: torch_plans.ReadItem) -> torch.Tensor:
-        """Return what a read fills: memory of the state dict, unless it has to be cast."""
+        """Return the memory that a read fills: the state dict's, unless it has to be cast."""
         box = self._box(read_item)
         entry = self._metadata.entry(read_item.storage_index.fqn)
         assert isinstance(entry, TensorMetadata)
@@ -365,7 +359,7 @@ class PipelineLoadPlanner(torch_plans.LoadPlanner):
         return torch.empty(box.shape, dtype=stored, device=box.device)  # `commit_tensor` casts
 
     def commit_tensor(self, read_item: torch_plans.ReadItem, tensor: torch.Tensor) -> None:
-        """Cast what was read into the state dict, if it has to be."""
+        """Copy what was read into the state dict, if it has to be cast."""
         box = self._box(read_item)
         if tensor.dtype != box.dtype:
             box.copy_(tensor)

@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardplan
-from shardplan import _agree as agreeing
 from shardplan import _async as background
-from shardplan._agree import Begun, PlanCache, agree
+from shardplan import _offers as offers
+from shardplan._agree import agree
+from shardplan._offers import Begun, PlanCache
 from shardplan._report import Stopwatch
 from shardplan.dist import CheckpointError, torch_comm
 from shardplan.io.stores.base import open_store
@@ -82,18 +83,18 @@ def meshes():
 
 def ways():
     told = {}
-    derive = agreeing.described_plans
+    derive = offers.described_plans
     for name, sd in meshes().items():
         found, given, cache = [], [], PlanCache()
         for way in ("derived", "gathered", "cached"):
-            agreeing.described_plans = (lambda *args: None) if way == "gathered" else derive
+            offers.described_plans = (lambda *args: None) if way == "gathered" else derive
             comm = parts.SpyComm(torch_comm(timeout=60))
             fresh = PlanCache() if way == "gathered" else cache
             begun = Begun(sd, "here")
             options = {"planner": None, "watch": Stopwatch(), "cache": fresh}
             found.append(agree(comm, lambda begun=begun: begun, **options).agreement)
             given.append(comm.nbytes())
-        agreeing.described_plans = derive
+        offers.described_plans = derive
         first, *others = found
         same = all(one.plan == first.plan for one in others)
         if dist.get_rank() == 0:

@@ -2,8 +2,7 @@
 
 Torch goes by the names and places in `.metadata` alone, so it is written last and replaced at once,
 as our own manifest is; the files of each save have names of their own, so that two saves into one
-folder do not meet. Where the folder holds a checkpoint of a format that is looked for first, that
-one goes then; see `replacing`.
+folder do not meet.
 """
 
 from __future__ import annotations
@@ -28,21 +27,22 @@ from shardplan.planning import (
 )
 from shardplan.planning.columns import DAMAGE
 
-from ...errors import ValueRefusedError
+from ...errors import FormatError, ValueRefusedError
 from ...execute.cleanup import tidy
+from ...execute.commit import committing, put_in_place, refuse_folder, remove
 from ...execute.copying import Block, Content, FileContents, Seal, literal, threads_for, write_file
 from ...execute.pieces import Piece, blocks_of, collect
-from ...execute.replacing import Older, committing, put_in_place, refuse_folder, remove, retire
 from ...limits import check_size, read_whole
 from ...pool import Pool, default_pool
 from ...progress import Progress
 from ...stores.base import Store
+from ..base import Part, Writer
 from ..torch_save.torch_values import dump_values, pickle_tensor
 from ..torch_save.zip_read import ALIGNMENT
 from ..torch_save.zip_write import Frame, frame_of
-from ..writers import Part, Writer
 from .metadata import METADATA, OWN_EMPTY, OWN_PATHS, pack_path, parse_metadata
 from .ranks import FIRST_RANK, rank_metadata
+from .source import source
 
 __all__ = ["DcpWriter"]
 
@@ -76,10 +76,6 @@ class DcpWriter(Writer):
     def refuse(self, store: Store, overwrite: bool) -> None:
         """Refuse to save where a checkpoint is; see `Writer.refuse`."""
         refuse_folder(store, "dcp", overwrite)
-
-    def prepare(self, plans: Sequence[SavePlan]) -> tuple[SavePlan, ...]:
-        """Return the plans as they are; see `Writer.prepare`."""
-        return tuple(plans)
 
     def write(
         self,
@@ -143,8 +139,7 @@ class DcpWriter(Writer):
         store.sync()
         with committing(self._unsure, save_id):
             put_in_place(store, METADATA, data, overwrite=overwrite)
-            left = retire(store, "dcp", new)
-        left = (*left, *remove(store, [name for name in old if name not in new]))
+        left = remove(store, [name for name in old if name not in new])
         tidy(store, {*new, *left})
         return left
 
@@ -355,7 +350,10 @@ def _older(store: Store) -> tuple[str, ...]:
     """Name the files of the DCP checkpoint that is to be replaced, but for `.metadata`."""
     if not store.exists(METADATA) and not store.exists(FIRST_RANK):
         return ()
-    return *Older("dcp", ()).files(store), *rank_metadata(store.list(recursive=False))
+    files: Sequence[str] = ()
+    with suppress(FormatError):  # what damaged metadata names is left alone
+        files = source(store).files
+    return *files, *rank_metadata(store.list(recursive=False))
 
 
 def _published(store: Store) -> str | None:

@@ -1,6 +1,6 @@
-"""Values that are no tensors, as torch.distributed.checkpoint passes them on: torch.save's bytes.
+"""Non-tensor values as torch.distributed.checkpoint passes them on: as bytes of `torch.save`.
 
-They are only taken if they load without running code.
+They are accepted only if they load without running code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class UnsafeValueError(TypeError):
 
 
 def dump_value(value: Any) -> io.BytesIO:
-    """Return what `torch.save` makes of a value, rewound."""
+    """Return the bytes that `torch.save` makes of a value."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     buffer.seek(0)
@@ -36,13 +36,13 @@ def dump_value(value: Any) -> io.BytesIO:
 
 
 def load_value(buffer: io.BytesIO) -> Any:
-    """Return the value that `torch.save` was given, if it is one that is safe to load.
+    """Return the value that `torch.save` was given, if it is safe to load.
 
     >>> load_value(dump_value({"lr": 0.1}))
     {'lr': 0.1}
 
     Raises:
-        UnsafeValueError: It is not, or these bytes are something else.
+        UnsafeValueError: It is not, or the bytes are something else.
     """
     try:
         return load_archive(read_archive(in_memory(buffer.getvalue(), "")))
@@ -55,7 +55,7 @@ def load_value(buffer: io.BytesIO) -> Any:
 
 
 def safe_dump(value: Any) -> io.BytesIO:
-    """Return what `torch.save` makes of a value, having made sure that `load_value` reads it.
+    """Return the bytes that `torch.save` makes of a value, if `load_value` reads them.
 
     Raises:
         UnsafeValueError: It does not, or the value cannot be pickled.
@@ -63,7 +63,7 @@ def safe_dump(value: Any) -> io.BytesIO:
     what = f"is a {type(value).__module__}.{type(value).__qualname__}, which"
     try:
         buffer = dump_value(value)
-    except Exception as error:  # pickling may fail in any way that a class thinks of
+    except Exception as error:  # a class may raise anything when it is pickled
         raise UnsafeValueError(f"{what} cannot be stored ({error})") from None
     try:
         load_value(buffer)
