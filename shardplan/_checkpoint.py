@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardplan.io import Pool, empty, flip, to_numpy, torch_dtype, window
+from shardplan.io import Pool, box_view, empty_tensor, flip_axes, to_numpy, torch_dtype
 from shardplan.io.execute import Lazy, Reader
 from shardplan.io.formats import Source, open_source
 from shardplan.io.stores import Store
@@ -250,7 +250,7 @@ class SavedTensor(Lazy):
             out = self._read(axes)
         flipped = [i for i, axis in enumerate(axes) if axis.step < 0]
         if flipped:
-            out = flip(out, flipped)
+            out = flip_axes(out, flipped)
         out = out[tuple(0 if axis.dropped else slice(None) for axis in axes)]
         if None not in parts:
             return out
@@ -261,7 +261,7 @@ class SavedTensor(Lazy):
         """Return the elements in ascending order; all is planned before memory is asked for."""
         counts, dtype = [axis.count for axis in axes], self._entry.properties.dtype
         if 0 in counts:
-            return empty(counts, dtype)
+            return empty_tensor(counts, dtype)
         head = Head(self.name, self.name, WriteItemType.SHARD, self._entry.properties, self.shape)
         items = WriteItems(
             Catalog.of((head,)),
@@ -272,11 +272,11 @@ class SavedTensor(Lazy):
         step = [abs(axis.step) if axis.count > 1 else 1 for axis in axes]
         alone = Metadata({self.name: self._entry})  # planning looks at every name
         reads = _every(load_plan(alone, SavePlan(items)).items, step)
-        out, sizes = empty(counts, dtype), reads.lengths[:, : self.ndim]
+        out, sizes = empty_tensor(counts, dtype), reads.lengths[:, : self.ndim]
         at, sizes = (reads.dest_offsets[:, : self.ndim] // column(step), -(-sizes // column(step)))
         self._reader.fill(
             reads,
-            lambda row: window(out, at[row].tolist(), sizes[row].tolist()),
+            lambda row: box_view(out, at[row].tolist(), sizes[row].tolist()),
             step=step,
             verify=self._verify,
         )

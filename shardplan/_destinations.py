@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 import torch
 
-from shardplan.io import ValueRefusedError, as_tensor, memory, window
+from shardplan.io import ValueRefusedError, as_tensor, box_view, flat_memory
 from shardplan.io.execute import Reader, boxes_of
 from shardplan.planning import LoadItemType, TensorMetadata, shard_finder
 from shardplan.planning.columns import ReadItems
@@ -43,7 +43,7 @@ class Destinations:
 
         def box(row: int) -> torch.Tensor:
             shard = self.shards[names[dest[row]], tuple(anchors[row][: axes[row]])]
-            return window(shard, offsets[row], lengths[row])
+            return box_view(shard, offsets[row], lengths[row])
 
         return box
 
@@ -198,7 +198,7 @@ def _same_saved(reader: Reader, ours: ReadItems, theirs: ReadItems, shape: tuple
             tensor.read_box([o + at for o, at in zip(low, offsets, strict=False)], sizes)
             for tensor, low in zip(saved, lows, strict=True)
         )
-        if memory(one) != memory(other):
+        if flat_memory(one) != flat_memory(other):
             return False
     return True
 

@@ -23,13 +23,13 @@ from shardplan.io import (
     Progress,
     StoredValue,
     Tell,
-    empty,
+    box_view,
+    empty_tensor,
+    fill_from_bytes,
+    flat_memory,
     load_value,
-    memory,
     same_dtype,
-    store,
     store_values,
-    window,
 )
 from shardplan.io.execute import Reader, ReadStats
 from shardplan.planning import LoadItemType, LoadPlan
@@ -207,7 +207,7 @@ class _SharedRead:
         """Take part in a round: read, send and receive."""
         incoming = [self._expect(arrival) for arrival in one.arrivals]
         sizes = zip(one.reads.lengths.tolist(), one.reads.ndim.tolist(), one.dtypes, strict=True)
-        staged = [empty(lengths[:axes], dtype) for lengths, axes, dtype in sizes]
+        staged = [empty_tensor(lengths[:axes], dtype) for lengths, axes, dtype in sizes]
         stats = self.attempts.run(
             lambda: self._fill(one.reads, staged.__getitem__, progress), ReadStats()
         )
@@ -238,7 +238,7 @@ class _SharedRead:
 
     def _send(self, piece: Piece, staged: torch.Tensor, dtype: str) -> list[Pending]:
         """Begin to send a region, and copy it to where this rank needs it."""
-        view = memory(window(staged, piece.offsets, piece.sizes).contiguous())
+        view = flat_memory(box_view(staged, piece.offsets, piece.sizes).contiguous())
         assert view is not None
         pending = [self.comm.send(target, view) for target in piece.targets]
         self.attempts.run(lambda: self._keep(piece.items, view, dtype), None)
@@ -246,7 +246,7 @@ class _SharedRead:
 
     def _keep(self, rows: Sequence[int], data: memoryview, dtype: str) -> None:
         for row in rows:
-            store(self.own(row), np.frombuffer(data, np.uint8), dtype)
+            fill_from_bytes(self.own(row), np.frombuffer(data, np.uint8), dtype)
 
     def _expect(self, arrival: Arrival) -> _Incoming:
         """Make ready to receive a region, straight into its tensor where that is possible."""
@@ -260,7 +260,7 @@ class _SharedRead:
 
     def _memory_of(self, arrival: Arrival) -> tuple[torch.Tensor | None, memoryview | None]:
         tensor = self.theirs(arrival.transfer)
-        return tensor, memory(tensor) if same_dtype(tensor, arrival.dtype) else None
+        return tensor, flat_memory(tensor) if same_dtype(tensor, arrival.dtype) else None
 
 
 @attrs.frozen(eq=False)
@@ -275,7 +275,7 @@ class _Incoming:
     def deliver(self, progress: Progress) -> None:
         """Copy what has come to where it belongs, unless it came there."""
         if self.staged is not None and self.tensor is not None:
-            store(self.tensor, self.staged, self.arrival.dtype)
+            fill_from_bytes(self.tensor, self.staged, self.arrival.dtype)
         progress.add(self.arrival.nbytes)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from shardplan.io import Pool, Tell, empty
+from shardplan.io import Pool, Tell, empty_tensor
 from shardplan.io.execute import Reader
 from shardplan.io.formats import open_source
 from shardplan.io.stores import Store
@@ -153,7 +153,7 @@ def _spec(leaf: Any) -> Any:
 def _blank(spec: Any, device: Any) -> Any:
     """Return a new tensor, or what stands for a value until it is read."""
     if isinstance(spec, TensorSpec):
-        return empty(spec.shape, spec.dtype, device)
+        return empty_tensor(spec.shape, spec.dtype, device)
     return blank_like(spec, device) if is_tensor(spec) else spec
 
 

@@ -33,7 +33,7 @@ from shardplan.planning.columns import Catalog, Head, Ints, ReadItems, WriteItem
 from shardplan.planning.storage import BLOCK_BYTES
 
 from ..checksums import Proof
-from ..tensors import block_of_memory, empty, torch_dtype, window
+from ..tensors import block_of_memory, box_view, empty_tensor, torch_dtype
 from .copying import Block, Stretch
 from .pieces import Lazy
 from .places import Places, find_places
@@ -155,7 +155,7 @@ class Ahead:
     def read(self, box: Box) -> torch.Tensor:
         """Return a box."""
         if 0 in box.sizes:
-            return empty(box.sizes, self._entries[box.name].properties.dtype)
+            return empty_tensor(box.sizes, self._entries[box.name].properties.dtype)
         number = self._batch_of.get(box)
         future = None if number is None else self._begin(number)
         found = None if future is None else future.result().pop(box, None)
@@ -276,12 +276,13 @@ class Ahead:
             axes = items.ndim[row]
             key = items.names[items.dest[row]], tuple(items.dest_anchor[row, :axes].tolist())
             offsets, lengths = items.dest_offsets[row], items.lengths[row]
-            return window(found[key], offsets.tolist(), lengths.tolist())
+            return box_view(found[key], offsets.tolist(), lengths.tolist())
 
         if self._proof is None:
             self._count(self._reader.fill(items, dest, verify=False))
         else:
-            self._count(self._reader.fill(items, dest, sums=self._proof.sums))
+            sums = self._proof.sums if self._proof.has_sums else None
+            self._count(self._reader.fill(items, dest, sums=sums))
             self._proof.note(items)
         return tensors
 
