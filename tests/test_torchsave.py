@@ -177,7 +177,7 @@ def test_slices_read_only_their_bytes(tmp_path):
         torch_save({"w": rows, "t": rows.clone().t()}, tmp_path / file, zipped)
         source = open_source(tmp_path / file)
         store = CountingStore(open_store(tmp_path))
-        counted = Checkpoint(Reader(torchsave.source(store, file)))
+        counted = Checkpoint(Reader(torchsave.TorchFormat().open(store, file)))
         assert store.bytes_read() < 1 << 17
         store.clear()
         assert torch.equal(counted["w"][1000:1010], rows[1000:1010])
@@ -209,7 +209,7 @@ def test_a_value_that_hides_tensors_is_read_with_these_alone(tmp_path, zipped):
     torch_save(sd, tmp_path / "x.pt", zipped)
     store = CountingStore(open_store(tmp_path))
     with torch.serialization.safe_globals([argparse.Namespace]):
-        source = torchsave.source(store, "x.pt")
+        source = torchsave.TorchFormat().open(store, "x.pt")
         store.clear()
         (found,), args = source.value("bag"), source.value("args")
     assert raw(found) == raw(args.t) == raw(hidden)
@@ -223,7 +223,7 @@ def test_a_value_of_another_class_that_hides_none_reads_nothing(tmp_path, zipped
     torch_save(sd, tmp_path / "x.pt", zipped)
     store = CountingStore(open_store(tmp_path))
     with torch.serialization.safe_globals([argparse.Namespace]):
-        source = torchsave.source(store, "x.pt")
+        source = torchsave.TorchFormat().open(store, "x.pt")
         store.clear()
         args = source.value("args")
         args.lr = 7
@@ -616,7 +616,7 @@ def test_views_that_do_not_nest_are_read_a_little_at_a_time(tmp_path, monkeypatc
     monkeypatch.setattr(view_module, "_SPAN", limits[1])
     torch_save(VIEWS, tmp_path / "x.pt")
     store = CountingStore(open_store(tmp_path))
-    found = Checkpoint(Reader(torchsave.source(store, "x.pt")))
+    found = Checkpoint(Reader(torchsave.TorchFormat().open(store, "x.pt")))
     for name, view in VIEWS.items():
         plain = view.resolve_conj()
         store.clear()

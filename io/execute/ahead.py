@@ -26,7 +26,7 @@ from shardplan.planning.storage import BATCH_BYTES, Box, CopyPlan, StoredChunks,
 
 from ..checksums import Proof
 from ..formats.base import Source, Spot
-from ..tensors import block_of_memory, empty, torch_dtype, window
+from ..tensors import block_of_memory, box_view, empty_tensor, torch_dtype
 from .copying import Block, Stretch
 from .pieces import Lazy
 from .read import Reader, ReadStats, places_of
@@ -143,7 +143,7 @@ class Ahead:
     def read(self, box: Box) -> torch.Tensor:
         """Return a box."""
         if 0 in box.sizes:
-            return empty(box.sizes, self._dtype(box))
+            return empty_tensor(box.sizes, self._dtype(box))
         number = self._number.get(box)
         future = None if number is None else self._begin(int(self._plan.batch[number]))
         found = None if future is None else future.result().pop(box, None)
@@ -225,10 +225,11 @@ class Ahead:
 
         def dest(row: int) -> torch.Tensor:
             offsets, lengths = items.dest_offsets[row].tolist(), items.lengths[row].tolist()
-            return window(tensors[box[row]], offsets, lengths)
+            return box_view(tensors[box[row]], offsets, lengths)
 
-        sums = None if self._proof is None else self._proof.sums
-        self._count(self._reader.fill(items, dest, verify=sums is not None, sums=sums))
+        proof = self._proof
+        sums = None if proof is None or not proof.has_sums else proof.sums
+        self._count(self._reader.fill(items, dest, verify=proof is not None, sums=sums))
         if self._proof is not None:
             self._proof.note(items)
         return dict(zip(boxes, tensors, strict=True))

@@ -24,15 +24,15 @@ from ..progress import Progress
 from ..tensors import (
     as_tensor,
     block_of_memory,
+    box_view,
     can_cast,
     can_share,
-    dump,
-    empty,
+    empty_tensor,
+    flat_memory,
     is_plain,
-    memory,
     same_dtype,
+    tensor_bytes,
     torch_dtype,
-    window,
 )
 from .copying import Block, Made
 
@@ -108,7 +108,7 @@ class Piece:
         """Whether its bytes are those of tensor memory as it is, so that no copy is made."""
         if not isinstance(self.source, torch.Tensor):
             return False
-        return is_plain(window(self.source, self.start, self.shape), self.dtype)
+        return is_plain(box_view(self.source, self.start, self.shape), self.dtype)
 
     def blocks(self, block_bytes: int = BLOCK_BYTES) -> Iterator[memoryview]:
         """Yield its bytes in row-major order, a block at a time; see `cut_blocks`.
@@ -128,11 +128,11 @@ class Piece:
         """Return the bytes of a block."""
         at = [s + o for s, o in zip(self.start, offsets, strict=False)]
         if isinstance(self.source, torch.Tensor):
-            box = window(self.source, at, sizes)
+            box = box_view(self.source, at, sizes)
         else:
             box = self._read(self.source, at, sizes[: len(at)])
-        view = memory(box) if same_dtype(box, self.dtype) else None
-        return dump(box, self.dtype) if view is None else view
+        view = flat_memory(box) if same_dtype(box, self.dtype) else None
+        return tensor_bytes(box, self.dtype) if view is None else view
 
     def _read(self, source: Lazy, at: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """Return a box of what is somewhere else, cast a part at a time where it has to be."""
@@ -143,7 +143,7 @@ class Piece:
         box = memory.view(torch_dtype(self.dtype)).view(tuple(sizes))
         for offsets, part in reads_of(sizes, self.dtype, own):
             found = source.read_box([a + o for a, o in zip(at, offsets, strict=True)], part)
-            window(box, offsets, part).copy_(found)
+            box_view(box, offsets, part).copy_(found)
         return box
 
     def made_blocks(self) -> list[Block]:
@@ -167,8 +167,8 @@ class Piece:
         if not self.nbytes:
             return []
         if isinstance(self.source, torch.Tensor):
-            box = window(self.source, self.start, self.shape)
-            view = memory(box) if same_dtype(box, self.dtype) else None
+            box = box_view(self.source, self.start, self.shape)
+            view = flat_memory(box) if same_dtype(box, self.dtype) else None
             if view is None:
                 return None
             cut = (view[i : i + BLOCK_BYTES] for i in range(0, len(view), BLOCK_BYTES))
@@ -246,7 +246,7 @@ def collect(
         try:
             held = holders.get((source, start))
             if held is None and 0 in size:  # which no rank may have any part of
-                held = empty(shape, properties.dtype)
+                held = empty_tensor(shape, properties.dtype)
             elif held is None:
                 held = holders[source, start] = _holder(find(source, start))
         except TypeError as error:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         steps,
         whole_blocks,
     )
+    from .rounds import Arrival, Piece, Round, SharedRounds, shared_rounds
     from .shards import (
         MAX_SHARD_SIZE,
         Shards,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
         shard_plans,
         shards_of,
     )
+    from .sharing_cost import MOST_READS, Need, need_of, plan_bytes, read_widths, sharing_pays
     from .target import Placements, Target, Traits, plan_target
     from .write import WritePlan, write_plan
 
@@ -72,6 +74,8 @@ __getattr__, __dir__ = door(
             "ByteRanges Requests SMALL byte_ranges coalesce fetched filled lies_together "
             "range_axis steps whole_blocks"
         ),
+        "rounds": "Arrival Piece Round SharedRounds shared_rounds",
+        "sharing_cost": "MOST_READS Need need_of plan_bytes read_widths sharing_pays",
         "shards": (
             "MAX_SHARD_SIZE Shards assign_shards number_shards parse_size refuse_split shard_plans "
             "shards_of"

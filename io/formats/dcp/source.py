@@ -7,10 +7,11 @@ need no more than a look at them. Torch is imported only for values that are no 
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
@@ -20,10 +21,11 @@ from ...checksums import CRC32, sum_crc
 from ...errors import FormatError
 from ...limits import read_whole
 from ...pool import Pool, default_pool
+from ...progress import Tell
 from ...stores.base import MissingFileError, Store
-from ..base import Fault, Source, Spot
+from ..base import Fault, Findings, Format, Source, Spot
 from ..headers import Header, header_length, parse_header
-from ..torch_save.check import Stored, file_size
+from ..torch_save.check import Stored, check_archives, file_size
 from ..torch_save.names import load_tensor
 from ..torch_save.standins import StorageRef, StoredTensor, row_major
 from ..torch_save.torch_values import load_archive, load_torch
@@ -40,45 +42,81 @@ from ..torch_save.zip_read import (
 from .metadata import METADATA, Described, Place, parse_metadata
 from .ranks import FIRST_RANK, is_rank_metadata, merge_ranks, rank_metadata
 
-__all__ = ["DcpSource", "find", "source"]
+if TYPE_CHECKING:
+    from .write import DcpWriter
+
+__all__ = ["DcpFormat", "DcpSource"]
 
 Chunk = tuple[str, int]
 """A chunk: its tensor's name, and its number among the tensor's chunks."""
+_OURS: Final = re.compile(r"__\d+_\d+-([0-9a-f]{12})\.distcp")  # torch's names have no save id
 _HEAD: Final = 1024  # bytes of an archive before its tensor's elements, and some to spare
 _MAX_PICKLE: Final = 1 << 20
 _STEP: Final = 4 << 20
 _DECODED: Final = 5  # how many times its own size a value takes while it is decoded
 
 
-def find(store: Store, name: str = "") -> bool:
-    """Say whether such a checkpoint is there; ``name`` is empty, or that of a metadata file."""
-    if name:
-        return (name == METADATA or is_rank_metadata(name)) and store.exists(name)
-    return store.exists(METADATA) or store.exists(FIRST_RANK)
+class DcpFormat(Format):
+    """Checkpoints of torch.distributed.checkpoint."""
 
+    name = "dcp"
+    marks = (METADATA, FIRST_RANK)
 
-def source(store: Store, name: str = "", pool: Pool | None = None) -> DcpSource:
-    """Open a checkpoint of torch.distributed.checkpoint; only its metadata is read.
+    def detect(self, store: Store, name: str = "") -> bool:
+        """Return whether there is a metadata file; see `Format.detect`."""
+        if name:
+            return (name == METADATA or is_rank_metadata(name)) and store.exists(name)
+        return store.exists(METADATA) or store.exists(FIRST_RANK)
 
-    That is `.metadata`, or, where each rank saved by itself, one file a rank. The name of such a
-    file stands for what that rank saved.
+    def open(self, store: Store, name: str = "", pool: Pool | None = None) -> DcpSource:
+        """Open a checkpoint; only its metadata is read. See `Format.open`.
 
-    Raises:
-        FormatError: There is none, or its metadata is damaged or not safe to read.
-    """
-    if is_rank_metadata(name):
-        described = _read(store, name)
-    elif store.exists(METADATA):
-        described = _read(store, METADATA)
-    else:
-        names = rank_metadata(store.list(recursive=False))
-        if not names:
-            raise FormatError(METADATA, f"there is none in {store.url}: no checkpoint")
-        described = merge_ranks({name: _read(store, name) for name in names})
-    found = DcpSource(store, described, pool)
-    if found.described.old:
-        found.open_old_values()
-    return found
+        That is `.metadata`, or, where each rank saved by itself, one file a rank. The name of such
+        a file stands for what that rank saved.
+        """
+        if is_rank_metadata(name):
+            described = _read(store, name)
+        elif store.exists(METADATA):
+            described = _read(store, METADATA)
+        else:
+            names = rank_metadata(store.list(recursive=False))
+            if not names:
+                raise FormatError(METADATA, f"there is none in {store.url}: no checkpoint")
+            described = merge_ranks({name: _read(store, name) for name in names})
+        found = DcpSource(store, described, pool)
+        if found.described.old:
+            found.open_old_values()
+        return found
+
+    def writer(self) -> DcpWriter:
+        """Return what writes this format; see `Format.writer`."""
+        from .write import DcpWriter  # which needs torch
+
+        return DcpWriter()
+
+    def verify(
+        self, store: Store, name: str = "", *, tell: Tell | None = None, pool: Pool | None = None
+    ) -> Findings:
+        """Compare every archive with its checksums; see `Format.verify`."""
+        opened = self.open(store, name, pool)
+        lacking = opened.missing()
+        found = check_archives(store, opened.archives(), tell, pool)
+        order = {file: number for number, file in enumerate(opened.files)}
+        faults = sorted((*lacking, *found.faults), key=lambda f: (order.get(f.file, -1), f.begin))
+        return attrs.evolve(
+            found, faults=tuple(faults), files=len(opened.files), save_id=opened.save_id
+        )
+
+    def made(self, store: Store) -> float | None:
+        """Return when its metadata was written; see `Format.made`."""
+        found = {entry.name: entry.written for entry in store.entries(recursive=False)}
+        ranks = rank_metadata(found) if FIRST_RANK in found else ()
+        return found.get(METADATA, max((found[name] for name in ranks), default=None))
+
+    def save_of(self, file: str) -> str | None:
+        """Return which save of ours wrote a file; see `Format.save_of`."""
+        match = _OURS.fullmatch(file)
+        return match[1] if match else None
 
 
 def _read(store: Store, name: str) -> Described:

@@ -42,7 +42,7 @@ from ..torch_save.zip_read import ALIGNMENT
 from ..torch_save.zip_write import Frame, frame_of
 from .metadata import METADATA, OWN_EMPTY, OWN_PATHS, pack_path, parse_metadata
 from .ranks import FIRST_RANK, rank_metadata
-from .source import source
+from .source import DcpFormat
 
 __all__ = ["DcpWriter"]
 
@@ -352,7 +352,7 @@ def _older(store: Store) -> tuple[str, ...]:
         return ()
     files: Sequence[str] = ()
     with suppress(FormatError):  # what damaged metadata names is left alone
-        files = source(store).files
+        files = DcpFormat().open(store).files
     return *files, *rank_metadata(store.list(recursive=False))
 
 
