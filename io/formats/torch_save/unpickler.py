@@ -277,11 +277,12 @@ class _Machine:
                 elif op == 0x4D:  # BININT2
                     push(number2(data, pos)[0])
                     pos += 2
-                elif op == 0x8C:  # SHORT_BINUNICODE
-                    end = pos + 1 + data[pos]
-                    push(str(data[pos + 1 : end], "utf-8", "surrogatepass"))
-                    pos = end
-                    if end > size:
+                elif op == 0x8C or op == 0x58:  # SHORT_BINUNICODE, BINUNICODE
+                    short = op == 0x8C
+                    begin = pos + (1 if short else 4)
+                    pos = begin + (data[pos] if short else number4(data, pos)[0])
+                    push(str(data[begin:pos], "utf-8", "surrogatepass"))
+                    if pos > size:
                         raise CutShort
                 elif op == 0x71:  # BINPUT
                     memo[data[pos]] = stack[-1]
@@ -539,7 +540,6 @@ _I4: Final = struct.Struct("<i").unpack_from
 _F8: Final = struct.Struct(">d").unpack_from
 _RENAMED: Final = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # since Python 2
 _LENGTHS: Final[dict[int, tuple[int, Callable[[bytes], Any]]]] = {
-    0x58: (4, _text),  # BINUNICODE
     0x8D: (8, _text),  # BINUNICODE8
     0x55: (1, _text),  # SHORT_BINSTRING
     0x54: (4, _text),  # BINSTRING
