@@ -1,10 +1,9 @@
 """Steps that all ranks take together, and that fail on all of them if they fail on one.
 
-A step maps on every rank, reduces on the coordinator, and hands the result back. Whatever raises
-on the way, and wherever, is caught, sent as text, and raised as one `CheckpointError` everywhere;
-the comm can be used again after that. Where decoding the result may fail on some ranks and not on
-others, a step ends when all have decoded it; whether they have, the coordinator finds out and
-tells, so that what travels grows as the number of ranks.
+A step maps on every rank, reduces on the coordinator, and hands the result back. Any error on any
+rank is caught, sent as text, and raised as one `CheckpointError` everywhere; the comm can be used
+again after that. Where decoding the result may fail on some ranks only, the step ends with one more
+round through the coordinator, which reports whether all ranks have decoded it.
 """
 
 from __future__ import annotations
@@ -62,10 +61,10 @@ def decode_json(data: bytes) -> Any:
     except CodecError:
         raise
     except (ValueError, TypeError, LookupError, RecursionError) as error:
-        raise CodecError(f"these bytes are no typed JSON: {error}") from error
+        raise CodecError(f"these bytes are not typed JSON: {error}") from error
 
 
-_ALIKE = (decode_json, bytes)  # what these do with the same bytes, they do on every rank
+_ALIKE = (decode_json, bytes)  # they succeed on all ranks or on none, given the same bytes
 
 
 def reduce_scatter(
@@ -112,14 +111,14 @@ def reduce_scatter(
         gathered = comm.gather(here.frame(lambda: encode(map())), here.topic("gather"))
         parts = None
         if gathered is not None:
-            parts = here.frames(lambda: _reduced(here, gathered, decode, reduce, encode_result))
+            parts = here.frames(
+                lambda: [encode_result(r) for r in here.one_each(reduce, gathered, decode)]
+            )
         mine = comm.scatter(parts, here.topic("scatter"))
-        # Each rank has bytes of its own, which decode everywhere only if we have encoded them.
-        ours = decode_result is bytes or (encode_result, decode_result) == (
-            encode_json,
-            decode_json,
-        )
-        return here.agreed([mine], decode_result if ours else None, lambda: decode_result(mine[1:]))
+        # Each rank has its own bytes: they decode everywhere if our own codec made them.
+        codec = (encode_result, decode_result)
+        alike = decode_result is bytes or codec == (encode_json, decode_json)
+        return here.agreed([mine], lambda: decode_result(mine[1:]), alike=alike)
 
 
 def all_reduce(
@@ -143,13 +142,14 @@ def all_reduce(
     """
     encode_result, decode_result = encode_result or encode, decode_result or decode
     with _together(comm, step) as here:
-
-        def work(gathered: list[bytes]) -> bytes:
-            return here.frame(lambda: encode_result(reduce(here.decoded(gathered, decode))))
-
         mine = here.frame(lambda: encode(map()))
-        result = comm.reduce(mine, work, here.topic("reduce"))
-        return here.agreed([result], decode_result, lambda: decode_result(result[1:]))
+        result = comm.reduce(
+            mine,
+            lambda frames: here.frame(lambda: encode_result(reduce(here.decoded(frames, decode)))),
+            here.topic("reduce"),
+        )
+        alike = decode_result in _ALIKE
+        return here.agreed([result], lambda: decode_result(result[1:]), alike=alike)
 
 
 def all_gather(
@@ -171,7 +171,8 @@ def all_gather(
     with _together(comm, step) as here:
         mine = here.frame(lambda: encode(map()))
         gathered = comm.all_gather(mine, here.topic("all_gather"))
-        return here.agreed(gathered, decode, lambda: here.decoded(gathered, decode))
+        alike = decode in _ALIKE
+        return here.agreed(gathered, lambda: here.decoded(gathered, decode), alike=alike)
 
 
 def broadcast(
@@ -194,7 +195,7 @@ def broadcast(
         mine = comm.rank == comm.coordinator
         frame = here.frame(lambda: encode(fn())) if mine else None
         whole = comm.broadcast(frame, here.topic("broadcast"))
-        return here.agreed([whole], decode, lambda: decode(whole[1:]))
+        return here.agreed([whole], lambda: decode(whole[1:]), alike=decode in _ALIKE)
 
 
 def all_keys(comm: Comm, sd: Mapping[Any, Any]) -> list[str]:
@@ -211,8 +212,8 @@ def all_keys(comm: Comm, sd: Mapping[Any, Any]) -> list[str]:
     return list(all_reduce(comm, "all_keys", lambda: sorted(flatten(sd)[0]), union))
 
 
-class _ToldError(Exception):
-    """Failures that a frame brought; they are raised as they are."""
+class _ReportedError(Exception):
+    """Failures of this or other ranks, as they arrived in frames."""
 
     def __init__(self, failures: Sequence[Failure]) -> None:
         self.failures = failures
@@ -221,7 +222,7 @@ class _ToldError(Exception):
 
 @contextlib.contextmanager
 def _together(comm: Comm, step: str) -> Iterator[_Here]:
-    """Take a step; ranks that are lost become failures of it, and who cannot go on says so."""
+    """Take a step: lost ranks become failures of it, and a rank that cannot go on leaves."""
     here = _Here(comm, step)
     try:
         yield here
@@ -229,38 +230,45 @@ def _together(comm: Comm, step: str) -> Iterator[_Here]:
         raise
     except LostRanksError as error:
         lost = CheckpointError(error.failures(step), here.own)
-        if here.own is not None:  # of which the others know nothing
-            lost.add_note(str(Failure.of(here.own, comm.ranks[comm.rank], step)))
+        if here.own is not None:  # the other ranks do not know of it
+            lost.add_note(str(Failure.of(here.own, here.rank, step)))
         raise lost from None
-    except Exception as error:  # of the comm itself: all else was caught, and told to the others
-        failure = Failure.of(error, comm.ranks[comm.rank], step)
+    except Exception as error:  # of the comm itself: all others were caught, and sent
         reason = departure(step, error)
         comm.leave(reason)
-        # This rank cannot know what the others do now: it is lost, to itself as to them.
-        told = [attrs.evolve(failure, type="LostRank", text=reason)]
-        raise CheckpointError(told, error) from error
+        # This rank cannot know what the others do now: it counts as lost, here as well.
+        failure = attrs.evolve(Failure.of(error, here.rank, step), type="LostRank", text=reason)
+        raise CheckpointError([failure], error) from error
     except BaseException as error:
         comm.leave(departure(step, error))
         raise
     finally:
-        here.raised.clear()  # an error knows by its traceback who holds it
+        here.own = None  # its traceback refers to this frame
 
 
-@attrs.frozen
+@attrs.define
 class _Here:
-    """One rank within one step: it turns what is done into frames, and frames into errors."""
+    """One rank within one step: turns work into frames, and frames into results or errors.
+
+    A frame is bytes with a mark in front: the result of some work, or the failures of ranks.
+
+    Attributes:
+        comm: The ranks.
+        step: The step's name.
+        own: The first error that was raised on this rank, if any.
+    """
 
     comm: Comm
     step: str
-    raised: list[Exception] = attrs.field(factory=list)
+    own: Exception | None = None
 
     @property
-    def own(self) -> Exception | None:
-        """What was raised here, if anything was."""
-        return self.raised[0] if self.raised else None
+    def rank(self) -> int:
+        """This rank's number in the whole job."""
+        return self.comm.ranks[self.comm.rank]
 
     def topic(self, collective: str) -> str:
-        """Say what a meeting is for, so that nobody takes it for one of another step.
+        """Name a collective, so that ranks in different steps notice it.
 
         >>> from shardplan.dist import solo
         >>> _Here(solo(), "write").topic("gather")
@@ -269,32 +277,34 @@ class _Here:
         return f"{collective} of {self.step!r}"
 
     def frame(self, work: Callable[[], bytes]) -> bytes:
-        """Return the bytes that ``work`` does, or what it raised, ready to be sent."""
+        """Return a frame with the bytes that ``work`` returns, or with the error it raises."""
         return self.frames(lambda: [work()])[0]
 
     def frames(self, work: Callable[[], Sequence[bytes]]) -> list[bytes]:
-        """Return one frame per part of what ``work`` returns; if it raised, one per rank."""
+        """Return one frame per part that ``work`` returns; if it raises, one per rank."""
         try:
             return [b"".join((_DONE, _only_bytes(part))) for part in work()]
-        except _ToldError as told:
-            failures = list(told.failures)
-        except LostRanksError as lost:  # to blame is who is lost, not who has noticed
-            failures = lost.failures(self.step)
         except Exception as error:
-            self.raised.append(error)
-            failures = [Failure.of(error, self.comm.ranks[self.comm.rank], self.step)]
-        return [_FAILED + _packed(failures)] * self.comm.world_size
+            return [self.failed(error)] * self.comm.world_size
 
-    def opened(self, *frames: bytes) -> Any:
-        """Return the bytes of a frame, or raise all failures of the frames."""
-        told = [_unpacked(frame[1:]) for frame in frames if frame[:1] == _FAILED]
-        failures = [failure for part in told for failure in part]
-        if failures:
-            raise _ToldError(thinned(failures))
+    def failed(self, error: Exception) -> bytes:
+        """Return a frame with an error of this rank, or with the failures of others it carries."""
+        if isinstance(error, _ReportedError):
+            return _FAILED + _packed(error.failures)
+        if isinstance(error, LostRanksError):  # the lost rank is to blame, not this one
+            return _FAILED + _packed(error.failures(self.step))
+        self.own = self.own or error
+        return _FAILED + _packed([Failure.of(error, self.rank, self.step)])
+
+    def opened(self, *frames: bytes) -> bytes:
+        """Return the bytes of the first frame, or raise all failures of the frames."""
+        found = [_unpacked(frame[1:]) for frame in frames if frame[:1] == _FAILED]
+        if found:
+            raise _ReportedError(thinned([failure for part in found for failure in part]))
         return frames[0][1:]
 
     def decoded(self, frames: Sequence[bytes], decode: Decode) -> list[Any]:
-        """Return every rank's value, or raise all failures; say whose bytes do not decode."""
+        """Return every rank's value, or raise all failures; name the rank of bad bytes."""
         self.opened(*frames)
         values = []
         for rank, frame in zip(self.comm.ranks, frames, strict=True):
@@ -305,44 +315,47 @@ class _Here:
                 raise
         return values
 
-    def agreed(self, frames: Sequence[bytes], decode: Decode | None, work: Callable[[], T]) -> T:
+    def one_each(
+        self, reduce: Callable[[list[Any]], Sequence[Any]], frames: Sequence[bytes], decode: Decode
+    ) -> Sequence[Any]:
+        """Reduce all ranks' values, and return the results if there is one for each rank."""
+        results, count = reduce(self.decoded(frames, decode)), self.comm.world_size
+        if len(results) != count:
+            raise ValueError(
+                f"reduce returned {len(results)} results for {count} ranks; "
+                "it must return one per rank, by rank"
+            )
+        return results
+
+    def agreed(self, frames: Sequence[bytes], work: Callable[[], T], *, alike: bool) -> T:
         """Return what ``work`` decodes, once it is known that it succeeds on all ranks.
 
         Args:
-            frames: What has come. If it tells of failures, it tells all ranks of the same ones.
-            decode: What decodes it; None if it may fail on some ranks and not on others.
+            frames: What has arrived; if there are failures in it, all ranks have the same ones.
             work: Decodes it.
+            alike: Whether it succeeds on all ranks if it does on one.
         """
-        results: list[T] = []
-        scarce: list[Exception] = []
-
-        def attempt() -> bytes:
-            try:
-                results.append(work())
-            except Exception as error:
-                if isinstance(error.__cause__ or error, (MemoryError, RecursionError)):
-                    scarce.append(error)
-                raise
-            return b""
-
-        def end(told: list[bytes]) -> bytes:
-            return self.frame(lambda: self.opened(*told))
-
         try:
             self.opened(*frames)
-            ended = self.frame(attempt)
-            if decode not in _ALIKE:
-                ended = self.comm.reduce(ended, end, self.topic("the end"))
-            elif scarce:  # other ranks may have had enough, and have gone on
-                self.comm.leave(departure(self.step, scarce[0]))
+            try:
+                value, ended = work(), _DONE
+            except Exception as error:
+                ended = self.failed(error)
+                if alike and isinstance(error.__cause__ or error, (MemoryError, RecursionError)):
+                    self.comm.leave(departure(self.step, error))  # others may have gone on
+            if not alike:
+                ended = self.comm.reduce(ended, self._all_ended, self.topic("the end"))
             self.opened(ended)
-        except _ToldError as error:
+        except _ReportedError as error:
             raise CheckpointError(error.failures, self.own) from None
-        return results[0]
+        return value
+
+    def _all_ended(self, frames: list[bytes]) -> bytes:
+        return self.frame(lambda: self.opened(*frames))
 
 
 def _packed(failures: Sequence[Failure]) -> bytes:
-    """Encode failures; what many have in common is there once.
+    """Encode failures; a text that many have in common is stored once.
 
     >>> alike = [Failure(rank, "write", "OSError", "disk full", "Traceback …") for rank in (3, 5)]
     >>> _unpacked(_packed(alike)) == alike, _packed(alike).count(b"disk full")
@@ -359,23 +372,6 @@ def _packed(failures: Sequence[Failure]) -> bytes:
 def _unpacked(data: bytes) -> list[Failure]:
     known, rows = decode_json(data)
     return [Failure(rank, *(known[word] for word in words)) for rank, *words in rows]
-
-
-def _reduced(
-    here: _Here,
-    gathered: Sequence[bytes],
-    decode: Decode,
-    reduce: Callable[[list[Any]], Sequence[Any]],
-    encode: Encode,
-) -> list[bytes]:
-    """Return the encoded result of each rank; there must be one for each."""
-    results = reduce(here.decoded(gathered, decode))
-    if len(results) != here.comm.world_size:
-        raise ValueError(
-            f"reduce returned {len(results)} results for {here.comm.world_size} ranks; "
-            "it must return one per rank, by rank"
-        )
-    return [encode(result) for result in results]
 
 
 def _only_bytes(data: object) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -23,14 +23,14 @@ def run_ranks(
 ) -> list[T]:
     """Run ``fn(comm)`` on n threads, each with the comm of one rank, and return their results.
 
-    What they exchange, and what they are told when one of them fails, is what processes would be.
-    A rank whose function has returned or raised is lost to those that still wait for it, at once.
+    They exchange the same bytes and get the same errors as processes would. A rank whose function
+    has returned or raised is lost to those that still wait for it, at once.
 
     Args:
         n: How many ranks.
-        fn: What each rank does; it learns from its comm which rank it is.
-        timeout: Seconds that a rank is waited for in a collective; and, once some rank has failed,
-            seconds until those that do not come back are given up (their threads run on).
+        fn: What each rank does; its comm says which rank it is.
+        timeout: Seconds to wait for a rank in a collective; and, once some rank has failed, for the
+            others to return (their threads run on).
         coordinator: The rank that gathers and scatters.
 
     Returns:
@@ -38,7 +38,7 @@ def run_ranks(
 
     Raises:
         CheckpointError: Some ranks failed; it names all of them. The first one's own exception is
-            the ``__cause__``. KeyboardInterrupt and SystemExit come through as they are.
+            the ``__cause__``. KeyboardInterrupt and SystemExit are raised as they are.
 
     >>> run_ranks(3, lambda comm: comm.all_gather(b"%d" % comm.rank))
     [[b'0', b'1', b'2'], [b'0', b'1', b'2'], [b'0', b'1', b'2']]
@@ -102,17 +102,17 @@ def _join(
 def _merged(
     n: int, results: dict[int, Any], errors: dict[int, BaseException], timeout: float
 ) -> BaseException:
-    """Return one error for all ranks: what each of those to blame did, by itself or as told."""
+    """Return one error for all ranks: their own failures, and those that they report."""
     for error in errors.values():
         if not isinstance(error, Exception):
             return error
-    told: dict[int, Failure] = {}
+    reported: dict[int, Failure] = {}
     own: dict[int, Failure] = {}
     for rank, error in sorted(errors.items()):
         if isinstance(error, CheckpointError):
-            told |= {failure.rank: failure for failure in error.failures}
+            reported |= {failure.rank: failure for failure in error.failures}
         elif isinstance(error, LostRanksError):
-            told |= {failure.rank: failure for failure in error.failures("run_ranks")}
+            reported |= {failure.rank: failure for failure in error.failures("run_ranks")}
         else:
             own[rank] = Failure.of(error, rank, "run_ranks")
     text = f"did not return within {timeout:g} s after another rank had failed"
@@ -121,13 +121,13 @@ def _merged(
     steps = [e for _, e in sorted(errors.items()) if isinstance(e, CheckpointError)]
     first = next((e.own for e in steps if e.own is not None), None)
     raised = next((e for r in own if isinstance(e := errors[r], Exception)), first)
-    merged = CheckpointError((missing | told | own).values(), raised)
+    merged = CheckpointError((missing | reported | own).values(), raised)
     merged.__cause__ = raised
     return merged
 
 
 class _Room:
-    """Where the threads meet: what each brought to each meeting, and who is gone."""
+    """What the threads share: what each brought to each meeting, and which ranks are gone."""
 
     def __init__(self, n: int, timeout: float) -> None:
         self.n = n
@@ -136,43 +136,22 @@ class _Room:
         self.brought: dict[int, dict[int, tuple[str, Any]]] = {}
         self.verdicts: dict[int, dict[int, str]] = {}
         self.gone: dict[int, str] = {}
-        self.parcels: dict[tuple[int, int], deque[_Parcel]] = {}
-        self.receipts: dict[tuple[int, int], deque[_Receipt]] = {}
+        # By sender and receiver, the transfers of either side that wait for the other side.
+        self.sends: defaultdict[tuple[int, int], deque[_Transfer]] = defaultdict(deque)
+        self.receives: defaultdict[tuple[int, int], deque[_Transfer]] = defaultdict(deque)
 
-    def put(self, way: tuple[int, int], parcel: _Parcel) -> None:
-        """Leave memory for another rank to copy."""
+    def transfer(self, source: int, target: int, memory: memoryview, *, is_send: bool) -> _Transfer:
+        """Begin one side of a transfer; whichever side comes last copies, in order."""
+        sends, receives = self.sends[source, target], self.receives[source, target]
+        transfer = _Transfer(self, target if is_send else source, memory)
         with self.changed:
-            self.parcels.setdefault(way, deque()).append(parcel)
-            self._deliver(way)
-
-    def take(self, way: tuple[int, int], into: memoryview) -> _Receipt:
-        """Line up memory to be filled by another rank."""
-        receipt = _Receipt(self, way, into)
-        with self.changed:
-            self.receipts.setdefault(way, deque()).append(receipt)
-            self._deliver(way)
-        return receipt
-
-    def _deliver(self, way: tuple[int, int]) -> None:
-        """Copy what has come, in order, on whichever side came last: nobody has to wait for it."""
-        parcels, receipts = self.parcels.get(way, deque()), self.receipts.get(way, deque())
-        while parcels and receipts:
-            parcel, receipt = parcels.popleft(), receipts.popleft()
-            receipt.into[:] = parcel.data
-            parcel.done = receipt.filled = True
-            self.changed.notify_all()
-
-    def await_parcel(self, place: int, ready: Callable[[], bool]) -> None:
-        """Wait for something that another rank does, or raise LostRanksError.
-
-        Not as long as for a meeting: who waits here must not be missed there by all others.
-        """
-        limit = self.timeout / 2
-        with self.changed:
-            self.changed.wait_for(lambda: ready() or place in self.gone, limit)
-            if not ready():
-                why = self.gone.get(place, f"sent or took nothing within {limit:g} s")
-                raise LostRanksError({place: why})
+            (sends if is_send else receives).append(transfer)
+            while sends and receives:
+                sent, received = sends.popleft(), receives.popleft()
+                received.memory[:] = sent.memory
+                sent.done = received.done = True
+                self.changed.notify_all()
+        return transfer
 
     def lose(self, reasons: dict[int, str]) -> None:
         with self.changed:
@@ -187,7 +166,7 @@ class _Room:
             self.changed.notify_all()
             self.changed.wait_for(lambda: self._over(number), self.timeout)
             lost = self.verdicts.setdefault(number, self._lost(number, topic))
-            # Who has come to this meeting has taken what it needed from the last one.
+            # Ranks that are here have taken what they needed from the meeting before the last.
             self.brought.pop(number - 2, None)
             self.verdicts.pop(number - 2, None)
         if lost:
@@ -216,34 +195,23 @@ class _Room:
 
 
 @attrs.define(eq=False)
-class _Parcel:
-    """Memory that one thread lends to another until it was copied; a `Pending`."""
+class _Transfer:
+    """Memory that is sent to, or filled by, another thread; a `Pending`."""
 
     room: _Room
-    place: int
-    data: memoryview
+    other: int
+    memory: memoryview
     done: bool = False
 
     def wait(self) -> None:
-        """Return once it was copied."""
-        self.room.await_parcel(self.place, lambda: self.done)
-
-
-@attrs.define(eq=False)
-class _Receipt:
-    """Memory that waits for what another thread sends; a `Pending`.
-
-    What comes goes to receipts in the order in which they were made, whichever is waited for.
-    """
-
-    room: _Room
-    way: tuple[int, int]
-    into: memoryview
-    filled: bool = False
-
-    def wait(self) -> None:
-        """Return once it was filled."""
-        self.room.await_parcel(self.way[0], lambda: self.filled)
+        """Return once the bytes were copied, or raise LostRanksError."""
+        # Half as long as for a collective, where this rank would else be missed by all others.
+        limit, room = self.room.timeout / 2, self.room
+        with room.changed:
+            room.changed.wait_for(lambda: self.done or self.other in room.gone, limit)
+            if not self.done:
+                reason = room.gone.get(self.other, f"sent or took nothing within {limit:g} s")
+                raise LostRanksError({self.other: reason})
 
 
 @attrs.define(eq=False, repr=False)
@@ -304,16 +272,14 @@ class ThreadComm:
 
     def send(self, place: int, data: memoryview) -> Pending:
         """Begin to send bytes to one rank; see `Comm.send`."""
-        parcel = _Parcel(self._room, place, data)
-        self._room.put((self.rank, place), parcel)
-        return parcel
+        return self._room.transfer(self.rank, place, data, is_send=True)
 
     def receive(self, place: int, into: memoryview) -> Pending:
         """Begin to fill memory with what one rank sends; see `Comm.receive`."""
-        return self._room.take((place, self.rank), into)
+        return self._room.transfer(place, self.rank, into, is_send=False)
 
     def leave(self, reason: str) -> None:
-        """Tell the others that this rank will come to no meeting."""
+        """Announce that this rank takes part in no further meeting."""
         self._room.lose({self.rank: reason})
 
     def _meet(self, topic: str, data: Callable[[], object]) -> dict[int, Any]:

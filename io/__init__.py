@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 from shardplan.planning.door import door
 
 if TYPE_CHECKING:
-    from .blocksums import BlockSums
-    from .checksums import Sums, combine, hash_views, xxhash
+    from .checksums import BlockSums, Proof, Sums, combine, hash_views, xxhash
     from .compare import TensorDiff, compare_tensors, named_errors, same_value
     from .errors import (
         ExistsError,
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     )
     from .pool import Pool, default_pool
     from .progress import Progress, Tell
-    from .proof import Proof
     from .stores import MissingFileError, Store, StoreError, open_store
     from .tensors import (
         as_tensor,
@@ -38,13 +36,11 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = door(
     __name__,
     {
-        "blocksums": "BlockSums",
-        "checksums": "Sums combine hash_views xxhash",
+        "checksums": "BlockSums Proof Sums combine hash_views xxhash",
         "compare": "TensorDiff compare_tensors named_errors same_value",
         "errors": "ExistsError FormatError LoadError UnsureCommitError ValueRefusedError listed",
         "pool": "Pool default_pool",
         "progress": "Progress Tell",
-        "proof": "Proof",
         "stores": "MissingFileError Store StoreError open_store",
         "tensors": (
             "as_tensor can_cast dump empty flip memory same_dtype store to_numpy torch_dtype window"

@@ -37,15 +37,15 @@ Run: TypeAlias = tuple[int, list[memoryview]]
 
 
 def byte_view(buffer: Buffer) -> memoryview:
-    """View contiguous memory as flat bytes.
+    """Return a view of contiguous memory as flat bytes.
 
     >>> byte_view(np.array([[1, 2]], np.int16)).tolist()
     [1, 0, 2, 0]
 
     Raises:
-        ValueError: The elements do not lie one after another.
+        ValueError: The memory is not contiguous.
     """
-    view = memoryview(cast(bytes, buffer))  # typed so for Python 3.11, where arrays are no buffers
+    view = memoryview(cast(bytes, buffer))  # typed so for Python 3.11, where arrays are not buffers
     if not view.c_contiguous:
         raise ValueError(f"memory of shape {view.shape} is not contiguous: make it so first")
     if not view.nbytes:
@@ -54,17 +54,14 @@ def byte_view(buffer: Buffer) -> memoryview:
 
 
 def wanted(ranges: Iterable[tuple[int, memoryview]]) -> list[tuple[int, memoryview]]:
-    """Return the ranges to read as flat views, in the order of the file, without empty ones.
+    """Return ranges to read as flat views, sorted by offset, without empty ones.
 
     >>> buffer = memoryview(bytearray(4))
-    >>> [
-    ...     (offset, view.nbytes)
-    ...     for offset, view in wanted([(9, buffer), (5, buffer[:0]), (2, buffer)])
-    ... ]
+    >>> [(at, len(view)) for at, view in wanted([(9, buffer), (5, buffer[:0]), (2, buffer)])]
     [(2, 4), (9, 4)]
 
     Raises:
-        ValueError: An offset is negative, or memory to fill cannot be written to.
+        ValueError: An offset is negative, or memory is read-only.
     """
     found = []
     for offset, buffer in ranges:
@@ -79,7 +76,7 @@ def wanted(ranges: Iterable[tuple[int, memoryview]]) -> list[tuple[int, memoryvi
 
 
 def total_bytes(parts: Iterable[Buffer]) -> int | None:
-    """Return the size of all parts, or None if they are yet to be made.
+    """Return the size of all parts in bytes, or None if they are made on the fly.
 
     >>> total_bytes([b"abc", b"de"])
     5
@@ -90,7 +87,7 @@ def total_bytes(parts: Iterable[Buffer]) -> int | None:
 
 
 def pieces(parts: Iterable[Buffer], max_bytes: int) -> Iterator[memoryview]:
-    """Cut parts into views of at most ``max_bytes``, in order, leaving out empty ones.
+    """Cut parts into views of at most ``max_bytes``, without empty ones.
 
     >>> [bytes(piece) for piece in pieces([b"abcde", b"", b"f"], 2)]
     [b'ab', b'cd', b'e', b'f']
@@ -102,7 +99,7 @@ def pieces(parts: Iterable[Buffer], max_bytes: int) -> Iterator[memoryview]:
 
 
 def placed(views: Iterable[memoryview]) -> Iterator[tuple[int, memoryview]]:
-    """Pair each view with its offset, where one follows another.
+    """Pair each view with its offset in the file, where one follows another.
 
     >>> [offset for offset, _ in placed([memoryview(b"abc"), memoryview(b"d"), memoryview(b"e")])]
     [0, 3, 4]
@@ -140,7 +137,7 @@ def gather(
             view, rest = (rest, _NOTHING) if rest.nbytes <= room else (rest[:room], rest[room:])
             run.append(view)
             offset = end = end + view.nbytes
-            if end - start == max_bytes:  # not later: what it views need not be kept until then
+            if end - start == max_bytes:  # at once, so that its memory can be freed
                 yield start, run
                 run = []
     if run:
@@ -148,7 +145,7 @@ def gather(
 
 
 def bundles(runs: Iterable[Run], max_bytes: int) -> Iterator[list[Run]]:
-    """Collect small runs into bundles worth a thread's while, of about ``max_bytes`` each.
+    """Group small runs into bundles of about ``max_bytes``, each enough work for a thread.
 
     >>> runs = [(offset, [memoryview(b"abc")]) for offset in (0, 10, 20)]
     >>> [[offset for offset, _ in bundle] for bundle in bundles(runs, 6)]
@@ -166,7 +163,7 @@ def bundles(runs: Iterable[Run], max_bytes: int) -> Iterator[list[Run]]:
 
 
 def advance(views: Sequence[memoryview], done: int) -> list[memoryview]:
-    """Return what is left of some views once their first ``done`` bytes have been moved.
+    """Drop the first ``done`` bytes of some views.
 
     >>> [bytes(view) for view in advance([memoryview(b"abc"), memoryview(b"de")], 4)]
     [b'e']
@@ -179,5 +176,5 @@ def advance(views: Sequence[memoryview], done: int) -> list[memoryview]:
 
 
 def copy_into(destination: memoryview, source: Any) -> None:
-    """Copy bytes of equal length, letting other threads run meanwhile."""
+    """Copy bytes of equal length, without the interpreter lock."""
     np.copyto(np.frombuffer(destination, np.uint8), np.frombuffer(source, np.uint8))

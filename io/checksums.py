@@ -1,46 +1,71 @@
-"""Checksums of a chunk's bytes, made block by block, so that threads can share the work.
+"""Checksums of chunks: hash blocks, combine them, compare.
 
-Ours is xxh3-64. The checksum of a chunk of one block is that of its bytes. A larger chunk's is that
-of the checksums of its blocks (see `planning.storage.blocks`), eight bytes each, most significant
-first. Archives of torch have the CRC-32 of each record.
+A chunk is hashed block by block (see `planning.storage`), so that threads and ranks can share the
+work. Ours is xxh3-64: the checksum of a chunk of one block is that of its bytes; a larger chunk's
+is that of the checksums of its blocks, eight bytes each, most significant first. Archives of torch
+have the CRC-32 of each record.
+
+- `Checksum` (`XXH3`, `CRC32`): hash the bytes of a block, combine the checksums of blocks.
+- `BlockSums`: collect the checksums of blocks from several reads or ranks, compare whole chunks.
+- `Proof`: the same for a checkpoint that is read piece by piece; reads again what is incomplete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Protocol
+import math
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from shardplan.planning import named_extras
+from shardplan.planning import LoadItemType, TensorMetadata, itemsize, named_extras
+from shardplan.planning.columns import column
+from shardplan.planning.storage import cut_blocks
+
+from .errors import FormatError, listed
 
 with named_extras("reading or writing a checkpoint"):
     import xxhash
 
-from .crc import combine_crc, sum_crc
+if TYPE_CHECKING:  # what is planned to be read is not needed to open a checkpoint
+    from shardplan.planning.columns import ReadItems
+
+    from .formats.base import Source
+    from .pool import Pool
 
 __all__ = [
     "CRC32",
     "XXH3",
+    "BlockSums",
     "Checksum",
+    "Proof",
     "Sums",
     "combine",
+    "combine_crc",
     "hash_views",
+    "sum_crc",
     "sums_from_hex",
     "sums_to_hex",
     "xxhash",
 ]
 
 Sums = npt.NDArray[np.uint64]
+Key = tuple[str, int]  # a tensor's name, and the number of one of its chunks
+Box = tuple[int, ...]
+
+sum_crc = zlib.crc32
 
 
 class State(Protocol):
     """A checksum in the making."""
 
     def update(self, data: memoryview, /) -> object:
-        """Take in some more bytes."""
+        """Add bytes."""
 
     def intdigest(self) -> int:
         """Return the checksum of all bytes so far."""
@@ -65,19 +90,43 @@ class Checksum:
             state.update(view)
         return state.intdigest()
 
+    def of_blocks(self, view: memoryview, block_bytes: int) -> int:
+        """Return the checksum of a chunk of bytes.
+
+        >>> XXH3.of_blocks(memoryview(b"abc"), 2) == combine(
+        ...     [hash_views([b"ab"]), hash_views([b"c"])]
+        ... )
+        True
+        """
+        starts = range(0, len(view) or 1, block_bytes)
+        return self.combine([self.of([view[start : start + block_bytes]]) for start in starts])
+
+
+def combine(digests: Sequence[int]) -> int:
+    """Return a chunk's xxh3-64, given those of its blocks in order.
+
+    >>> combine([7])
+    7
+    """
+    if len(digests) == 1:
+        return digests[0]
+    return xxhash.xxh3_64_intdigest(b"".join(d.to_bytes(8, "big") for d in digests))
+
 
 class _Crc:
-    """The CRC-32 of a block in the making; it carries the block's length, to be combined."""
+    """The CRC-32 of a block in the making.
+
+    The digest carries the length of the block in its high bytes, to be combined.
+    """
 
     def __init__(self) -> None:
         self._crc = self._nbytes = 0
 
     def update(self, data: memoryview, /) -> None:
-        """Take in some more bytes."""
-        self._crc, self._nbytes = sum_crc(data, self._crc), self._nbytes + len(data)
+        self._crc = zlib.crc32(data, self._crc)
+        self._nbytes += len(data)
 
     def intdigest(self) -> int:
-        """Return how many bytes there were, and their CRC-32 in the lowest four bytes."""
         return self._nbytes << 32 | self._crc
 
 
@@ -88,27 +137,66 @@ def _combine_crcs(digests: Sequence[int]) -> int:
     return crc
 
 
+XXH3: Final = Checksum(xxhash.xxh3_64, combine)
+"""The checksums of our own format."""
+CRC32: Final = Checksum(_Crc, _combine_crcs)
+"""The checksums of archives.
+
+>>> CRC32.combine([CRC32.of([memoryview(b"check")]), CRC32.of([memoryview(b"point")])])
+2345966128
+"""
+
+
 def hash_views(views: Iterable[memoryview]) -> int:
-    """Return the checksum of some memory, one view after the other.
+    """Return the xxh3-64 of some memory, one view after the other.
 
     >>> hash_views([memoryview(b"ab"), memoryview(b"c")]) == xxhash.xxh3_64_intdigest(b"abc")
     True
     """
-    state = xxhash.xxh3_64()
-    for view in views:
-        state.update(view)
-    return state.intdigest()
+    return XXH3.of(views)
 
 
-def combine(digests: Sequence[int]) -> int:
-    """Return a chunk's checksum, given those of its blocks in order.
+def combine_crc(first: int, second: int, nbytes: int) -> int:
+    """Return the CRC-32 of bytes in two parts, given those of each part.
 
-    >>> combine([7])
-    7
+    Args:
+        first: The CRC-32 of the first part.
+        second: That of the second part.
+        nbytes: How many bytes the second part has.
+
+    >>> combine_crc(zlib.crc32(b"check"), zlib.crc32(b"point"), 5) == zlib.crc32(b"checkpoint")
+    True
     """
-    if len(digests) == 1:
-        return digests[0]
-    return xxhash.xxh3_64_intdigest(b"".join(d.to_bytes(8, "big") for d in digests))
+    return _times(_power(nbytes), first) ^ second
+
+
+def _times(a: int, b: int) -> int:
+    """Multiply polynomials over GF(2) modulo that of the CRC; the lowest power is the top bit."""
+    product, bit = 0, 1 << 31
+    while a:
+        if a & bit:
+            product ^= b
+            a ^= bit
+        bit >>= 1
+        b = (b >> 1) ^ 0xEDB88320 if b & 1 else b >> 1
+    return product
+
+
+@cache
+def _square(power: int) -> int:
+    """Return x to the 2 to the ``power``."""
+    return 1 << 30 if not power else _times(_square(power - 1), _square(power - 1))
+
+
+@cache
+def _power(nbytes: int) -> int:
+    """Return x to the number of bits in ``nbytes``."""
+    product, bits, power = 1 << 31, 8 * nbytes, 0
+    while bits:
+        if bits & 1:
+            product = _times(_square(power), product)
+        bits, power = bits >> 1, power + 1
+    return product
 
 
 def sums_to_hex(sums: Sums) -> str:
@@ -127,18 +215,200 @@ def sums_from_hex(text: str) -> Sums:
     [255]
 
     Raises:
-        ValueError: The text is no row of hexadecimal numbers of sixteen digits.
+        ValueError: The text is not a row of hexadecimal numbers of sixteen digits.
     """
     sums = np.frombuffer(bytes.fromhex(text), ">u8").astype(np.uint64)
     sums.flags.writeable = False
     return sums
 
 
-XXH3: Final = Checksum(xxhash.xxh3_64, combine)
-"""The checksums of our own format."""
-CRC32: Final = Checksum(_Crc, _combine_crcs)
-"""The checksums of archives.
+@attrs.define
+class _Partial:
+    """What is known of one chunk: its number of blocks, their checksums, and the bytes read."""
 
->>> CRC32.combine([CRC32.of([memoryview(b"check")]), CRC32.of([memoryview(b"point")])])
-2345966128
-"""
+    count: int
+    digests: dict[int, int] = attrs.field(factory=dict)
+    nbytes: int = 0
+
+    @property
+    def complete(self) -> bool:
+        return len(self.digests) == self.count
+
+
+class BlockSums:
+    """Checksums of blocks by chunk, collected until all blocks of a chunk are known.
+
+    Any thread may add to it.
+
+    Attributes:
+        verified: How many chunks were complete and matched their checksums.
+        nbytes: How many bytes of these were read.
+    """
+
+    def __init__(self) -> None:
+        self._chunks: dict[Key, _Partial] = {}
+        self._lock = threading.Lock()
+        self.verified = self.nbytes = 0
+
+    def add(
+        self, name: str, chunk: int, count: int, digests: Mapping[int, int], nbytes: int = 0
+    ) -> None:
+        """Add the checksums of some blocks of a chunk.
+
+        Args:
+            name: The tensor.
+            chunk: The number of the chunk.
+            count: How many blocks the chunk has.
+            digests: The checksums, by number of the block.
+            nbytes: How many bytes of these blocks were read.
+        """
+        with self._lock:
+            found = self._chunks.setdefault((name, chunk), _Partial(count))
+            found.digests.update(digests)
+            found.nbytes += nbytes
+
+    def is_complete(self, key: Key) -> bool:
+        """Return whether all blocks of a chunk are known."""
+        return key in self._chunks and self._chunks[key].complete
+
+    def settle(self, source: Source) -> None:
+        """Compare all complete chunks with the checksums of a checkpoint, and drop them.
+
+        Raises:
+            FormatError: Some do not match; all are named.
+        """
+        with self._lock:
+            done = {key: found for key, found in self._chunks.items() if found.complete}
+            self._chunks = {key: found for key, found in self._chunks.items() if key not in done}
+        expected = source.chunk_sums(list(done))
+        damaged = [
+            key
+            for (key, found), wanted in zip(done.items(), expected, strict=True)
+            if wanted is not None
+            and wanted != source.checksum.combine([found.digests[n] for n in range(found.count)])
+        ]
+        self.verified += len(done) - len(damaged)
+        self.nbytes += sum(found.nbytes for found in done.values())
+        if damaged:
+            files = sorted({source.files[spot.file] for spot in source.spots(damaged)})
+            named = listed(sorted({name for name, _ in damaged}))
+            raise FormatError(listed(files, quote=""), f"checksums do not fit: {named}")
+
+    def pack(self) -> list[tuple[Any, ...]]:
+        """Return what is known as plain data that can be sent to another rank."""
+        return [
+            (*key, found.count, found.nbytes, *_packed(found.digests))
+            for key, found in self._chunks.items()
+        ]
+
+    def unpack(self, packed: Sequence[tuple[Any, ...]]) -> None:
+        """Add what `pack` returned elsewhere.
+
+        >>> one, other = BlockSums(), BlockSums()
+        >>> one.add("w", 0, 2, {1: 7}, 16)
+        >>> other.unpack(one.pack())
+        >>> other.pack() == one.pack()
+        True
+        """
+        for name, chunk, count, nbytes, *columns in packed:
+            numbers, digests = (
+                np.frombuffer(data, dtype).tolist()
+                for data, dtype in zip(columns, ("<i8", "<u8"), strict=True)
+            )
+            self.add(name, chunk, count, dict(zip(numbers, digests, strict=True)), nbytes)
+
+
+def _packed(digests: Mapping[int, int]) -> tuple[bytes, bytes]:
+    return np.array([*digests], "<i8").tobytes(), np.array([*digests.values()], "<u8").tobytes()
+
+
+class Proof:
+    """Compares the chunks of a checkpoint that is read piece by piece with their checksums.
+
+    The blocks that are read are hashed on the way. A chunk of which some blocks were not read whole
+    is read again at the end, in small steps: such a chunk may not fit into memory.
+
+    Attributes:
+        sums: The checksums of the blocks so far, from any number of threads.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.sums = BlockSums()
+        self._lock = threading.Lock()
+        self._begun: set[Key] = set()
+        self._whole: set[Key] = set()
+        self._blocks_of = cache(self._cut)
+
+    @property
+    def proved(self) -> int:
+        """How many chunks matched their checksums."""
+        return len(self._whole) + self.sums.verified
+
+    def note(self, items: ReadItems) -> None:
+        """Note which chunks were read; those read whole, and blocks in `sums`, are hashed."""
+        kinds, names, axes = items.type.tolist(), items.storage.tolist(), items.ndim.tolist()
+        for row, chunk in enumerate(items.storage_hint.tolist()):
+            key = items.names[names[row]], chunk
+            if kinds[row] == LoadItemType.TENSOR.value and self._source.sums_of(key[0]) is not None:
+                offsets = tuple(items.storage_offsets[row, : axes[row]].tolist())
+                self._begin(key, offsets, tuple(items.lengths[row, : axes[row]].tolist()))
+
+    def wants(self, key: Key, offsets: Box, sizes: Box) -> Callable[[int], None] | None:
+        """Return what to call with the xxh3-64 of a box that is about to be read.
+
+        Args:
+            key: Its chunk.
+            offsets: Where in the chunk it starts.
+            sizes: How large it is.
+
+        Returns:
+            The function; None if the box is not a block, or has no checksum.
+        """
+        if self._source.sums_of(key[0]) is None:
+            return None
+        self._begin(key, offsets)
+        number = self._blocks_of(key).get((offsets, sizes))
+        return None if number is None else partial(self._add, key, number)
+
+    def settle(self, pool: Pool) -> None:
+        """Compare all chunks of which a read began, reading again those that are incomplete.
+
+        Raises:
+            FormatError: Some do not match; all are named.
+        """
+        again = [key for key in self._begun - self._whole if not self.sums.is_complete(key)]
+        limit = self._source.block_bytes + self._source.store.staging
+        pool.map(self._read_again, sorted(again), nbytes=limit)
+        self.sums.settle(self._source)
+        self._begun.clear()
+
+    def _begin(self, key: Key, offsets: Box, sizes: Box = ()) -> None:
+        if not any(offsets):
+            with self._lock:
+                self._begun.add(key)
+                if len(self._blocks_of(key)) == 1 and (offsets, sizes) in self._blocks_of(key):
+                    self._whole.add(key)
+
+    def _add(self, key: Key, number: int, digest: int) -> None:
+        self.sums.add(*key, len(self._blocks_of(key)), {number: digest})
+
+    def _cut(self, key: Key) -> dict[tuple[Box, Box], int]:
+        """Return the number of each block of a chunk, by its offsets and sizes."""
+        entry = self._source.metadata.state_dict_metadata[key[0]]
+        assert isinstance(entry, TensorMetadata)
+        sizes, axes = entry.chunks.sizes[key[1]], len(entry.size)
+        width = column([itemsize(entry.properties.dtype)])
+        cut = cut_blocks(column([sizes], 1, axes), width, self._source.block_bytes)
+        boxes = zip(cut.offsets[:, :axes].tolist(), cut.sizes[:, :axes].tolist(), strict=True)
+        return {(tuple(low), tuple(size)): n for n, (low, size) in enumerate(boxes)}
+
+    def _read_again(self, key: Key) -> None:
+        """Read one chunk, block by block, and add the checksums."""
+        (spot,) = self._source.spots([key])
+        at, buffer = spot.begin, np.empty(min(self._source.block_bytes, spot.nbytes), np.uint8)
+        for (_, sizes), number in self._blocks_of(key).items():
+            view = buffer.data[: math.prod(sizes) * itemsize(spot.dtype)]
+            self._source.store.read(self._source.files[spot.file], [(at, view)])
+            at += len(view)
+            self._add(key, number, hash_views([view]))

@@ -1,13 +1,14 @@
-"""Do two checkpoints hold the same elements? By checksum where they can tell, else bit by bit.
+"""Comparing the elements of two checkpoints: by checksum where possible, else bit by bit.
 
-A chunk that both sides cut and hashed alike is settled by its checksums. Of all others, the blocks
-of the first side's chunks are read from both sides, a few at a time, however the second is cut.
+A chunk that both sides cut and hashed alike is compared by its checksums. The blocks of all other
+chunks of the first side are read from both sides, a few at a time, however the second is cut.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Final
 
 import attrs
@@ -16,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from shardplan.planning import SavePlan, TensorMetadata, WriteItemType, load_plan
-from shardplan.planning.columns import Catalog, Ints, WriteItems, column, padded
+from shardplan.planning.columns import Catalog, Head, Ints, WriteItems, column, padded
 from shardplan.planning.geometry import Chunk, Tiling
 from shardplan.planning.storage import cut_blocks
 
@@ -34,13 +35,13 @@ _WORDS: Final[dict[int, str]] = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "u8"}
 
 @attrs.frozen
 class Box:
-    """Elements to compare: a box of a tensor, small enough to be held.
+    """A box of a tensor to compare, small enough for memory.
 
     Attributes:
         name: The tensor.
         chunk: The box.
-        nbytes: How many bytes it takes.
-        number: Which of the first side's chunks it is a part of.
+        nbytes: Its size in bytes.
+        number: The chunk of the first side that it is a part of.
     """
 
     name: str
@@ -69,17 +70,25 @@ class TensorDiff:
 
 @attrs.frozen
 class Comparison:
-    """What comparing tensors found.
+    """The result of comparing tensors.
 
     Attributes:
-        differing: Those that differ, by name.
-        bytes_read: Bytes of elements that were read for it, of both sides.
-        unread: Those of which some or all chunks were compared by checksum, and not read.
+        differing: The tensors that differ, by name.
+        bytes_read: Bytes of elements that were read, of both sides.
+        unread: Tensors of which some or all chunks were compared by checksum, and not read.
     """
 
     differing: Mapping[str, TensorDiff]
     bytes_read: int
     unread: frozenset[str]
+
+
+@attrs.frozen(eq=False)
+class _BySums:
+    """What checksums say of each chunk of the first side: equal, different, or neither."""
+
+    equal: npt.NDArray[np.bool_]
+    differs: npt.NDArray[np.bool_]
 
 
 def compare_tensors(
@@ -97,76 +106,66 @@ def compare_tensors(
         a: The first side.
         b: The second side, with the same pool.
         names: The tensors.
-        locate: Whether to read what checksums say differs, too, to tell how much of it and where.
-        read: Whether to read everything, and go by no checksum.
-        tell: Is told of the bytes that are to be read from either side.
+        locate: Whether to read chunks whose checksums differ, to find where and how much.
+        read: Whether to read everything, and ignore checksums.
+        tell: Called with the bytes read so far and in all, of one side.
     """
-    matcher = _Matcher(a, b)
-    found: dict[str, TensorDiff] = {}
-    unread: list[tuple[str, Ints]] = []
-    settled: set[str] = set()
-    for name in names:
-        equal, differs = matcher.settle(name, trust=not read)
-        if (~equal & ~differs).any() or (locate and differs.any()):
-            unread.append((name, np.flatnonzero(~equal)))
-            settled.update([name] if equal.any() else [])
-            continue
-        settled.update([name] if len(equal) else [])
-        if differs.any():
-            found[name] = TensorDiff(int(differs.sum()))
+    found, unread, skipped = dict[str, TensorDiff](), dict[str, Ints](), set[str]()
+    for name, sums in _compare_sums(a, b, names, ignore=read):
+        if not (sums.equal | sums.differs).all() or (locate and sums.differs.any()):
+            unread[name] = np.flatnonzero(~sums.equal)
+            skipped.update([name] if sums.equal.any() else [])
+        else:
+            skipped.update([name] if len(sums.equal) else [])
+            if sums.differs.any():
+                found[name] = TensorDiff(int(sums.differs.sum()))
     boxes = list(_boxes(a, unread))
     progress = Progress(sum(box.nbytes for box in boxes), tell)
-    work = _Work(a, b, progress)
-    for reader in (a, b):
-        counts = ((name, len(_entry(reader, name).chunks)) for name, _ in unread)
-        reader.source.spots([(name, i) for name, count in counts for i in range(count)])
+    for reader in (a, b):  # all chunks are found at once, not batch by batch
+        counts = {name: len(_entry(reader, name).chunks) for name in unread}
+        reader.source.spots([(name, i) for name, count in counts.items() for i in range(count)])
+
+    def run(batch: list[Box]) -> tuple[list[tuple[Box, TensorDiff]], int]:
+        (ours, some), (theirs, more) = _read(a, batch), _read(b, batch)
+        pairs = zip(batch, ours, theirs, strict=True)
+        differing = [(box, diff) for box, x, y in pairs if (diff := _compare(box.chunk, x, y))]
+        progress.add(sum(box.nbytes for box in batch))
+        return differing, some + more
+
     cost = 4 * _BATCH + max(a.store.staging, b.store.staging)
-    pieces = a.pool.map(work.run, _batches(boxes), nbytes=cost)
+    parts = a.pool.map(run, _batches(boxes), nbytes=cost)
     progress.finish()
-    found.update(_merge(piece for part in pieces for piece in part[0]))
-    return Comparison(found, sum(part[1] for part in pieces), frozenset(settled))
+    found |= _merge(piece for pieces, _ in parts for piece in pieces)
+    return Comparison(found, sum(nbytes for _, nbytes in parts), frozenset(skipped))
 
 
-class _Matcher:
-    """Finds the chunks that both sides have, and compares their checksums."""
+def _compare_sums(
+    a: Reader, b: Reader, names: Iterable[str], *, ignore: bool
+) -> Iterator[tuple[str, _BySums]]:
+    """Yield what the checksums of each tensor say; nothing if they are to be ignored."""
+    left, right = a.metadata.state_dict_metadata, b.metadata.state_dict_metadata
 
-    def __init__(self, a: Reader, b: Reader) -> None:
-        self._a, self._b = a.source, b.source
-        self._entries = a.metadata.state_dict_metadata, b.metadata.state_dict_metadata
-        self._known: dict[tuple[int, int], Ints] = {}
+    @cache
+    def matches(ours: int, theirs: int) -> Ints:
+        return _same_boxes(left.layouts[ours].tiling, right.layouts[theirs].tiling)
 
-    def settle(
-        self, name: str, *, trust: bool
-    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Tell of each chunk of the first side whether it is surely equal, or surely not.
-
-        If checksums are not to be trusted, nothing is sure.
-        """
-        ours, theirs = self._a.sums_of(name), self._b.sums_of(name)
-        match = self._match(name)
-        if ours is None or theirs is None or not trust:
-            return np.zeros(len(match), bool), np.zeros(len(match), bool)
-        both = match >= 0
-        if self._a.block_bytes != self._b.block_bytes:  # only a single block is hashed alike
-            both &= _chunk_bytes(self._entries[0][name]) <= min(
-                self._a.block_bytes, self._b.block_bytes
-            )
-        same = np.zeros(len(ours), bool)
-        same[both] = ours[both] == theirs[match[both]]
-        return same, both & ~same
-
-    def _match(self, name: str) -> Ints:
-        """Return which chunk of the second side is the same box; -1 where none is."""
-        ours, theirs = (int(side.layout[side.row_of[name]]) for side in self._entries)
-        key = ours, theirs
-        if key not in self._known:
-            a, b = self._entries
-            self._known[key] = _same_boxes(a.layouts[ours].tiling, b.layouts[theirs].tiling)
-        return self._known[key]
+    block_bytes = min(a.source.block_bytes, b.source.block_bytes)
+    for name in names:
+        match = matches(int(left.layout[left.row_of[name]]), int(right.layout[right.row_of[name]]))
+        ours, theirs = a.source.sums_of(name), b.source.sums_of(name)
+        equal, both = np.zeros(len(match), bool), np.zeros(len(match), bool)
+        if ours is not None and theirs is not None and not ignore:
+            both = match >= 0
+            if a.source.block_bytes != b.source.block_bytes:  # only a single block is hashed alike
+                entry = _entry(a, name)
+                sizes = entry.chunks.sizes.prod(axis=1) * entry.properties.itemsize
+                both &= sizes <= block_bytes
+            equal[both] = ours[both] == theirs[match[both]]
+        yield name, _BySums(equal, both & ~equal)
 
 
 def _same_boxes(a: Tiling, b: Tiling) -> Ints:
-    """Return, for each chunk of ``a``, the number of the same one in ``b``, or -1.
+    """Return, for each chunk of ``a``, the number of the same box in ``b``, or -1.
 
     >>> from shardplan.planning import tile
     >>> _same_boxes(tile([[0], [2]], [[2], [2]]), tile([[0], [2], [3]], [[2], [1], [1]])).tolist()
@@ -178,14 +177,9 @@ def _same_boxes(a: Tiling, b: Tiling) -> Ints:
     return column([number.get(box, -1) for box in a])
 
 
-def _chunk_bytes(entry: Any) -> Ints:
-    sizes: Ints = entry.chunks.sizes.prod(axis=1) * entry.properties.itemsize
-    return sizes
-
-
-def _boxes(reader: Reader, unread: Sequence[tuple[str, Ints]]) -> Iterator[Box]:
-    """Cut chunks into blocks small enough to be held."""
-    for name, chunks in unread:
+def _boxes(reader: Reader, unread: Mapping[str, Ints]) -> Iterator[Box]:
+    """Cut chunks into blocks small enough for memory."""
+    for name, chunks in unread.items():
         entry = _entry(reader, name)
         offsets, sizes = entry.chunks.offsets[chunks], entry.chunks.sizes[chunks]
         width, axes = entry.properties.itemsize, len(entry.size)
@@ -216,21 +210,6 @@ def _batches(boxes: Iterable[Box]) -> Iterator[list[Box]]:
         yield batch
 
 
-class _Work:
-    """Reads boxes from both sides and compares them, on any number of threads."""
-
-    def __init__(self, a: Reader, b: Reader, progress: Progress) -> None:
-        self._a, self._b, self._progress = a, b, progress
-
-    def run(self, batch: list[Box]) -> tuple[list[tuple[Box, TensorDiff]], int]:
-        """Return the boxes of a batch that differ, and how many bytes were read."""
-        (ours, some), (theirs, more) = _read(self._a, batch), _read(self._b, batch)
-        pairs = zip(batch, ours, theirs, strict=True)
-        found = [(box, diff) for box, x, y in pairs if (diff := _compare(box.chunk, x, y))]
-        self._progress.add(sum(box.nbytes for box in batch))
-        return found, some + more
-
-
 def _read(reader: Reader, batch: Sequence[Box]) -> tuple[list[torch.Tensor], int]:
     """Return the elements of some boxes, and how many bytes were read for them."""
     entries = {name: _entry(reader, name) for name in dict.fromkeys(box.name for box in batch)}
@@ -250,7 +229,7 @@ def _read(reader: Reader, batch: Sequence[Box]) -> tuple[list[torch.Tensor], int
 
 @contextmanager
 def named_errors(reader: Reader) -> Iterator[None]:
-    """Name the checkpoint in what reading it raises: there are two, and neither is being loaded."""
+    """Name the checkpoint in errors of reading it, for there are two, and drop a load's details."""
     try:
         yield
     except FormatError as error:
@@ -260,9 +239,9 @@ def named_errors(reader: Reader) -> Iterator[None]:
 
 
 def _plan(entries: Mapping[str, TensorMetadata], batch: Sequence[Box]) -> SavePlan:
-    """Return the plan of a rank that holds just these boxes."""
+    """Return the plan of a rank that holds these boxes."""
     kind = WriteItemType.SHARD
-    heads = tuple((name, name, kind, e.properties, e.size) for name, e in entries.items())
+    heads = [Head(name, name, kind, e.properties, e.size) for name, e in entries.items()]
     catalog = Catalog.of(heads)
     number = {name: row for row, name in enumerate(entries)}
     items = WriteItems(
@@ -294,7 +273,7 @@ def _compare(box: Chunk, a: torch.Tensor, b: torch.Tensor) -> TensorDiff | None:
 
 
 def _bits(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """Return a tensor's elements as whole numbers; one row an element, if one is not enough."""
+    """Return a tensor's elements as integers; two for each element of sixteen bytes."""
     view = memory(tensor)
     assert view is not None
     words = np.frombuffer(view, _WORDS[tensor.dtype.itemsize])
@@ -304,7 +283,7 @@ def _bits(tensor: torch.Tensor) -> npt.NDArray[Any]:
 def _number(tensor: torch.Tensor, at: int) -> Any:
     try:
         return tensor.reshape(-1)[at].item()
-    except (RuntimeError, NotImplementedError):  # a dtype that torch only carries
+    except (RuntimeError, NotImplementedError):  # a dtype that torch cannot compute with
         return None
 
 
@@ -323,7 +302,7 @@ def _merge(pieces: Iterable[tuple[Box, TensorDiff]]) -> dict[str, TensorDiff]:
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Compare values, their types and their bits to the leaves; the order of a dict is no matter.
+    """Compare values, their types and their bits, to the leaves; dicts in any order.
 
     >>> same_value([1, (2.0, float("nan"))], [1, (2.0, float("nan"))])
     True
@@ -347,7 +326,7 @@ def same_value(a: Any, b: Any) -> bool:
 
 
 def _token(value: Any) -> Any:
-    """Return what is equal just for values of the same type and bits.
+    """Return an object that equals another one's only if type and bits are the same.
 
     >>> _token(1) == _token(True), _token((0.0,)) == _token((-0.0,))
     (False, False)

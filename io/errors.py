@@ -1,33 +1,189 @@
-"""What can be wrong with files, as errors that name the file and the reason."""
+"""The errors of reading and writing: each names the file, the reason and what to try."""
 
 from __future__ import annotations
 
+import errno as codes
 from collections.abc import Iterable
-from typing import Any
+from functools import partial
+from typing import Any, Final, Literal
 
 from shardplan.planning import listed
-
-from .stores.base import StoreError
 
 __all__ = [
     "ExistsError",
     "FormatError",
+    "Kind",
     "LoadError",
+    "MissingFileError",
+    "StoreError",
     "UnsureCommitError",
     "ValueRefusedError",
+    "a_folder",
+    "denied",
+    "from_os_error",
     "listed",
+    "missing",
+    "no_bucket",
+    "no_file",
+    "short",
+    "taken",
+    "too_long",
+    "wrong_size",
+]
+
+Kind = Literal[
+    "missing", "exists", "denied", "full", "short", "long", "path", "unsure", "stopped", "other"
 ]
 
 
+class StoreError(OSError):
+    """An operation on a store that failed.
+
+    Attributes:
+        operation: What was tried, such as ``read``.
+        url: The file or folder.
+        reason: What went wrong.
+        remedy: What to try next; may be empty.
+        kind: ``missing``, ``exists`` (the name is taken), ``denied`` (no permission), ``full`` (no
+            space), ``short`` (the file ends too early), ``long`` (it is larger than allowed),
+            ``path`` (not a valid name, or not the name of a file), ``unsure`` (it may have been
+            done all the same), ``stopped`` (a fault that a test injected), or ``other``.
+
+    >>> print(StoreError("read", "s3://bucket/a", "no such file", remedy="check the name"))
+    cannot read s3://bucket/a: no such file; check the name
+    """
+
+    def __init__(
+        self,
+        operation: str,
+        url: str,
+        reason: str,
+        *,
+        remedy: str = "",
+        kind: Kind = "other",
+        errno: int | None = None,
+    ) -> None:
+        super().__init__(errno, reason, url)
+        self.operation, self.url, self.reason = operation, url, reason
+        self.remedy, self.kind = remedy, kind
+
+    def __str__(self) -> str:
+        remedy = f"; {self.remedy}" if self.remedy else ""
+        return f"cannot {self.operation} {self.url}: {self.reason}{remedy}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        make = partial(type(self), remedy=self.remedy, kind=self.kind, errno=self.errno)
+        return make, (self.operation, self.url, self.reason)
+
+
+class MissingFileError(StoreError, FileNotFoundError):
+    """A missing file; its ``kind`` is ``missing``."""
+
+
+_DENIED: Final = "check who owns the folder, or the credentials in use"
+_FULL: Final = "free some space, or save elsewhere; what was half written has been removed"
+
+
+def missing(operation: str, url: str) -> MissingFileError:
+    """Return the error for a file that is not there."""
+    return _not_there(operation, url, "no such file", "check the name and its folder")
+
+
+def no_bucket(operation: str, url: str, reason: str) -> MissingFileError:
+    """Return the error for a bucket that is not there."""
+    remedy = "check its name and the endpoint in use, or make the bucket first"
+    return _not_there(operation, url, reason, remedy)
+
+
+def _not_there(operation: str, url: str, reason: str, remedy: str) -> MissingFileError:
+    return MissingFileError(
+        operation, url, reason, remedy=remedy, kind="missing", errno=codes.ENOENT
+    )
+
+
+def taken(operation: str, url: str) -> StoreError:
+    """Return the error for a name that is taken and must not be."""
+    return StoreError(operation, url, "the file exists", kind="exists", errno=codes.EEXIST)
+
+
+def a_folder(operation: str, url: str) -> StoreError:
+    """Return the error for a folder where a file should be."""
+    reason, remedy = "a folder has that name", "move the folder away, or choose another place"
+    return StoreError(operation, url, reason, remedy=remedy, kind="path", errno=codes.EISDIR)
+
+
+def no_file(operation: str, url: str) -> StoreError:
+    """Return the error for a pipe, a socket or a device where a file should be."""
+    reason, remedy = "it is a pipe, a socket or a device, not a file", "move it away"
+    return StoreError(operation, url, reason, remedy=remedy, kind="path", errno=codes.EINVAL)
+
+
+def too_long(url: str, size: int, limit: int) -> StoreError:
+    """Return the error for a file that is too large to be read whole."""
+    reason = f"it has {size:,} bytes, and at most {limit:,} are read"
+    return StoreError("read", url, reason, kind="long", errno=codes.EFBIG)
+
+
+def denied(operation: str, url: str, reason: str) -> StoreError:
+    """Return the error for missing permission."""
+    reason = f"permission denied ({reason})"
+    return StoreError(operation, url, reason, remedy=_DENIED, kind="denied", errno=codes.EACCES)
+
+
+def short(url: str, offset: int, length: int, size: int) -> StoreError:
+    """Return the error for a range that reaches past the end of its file.
+
+    >>> print(short("a.bin", offset=90, length=20, size=100))
+    cannot read a.bin: bytes 90 to 110 were asked for, but the file has 100; it was cut short, or
+    replaced since the plan was made: verify the checkpoint
+    """
+    reason = f"bytes {offset} to {offset + length} were asked for, but the file has {size}"
+    remedy = "it was cut short, or replaced since the plan was made: verify the checkpoint"
+    return StoreError("read", url, reason, remedy=remedy, kind="short")
+
+
+def wrong_size(url: str, expected: int, written: int) -> StoreError:
+    """Return the error for parts that add up to another size than was announced."""
+    reason = f"{expected} bytes were announced, but the parts have {written}"
+    return StoreError("write", url, reason, remedy="correct `nbytes` or the parts")
+
+
+def from_os_error(operation: str, url: str, error: OSError) -> StoreError:
+    """Return the `StoreError` for an error of the operating system.
+
+    >>> error = from_os_error("write", "/ckpt/a.bin", OSError(codes.ENOSPC, "No space left"))
+    >>> error.kind
+    'full'
+    >>> print(error)
+    cannot write /ckpt/a.bin: disk full (No space left); free some space, or save elsewhere; ...
+    """
+    if isinstance(error, StoreError):
+        return error
+    text = error.strerror or str(error) or type(error).__name__
+    match error.errno:
+        case codes.ENOENT:
+            return missing(operation, url)
+        case codes.ENOTDIR:
+            reason, remedy = "a file is where a folder should be", "check the path"
+            return StoreError(operation, url, reason, remedy=remedy, kind="path", errno=error.errno)
+        case codes.EACCES | codes.EPERM | codes.EROFS:
+            return denied(operation, url, text)
+        case codes.ENOSPC | codes.EDQUOT:
+            reason, code = f"disk full ({text})", error.errno
+            return StoreError(operation, url, reason, remedy=_FULL, kind="full", errno=code)
+        case code:
+            return StoreError(operation, url, text, errno=code)
+
+
 class FormatError(ValueError):
-    """A file that is not what it should be: damaged, cut short, missing, or of a newer version.
+    """A bad file: damaged, cut short, missing, or of a newer version.
 
     Attributes:
         file: Its name inside the checkpoint.
         folder: The checkpoint, where several are read; else empty.
         reason: What is wrong with it.
-        filled: If a load was stopped by it: keys that were filled entirely before.
-        touched: Keys of which some elements may have been overwritten. All others are as they were.
+        filled: If it stopped a load: keys that were filled entirely before.
+        touched: Keys of which some elements may have been overwritten. All others are unchanged.
 
     >>> raise FormatError("shardplan.json", "it is not JSON")
     Traceback (most recent call last):
@@ -64,15 +220,16 @@ class FormatError(ValueError):
         return FormatError(self.file, self.reason, folder=folder)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _format_error, (self.file, self.reason, self.filled, self.touched, self.folder)
+        make = partial(FormatError, filled=self.filled, touched=self.touched, folder=self.folder)
+        return make, (self.file, self.reason)
 
 
 class LoadError(RuntimeError):
-    """A load that something other than a bad file stopped half way: see its ``__cause__``.
+    """A load that was stopped half way, not by a bad file: see its ``__cause__``.
 
     Attributes:
         filled: Keys of the state dict that were filled entirely, and verified if that was asked.
-        touched: Keys of which some elements may have been overwritten. All others are as they were.
+        touched: Keys of which some elements may have been overwritten. All others are unchanged.
     """
 
     def __init__(self, message: str, filled: Iterable[str], touched: Iterable[str]) -> None:
@@ -88,7 +245,7 @@ class LoadError(RuntimeError):
 
 
 class ValueRefusedError(TypeError):
-    """Values of a state dict that no checkpoint can carry.
+    """Values of a state dict that cannot be saved.
 
     Attributes:
         reasons: Key to reason, for every value refused.
@@ -104,7 +261,7 @@ class ValueRefusedError(TypeError):
 
 
 class ExistsError(FileExistsError):
-    """A checkpoint that is already there, and was not to be overwritten.
+    """A checkpoint that exists already, and must not be overwritten.
 
     Attributes:
         reason: What is where.
@@ -124,25 +281,15 @@ class ExistsError(FileExistsError):
         return self.reason + ("; pass overwrite=True to replace it" if self.can_overwrite else "")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _exists_error, (self.reason, self.can_overwrite)
+        return partial(ExistsError, can_overwrite=self.can_overwrite), (self.reason,)
 
 
 class UnsureCommitError(StoreError):
-    """A commit of which nobody can tell whether it happened, or still will; see its ``__cause__``.
+    """A commit that may or may not have happened, or may still happen; see its ``__cause__``.
 
-    Its files are left alone, for the checkpoint may come to need them; if it does not, `prune`
-    removes them. Open the checkpoint to see which one is there.
+    Its files are kept, because the checkpoint may need them; if not, `prune` removes them. Open the
+    checkpoint to see which one is there.
     """
-
-
-def _exists_error(reason: str, can_overwrite: bool) -> ExistsError:
-    return ExistsError(reason, can_overwrite=can_overwrite)
-
-
-def _format_error(
-    file: str, reason: str, filled: tuple[str, ...], touched: tuple[str, ...], folder: str
-) -> FormatError:
-    return FormatError(file, reason, filled=filled, touched=touched, folder=folder)
 
 
 def _progress(filled: tuple[str, ...], touched: tuple[str, ...]) -> str:

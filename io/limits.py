@@ -1,7 +1,7 @@
-"""Limits of what is read: the most bytes of a file that is read whole.
+"""Limits on the size of files that are read whole.
 
-Readers refuse what is larger before they take memory for it. Writers know the same limits, and
-refuse to write what no reader would take back. For shapes, see `planning.geometry`.
+Readers refuse larger files before they allocate memory, and writers refuse to write what no reader
+would accept. The limits of shapes are in `planning.geometry`.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ LIMITS: Final = {
     "pickle": 1 << 32,  # of a `torch.save` archive; it holds what is not in tensors
     "directory": 1 << 28,  # of an archive
 }
-"""The most bytes of what is read whole, by what it is."""
+"""The most bytes of a file that is read whole, by kind of file."""
 
 MAX_BYTES: Final = 1 << 60
-"""A value, a file and a header have fewer bytes than this."""
+"""Values, files and headers are smaller than this."""
 
 
 def check_size(file: str, nbytes: int, what: str) -> None:
-    """Refuse to read, or to write, more bytes than are ever read whole.
+    """Refuse a file that is too large to be read whole.
 
     Args:
         file: The file's name, for errors.
-        nbytes: How many bytes it has.
-        what: What it is: a key of `LIMITS`.
+        nbytes: Its size in bytes.
+        what: Its kind: a key of `LIMITS`.
 
     >>> check_size("config.json", 1 << 30, "config")
     Traceback (most recent call last):
@@ -50,12 +50,12 @@ def check_size(file: str, nbytes: int, what: str) -> None:
 
 
 def read_whole(store: Store, file: str, what: str) -> bytes:
-    """Read a small file whole, having looked at its size first.
+    """Read a file whole, if it is not too large.
 
     Args:
-        store: Where it lies.
+        store: Where it is.
         file: Its name.
-        what: What it is: a key of `LIMITS`.
+        what: Its kind: a key of `LIMITS`.
 
     Raises:
         MissingFileError: There is no such file.

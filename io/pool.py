@@ -1,17 +1,17 @@
 """A pool of threads that share a budget of memory.
 
-A call of `Pool.map` is a job that stands in the pool's line. A thread takes the job at the front,
-takes its next item, waits until the item's bytes fit into the budget, puts the job back at the end
-of the line, and does the work. So items are made one at a time and as late as possible, jobs take
-turns, and the caller only waits: whatever interrupts it finds the pool in good order.
+A call of `Pool.map` is a job that waits in the pool's line. A thread takes the first job, takes its
+next item, waits until the item's bytes fit into the budget, puts the job back at the end of the
+line, and does the work. So items are made one at a time and as late as possible, jobs take turns,
+and the caller only waits: an interrupt cannot leave the pool in a bad state.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager, nullcontext
 from queue import SimpleQueue
 from typing import Any, Final, TypeVar
 from weakref import WeakSet, finalize
@@ -29,7 +29,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _MAX_BYTES: Final = 256 << 20
-_TICK: Final = 0.5  # seconds after which a waiting caller looks for signals other threads received
+_TICK: Final = 0.5  # seconds; a waiting main thread handles signals that other threads received
 
 
 class StoppedError(RuntimeError):
@@ -44,7 +44,7 @@ def check_stopped() -> None:
     >>> check_stopped()
 
     Raises:
-        StoppedError: It is pointless to go on; the map raises the error that came first.
+        StoppedError: The result is not needed; the map raises the error that came first.
     """
     if any(job.failures for job in _thread.jobs):
         raise StoppedError("stopped, because the operation that this is a part of has failed")
@@ -53,13 +53,11 @@ def check_stopped() -> None:
 class Pool:
     """Threads that share a budget of memory.
 
-    The cost of each piece of work in bytes is reserved before it begins, in the order of arrival,
-    so the sum of what is in flight never exceeds the budget. Work larger than the whole budget
-    runs, but alone.
+    The bytes of each piece of work are reserved before it begins, so the sum of what is in flight
+    never exceeds the budget. Work larger than the whole budget runs alone.
 
-    Work that itself calls `map` of the same pool runs it on its own thread within its own
-    reservation: a pool never waits for itself. A forked process has the pools of its parent,
-    with threads of its own.
+    Work that calls `map` of its own pool runs it on its own thread within its own reservation: a
+    pool never waits for itself. In a forked process, pools of the parent start new threads.
 
     Attributes:
         max_workers: The most threads; each is started when it is first needed, and kept.
@@ -88,12 +86,11 @@ class Pool:
     def _reset(self) -> None:
         """Begin without threads, jobs and reservations, at first and in a forked process."""
         self.peak_bytes = 0
-        self._changed = threading.Condition()
-        self._held: dict[object, int] = {}  # bytes in flight by ticket
-        self._line: deque[object] = deque()  # tickets that wait for room
+        self._held: dict[object, int] = {}  # bytes in flight by reservation
+        self._turn, self._room = threading.RLock(), threading.Condition()
         self._threads: list[threading.Thread] = []
-        self._jobs = _Line()
-        self._end = finalize(self, self._jobs.put, None)
+        self._line = _Line()
+        self._end = finalize(self, self._line.put, None)
         self._end.atexit = False  # threads that outlive the main one may still need the pool
 
     def map(
@@ -112,18 +109,16 @@ class Pool:
 
         Args:
             work: What to do with an item.
-            items: The items; light ones, for their own memory is not counted.
+            items: The items; their own memory is not counted.
             nbytes: The memory that the work holds until it returns, or a function of the item.
-            here: Whether to do it on this thread, one item after the other, where threads would
-                only get in each other's way.
+            here: Whether to work on this thread, one item after the other.
 
         Raises:
             RuntimeError: The pool is closed.
         """
         if self._closed:
             raise RuntimeError("this pool is closed: make another, or use default_pool()")
-        cost = nbytes if callable(nbytes) else lambda _: nbytes
-        job = _Job(self, work, items, (lambda _: 0) if self.inside else cost)
+        job = _Job(self, work, items, 0 if self.inside else nbytes)
         if here or self.inside or not (self._threads or self._start_thread()):
             while job.step(lambda: None):
                 pass
@@ -134,7 +129,7 @@ class Pool:
         return [job.results[number] for number in range(len(job.results))]
 
     def close(self) -> None:
-        """End the threads once they have finished their work; nothing more can be handed in."""
+        """End the threads once they have finished their work; later calls of `map` are refused."""
         self._closed = True
         self._end()
         for thread in self._threads:
@@ -147,7 +142,7 @@ class Pool:
         self.close()
 
     def __repr__(self) -> str:
-        held = f"{sum(self._held.values())} of {self.max_bytes} bytes in flight"
+        held = f"{self._in_flight} of {self.max_bytes} bytes in flight"
         return f"Pool({self.max_workers} threads, {held}, peak {self.peak_bytes})"
 
     @property
@@ -157,19 +152,19 @@ class Pool:
 
     def enqueue(self, job: _Job) -> None:
         """Put a job at the end of the line, and start a thread if all are busy."""
-        self._jobs.put(job)
-        if self._jobs.qsize() > self._jobs.idle:
+        self._line.put(job)
+        if self._line.qsize() > self._line.idle:
             self._start_thread()
 
     def _start_thread(self) -> bool:
-        """Start another thread, unless there are enough; return whether it was possible.
+        """Start another thread, unless there are enough; return whether there is one.
 
-        If an interrupt hits the caller here, there may be one thread more than is known, which
-        does no harm: it is a daemon, and ends with the others.
+        There are as few as needed, because memory that a thread has freed may stay with it. An
+        interrupt in here may leave a thread that is not in the list; it ends with the others.
         """
-        with self._changed:
+        with self._room:
             if len(self._threads) < self.max_workers:
-                thread = threading.Thread(target=_serve, args=(self._jobs,), daemon=True)
+                thread = threading.Thread(target=_serve, args=(self._line,), daemon=True)
                 try:
                     thread.start()
                 except RuntimeError:  # the system has no more, or the interpreter is exiting
@@ -177,41 +172,37 @@ class Pool:
                 self._threads.append(thread)
         return True
 
-    def reserve(self, ticket: object, nbytes: int) -> None:
-        """Wait until some bytes fit into the budget; they are held until `release`."""
+    @contextmanager
+    def reserved(self, nbytes: int) -> Iterator[None]:
+        """Wait until some bytes fit into the budget, and hold them during the block."""
         if nbytes < 0:
             raise ValueError(f"work cannot cost {nbytes} bytes")
-        if not nbytes:
-            return
-        with self._changed:
-            self._line.append(ticket)
-            try:
-                self._changed.wait_for(
-                    lambda: (
-                        self._line[0] is ticket
-                        and (not self._held or sum(self._held.values()) + nbytes <= self.max_bytes)
-                    )
+        ticket = object()
+        try:
+            with self._turn, self._room:  # one waits for room at a time, so nobody is overtaken
+                self._room.wait_for(
+                    lambda: not self._held or self._in_flight + nbytes <= self.max_bytes
                 )
                 self._held[ticket] = nbytes
-                self.peak_bytes = max(self.peak_bytes, sum(self._held.values()))
-            finally:
-                self._line.remove(ticket)
-                self._changed.notify_all()
+                self.peak_bytes = max(self.peak_bytes, self._in_flight)
+            yield
+        finally:
+            with self._room:
+                self._held.pop(ticket, None)
+                self._room.notify_all()
 
-    def release(self, ticket: object) -> None:
-        """Give back what a ticket holds, if anything."""
-        with self._changed:
-            if self._held.pop(ticket, None):
-                self._changed.notify_all()
+    @property
+    def _in_flight(self) -> int:
+        return sum(self._held.values())
 
 
 class _Job:
-    """One call of `Pool.map`: its items, and what became of them.
+    """One call of `Pool.map`: its items, results and errors.
 
     Attributes:
         pool: Where it runs.
         results: What the work returned, by the number of the item.
-        failures: What the work, the items or an interrupt raised; the first error counts.
+        failures: What the work, the items or an interrupt raised, in order of time.
     """
 
     def __init__(
@@ -219,20 +210,20 @@ class _Job:
         pool: Pool,
         work: Callable[[Any], Any],
         items: Iterable[Any],
-        cost: Callable[[Any], int],
+        nbytes: int | Callable[[Any], int],
     ) -> None:
-        self.pool, self._work, self._cost = pool, work, cost
+        self.pool, self._work, self._nbytes = pool, work, nbytes
         self._items, self._count = enumerate(items), len(items) if isinstance(items, Sized) else -1
         self._outer = _thread.jobs  # what the caller works for
         self.results: dict[int, Any] = {}
         self.failures: list[BaseException] = []
         self._lock = threading.Lock()
-        self._active = 0  # threads that are at it
+        self._active = 0  # threads that work on an item
         self._exhausted = False
         self._done = threading.Event()
 
     def run(self) -> None:
-        """Have the pool's threads do it, and return when none of them is at it any more."""
+        """Have the pool's threads do the work, and return when none of them is at it any more."""
         try:
             self.pool.enqueue(self)
             self._wait()
@@ -244,10 +235,7 @@ class _Job:
             raise
 
     def step(self, hand_on: Callable[[], object]) -> bool:
-        """Take the next item, and do the work.
-
-        Args:
-            hand_on: Called when the item was taken, so that another thread can take the next one.
+        """Take the next item, call ``hand_on`` so that another thread takes the one after, work.
 
         Returns:
             Whether there may be another item.
@@ -256,29 +244,29 @@ class _Job:
             if self.failures or self._exhausted:
                 return False
             self._active += 1
-        before, ticket = _thread.jobs, object()
+        before = _thread.jobs
         try:
             _thread.jobs = (*self._outer, self)
-            self._take(ticket, hand_on)
+            self._take(hand_on)
         except BaseException as error:
             self.failures.append(error)
         finally:
             _thread.jobs = before
-            self.pool.release(ticket)
             with self._lock:
                 self._active -= 1
                 self._check_done()
         return True
 
-    def _take(self, ticket: object, hand_on: Callable[[], object]) -> None:
+    def _take(self, hand_on: Callable[[], object]) -> None:
         for number, item in self._items:
-            self.pool.reserve(ticket, self._cost(item))
-            if number + 1 == self._count:
-                self._exhausted = True  # no thread need be woken to find that out
-            else:
-                hand_on()
-            if not self.failures:
-                self.results[number] = self._work(item)
+            nbytes = self._nbytes(item) if callable(self._nbytes) else self._nbytes
+            with self.pool.reserved(nbytes) if nbytes else nullcontext():
+                if number + 1 == self._count:
+                    self._exhausted = True  # so that no thread is woken to find that out
+                else:
+                    hand_on()
+                if not self.failures:
+                    self.results[number] = self._work(item)
             return
         self._exhausted = True
 
@@ -328,7 +316,7 @@ def _serve_next(line: _Line) -> bool:
 
 
 class _Thread(threading.local):
-    """What each thread works for."""
+    """The jobs that each thread works for, the innermost last."""
 
     jobs: tuple[_Job, ...] = ()
 

@@ -1,4 +1,4 @@
-"""How far is it? Bytes done of bytes in all, told by whichever thread is at it, one at a time."""
+"""Progress: bytes done, and bytes in all, reported by any thread, one at a time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Tell: TypeAlias = Callable[[int, int], object]
 
 
 class Progress:
-    """Counts bytes, and tells: 0 first, then ever more, and the total in the end.
+    """Counts bytes, and reports them: first 0, at the end the total.
 
     Args:
         total: How many bytes there will be.
-        tell: Whom to tell; never called by two threads at once.
+        tell: What to call; never by two threads at once.
 
     >>> progress = Progress(10, print)
     0 10

@@ -1,7 +1,7 @@
-"""Tensor memory as bytes: out of it without a copy where possible, and into it.
+"""Tensor memory as bytes: views of it where possible, copies into and out of it.
 
-The only place that knows how torch lays out a tensor. A numpy array is taken as the torch tensor
-that shares its memory.
+The only module that knows how torch lays out a tensor. Numpy arrays are handled as torch tensors
+that share their memory.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 
 Bytes = npt.NDArray[np.uint8]
 
-# Elements of the same width that torch can move, whatever they mean.
+# Dtypes of each width that torch can always copy, whatever the bits mean.
 _RAW: Final[dict[int, torch.dtype]] = {
     1: torch.uint8,
     2: torch.int16,
@@ -47,9 +47,7 @@ _RAW: Final[dict[int, torch.dtype]] = {
     8: torch.int64,
     16: torch.complex128,
 }
-
-
-# Those that Python's memory views know, too.
+# Dtypes that Python's memory views support.
 _NUMPY: Final = frozenset(
     (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64)
 )
@@ -69,12 +67,12 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def as_tensor(value: Any, *, writable: bool = False) -> torch.Tensor:
-    """Return a torch tensor that shares memory with a value, or (if only read) holds its elements.
+    """Return a torch tensor that shares a value's memory; if not ``writable``, maybe a copy.
 
     Args:
         value: A tensor or an array.
-        writable: Whether the tensor is to be filled. One that is not must not be: the memory of a
-            read-only array may be a file's.
+        writable: Whether the tensor will be written to. If not, it must not be: the memory of a
+            read-only array may be a mapped file.
 
     >>> as_tensor(np.arange(3)[::-1]).tolist()
     [2, 1, 0]
@@ -100,7 +98,7 @@ def as_tensor(value: Any, *, writable: bool = False) -> torch.Tensor:
 
 
 def can_share(value: npt.NDArray[Any]) -> bool:
-    """Tell whether a tensor can have an array's elements where they are.
+    """Return whether a tensor can share an array's memory.
 
     >>> can_share(np.arange(3)), can_share(np.arange(3)[::-1])
     (True, False)
@@ -109,24 +107,24 @@ def can_share(value: npt.NDArray[Any]) -> bool:
 
 
 class _Unlocked:
-    """A read-only array's memory, of which torch knows no read-only kind and warns."""
+    """A read-only array that claims to be writable: torch would warn of a read-only one."""
 
     def __init__(self, value: npt.NDArray[Any]) -> None:
-        told = value.__array_interface__
-        self.__array_interface__ = {**told, "data": (told["data"][0], False)}
-        self._value = value  # whose memory it is
+        interface = value.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+        self._value = value  # keeps the memory alive
 
 
 def empty(shape: Sequence[int], dtype: str, device: Any = "cpu") -> torch.Tensor:
-    """Return a new tensor whose elements are not set yet."""
+    """Return a new tensor with uninitialised elements."""
     return torch.empty(tuple(shape), dtype=torch_dtype(dtype), device=device)
 
 
 def block_of_memory(nbytes: int) -> Bytes:
-    """Return memory that the system has back as soon as nothing looks at it any more.
+    """Return memory that goes back to the system as soon as it is not used any more.
 
-    What `malloc` is given back it may keep, for each thread anew: with blocks of many megabytes
-    that comes to several times what is in use.
+    `malloc` may keep freed memory, for each thread: with blocks of many megabytes, that is several
+    times what is in use.
 
     >>> block_of_memory(3).tolist()
     [0, 0, 0]
@@ -137,7 +135,7 @@ def block_of_memory(nbytes: int) -> Bytes:
 
 @cache
 def can_cast(source: str, target: str) -> bool:
-    """Tell whether torch can turn one dtype into another.
+    """Return whether torch can convert one dtype into another.
 
     >>> can_cast("float32", "bfloat16"), can_cast("float32", "float4_e2m1fn_x2")
     (True, False)
@@ -166,13 +164,13 @@ def window(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -
 
 
 def memory(tensor: torch.Tensor) -> memoryview | None:
-    """Return a tensor's elements as flat bytes without copying; None where they lie scattered.
+    """Return a tensor's elements as flat bytes without copying; None if not contiguous in memory.
 
     >>> memory(torch.tensor([1, 2], dtype=torch.int16)).tolist()
     [1, 0, 2, 0]
     """
     if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        return None  # a flag says that memory holds something else
+        return None  # conjugated or negated lazily: memory holds other values
     if not tensor.numel():
         return memoryview(b"")
     if tensor.dtype not in _NUMPY:
@@ -184,7 +182,7 @@ def memory(tensor: torch.Tensor) -> memoryview | None:
 
 
 def is_plain(tensor: torch.Tensor, dtype: str) -> bool:
-    """Tell whether bytes of that dtype, row-major, are a tensor's memory as it is.
+    """Return whether a tensor's memory is its elements of that dtype, row-major.
 
     >>> is_plain(torch.zeros(2, 3), "float32"), is_plain(torch.zeros(2, 3).T, "float32")
     (True, False)
@@ -199,7 +197,7 @@ def is_plain(tensor: torch.Tensor, dtype: str) -> bool:
 
 
 def dump(tensor: torch.Tensor, dtype: str) -> memoryview:
-    """Return a tensor's elements, cast to ``dtype``, row-major, as bytes: a copy if need be."""
+    """Return a tensor's elements, cast to ``dtype``, row-major, as bytes; copies if necessary."""
     target = torch_dtype(dtype)
     if tensor.dtype != target:
         tensor = tensor.resolve_conj().resolve_neg().to(target)
@@ -218,9 +216,8 @@ def store(
     Args:
         tensor: The tensor.
         data: The bytes.
-        dtype: What they hold.
-        strides: How many elements a step along each axis skips there (surplus axes are ignored);
-            elements lie row-major if left out.
+        dtype: Their dtype.
+        strides: The elements' strides there (surplus axes are ignored); row-major if left out.
 
     >>> column = torch.zeros(2, 1)
     >>> store(column, np.arange(6, dtype=np.float32).view(np.uint8), "float32", (3, 1))
@@ -241,7 +238,7 @@ def store(
 
 
 def flip(tensor: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
-    """Return a copy with some axes reversed, whatever its elements are.
+    """Return a copy with some axes reversed, for any dtype.
 
     >>> flip(torch.tensor([1, 2, 3], dtype=torch.uint16), [0]).tolist()
     [3, 2, 1]
@@ -250,15 +247,15 @@ def flip(tensor: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
 
 
 def to_numpy(tensor: torch.Tensor, dtype: npt.DTypeLike | None = None) -> npt.NDArray[Any]:
-    """Return a tensor as an array, cast to ``dtype`` if that is given.
+    """Return a tensor as an array, cast to ``dtype`` if given.
 
-    Dtypes that numpy does not have come as those of the package ml_dtypes, if it is installed.
+    Dtypes that numpy lacks become those of the package ml_dtypes, if it is installed.
 
     >>> to_numpy(torch.ones(2, dtype=torch.bfloat16), np.float32)
     array([1., 1.], dtype=float32)
 
     Raises:
-        TypeError: There is no such array.
+        TypeError: Numpy has no such dtype.
     """
     try:
         return np.asarray(tensor.numpy(), dtype)
@@ -266,7 +263,7 @@ def to_numpy(tensor: torch.Tensor, dtype: npt.DTypeLike | None = None) -> npt.ND
         name = dtype_name(tensor.dtype)
     if dtype is not None:
         wide = torch.complex64 if tensor.dtype.is_complex else torch.float32
-        if can_cast(name, dtype_name(wide)):  # which holds every value of those that numpy lacks
+        if can_cast(name, dtype_name(wide)):  # which holds all values of dtypes that numpy lacks
             return np.asarray(tensor.to(wide).numpy(), dtype)
     try:
         return _raw(tensor).numpy().view(getattr(import_module("ml_dtypes"), name))
@@ -278,17 +275,17 @@ def to_numpy(tensor: torch.Tensor, dtype: npt.DTypeLike | None = None) -> npt.ND
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as elements of the same width that torch can surely copy."""
+    """Return the same memory as a dtype of the same width that torch can copy."""
     return tensor.view(_RAW[tensor.dtype.itemsize])
 
 
 def same_dtype(tensor: torch.Tensor, dtype: str) -> bool:
-    """Tell whether a tensor's elements are stored as they are."""
+    """Return whether a tensor has that dtype."""
     return dtype_name(tensor.dtype) == dtype
 
 
 def run_bytes(tensor: torch.Tensor) -> int:
-    """Return how many bytes of a tensor lie together, counted from its last axis.
+    """Return how many bytes of a tensor are contiguous, counted from its last axis.
 
     >>> run_bytes(torch.zeros(4, 6)[:, :3]), run_bytes(torch.zeros(4, 6)[1:])
     (12, 72)
@@ -304,7 +301,7 @@ def run_bytes(tensor: torch.Tensor) -> int:
 def runs(tensor: torch.Tensor, length: int) -> list[memoryview]:
     """Return a tensor's elements as views of ``length`` bytes each, row-major, without copying.
 
-    ``length`` is that of some of the last axes, all of which lie together; see `run_bytes`.
+    ``length`` is the size of some last axes that are contiguous; see `run_bytes`.
 
     >>> [r.tolist() for r in runs(torch.arange(6, dtype=torch.uint8).reshape(2, 3)[:, 1:], 2)]
     [[1, 2], [4, 5]]

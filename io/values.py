@@ -1,9 +1,9 @@
-"""Values that are not tensors, as JSON that keeps their types, or as bytes in a shard file.
+"""Non-tensor values, as JSON that keeps their types, or as bytes in a shard file.
 
 What JSON has no word for is an object with a single key that starts with ``$``. Values that JSON
 cannot carry are stored as ``torch.save`` writes them, but only if we read that back: loading a
-checkpoint never runs code. All else is refused by key. Large bytes are stored as they are, without
-a copy.
+checkpoint never runs code. All others are refused by key. Large bytes are stored as they are,
+without a copy.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = [
 ]
 
 RAW: Final[dict[str, type[bytes] | type[bytearray]]] = {"bytes": bytes, "bytearray": bytearray}
-"""The kinds of values that are stored as they are, and what each comes back as."""
+"""The kinds of values that are stored as they are, and their types."""
 _INLINE_LIMIT: Final = 1 << 16  # bytes in the manifest; what is larger goes into a shard file
 _PLAIN_INT: Final = 1 << 63
 _NUMPY_KINDS: Final = "biufc"
-_DEPTH: Final = 8  # how deep inside a value the part is looked for that cannot be stored
+_DEPTH: Final = 8  # how deep an error looks inside a value for the part that cannot be stored
 
 
 @attrs.frozen
@@ -53,13 +53,13 @@ class StoredValue:
 
 
 def store_values(values: Mapping[str, Any]) -> dict[str, StoredValue]:
-    """Encode every value, or refuse all those that cannot be, by key.
+    """Encode every value; if some cannot be, refuse them all at once, by key.
 
     >>> store_values({"step": 7, "betas": (0.9, 0.99)})["betas"]
     StoredValue(kind='inline', data={'$tuple': [0.9, 0.99]})
 
     Raises:
-        ValueRefusedError: Some values can be stored in no safe way; all of them are named.
+        ValueRefusedError: Some values cannot be stored safely; all of them are named.
     """
     stored, refused = sort_values(values)
     if refused:
@@ -68,7 +68,7 @@ def store_values(values: Mapping[str, Any]) -> dict[str, StoredValue]:
 
 
 def sort_values(values: Mapping[str, Any]) -> tuple[dict[str, StoredValue], dict[str, str]]:
-    """Encode the values that can be; of the others, tell by key why they cannot.
+    """Return the encoded values, and by key the reason why others cannot be encoded.
 
     >>> sort_values({"step": 7, "odd": [1, object()]})[1]
     {'odd': 'holds an object at [1], which cannot be loaded without running code; save plain ...'}
@@ -108,7 +108,7 @@ def load_value(stored: StoredValue, file: str, key: str) -> Any:
 
 
 def _store(value: Any) -> StoredValue | None:
-    """Encode a value; None if there is no safe way."""
+    """Encode a value; None if that cannot be done safely."""
     kind = type(value)
     if kind in RAW.values() and len(value) > _INLINE_LIMIT:
         return StoredValue(kind.__name__, value)
@@ -124,17 +124,17 @@ def _store(value: Any) -> StoredValue | None:
 
 
 def _torch_bytes(value: Any) -> bytes | None:
-    """Return what torch makes of a value; None if we would not load that."""
+    """Return a value as torch saves it; None if we could not load that safely."""
     from .formats.torch_save.torch_values import dump_value
 
     try:
         return dump_value(value)
-    except Exception:  # pickling may fail in any way that a class thinks of
+    except Exception:  # classes may raise anything when pickled
         return None
 
 
 def _refusal(value: Any) -> str:
-    """Say what about a value cannot be stored, and where in it that is."""
+    """Return which part of a value cannot be stored, and why."""
     way, culprit = _culprit(value)
     name = f"{type(culprit).__module__}.{type(culprit).__qualname__}".removeprefix("builtins.")
     article = "an" if name[0] in "aeiou" else "a"
@@ -145,7 +145,7 @@ def _refusal(value: Any) -> str:
 
 
 def _culprit(value: Any, way: str = "", depth: int = 0) -> tuple[str, Any]:
-    """Return the first thing in a value that cannot be stored, and the way to it."""
+    """Return the path to the first part of a value that cannot be stored, and the part."""
     inner: Iterable[tuple[str, Any]] = ()
     if depth < _DEPTH and type(value) is dict:
         inner = ((f"{way}[{str(k)[:40]!r}]", v) for k, v in value.items())
@@ -179,15 +179,15 @@ def encode_value(value: Any) -> Any:
     encode = _ENCODERS.get(_plain(value))
     if encode is not None:
         return encode(value)
-    if isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS and value.itemsize <= 8:
-        return {"$numpy": [value.dtype.name, _text(value.tobytes())]}
-    if isinstance(value, np.complex128):
+    if isinstance(value, np.complex128) or (
+        isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS and value.itemsize <= 8
+    ):
         return {"$numpy": [value.dtype.name, _text(value.tobytes())]}
     raise _Unfit(f"is a {kind.__name__}")
 
 
 def _plain(value: Any) -> type:
-    """Return the type as which a value comes back: that of containers which tensors may lie in."""
+    """Return the type of a value after loading: lists and named tuples lose their subclass."""
     if isinstance(value, list):
         return list
     return tuple if isinstance(value, tuple) and hasattr(value, "_fields") else type(value)
@@ -236,7 +236,7 @@ _ENCODERS: Final[dict[type, Callable[[Any], Any]]] = {
 def _decode_numpy(body: Any) -> Any:
     dtype = np.dtype(body[0])
     if dtype.kind not in _NUMPY_KINDS or len(data := _bytes(body[1])) != dtype.itemsize:
-        raise ValueError(f"no numpy scalar: {str(body)[:80]}")
+        raise ValueError(f"not a numpy scalar: {str(body)[:80]}")
     return np.frombuffer(data, dtype)[0]
 
 

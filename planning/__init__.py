@@ -16,7 +16,8 @@ from .errors import CodecError, Issue, NotFoundError, PlanError, RefusedError
 from .frozen import FrozenDict, freeze
 from .geometry.overlap import Overlap, fills, gaps, overlap
 from .geometry.tilings import Boxes, Chunk, Grid, Tiling, tile
-from .items import (
+from .metadata import BytesMetadata, Metadata, StorageMeta, TensorMetadata
+from .records import (
     LoadItemType,
     MetadataIndex,
     ReadItem,
@@ -25,7 +26,6 @@ from .items import (
     WriteItem,
     WriteItemType,
 )
-from .metadata import BytesMetadata, Metadata, StorageMeta, TensorMetadata
 from .tree import flatten, unflatten
 
 if TYPE_CHECKING:
@@ -38,14 +38,10 @@ if TYPE_CHECKING:
         encode_plan,
         fingerprint,
     )
-    from .columns import Transfer
     from .completeness import dropped_names, with_replicas
-    from .describe import metadata_of
     from .draw import Picture, draw_bytes, draw_reshard, draw_tiling, draw_traffic, traffic_matrix
     from .dtypes import ITEMSIZE
-    from .errors import listed, nearest_hint, nearest_names, span
-    from .extras import EXTRAS, named_extras
-    from .finding import find_object, find_shard, shard_finder
+    from .errors import EXTRAS, listed, named_extras, nearest_hint, nearest_names, span
     from .frozen import from_json, to_json
     from .load import (
         Strict,
@@ -53,8 +49,8 @@ if TYPE_CHECKING:
         load_plan,
         resolve_overlaps,
         strict_patterns,
-        whole_names,
     )
+    from .matching import whole_names
     from .mesh import (
         LLAMA_TP,
         DerivedPlans,
@@ -82,7 +78,7 @@ if TYPE_CHECKING:
         world_metadata,
         world_plans,
     )
-    from .metadata import Entries, Layout
+    from .metadata import Entries, Layout, metadata_of
     from .passes import (
         Pass,
         Passes,
@@ -102,7 +98,8 @@ if TYPE_CHECKING:
         split_replicas,
         world_pass,
     )
-    from .records import KeyReport, LoadPlan, Plan, SavePlan
+    from .plans import LoadPlan, Plan, SavePlan
+    from .records import KeyReport, Transfer
     from .reports import (
         CostModel,
         PlanDiff,
@@ -115,10 +112,29 @@ if TYPE_CHECKING:
         writers_of,
     )
     from .save import DEFAULT_PASSES, global_plan, local_plan
-    from .storage import ByteRanges, Requests, byte_ranges, coalesce
-    from .tensors import held, kind_of, placement_of, spec_of
+    from .storage import (
+        Access,
+        BoxReads,
+        ByteRanges,
+        ChunkPlaces,
+        FetchPlan,
+        Requests,
+        byte_ranges,
+        coalesce,
+        fetch_plan,
+    )
+    from .tensors import (
+        find_object,
+        find_shard,
+        held,
+        kind_of,
+        placement_of,
+        shard_finder,
+        spec_of,
+    )
     from .testing import assert_all_saved, assert_read_once, assert_written_once
     from .text import (
+        Printed,
         Sheet,
         Table,
         counted,
@@ -129,161 +145,69 @@ if TYPE_CHECKING:
         shape_text,
     )
     from .tree import Path, _is_leaf, empty_names, is_tensor, leaves, nesting_issues
+    from .whole import WholePlan, contents_tag, plan_whole, renumbered, tag_of_parts
 
 __getattr__, __dir__ = door(
     __name__,
     {
         "check": "layout_issues",
         "codec": "decode_metadata decode_plan decode_plans encode_metadata encode_plan fingerprint",
-        "columns": "Transfer",
         "completeness": "dropped_names with_replicas",
-        "describe": "metadata_of",
         "draw": "Picture draw_bytes draw_reshard draw_tiling draw_traffic traffic_matrix",
         "dtypes": "ITEMSIZE",
-        "errors": "listed nearest_hint nearest_names span",
-        "extras": "EXTRAS named_extras",
-        "finding": "find_object find_shard shard_finder",
+        "errors": "EXTRAS listed named_extras nearest_hint nearest_names span",
         "frozen": "from_json to_json",
-        "load": "Strict global_load_plan load_plan resolve_overlaps strict_patterns whole_names",
+        "load": "Strict global_load_plan load_plan resolve_overlaps strict_patterns",
+        "matching": "whole_names",
         "mesh": (
             "DerivedPlans LLAMA_TP Mesh Only Replicate Rule Shard SpecLayout StridedShard "
             "TensorSpec WorldPlans adam derive_plans expert_parallel fsdp fsdp_tp hsdp llama "
             "llama3_405b llama3_8b local_chunks pipeline tensor_parallel world_metadata "
             "world_plans"
         ),
-        "metadata": "Entries Layout",
+        "metadata": "Entries Layout metadata_of",
         "passes": (
             "Pass Passes annotate cast chain dedup_replicas drop named_chain partition "
             "read_on rename select share_reads split_chunks split_reads split_replicas "
             "world_pass"
         ),
-        "records": "KeyReport LoadPlan Plan SavePlan",
+        "plans": "LoadPlan Plan SavePlan",
+        "records": "KeyReport Transfer",
         "reports": "CostModel PlanDiff Report Why Writers explain plan_diff why writers_of",
         "save": "DEFAULT_PASSES global_plan local_plan",
-        "storage": "ByteRanges Requests byte_ranges coalesce",
-        "tensors": "held kind_of placement_of spec_of",
+        "storage": (
+            "Access BoxReads ByteRanges ChunkPlaces FetchPlan Requests byte_ranges coalesce "
+            "fetch_plan"
+        ),
+        "tensors": "find_object find_shard held kind_of placement_of shard_finder spec_of",
         "testing": "assert_all_saved assert_read_once assert_written_once",
-        "text": "Sheet Table counted cut_text human_bytes human_seconds listing shape_text",
+        "text": (
+            "Printed Sheet Table counted cut_text human_bytes human_seconds listing shape_text"
+        ),
         "tree": "Path _is_leaf empty_names is_tensor leaves nesting_issues",
+        "whole": "WholePlan contents_tag plan_whole renumbered tag_of_parts",
     },
 )
 
 __all__ = [
-    "Boxes",
-    "ByteRanges",
-    "BytesMetadata",
-    "Chunk",
-    "CodecError",
-    "CostModel",
-    "FrozenDict",
-    "Grid",
-    "Issue",
-    "KeyReport",
-    "LLAMA_TP",
-    "LoadItemType",
-    "LoadPlan",
-    "Mesh",
-    "Metadata",
-    "MetadataIndex",
-    "NotFoundError",
-    "Only",
-    "Overlap",
-    "Pass",
-    "Passes",
-    "Picture",
-    "Plan",
-    "PlanDiff",
-    "PlanError",
-    "ReadItem",
-    "RefusedError",
-    "Replicate",
-    "Report",
-    "Requests",
-    "Rule",
-    "SavePlan",
-    "Shard",
-    "SpecLayout",
-    "StorageMeta",
-    "StridedShard",
-    "TensorMetadata",
-    "TensorProperties",
-    "TensorSpec",
-    "TensorWriteData",
-    "Tiling",
-    "Transfer",
-    "Why",
-    "DerivedPlans",
-    "WorldPlans",
-    "WriteItem",
-    "WriteItemType",
-    "Writers",
-    "adam",
-    "annotate",
-    "assert_all_saved",
-    "assert_read_once",
-    "assert_written_once",
-    "byte_ranges",
-    "cast",
-    "chain",
-    "check",
-    "coalesce",
-    "decode_metadata",
-    "decode_plan",
-    "decode_plans",
-    "dedup_replicas",
-    "draw_bytes",
-    "draw_reshard",
-    "draw_tiling",
-    "draw_traffic",
-    "drop",
-    "dtype_name",
-    "encode_metadata",
-    "encode_plan",
-    "expert_parallel",
-    "explain",
-    "fills",
-    "derive_plans",
-    "find_issues",
-    "find_object",
-    "find_shard",
-    "fingerprint",
-    "flatten",
-    "freeze",
-    "fsdp",
-    "fsdp_tp",
-    "gaps",
-    "global_load_plan",
-    "global_plan",
-    "hsdp",
-    "is_exact_cast",
-    "itemsize",
-    "llama",
-    "llama3_405b",
-    "llama3_8b",
-    "load_plan",
-    "local_chunks",
-    "local_plan",
-    "metadata_of",
-    "named_chain",
-    "overlap",
-    "partition",
-    "pipeline",
-    "plan_diff",
-    "rename",
-    "resolve_overlaps",
-    "select",
-    "read_on",
-    "share_reads",
-    "split_reads",
-    "split_chunks",
-    "split_replicas",
-    "tensor_parallel",
-    "tile",
-    "traffic_matrix",
-    "unflatten",
-    "why",
-    "world_metadata",
-    "world_pass",
-    "world_plans",
+    "Access", "BoxReads", "ChunkPlaces", "FetchPlan", "fetch_plan",
+    "Boxes", "ByteRanges", "BytesMetadata", "Chunk", "CodecError", "CostModel", "DerivedPlans",
+    "FrozenDict", "Grid", "Issue", "KeyReport", "LLAMA_TP", "LoadItemType", "LoadPlan", "Mesh",
+    "Metadata", "MetadataIndex", "NotFoundError", "Only", "Overlap", "Pass", "Passes",
+    "Picture", "Plan", "PlanDiff", "PlanError", "ReadItem", "RefusedError", "Replicate",
+    "Report", "Requests", "Rule", "SavePlan", "Shard", "SpecLayout", "StorageMeta",
+    "StridedShard", "TensorMetadata", "TensorProperties", "TensorSpec", "TensorWriteData",
+    "Tiling", "Transfer", "Why", "WorldPlans", "WriteItem", "WriteItemType", "Writers", "adam",
+    "annotate", "assert_all_saved", "assert_read_once", "assert_written_once", "byte_ranges",
+    "cast", "chain", "check", "coalesce", "decode_metadata", "decode_plan", "decode_plans",
+    "dedup_replicas", "derive_plans", "draw_bytes", "draw_reshard", "draw_tiling",
+    "draw_traffic", "drop", "dtype_name", "encode_metadata", "encode_plan", "expert_parallel",
+    "explain", "fills", "find_issues", "find_object", "find_shard", "fingerprint", "flatten",
+    "freeze", "fsdp", "fsdp_tp", "gaps", "global_load_plan", "global_plan", "hsdp",
+    "is_exact_cast", "itemsize", "llama", "llama3_405b", "llama3_8b", "load_plan",
+    "local_chunks", "local_plan", "metadata_of", "named_chain", "overlap", "partition",
+    "pipeline", "plan_diff", "read_on", "rename", "resolve_overlaps", "select", "share_reads",
+    "split_chunks", "split_reads", "split_replicas", "tensor_parallel", "tile",
+    "traffic_matrix", "unflatten", "why", "world_metadata", "world_pass", "world_plans",
     "writers_of",
-]
+]  # fmt: skip

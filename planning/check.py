@@ -1,7 +1,8 @@
-"""Is this right? Every overlap, gap, stray chunk and disagreement, all told at once."""
+"""Checks of metadata and plans: every overlap, gap, stray chunk and disagreement at once."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -11,26 +12,26 @@ import numpy as np
 from .completeness import source_issues
 from .errors import Issue, PlanError, region_text, span
 from .geometry.overlap import fills, gaps, self_overlaps
-from .geometry.tilings import Chunk, shape_fault
+from .geometry.tilings import Chunk, meet, shape_fault
 from .metadata import Layout, Metadata
 
 if TYPE_CHECKING:
     from .columns.world import Rows, World
-    from .records import SavePlan
+    from .plans import SavePlan
 
 __all__ = ["check", "find_issues"]
 
-# Faults of one kind told for one tensor: a broken sharding repeats itself.
+# Faults of one kind reported of one tensor: a broken sharding repeats itself.
 _PER_TENSOR: Final = 64
 
 
 def find_issues(subject: Metadata | SavePlan | Iterable[SavePlan]) -> tuple[Issue, ...]:
     """Return all that is wrong with a checkpoint's metadata, or with the plans of all ranks.
 
-    Replicas (the same chunk of the same tensor on several ranks) are no issue: `global_plan` has
-    one of them written. Everything else that is not one chunk for every element is. Plans that went
-    through passes must also account for all that `local_plan` said is held: every element of a
-    tensor of the state dict is written, and by no rank twice, or the whole tensor is left out.
+    Replicas (the same chunk of the same tensor on several ranks) are fine: `global_plan` has one of
+    them written. Otherwise each element must lie in one chunk. After passes, plans must also cover
+    all that `local_plan` said is held: every element of a tensor of the state dict is written, and
+    by no rank twice, or the whole tensor is left out.
 
     Args:
         subject: Metadata; or one plan per rank, in rank order; or one plan, if one rank is all.
@@ -45,7 +46,7 @@ def find_issues(subject: Metadata | SavePlan | Iterable[SavePlan]) -> tuple[Issu
     if isinstance(subject, Metadata):
         return tuple(sorted(_metadata_issues(subject), key=lambda i: (i.fqn, i.kind)))
     from .columns.world import World
-    from .records import SavePlan  # which nobody needs who only looks into a checkpoint
+    from .plans import SavePlan  # not needed to look into a checkpoint
 
     world = World.of((subject,) if isinstance(subject, SavePlan) else subject)
     issues = world_issues(world) + source_issues(world)
@@ -106,12 +107,11 @@ def _source(world: World, row: int) -> tuple[int, str]:
 def duplicates(world: World) -> list[Issue]:
     """Report chunks that several plans would write: after all passes there must be none."""
     rows = world.rows
-    first = np.flatnonzero(~rows.repeats)
-    end = np.append(first[1:], len(rows))
+    edges = [*np.flatnonzero(~rows.repeats).tolist(), len(rows)]
     issues = []
-    for low, high in zip(
-        first[end - first > 1].tolist(), end[end - first > 1].tolist(), strict=True
-    ):
+    for low, high in itertools.pairwise(edges) if rows.repeats.any() else ():
+        if high - low == 1:
+            continue
         tensor = int(rows.tensor[low])
         name, axes = rows.names[tensor], len(rows.shapes[tensor])
         ranks = sorted(set(rows.rank[low:high].tolist()))
@@ -139,24 +139,23 @@ def _cover_issues(rows: Rows, tensor: int, layout: Layout) -> Iterable[Issue]:
 
 
 def _last(issue: Issue, number: int) -> Issue:
-    """Have the last fault that is told of a tensor say so."""
+    """Have the last fault that is reported of a tensor say so."""
     if number < _PER_TENSOR:
         return issue
-    text = f"{issue.message} (there are more: the first {number} are told)"
+    text = f"{issue.message} (there may be more: only {number} are reported)"
     return attrs.evolve(issue, message=text)
 
 
 def _collision(
     name: str, size: Sequence[int], a: Chunk, b: Chunk, ranks: Sequence[int] = ()
 ) -> Issue:
-    low = tuple(max(x, y) for x, y in zip(a.offsets, b.offsets, strict=True))
-    high = tuple(min(x, y) for x, y in zip(a.ends, b.ends, strict=True))
-    shared = tuple(h - o for h, o in zip(high, low, strict=True))
+    shared = meet(a, b) or a
+    low, extent = shared.offsets, shared.sizes
     kind = "conflict" if a.offsets == b.offsets else "overlap"
     who = f" ({span(ranks)})" if ranks else ""
-    text = f"`{name}`: chunks {_box(a)} and {_box(b)}{who} share {region_text(low, shared, size)}; "
+    text = f"`{name}`: chunks {_box(a)} and {_box(b)}{who} share {region_text(low, extent, size)}; "
     text += "is an offset or a size wrong, or one name used for two tensors?"
-    return Issue(kind, name, text, ranks, (low, shared))
+    return Issue(kind, name, text, ranks, (low, extent))
 
 
 def _metadata_issues(metadata: Metadata) -> Iterable[Issue]:

@@ -17,9 +17,9 @@ from .columns.reads import ReadItems, Transfers
 from .errors import CodecError, Issue
 from .frozen import from_json, to_json
 from .geometry.tilings import Boxes, Grid, Tiling
-from .items import TensorProperties
 from .metadata import Entries, Layout, Metadata, StorageMeta
-from .records import KeyReport, LoadPlan, Plan, SavePlan
+from .plans import LoadPlan, Plan, SavePlan
+from .records import KeyReport, TensorProperties
 
 __all__ = [
     "decode_metadata",
@@ -69,7 +69,7 @@ def decode_plan(data: bytes) -> Plan:
     """Decode one plan; see `encode_plan`.
 
     Raises:
-        CodecError: The bytes are no plan, or a damaged one.
+        CodecError: The bytes are not a plan, or it is damaged.
     """
     return decode_plans([data])[0]
 
@@ -87,7 +87,7 @@ def decode_plans(blobs: Iterable[bytes]) -> tuple[Plan, ...]:
     def plan_of(blob: bytes) -> Plan:
         header, parts = unpack(blob)
         if header.get("plan") not in ("save", "load") or not {"items", "data"} <= parts.keys():
-            raise CodecError(f"these bytes are no plan: their header says {header}")
+            raise CodecError(f"these bytes are not a plan: their header says {header}")
         if parts["data"] not in datas:
             datas[parts["data"]] = _load(parts["data"])
         data = datas[parts["data"]]
@@ -181,11 +181,11 @@ def decode_metadata(data: bytes) -> Metadata:
     """Decode metadata; see `encode_metadata`.
 
     Raises:
-        CodecError: The bytes are no metadata, or damaged.
+        CodecError: The bytes are not metadata, or damaged.
     """
     header, arrays = unpack(data)
     if header.get("metadata") != 1:
-        raise CodecError(f"these bytes are no metadata of version 1: their header says {header}")
+        raise CodecError(f"these bytes are not metadata of version 1: their header says {header}")
     try:
         names = unpack_names("names", arrays)
         props = tuple(TensorProperties(*p) for p in header["props"])

@@ -7,7 +7,7 @@ torch is not imported for that. The names are torch's, which are numpy's where b
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from .errors import nearest_hint, nearest_names
 
@@ -16,31 +16,49 @@ __all__ = ["ITEMSIZE", "Dtype", "dtype_name", "is_exact_cast", "itemsize"]
 Dtype = str | Any
 """A dtype as users write it: ``"bfloat16"``, ``torch.bfloat16`` or ``np.dtype("float32")``."""
 
-# name -> (bytes an element takes, family, exact bits: the mantissa, or a whole number's width,
-# exponent range as the power of two of the largest finite value)
-_TABLE: Final[dict[str, tuple[int, str, int, int]]] = {
-    "bool": (1, "bool", 1, 1),
-    "uint8": (1, "uint", 8, 8),
-    "uint16": (2, "uint", 16, 16),
-    "uint32": (4, "uint", 32, 32),
-    "uint64": (8, "uint", 64, 64),
-    "int8": (1, "int", 7, 7),
-    "int16": (2, "int", 15, 15),
-    "int32": (4, "int", 31, 31),
-    "int64": (8, "int", 63, 63),
-    "float8_e4m3fn": (1, "float", 4, 9),
-    "float8_e4m3fnuz": (1, "float8fnuz", 4, 8),
-    "float8_e5m2": (1, "float", 3, 16),
-    "float8_e5m2fnuz": (1, "float8fnuz", 3, 16),
-    "float8_e8m0fnu": (1, "scale", 1, 128),
-    "float4_e2m1fn_x2": (1, "packed", 2, 3),
-    "float16": (2, "float", 11, 16),
-    "bfloat16": (2, "float", 8, 128),
-    "float32": (4, "float", 24, 128),
-    "float64": (8, "float", 53, 1024),
-    "complex32": (4, "complex", 11, 16),
-    "complex64": (8, "complex", 24, 128),
-    "complex128": (16, "complex", 53, 1024),
+
+class _Kind(NamedTuple):
+    """What a dtype can hold.
+
+    Attributes:
+        itemsize: Bytes that an element takes.
+        family: The kind of number.
+        bits: The bits that are exact: the mantissa, or a whole number's width.
+        reach: The power of two above the largest finite value.
+    """
+
+    itemsize: int
+    family: str
+    bits: int
+    reach: int
+
+
+_TABLE: Final = {
+    name: _Kind(*row)
+    for name, row in {
+        "bool": (1, "bool", 1, 1),
+        "uint8": (1, "uint", 8, 8),
+        "uint16": (2, "uint", 16, 16),
+        "uint32": (4, "uint", 32, 32),
+        "uint64": (8, "uint", 64, 64),
+        "int8": (1, "int", 7, 7),
+        "int16": (2, "int", 15, 15),
+        "int32": (4, "int", 31, 31),
+        "int64": (8, "int", 63, 63),
+        "float8_e4m3fn": (1, "float", 4, 9),
+        "float8_e4m3fnuz": (1, "float8fnuz", 4, 8),
+        "float8_e5m2": (1, "float", 3, 16),
+        "float8_e5m2fnuz": (1, "float8fnuz", 3, 16),
+        "float8_e8m0fnu": (1, "scale", 1, 128),
+        "float4_e2m1fn_x2": (1, "packed", 2, 3),
+        "float16": (2, "float", 11, 16),
+        "bfloat16": (2, "float", 8, 128),
+        "float32": (4, "float", 24, 128),
+        "float64": (8, "float", 53, 1024),
+        "complex32": (4, "complex", 11, 16),
+        "complex64": (8, "complex", 24, 128),
+        "complex128": (16, "complex", 53, 1024),
+    }.items()
 }
 _ALIASES: Final[dict[str, str]] = {
     "half": "float16",
@@ -53,7 +71,7 @@ _ALIASES: Final[dict[str, str]] = {
     "int": "int32",
     "long": "int64",
 }
-ITEMSIZE: Final[dict[str, int]] = {name: row[0] for name, row in _TABLE.items()}
+ITEMSIZE: Final[dict[str, int]] = {name: kind.itemsize for name, kind in _TABLE.items()}
 
 
 def dtype_name(dtype: Dtype) -> str:
@@ -97,11 +115,11 @@ def family(dtype: Dtype) -> str:
     >>> family("bfloat16"), family("int8"), family("float8_e8m0fnu")
     ('float', 'int', 'scale')
     """
-    return _TABLE[dtype_name(dtype)][1]
+    return _TABLE[dtype_name(dtype)].family
 
 
 def is_exact_cast(source: Dtype, target: Dtype) -> bool:
-    """Return whether every value of ``source`` survives a cast to ``target`` unchanged.
+    """Return True if every value of ``source`` survives a cast to ``target`` unchanged.
 
     >>> is_exact_cast("bfloat16", "float32"), is_exact_cast("float32", "bfloat16")
     (True, False)
@@ -111,15 +129,14 @@ def is_exact_cast(source: Dtype, target: Dtype) -> bool:
     source, target = dtype_name(source), dtype_name(target)
     if source == target:
         return True
-    _, from_family, from_bits, from_range = _TABLE[source]
-    _, to_family, to_bits, to_range = _TABLE[target]
-    fits = from_bits <= to_bits and from_range <= to_range
-    if from_family in ("bool", "uint", "int"):
-        return fits and to_family in _homes(from_family)
-    same = to_family == from_family or (from_family, to_family) == ("float", "complex")
-    if not same or from_family in ("packed", "scale", "float8fnuz"):
+    have, wanted = _TABLE[source], _TABLE[target]
+    fits = have.bits <= wanted.bits and have.reach <= wanted.reach
+    if have.family in ("bool", "uint", "int"):
+        return fits and wanted.family in _homes(have.family)
+    if have.family in ("packed", "scale", "float8fnuz"):
         return False
-    return fits
+    homes = ("float", "complex") if have.family == "float" else (have.family,)
+    return fits and wanted.family in homes
 
 
 def _homes(family: str) -> tuple[str, ...]:

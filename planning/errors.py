@@ -1,9 +1,11 @@
-"""What can be wrong with a plan, as values: issues, and the errors that carry them."""
+"""Issues, the errors that carry them, and the words for their messages."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final
 
 import attrs
 
@@ -29,7 +31,7 @@ class Issue:
         message: A whole sentence for a person: what was expected, what came, what to try.
         ranks: The ranks concerned, ascending; empty where no rank is to blame.
         region: The elements concerned, as ``(offsets, sizes)`` in the tensor's global frame.
-        remedy: An argument to try, told after the message; empty where nothing takes it.
+        remedy: An argument to try, printed after the message; empty where nothing takes it.
         summary: A sentence for this issue and all others that have the same one: printed once, in
             the place of their messages. Empty where the message says all.
     """
@@ -132,7 +134,7 @@ def nearest_names(name: str, names: Iterable[str]) -> tuple[str, ...]:
 
 
 def nearest_hint(near: Sequence[str]) -> str:
-    """Return the end of a message that tells what may have been meant; nothing if nothing may.
+    """Return the end of a message that says what may have been meant, if anything.
 
     >>> nearest_hint(("layer.weight",)), nearest_hint(())
     ('; nearest: layer.weight', '')
@@ -183,3 +185,38 @@ def region_text(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[in
         return f"rows {offsets[0]} to {offsets[0] + sizes[0]}"
     parts = ", ".join(f"{o}:{o + s}" for o, s in zip(offsets, sizes, strict=True))
     return f"elements [{parts}]"
+
+
+EXTRAS: Final = {
+    "torch": "shardplan[torch]",
+    "xxhash": "shardplan[io]",
+    "obstore": "shardplan[objects]",
+    "rich": "shardplan[cli]",
+    "typer": "shardplan[cli]",
+    "hypothesis": "shardplan[hypothesis]",
+    "safetensors": "safetensors",
+}
+"""What to ask pip for, by package."""
+
+
+@contextmanager
+def named_extras(what: str, *, with_torch: bool = False) -> Iterator[None]:
+    """Say what to install if an import fails for want of a package.
+
+    Args:
+        what: What needs the package.
+        with_torch: Whether it needs torch as well: the extra for that brings both.
+
+    >>> with named_extras("shardplan.save"):
+    ...     raise ModuleNotFoundError("No module named 'torch'", name="torch")
+    Traceback (most recent call last):
+    ModuleNotFoundError: shardplan.save needs torch: pip install 'shardplan[torch]'
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS:
+            raise
+        extra = EXTRAS["torch" if with_torch and error.name == "xxhash" else error.name]
+        text = f"{what} needs {error.name}: pip install '{extra}'"
+        raise ModuleNotFoundError(text, name=error.name) from None

@@ -1,4 +1,4 @@
-"""How is a load plan made? Find, for every chunk that is wanted, the saved bytes that fill it."""
+"""Load planning: the saved boxes that fill every chunk that is wanted."""
 
 from __future__ import annotations
 
@@ -10,29 +10,28 @@ from typing import Final, Literal
 import numpy as np
 
 from .check import layout_issues
-from .columns.arrays import Ints, readonly
-from .columns.catalog import column
+from .columns.arrays import Ints, distinct, readonly
+from .columns.catalog import Head, column
 from .columns.items import WriteItems
-from .columns.uniques import distinct
+from .columns.reads import ReadItems
 from .completeness import dropped_names, source_issues
 from .errors import Issue, PlanError, nearest_hint, nearest_names, region_text
 from .geometry.overlap import Overlap, gaps, overlap_many, self_overlaps
 from .geometry.tilings import Chunk, pad, tile, tile_chunks
-from .items import (
-    LoadItemType,
-    MetadataIndex,
-    TensorProperties,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
 from .matching import explain_missing, match_entries
 from .metadata import Entries, Metadata, TensorMetadata
 from .passes.base import Passes, Step, as_steps, chain, positioned
-from .records import KeyReport, LoadPlan, ReadItems, SavePlan
-from .tree import Path, empty_names, is_tensor
+from .plans import LoadPlan, SavePlan
+from .records import (
+    KeyReport,
+    LoadItemType,
+    MetadataIndex,
+    TensorProperties,
+    WriteItemType,
+)
+from .tree import empty_names
 
-__all__ = ["global_load_plan", "load_plan", "resolve_overlaps", "whole_names"]
+__all__ = ["Strict", "global_load_plan", "load_plan", "resolve_overlaps", "strict_patterns"]
 
 Strict = bool | str | Sequence[str]
 _TENSOR: Final = LoadItemType.TENSOR.value
@@ -59,12 +58,11 @@ def load_plan(
             several, of the names that must be. What need not be and cannot be is left alone and
             reported. Names in the checkpoint that are not wanted are never an error. An empty dict
             needs no entry in a checkpoint that has nothing inside it: torch saves none.
-        dtype: ``"same"`` takes a stored dtype other than the plan's for a mistake, ``"cast"`` for a
-            wish to cast.
+        dtype: ``"same"`` refuses a stored dtype other than the plan's, ``"cast"`` casts.
         shape: ``"same"`` takes another global shape for a mistake; ``"overlap"`` fills the elements
             that both have, such as the rows of a vocabulary that has since been padded.
-        optional: Names that need not be in the checkpoint, such as those of tied weights of which
-            it has the other; they are not reported as missing.
+        optional: Names that need not be in the checkpoint, such as those of tied weights; they are
+            not reported as missing.
 
     Returns:
         The reads, by item, then by saved chunk; its ``report`` says what did not fit, and what
@@ -228,7 +226,7 @@ def _regions(reads: ReadItems) -> dict[_Move, list[Chunk]]:
 
 
 def _filled(reads: ReadItems) -> dict[tuple[str, tuple[int, ...]], int]:
-    """Count the elements (of a value that is no tensor: the reads) that go to each shard."""
+    """Count the elements (of a non-tensor value: the reads) that go to each shard."""
     if not len(reads):
         return {}
     keys = np.concatenate([reads.dest[:, None], reads.dest_anchor], axis=1)
@@ -240,45 +238,6 @@ def _filled(reads: ReadItems) -> dict[tuple[str, tuple[int, ...]], int]:
     at = [tuple(row[:n]) for row, n in zip(reads.dest_anchor[first].tolist(), ndim, strict=True)]
     names = [reads.names[n] for n in reads.dest[first].tolist()]
     return dict(zip(zip(names, at, strict=True), count.tolist(), strict=True))
-
-
-def whole_names(
-    flat: Mapping[str, object], paths: Mapping[str, Path], metadata: Metadata
-) -> frozenset[str]:
-    """Name what is one value in a checkpoint, though a state dict opens it, or has a tensor there.
-
-    torch before 2.4 kept dicts without tensors so, and planners that do not flatten still do. All
-    versions keep tuples, with or without tensors, and numpy arrays. A dict that holds a tensor
-    here, and a container of a name that the checkpoint has, are not among them.
-
-    Args:
-        flat: What `flatten` returned.
-        paths: The way to each leaf.
-        metadata: The checkpoint.
-
-    >>> from shardplan.planning import BytesMetadata, flatten
-    >>> whole_names(*flatten({"a": {"b": 1}, "c": 2}), Metadata({"a": BytesMetadata()}))
-    frozenset({'a'})
-    """
-    entries = metadata.state_dict_metadata
-    known, layout = entries.row_of, entries.layout
-    lost = [name for name in flat if name not in known]
-    values = {holder for name in lost for holder in _holders(paths[name]) if holder in known}
-    opened: set[str] = set()
-    if values:
-        others = flat.keys() - set(lost)
-        opened = {holder for name in others for holder in _holders(paths[name])}
-        tensors = [paths[name] for name in lost if is_tensor(flat[name])]
-        opened |= {holder for path in tensors for holder in _holders(path, "dict")}
-    arrays = {n for n, leaf in flat.items() if isinstance(leaf, np.ndarray) and n in known}
-    return frozenset(n for n in (values - opened) | arrays if layout[known[n]] < 0)
-
-
-def _holders(path: Path, kind: str = "") -> list[str]:
-    """Return the names of the containers that a leaf lies in, or of those of one kind."""
-    keys = [str(key) for _, key in path]
-    depths = [depth for depth in range(1, len(keys)) if path[depth][0] == (kind or path[depth][0])]
-    return [".".join(keys[:depth]) for depth in depths]
 
 
 def _unneeded(metadata: Metadata, plan: SavePlan) -> frozenset[str]:
@@ -354,7 +313,7 @@ def _uncovered(
     boxes: Sequence[Ints],
     shared: Mapping[int, tuple[int, ...]],
 ) -> list[Issue]:
-    """Report every wanted chunk of which the saved ones leave something unfilled."""
+    """Report every wanted chunk that the saved ones do not fill."""
     got = np.zeros(len(wanted), np.int64)
     np.add.at(got, pieces.box, pieces.sizes.prod(axis=1))
     issues = []
@@ -377,7 +336,7 @@ def _uncovered(
 
 
 def _read_items(items: WriteItems, wanted: Ints, pieces: Overlap, values: Ints) -> ReadItems:
-    """Write down where each piece comes from and goes to; values that are no tensors go along."""
+    """Write down where each piece comes from and goes to; non-tensor values go along."""
     catalog = items.catalog
     width = max(pieces.offsets.shape[1], 1)
     item = np.concatenate([wanted[pieces.box], values])
@@ -414,12 +373,13 @@ def _read_items(items: WriteItems, wanted: Ints, pieces: Overlap, values: Ints) 
 
 def _plan_of(metadata: Metadata, targets: Mapping[str, Iterable[Chunk]]) -> SavePlan:
     """Return the plan of a rank that holds these chunks of the saved tensors."""
-    items = []
+    held = []
     for name, chunks in targets.items():
-        saved = metadata.state_dict_metadata.get(name)
-        for chunk in tile_chunks(chunks):
-            data = TensorWriteData(chunk, TensorProperties(), chunk.ends)
-            if isinstance(saved, TensorMetadata) and len(saved.size) == len(chunk.sizes):
-                data = TensorWriteData(chunk, saved.properties, saved.size)
-            items.append(WriteItem(MetadataIndex(name), WriteItemType.SHARD, data))
-    return SavePlan(items)
+        saved, wanted = metadata.state_dict_metadata.get(name), tile_chunks(chunks)
+        if not len(wanted):
+            continue
+        properties, size = TensorProperties(), wanted.bounds().ends
+        if isinstance(saved, TensorMetadata) and len(saved.size) == wanted.ndim:
+            properties, size = saved.properties, saved.size
+        held.append((Head(name, name, WriteItemType.SHARD, properties, size), wanted))
+    return SavePlan(WriteItems.of_boxes(held))

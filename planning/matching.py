@@ -1,8 +1,8 @@
-"""Does what is wanted fit what was saved? Tensor by tensor: name, kind, shape, dtype."""
+"""Matching of what is wanted with what was saved: names, kinds, shapes, dtypes."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -12,11 +12,12 @@ from .columns.arrays import Ints
 from .columns.catalog import Catalog
 from .dtypes import is_exact_cast
 from .errors import Issue, nearest_hint, nearest_names
-from .items import TensorProperties
-from .metadata import BytesMetadata, Entries, TensorMetadata
+from .metadata import BytesMetadata, Entries, Metadata, TensorMetadata
 from .prefixes import Renames, find_renames
+from .records import TensorProperties
+from .tree import Path, is_tensor
 
-__all__ = ["Match", "explain_missing", "match_entries"]
+__all__ = ["Match", "explain_missing", "match_entries", "whole_names"]
 
 _SUGGESTED: Final = 8  # missing names that get a "nearest" hint
 _LEAVE: Final = "strict=False leaves it as it is"
@@ -50,7 +51,7 @@ def match_entries(
     """Compare what is wanted with what is there, tensor by tensor; some names need not be there."""
     match = Match(np.full(len(catalog), -1, np.int64), [], [], {})
     layouts, props = entries.layout.tolist(), entries.prop.tolist()
-    fitting: set[tuple[Any, ...]] = set()  # pairs of tensors that fit, of which most are alike
+    fitting: set[tuple[Any, ...]] = set()  # pairs of tensors that fit: most are alike
     for row in rows.tolist():
         name, _, _, properties, size = catalog.heads[row]
         at = entries.row_of.get(name, -1)
@@ -104,11 +105,12 @@ def explain_missing(
     """
     saved = entries.row_of
     missing = [issue.fqn for issue in issues if issue.kind == "missing"]
-    wanted = {head[0]: head for head in catalog.heads}
+    wanted = {head.name: head for head in catalog.heads}
 
     def fits(name: str, other: str) -> bool:
-        _, _, _, properties, size = wanted[name]
-        return _misfit(name, entries.record(saved[other]), properties, size, dtype) is None
+        head = wanted[name]
+        saved_as = entries.record(saved[other])
+        return _misfit(name, saved_as, head.properties, head.size, dtype) is None
 
     fitting = [name for name in catalog.names if name in saved]
     ways = find_renames(missing, saved, fitting, fits=fits) if missing else ()
@@ -117,7 +119,7 @@ def explain_missing(
     summary, remedy = (_prefix_text(ways), _prefix_remedy(ways, renamed)) if ways else ("", "")
     known, left = sorted(saved), [name for name in missing if name not in found]
     hints = {name: nearest_names(name, known) for name in left[:_SUGGESTED]}
-    values = {head[0] for head in catalog.heads if head[3] is None}
+    values = {head.name for head in catalog.heads if head.properties is None}
     explained = []
     for issue in issues:
         if issue.kind == "missing" and issue.fqn in found:
@@ -206,3 +208,42 @@ def _misfit(
         text = f"`{name}` was saved with shape {list(saved.size)} and is wanted with {list(size)}"
         return Issue("shape", name, text, remedy='shape="overlap" fills what both have')
     return None
+
+
+def whole_names(
+    flat: Mapping[str, object], paths: Mapping[str, Path], metadata: Metadata
+) -> frozenset[str]:
+    """Name what is one value in a checkpoint, though a state dict opens it, or has a tensor there.
+
+    torch before 2.4 kept dicts without tensors so, and planners that do not flatten still do. All
+    versions keep tuples, with or without tensors, and numpy arrays. A dict that holds a tensor
+    here, and a container of a name that the checkpoint has, are not among them.
+
+    Args:
+        flat: What `flatten` returned.
+        paths: The way to each leaf.
+        metadata: The checkpoint.
+
+    >>> from shardplan.planning import BytesMetadata, flatten
+    >>> whole_names(*flatten({"a": {"b": 1}, "c": 2}), Metadata({"a": BytesMetadata()}))
+    frozenset({'a'})
+    """
+    entries = metadata.state_dict_metadata
+    known, layout = entries.row_of, entries.layout
+    lost = [name for name in flat if name not in known]
+    values = {holder for name in lost for holder in _holders(paths[name]) if holder in known}
+    opened: set[str] = set()
+    if values:
+        others = flat.keys() - set(lost)
+        opened = {holder for name in others for holder in _holders(paths[name])}
+        tensors = [paths[name] for name in lost if is_tensor(flat[name])]
+        opened |= {holder for path in tensors for holder in _holders(path, "dict")}
+    arrays = {n for n, leaf in flat.items() if isinstance(leaf, np.ndarray) and n in known}
+    return frozenset(n for n in (values - opened) | arrays if layout[known[n]] < 0)
+
+
+def _holders(path: Path, kind: str = "") -> list[str]:
+    """Return the names of the containers that a leaf lies in, or of those of one kind."""
+    keys = [str(key) for _, key in path]
+    depths = [depth for depth in range(1, len(keys)) if path[depth][0] == (kind or path[depth][0])]
+    return [".".join(keys[:depth]) for depth in depths]

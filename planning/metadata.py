@@ -1,4 +1,4 @@
-"""What does a checkpoint hold? Metadata, one entry a tensor, equal tilings stored once."""
+"""Metadata: what a checkpoint holds, one entry a tensor, equal tilings stored once."""
 
 from __future__ import annotations
 
@@ -11,13 +11,21 @@ import numpy as np
 
 from .columns.arrays import Ints
 from .columns.catalog import column
-from .errors import NotFoundError, nearest_hint, nearest_names
+from .errors import NotFoundError, RefusedError, nearest_hint, nearest_names
 from .frozen import freeze
-from .geometry.tilings import MAX_AXES, Tiling, as_ints, shape_fault, tile_chunks
-from .items import TensorProperties
-from .text import Sheet, counted, human_bytes, listing
+from .geometry.tilings import MAX_AXES, Chunk, Tiling, as_ints, shape_fault, tile_chunks
+from .records import TensorProperties
+from .text import Printed, Sheet, counted, human_bytes, listing
 
-__all__ = ["BytesMetadata", "Entries", "Layout", "Metadata", "StorageMeta", "TensorMetadata"]
+__all__ = [
+    "BytesMetadata",
+    "Entries",
+    "Layout",
+    "Metadata",
+    "StorageMeta",
+    "TensorMetadata",
+    "metadata_of",
+]
 
 _SHOWN: Final = 12
 
@@ -45,7 +53,7 @@ class TensorMetadata:
 
 @attrs.frozen
 class BytesMetadata:
-    """A value in a checkpoint that is no tensor."""
+    """A non-tensor value in a checkpoint."""
 
 
 def _names(values: Iterable[str]) -> tuple[str, ...]:
@@ -82,8 +90,8 @@ class Entries(Mapping[str, TensorMetadata | BytesMetadata]):
     Attributes:
         names: The keys; one row each.
         props: The distinct properties, and ``prop``, which of them each row has.
-        layouts: The distinct layouts, and ``layout``, which of them each row has; -1 marks a value
-            that is no tensor.
+        layouts: The distinct layouts, and ``layout``, which of them each row has; -1 marks a
+            non-tensor value.
     """
 
     names: tuple[str, ...]
@@ -189,7 +197,7 @@ def _entries_of(entries: Mapping[str, TensorMetadata | BytesMetadata]) -> Entrie
 
 
 @attrs.frozen(repr=False)
-class Metadata:
+class Metadata(Printed):
     """All that is global about a checkpoint.
 
     Attributes:
@@ -210,7 +218,7 @@ class Metadata:
         """Return one entry.
 
         Raises:
-            NotFoundError: There is none of that name; the nearest ones are told.
+            NotFoundError: There is none of that name; the nearest ones are named.
         """
         entries = self.state_dict_metadata
         if name not in entries:
@@ -227,15 +235,6 @@ class Metadata:
         title = f"Metadata: {counted(len(entries), 'entry')}, {human_bytes(total)}"
         return listing(title, ("name", "dtype", "shape", "chunks"), rows, len(entries))
 
-    def __repr__(self) -> str:
-        return self._sheet.text()
-
-    def _repr_html_(self) -> str:
-        return self._sheet.html()
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(repr(self))  # for IPython, and for Hypothesis, which would list the columns
-
 
 def _row(name: str, entry: TensorMetadata | BytesMetadata) -> tuple[str, str, str, str]:
     if isinstance(entry, BytesMetadata):
@@ -247,3 +246,46 @@ def _nbytes(entry: TensorMetadata | BytesMetadata) -> int:
     if isinstance(entry, BytesMetadata):
         return 0
     return entry.chunks.volume() * entry.properties.itemsize
+
+
+def metadata_of(sd: Mapping[Any, Any]) -> Metadata:
+    """Describe the checkpoint that holds all of a state dict, every tensor in one chunk.
+
+    This is the metadata of files that have none, such as those of ``torch.save``. Tensors count
+    with their global shapes, so `load_plan` finds what each rank needs of the file.
+
+    >>> from shardplan.planning import TensorSpec
+    >>> metadata_of({"model": {"w": TensorSpec((4, 2), "bfloat16")}, "step": 7})
+    Metadata: 2 entries, 16 B
+    name     dtype     shape   chunks
+    model.w  bfloat16  [4, 2]  Grid(0:4, 0:2)
+    step     value
+
+    Raises:
+        PlanError: Two keys flatten to the same name.
+        RefusedError: A checkpoint cannot hold some tensor; every such key is named.
+    """
+    # Needed here alone: a checkpoint is opened without the code that looks at tensors.
+    from .mesh.placements import TensorSpec
+    from .tensors import held
+    from .tree import flatten, is_tensor, nesting_data
+
+    flat, paths = flatten(sd)
+    entries: dict[str, TensorMetadata | BytesMetadata] = {}
+    refused: list[str] = []
+    for name in sorted(flat):
+        value = flat[name]
+        if not is_tensor(value):
+            entries[name] = BytesMetadata()
+            continue
+        whole = attrs.evolve(value, placements=()) if isinstance(value, TensorSpec) else value
+        try:
+            here = held(name, whole)
+        except RefusedError as error:
+            refused.append(str(error))
+            continue
+        everything = Chunk([0] * len(here.size), here.size)
+        entries[name] = TensorMetadata(here.properties, here.size, [everything])
+    if refused:
+        raise RefusedError(*refused)
+    return Metadata(entries, planner_data=nesting_data(flat, paths))

@@ -3,13 +3,11 @@ r"""Wanted names that a checkpoint has under another prefix, and the `rename` th
 ``torch.compile`` puts ``_orig_mod.`` into names, DDP puts ``module.`` before them, and in a
 checkpoint of ``{"model": sd}`` all of them begin with ``model.``. How rules are found:
 
-1. For some of the missing names, find the saved names with the longest end in common: two steps, or
-   all that is left of one of the names.
-2. Leave out what both have in common at the front, too. What is left of the missing name is to be
-   removed, and what is left of the saved name to be put there; either may be nothing.
-3. Make a few regular expressions of that, and try the promising ones on all names. Take the one
+1. For some of the missing names, find the saved names with the longest end in common, and compare
+   what comes before: those steps are to be removed, and others to be put there.
+2. Make a few regular expressions of that, and try the promising ones on all names. Take the one
    that finds the most missing names and leaves alone those that fit already.
-4. Repeat this for the names that are still missing.
+3. Repeat this for the names that are still missing.
 
 A rule that replaces steps, rather than only adding or removing some, could load one tensor into
 another: it counts only if it is for all missing names with the same first step, and if shapes and
@@ -113,51 +111,30 @@ def find_renames(
     >>> print(*find_renames(["a.w", "b.w"], ["model.a.w", "model.b.w", "step"], ["step"]))
     rename([(r"^(?=a\.|b\.)", "model.")])
     """
+    rules: tuple[Rule, ...] = ()
+    now = {name: name for name in missing}  # by wanted name, what the rules make of it
     free = set(saved) - set(fitting)
-    first = _best_rules({name: name for name in missing}, free, fitting, fits)
-    if any(way.disagrees(first[0]) for way in first):
-        fit = [way for way in first if all(fits(*pair) for pair in way.names.items())]
-        if len(fit) != 1:
-            return tuple(first) if all(way.sure for way in first) else ()
-        first = fit
-    return tuple(_continued(way, missing, free, fitting, fits) for way in first[:1])
-
-
-def _continued(
-    way: Renames,
-    missing: Sequence[str],
-    free: set[str],
-    fitting: Collection[str],
-    fits: Fits,
-) -> Renames:
-    """Put more rules after one, for names that are still missing."""
-    rules, names = list(way.rules), list(missing)
-    while True:
-        names = rules[-1].apply(names)
-        found = free.intersection(names)
-        pairs = dict(zip(missing, names, strict=True))
-        left = {old: new for old, new in pairs.items() if new not in found}
-        fixed = [*fitting, *found]
-        more = _best_rules(left, free - found, fixed, fits) if len(rules) < _RULES else []
-        if not more or any(other.disagrees(more[0]) for other in more):
-            return Renames(tuple(rules), {old: new for old, new in pairs.items() if new in found})
-        rules += more[0].rules
+    while len(rules) < _RULES:
+        found = free.intersection(now.values())
+        left = {old: new for old, new in now.items() if new not in found}
+        ways = _best_rules(left, free - found, [*fitting, *found], fits)
+        if any(way.disagrees(ways[0]) for way in ways):
+            fit = [way for way in ways if all(fits(*pair) for pair in way.names.items())]
+            if not rules and len(fit) != 1:
+                return tuple(ways) if all(way.sure for way in ways) else ()
+            ways = fit if not rules else []
+        if not ways:
+            break
+        rules += ways[0].rules
+        now = dict(zip(now, rules[-1].apply(list(now.values())), strict=True))
+    names = {old: new for old, new in now.items() if new in free}
+    return (Renames(rules, names),) if rules else ()
 
 
 def _best_rules(
-    missing: Mapping[str, str],
-    free: set[str],
-    fixed: Collection[str],
-    fits: Fits,
+    missing: Mapping[str, str], free: set[str], fixed: Collection[str], fits: Fits
 ) -> list[Renames]:
-    """Return the rules that find the most names, each other ones, and change none that is fixed.
-
-    Args:
-        missing: By wanted name, what earlier rules make of it.
-        free: Saved names that are not taken yet.
-        fixed: Names that must stay as they are.
-        fits: As in `find_renames`.
-    """
+    """Return the rules that find the most names, each other ones, and change none that is fixed."""
     ways: dict[frozenset[tuple[str, str]], Renames] = {}
     names = list(missing.values())
     for rule in _promising(names, free, fixed):
@@ -171,14 +148,10 @@ def _best_rules(
     return [way for way in ways.values() if enough and len(way.names) == most]
 
 
-def _shuffled(name: str) -> int:
-    """Return a number by which names come in an order that means nothing, the same everywhere."""
-    return crc32(name.encode("utf-8", "surrogatepass"))
-
-
 def _promising(names: Sequence[str], free: set[str], fixed: Collection[str]) -> Iterator[Rule]:
     """Yield the rules that find the most of a few names, and change none that is fixed."""
-    probe = nsmallest(_PROBED, names, key=_shuffled)
+    # Names in an order that means nothing, the same everywhere.
+    probe = nsmallest(_PROBED, names, key=lambda n: crc32(n.encode("utf-8", "surrogatepass")))
     rules = dict.fromkeys(_candidates(names, sorted(free)))
     hits = {rule: len(free.intersection(rule.apply(probe))) for rule in rules}
     few = len(probe) / _SHARE / 2
@@ -192,12 +165,7 @@ def _promising(names: Sequence[str], free: set[str], fixed: Collection[str]) -> 
                 yield narrow
 
 
-def _is_safe(
-    rule: Rule,
-    names: Sequence[str],
-    found: Mapping[str, str],
-    fits: Fits,
-) -> bool:
+def _is_safe(rule: Rule, names: Sequence[str], found: Mapping[str, str], fits: Fits) -> bool:
     """Return whether a rule that replaces steps is for all names with its first step, and fits."""
     changed = re.compile(rule.pattern)
     steps = {name.partition(".")[0] for name in names if changed.search(name)}
@@ -205,14 +173,9 @@ def _is_safe(
     return is_common and all(fits(old, new) for old, new in found.items())
 
 
-def _spread(names: Sequence[str], count: int) -> Sequence[str]:
-    """Return about so many of the names, from everywhere."""
-    return names[:: -(-len(names) // count) or 1]
-
-
 def _candidates(missing: Sequence[str], free: Sequence[str]) -> Iterator[Rule]:
     """Yield rules that would find some of the missing names, plain ones first."""
-    sample = _spread(missing, _SAMPLED)
+    sample = missing[:: -(-len(missing) // _SAMPLED) or 1]
     if len(missing) > 1:  # prefixes that do not end with a dot
         old, new = _common_start(missing), _common_start(free)
         same = len(_common_start([old[::-1], new[::-1]]))  # which both keep at the end
@@ -240,7 +203,11 @@ def _differences(name: str, free: Sequence[str]) -> list[tuple[Steps, Steps, Ste
     []
     """
     steps = name.split(".")
-    alike, tail = _most_alike(steps, free)
+    alike, tail = _ending(steps, 2, free), 2
+    while closer := _ending(steps, tail + 1, alike):
+        alike, tail = closer, tail + 1
+    if not alike:
+        alike, tail = _ending(steps, 1, free), 1
     found = []
     for other in nsmallest(_ALIKE, alike, key=len):
         rest = other.split(".")[:-tail]
@@ -253,20 +220,6 @@ def _differences(name: str, free: Sequence[str]) -> list[tuple[Steps, Steps, Ste
     return [parts for parts in found if len(parts[1]) + len(parts[2]) == least]
 
 
-def _most_alike(steps: Steps, free: Sequence[str]) -> tuple[Sequence[str], int]:
-    """Return the names whose last steps are those of a name, and how many steps that are.
-
-    >>> _most_alike(["x", "a", "w"], ["a.w", "b.w"])
-    (['a.w'], 2)
-    """
-    alike, tail = _ending(steps, 2, free), 2
-    if not alike:
-        return _ending(steps, 1, free), 1
-    while closer := _ending(steps, tail + 1, alike):
-        alike, tail = closer, tail + 1
-    return alike, tail
-
-
 def _ending(steps: Steps, count: int, names: Sequence[str]) -> Sequence[str]:
     """Return the names that end with the last steps of another; none if it has fewer steps."""
     end = ".".join(steps[-count:])
@@ -275,7 +228,7 @@ def _ending(steps: Steps, count: int, names: Sequence[str]) -> Sequence[str]:
 
 
 def _within(some: Steps, steps: Steps) -> bool:
-    """Return whether some steps are among others, in the same order."""
+    """Return True if some steps are among others, in the same order."""
     rest = iter(steps)
     return all(step in rest for step in some)
 
@@ -322,7 +275,7 @@ def _head(name: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return the replacement that means a text literally."""
+    """Return the replacement that stands for a text as it is."""
     return text.replace("\\", r"\\")
 
 

@@ -1,78 +1,255 @@
-"""What is a plan? SavePlan and LoadPlan; every other record is re-exported here.
+"""The records that plans are made of: what is written, what is read, and what did not fit.
 
-Field names are those of torch.distributed.checkpoint, so that its users feel at home.
+Field names are those of torch.distributed.checkpoint. Every record is frozen to the leaves,
+compares and hashes by value, and checks its own invariants when it is made.
 """
 
 from __future__ import annotations
 
+import enum
+import math
 from collections.abc import Iterable
-from typing import Any, Final
 
 import attrs
 
-from .columns.items import WriteItems
-from .columns.reads import ReadItems, Transfer, Transfers
+from .dtypes import ITEMSIZE, dtype_name
 from .errors import Issue
-from .frozen import freeze
-from .geometry.tilings import Chunk
-from .items import (
-    LoadItemType,
-    MetadataIndex,
-    ReadItem,
-    TensorProperties,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from .metadata import BytesMetadata, Entries, Layout, Metadata, StorageMeta, TensorMetadata
-from .text import Sheet, counted, human_bytes, listing
+from .geometry.tilings import Chunk, as_ints
 
 __all__ = [
-    "BytesMetadata",
-    "Chunk",
-    "Entries",
     "KeyReport",
-    "Layout",
     "LoadItemType",
-    "LoadPlan",
-    "Metadata",
     "MetadataIndex",
-    "Plan",
     "ReadItem",
-    "ReadItems",
-    "SavePlan",
-    "StorageMeta",
-    "TensorMetadata",
     "TensorProperties",
     "TensorWriteData",
     "Transfer",
-    "Transfers",
     "WriteItem",
     "WriteItemType",
-    "WriteItems",
 ]
 
-_SHOWN: Final = 12
+
+class WriteItemType(enum.Enum):
+    """How a value lies in the state dict: a whole tensor, a shard of one, or any other value."""
+
+    TENSOR = 1
+    SHARD = 2
+    BYTE_IO = 3
 
 
-def _write_items(items: Iterable[WriteItem]) -> WriteItems:
-    return WriteItems.of(items)
+class LoadItemType(enum.Enum):
+    """What a read fills: elements of a tensor, or any other value."""
+
+    TENSOR = 1
+    BYTE_IO = 2
 
 
-def _held_items(items: Iterable[WriteItem] | None) -> WriteItems | None:
-    return None if items is None else WriteItems.of(items)
+def _torch_name(value: object) -> str:
+    return str(value).removeprefix("torch.")
 
 
-def _read_items(items: Iterable[ReadItem]) -> ReadItems:
-    return ReadItems.of(items)
+@attrs.frozen(order=True)
+class TensorProperties:
+    """What a stored tensor is made of.
+
+    Attributes:
+        dtype: The dtype *in the checkpoint*, by name. Where it differs from the tensor's own dtype,
+            that difference is the cast.
+        layout, requires_grad, memory_format, pin_memory: Kept for exchange with torch; nothing here
+            depends on them.
+
+    >>> TensorProperties("torch.bfloat16").dtype
+    'bfloat16'
+    """
+
+    dtype: str = attrs.field(default="float32", converter=dtype_name)
+    layout: str = attrs.field(default="strided", converter=_torch_name)
+    requires_grad: bool = attrs.field(default=False, converter=bool)
+    memory_format: str = attrs.field(default="contiguous_format", converter=_torch_name)
+    pin_memory: bool = attrs.field(default=False, converter=bool)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes that one element takes in the checkpoint."""
+        return ITEMSIZE[self.dtype]
 
 
-def _transfers(transfers: Iterable[Transfer]) -> Transfers:
-    return Transfers.of(transfers)
+@attrs.frozen
+class MetadataIndex:
+    """The name of a chunk, or of a non-tensor value.
+
+    Attributes:
+        fqn: The flattened key.
+        offset: Where the chunk starts, in the global frame; None for a non-tensor value.
+        index: Where the chunk was last seen in a list of chunks: a hint that is probed first. It
+            is not part of the name, and so not of ``==`` and ``hash``.
+
+    >>> MetadataIndex("w", [0, 4], 3) == MetadataIndex("w", (0, 4))
+    True
+    """
+
+    fqn: str
+    offset: tuple[int, ...] | None = attrs.field(
+        default=None, converter=attrs.converters.optional(as_ints)
+    )
+    index: int | None = attrs.field(default=None, eq=False)
+
+    def __attrs_post_init__(self) -> None:
+        if not isinstance(self.fqn, str):
+            raise TypeError(f"a name must be a string, not {self.fqn!r}; `flatten` makes them so")
 
 
-def _no_transfers() -> Transfers:
-    return Transfers.of(())
+@attrs.frozen
+class TensorWriteData:
+    """Which box of which tensor is written, and how.
+
+    Attributes:
+        chunk: The box, in the global frame.
+        properties: How it is stored.
+        size: The global shape, in elements.
+    """
+
+    chunk: Chunk
+    properties: TensorProperties
+    size: tuple[int, ...] = attrs.field(converter=as_ints)
+
+    def __attrs_post_init__(self) -> None:
+        if len(self.size) != len(self.chunk.sizes):
+            raise ValueError(f"{self.chunk} has other axes than a tensor of shape {self.size}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the chunk in the checkpoint."""
+        return self.chunk.numel * self.properties.itemsize
+
+
+@attrs.frozen(init=False)
+class WriteItem:
+    """One chunk, or one other value, that a rank holds.
+
+    Attributes:
+        index: Its name in the checkpoint. A chunk's offset may be left out: it is the chunk's own.
+        type: How it lies in the state dict.
+        tensor_data: Its place, dtype and shape; None for a non-tensor value.
+        source: Its name in the state dict: the value's key, and the offset at which the shard that
+            holds it starts. Left out, it is ``index``.
+
+    >>> WriteItem(MetadataIndex("step"), WriteItemType.BYTE_IO).nbytes
+    0
+    """
+
+    index: MetadataIndex
+    type: WriteItemType
+    tensor_data: TensorWriteData | None
+    source: MetadataIndex
+
+    def __init__(
+        self,
+        index: MetadataIndex,
+        type: WriteItemType,
+        tensor_data: TensorWriteData | None = None,
+        source: MetadataIndex | None = None,
+    ) -> None:
+        if not isinstance(type, WriteItemType):
+            raise TypeError(f"`{index.fqn}`: type must be a WriteItemType, not {type!r}")
+        if (tensor_data is None) != (type is WriteItemType.BYTE_IO):
+            what = "needs" if tensor_data is None else "cannot have"
+            raise ValueError(f"`{index.fqn}`: a {type.name} item {what} tensor_data")
+        offset = None if tensor_data is None else tensor_data.chunk.offsets
+        if index.offset not in (None, offset):
+            raise ValueError(f"`{index.fqn}`: index says offset {index.offset}, its chunk {offset}")
+        source = index if source is None else source
+        if source.offset is None:
+            source = attrs.evolve(source, offset=offset)
+        elif offset is None or len(source.offset) != len(offset):
+            raise ValueError(
+                f"`{source.fqn}`: source says offset {source.offset}, its chunk {offset}"
+            )
+        if index.offset is None:
+            index = attrs.evolve(index, offset=offset)
+        self.__attrs_init__(index, type, tensor_data, source)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the *chunk* in the checkpoint (0 for non-tensor values)."""
+        return 0 if self.tensor_data is None else self.tensor_data.nbytes
+
+
+@attrs.frozen(init=False)
+class ReadItem:
+    """One box to copy out of a saved chunk into a chunk of the state dict.
+
+    Attributes:
+        type: Whether elements or another value are read.
+        dest_index: The shard in the state dict.
+        dest_offsets: Where the box starts, relative to that shard.
+        storage_index: The saved chunk in the checkpoint.
+        storage_offsets: Where the box starts, relative to the saved chunk.
+        lengths: How large the box is, per axis, in elements.
+    """
+
+    type: LoadItemType
+    dest_index: MetadataIndex
+    dest_offsets: tuple[int, ...]
+    storage_index: MetadataIndex
+    storage_offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    def __init__(
+        self,
+        type: LoadItemType,
+        dest_index: MetadataIndex,
+        dest_offsets: Iterable[int],
+        storage_index: MetadataIndex,
+        storage_offsets: Iterable[int],
+        lengths: Iterable[int],
+    ) -> None:
+        if not isinstance(type, LoadItemType):
+            raise TypeError(f"`{dest_index.fqn}`: type must be a LoadItemType, not {type!r}")
+        into, out_of, box = as_ints(dest_offsets), as_ints(storage_offsets), as_ints(lengths)
+        if min((*into, *out_of, *box), default=0) < 0:
+            raise ValueError(f"`{dest_index.fqn}`: an offset or a length is negative")
+        if not len(into) == len(out_of) == len(box):
+            raise ValueError(
+                f"`{dest_index.fqn}`: offsets {into} and {out_of} do not fit lengths {box}"
+            )
+        ends = [_end_of_read(index, type, box) for index in (dest_index, storage_index)]
+        self.__attrs_init__(type, ends[0], into, ends[1], out_of, box)
+
+    @property
+    def numel(self) -> int:
+        """How many elements are copied (0 for a non-tensor value)."""
+        return 0 if self.type is LoadItemType.BYTE_IO else math.prod(self.lengths)
+
+
+def _end_of_read(
+    index: MetadataIndex, type: LoadItemType, lengths: tuple[int, ...]
+) -> MetadataIndex:
+    """Return the name of one end of a read; a tensor named without offset starts at its origin."""
+    if type is LoadItemType.BYTE_IO:
+        if index.offset is not None:
+            raise ValueError(f"`{index.fqn}`: a BYTE_IO read has no offset {index.offset}")
+        return index
+    if index.offset is None:
+        return attrs.evolve(index, offset=(0,) * len(lengths))
+    if len(index.offset) != len(lengths):
+        raise ValueError(f"`{index.fqn}`: offset {index.offset} does not fit lengths {lengths}")
+    return index
+
+
+@attrs.frozen
+class Transfer:
+    """A read that one rank makes for another.
+
+    Attributes:
+        read: What the target needs, as if it read for itself.
+        source: The rank that reads it from storage and sends it.
+        target: The rank that receives it.
+    """
+
+    read: ReadItem
+    source: int
+    target: int
 
 
 def _names(values: Iterable[str]) -> tuple[str, ...]:
@@ -81,70 +258,6 @@ def _names(values: Iterable[str]) -> tuple[str, ...]:
 
 def _issues(values: Iterable[Issue]) -> tuple[Issue, ...]:
     return tuple(values)
-
-
-@attrs.frozen(repr=False)
-class SavePlan:
-    """What one rank holds, or, after `global_plan`, what it writes.
-
-    Where a plan comes from (its rank, the number of ranks, what was held before any pass) takes no
-    part in ``==`` and ``hash``.
-
-    Attributes:
-        items: An immutable sequence of `WriteItem`, given as any iterable of them.
-        storage_data: What storage adds for itself, frozen.
-        planner_data: What planners add for themselves, frozen. `local_plan` puts the nested keys'
-            paths there, under ``"paths"``, and the names of empty dicts, under ``"empty"``.
-        rank: Whose plan this is: its place among the ranks that save or load. None if unknown.
-        world_size: How many ranks there are. None if unknown.
-        held: The items that `local_plan` made, before any pass: what must be saved or filled. None
-            if unknown: then it is ``items``.
-    """
-
-    items: WriteItems = attrs.field(converter=_write_items)
-    storage_data: Any = attrs.field(default=None, converter=freeze)
-    planner_data: Any = attrs.field(default=None, converter=freeze)
-    rank: int | None = attrs.field(default=None, eq=False)
-    world_size: int | None = attrs.field(default=None, eq=False)
-    held: WriteItems | None = attrs.field(default=None, eq=False, converter=_held_items)
-
-    @property
-    def holds(self) -> WriteItems:
-        """What the rank holds, whatever passes made of it."""
-        return self.items if self.held is None else self.held
-
-    def following(self, before: SavePlan) -> SavePlan:
-        """Return this plan with all that no pass changes, as it was in the plan ``before``.
-
-        >>> plan = SavePlan([], rank=1, world_size=4)
-        >>> SavePlan([]).following(plan).rank
-        1
-        """
-        held = None if self.items is before.holds and before.held is None else before.holds
-        origin = (before.rank, before.world_size)
-        if self.held is held and (self.rank, self.world_size) == origin:
-            return self
-        return attrs.evolve(self, rank=origin[0], world_size=origin[1], held=held)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all chunks in the checkpoint."""
-        return int(self.items.nbytes.sum())
-
-    @property
-    def _sheet(self) -> Sheet:
-        rows = [_write_row(item) for item in self.items[:_SHOWN]]
-        title = f"SavePlan: {counted(len(self.items), 'item')}, {human_bytes(self.nbytes)}"
-        return listing(title, ("name", "type", "dtype", "shape", "box"), rows, len(self.items))
-
-    def __repr__(self) -> str:
-        return self._sheet.text()
-
-    def _repr_html_(self) -> str:
-        return self._sheet.html()
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(repr(self))  # for IPython, and for Hypothesis, which would list the columns
 
 
 @attrs.frozen
@@ -162,77 +275,3 @@ class KeyReport:
     unexpected: tuple[str, ...] = attrs.field(default=(), converter=_names)
     mismatched: tuple[Issue, ...] = attrs.field(default=(), converter=_issues)
     dropped: tuple[str, ...] = attrs.field(default=(), converter=_names)
-
-
-@attrs.frozen(repr=False)
-class LoadPlan:
-    """What one rank reads.
-
-    Attributes:
-        items: An immutable sequence of `ReadItem`, given as any iterable of them.
-        storage_data: What storage adds for itself, frozen.
-        planner_data: What planners add for themselves, frozen.
-        report: How the state dict and the checkpoint agree.
-        transfers: What this rank reads for others, and others for it, beside ``items``: an
-            immutable sequence of `Transfer`.
-        rank, world_size: As in `SavePlan`; they take no part in ``==`` and ``hash``.
-    """
-
-    items: ReadItems = attrs.field(converter=_read_items)
-    storage_data: Any = attrs.field(default=None, converter=freeze)
-    planner_data: Any = attrs.field(default=None, converter=freeze)
-    report: KeyReport = KeyReport()
-    transfers: Transfers = attrs.field(factory=_no_transfers, converter=_transfers)
-    rank: int | None = attrs.field(default=None, eq=False)
-    world_size: int | None = attrs.field(default=None, eq=False)
-
-    def following(self, before: LoadPlan) -> LoadPlan:
-        """Return this plan with the rank and world size of the plan ``before``."""
-        if (self.rank, self.world_size) == (before.rank, before.world_size):
-            return self
-        return attrs.evolve(self, rank=before.rank, world_size=before.world_size)
-
-    @property
-    def _sheet(self) -> Sheet:
-        rows = [_read_row(item) for item in self.items[:_SHOWN]]
-        keys = self.report
-        elements = int(self.items.numel.sum())
-        title = (
-            f"LoadPlan: {counted(len(self.items), 'read')}, {counted(elements, 'element')}; "
-            f"{len(keys.missing):,} missing, {len(keys.unexpected):,} unexpected, "
-            f"{len(keys.mismatched):,} mismatched; {len(self.transfers):,} transfers"
-        )
-        head = ("name", "saved chunk", "at", "into", "at", "lengths")
-        return listing(title, head, rows, len(self.items))
-
-    def __repr__(self) -> str:
-        return self._sheet.text()
-
-    def _repr_html_(self) -> str:
-        return self._sheet.html()
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(repr(self))  # for IPython, and for Hypothesis, which would list the columns
-
-
-Plan = SavePlan | LoadPlan
-
-
-def _write_row(item: WriteItem) -> tuple[str, ...]:
-    name = item.index.fqn
-    if item.source.fqn != name:
-        name = f"{name} ← {item.source.fqn}"
-    data = item.tensor_data
-    if data is None:
-        return name, item.type.name, "", "", ""
-    box = ", ".join(f"{o}:{e}" for o, e in zip(data.chunk.offsets, data.chunk.ends, strict=True))
-    return name, item.type.name, data.properties.dtype, str(list(data.size)), f"[{box}]"
-
-
-def _read_row(item: ReadItem) -> tuple[str, ...]:
-    source, dest = item.storage_index, item.dest_index
-    name = source.fqn if source.fqn == dest.fqn else f"{source.fqn} → {dest.fqn}"
-    if item.type is LoadItemType.BYTE_IO:
-        return name, "value", "", "", "", ""
-    boxes = (source.offset, item.storage_offsets, dest.offset, item.dest_offsets, item.lengths)
-    return name, *(str(list(box or ())) for box in boxes)

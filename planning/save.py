@@ -1,8 +1,8 @@
-"""How is a save plan made? `local_plan` for one rank, `global_plan` for all of them."""
+"""Save planning: `local_plan` for one rank, `global_plan` for all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -10,19 +10,20 @@ import numpy as np
 
 from .check import duplicates, world_issues
 from .columns.arrays import readonly
-from .columns.catalog import Catalog, Head, column, padded
-from .columns.items import WriteItems
+from .columns.catalog import Head
+from .columns.items import NO_CHUNK, WriteItems
 from .columns.world import World
 from .completeness import source_issues
 from .errors import Issue, PlanError, RefusedError
 from .frozen import FrozenDict
-from .items import WriteItemType
+from .geometry.tilings import Chunk
 from .mesh.placements import Mesh
 from .metadata import Entries, Metadata
 from .passes.base import Pass, Passes, as_steps, chain, only_assigns, positioned
 from .passes.chunks import dedup_replicas
 from .passes.keys import drop
-from .records import SavePlan
+from .plans import SavePlan
+from .records import WriteItemType
 from .tensors import Memo, held, held_alike
 from .tree import Path, clash, empty_names, flatten, is_tensor, nesting_data, nesting_issues
 
@@ -39,7 +40,7 @@ def local_plan(
     rank: int = 0,
     whole: Collection[str] = (),
 ) -> SavePlan:
-    """Say which chunks of which tensors this rank holds.
+    """Return which chunks of which tensors this rank holds.
 
     One plan serves both directions: `global_plan` turns everybody's into a save, `load_plan` finds
     what fills the same chunks.
@@ -66,19 +67,13 @@ def local_plan(
         RefusedError: A value has no correct plan; every such key is named.
     """
     flat, paths = flatten(sd, whole=whole)
-    heads: list[Head] = []
-    row: list[int] = []
-    offsets: list[tuple[int, ...]] = []
-    sizes: list[tuple[int, ...]] = []
+    found: list[tuple[Head, Sequence[Chunk]]] = []
     refused = []
     memo: Memo = {}
     for name in sorted(flat):
         value = flat[name]
         if name in whole or not is_tensor(value):
-            heads.append((name, name, WriteItemType.BYTE_IO, None, ()))
-            row.append(len(heads) - 1)
-            offsets.append(())
-            sizes.append(())
+            found.append((Head.value(name), (NO_CHUNK,)))
             continue
         try:
             here = held_alike(name, value, memo) or held(name, value, mesh, rank)
@@ -86,17 +81,10 @@ def local_plan(
             refused.append(str(error))
             continue
         kind = WriteItemType.SHARD if here.sharded else WriteItemType.TENSOR
-        heads.append((name, name, kind, here.properties, here.size))
-        for chunk in here.chunks:
-            row.append(len(heads) - 1)
-            offsets.append(chunk.offsets)
-            sizes.append(chunk.sizes)
+        found.append((Head(name, name, kind, here.properties, here.size), here.chunks))
     if refused:
         raise RefusedError(*refused)
-    catalog = Catalog.of(tuple(heads))
-    items = WriteItems(
-        catalog, column(row), padded(offsets, 0, catalog.axes), padded(sizes, 1, catalog.axes)
-    )
+    items = WriteItems.of_boxes(found)
     data = nesting_data(flat, paths)
     if mesh is None:
         return SavePlan(items, planner_data=data, held=items)
@@ -177,7 +165,7 @@ def _without(items: WriteItems, sources: Collection[str]) -> WriteItems:
 
 
 def _with_hints(world: World) -> tuple[SavePlan, ...]:
-    """Let each item's hint tell which of the metadata's chunks it is."""
+    """Make each item's hint the number of its chunk in the metadata."""
     rows = world.rows
     hints = np.full(int(rows.first[-1]), -1, np.int64)
     hints[rows.flat] = np.arange(len(rows)) - rows.spread(rows.start[:-1])

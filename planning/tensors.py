@@ -1,23 +1,23 @@
-"""What does a value of a state dict hold? Read off by duck typing, so that torch is never needed.
+"""Tensors of a state dict: what this rank holds of them, and the memory of their shards.
 
-A tensor is anything with ``shape`` and ``dtype``. Where its elements lie is told, in this order, by
-``device_mesh`` and ``placements`` (DTensor), ``local_shards()`` (ShardedTensor),
-``__create_chunk_list__()`` (any tensor-like class), or it is all there.
+They are read by duck typing, so that torch is never needed. A tensor is anything with ``shape`` and
+``dtype``. Where its elements lie is given, in this order, by ``device_mesh`` and ``placements``
+(DTensor), ``local_shards()`` (ShardedTensor), ``__create_chunk_list__()`` (any tensor-like class),
+or it is all here.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import attrs
 
 from .dtypes import dtype_name
-from .errors import RefusedError
+from .errors import NotFoundError, RefusedError, nearest_hint, nearest_names
 from .geometry.tilings import Chunk, as_ints, shape_fault
-from .items import TensorProperties
 from .mesh.placements import (
     Mesh,
     Placement,
@@ -25,22 +25,24 @@ from .mesh.placements import (
     Shard,
     StridedShard,
     TensorSpec,
-    holds,
-    local_chunks,
-    local_runs,
-    nested_runs,
 )
+from .mesh.runs import holds, local_chunks, local_runs, nested_runs
+from .records import MetadataIndex, TensorProperties
+from .tree import flatten, is_tensor
 
 __all__ = [
     "Held",
     "Memo",
     "dtensor_chunks",
+    "find_object",
+    "find_shard",
     "held",
     "held_alike",
     "is_dtensor",
     "is_elsewhere",
     "kind_of",
     "placement_of",
+    "shard_finder",
     "spec_of",
 ]
 
@@ -97,9 +99,7 @@ _SHARDED: Final = ("device_mesh", "local_shards", "__create_chunk_list__")
 
 
 def kind_of(value: Any) -> Hashable | None:
-    """Return all that counts of a plain tensor or a DTensor; None if it needs a closer look.
-
-    What is held of tensors of one kind is the same.
+    """Return what decides which chunks of a tensor are held; None if it needs a closer look.
 
     >>> import numpy as np
     >>> kind_of(np.zeros(3)) == kind_of(np.ones(3)), kind_of({"no": "tensor"})
@@ -120,7 +120,7 @@ def kind_of(value: Any) -> Hashable | None:
 
 
 def spec_of(value: Any) -> Any:
-    """Return what tells all of a DTensor but what is here of it; None if nothing does."""
+    """Return the spec of a DTensor, which says all but what is here of it; None if it has none."""
     spec = getattr(value, "_spec", None)
     if spec is None or not is_dtensor(value):
         return None
@@ -129,11 +129,7 @@ def spec_of(value: Any) -> Any:
 
 
 def held_alike(name: str, value: Any, memo: Memo) -> Held | None:
-    """Describe a tensor as `held` does, looking at one of each kind.
-
-    Returns:
-        What is held; None if it is of no kind, or is refused.
-    """
+    """Describe a tensor as `held` does, looking at one of each kind; None if it has no kind."""
     kind = kind_of(value)
     if kind is None:
         return None
@@ -178,7 +174,7 @@ def _chunks(name: str, value: Any, mesh: Mesh | None, rank: int) -> Sequence[Chu
 
 
 def is_elsewhere(value: Any, mesh: Mesh | None = None, rank: int = 0) -> bool:
-    """Tell whether a tensor lives on ranks that this one is not among."""
+    """Return True if a tensor lies on other ranks only."""
     if isinstance(value, TensorSpec):
         return mesh is not None and not holds(mesh.coordinate(rank), value.placements)
     device_mesh = getattr(value, "device_mesh", None)
@@ -186,7 +182,7 @@ def is_elsewhere(value: Any, mesh: Mesh | None = None, rank: int = 0) -> bool:
 
 
 def is_dtensor(value: object) -> bool:
-    """Tell a DTensor that places itself from one whose local tensor knows its own chunks."""
+    """Return True for a DTensor, unless its local tensor knows its own chunks."""
     local = getattr(value, "_local_tensor", None)
     own = hasattr(local, "__create_chunk_list__")
     return hasattr(value, "placements") and hasattr(value, "device_mesh") and not own
@@ -249,7 +245,7 @@ def dtensor_chunks(name: str, tensor: Any) -> _Pairs:
 
 
 def _is_reordered(tensor: Any) -> bool:
-    """Tell a DTensor whose placements do not say in which order its axes were cut."""
+    """Return True if the placements of a DTensor do not say in which order its axes were cut."""
     order = getattr(getattr(tensor, "_spec", None), "shard_order", None) or ()
     if all(len(entry.mesh_dims) < 2 for entry in order):
         return False
@@ -285,22 +281,150 @@ def _placed(
             f"shape {mesh_shape} gives {expected} here; "
             "pad the axis to a multiple of the ranks that share it"
         )
-    places = [list(zip(_starts(axis), axis, strict=True)) for axis in runs]
+    # Runs are stored one after the other: each starts where the ones before it end.
+    local_starts = [[0, *itertools.accumulate(n for _, n in axis)] for axis in runs]
+    boxes = (zip(*box, strict=True) if box else ((), ()) for box in itertools.product(*runs))
+    places = itertools.product(*(s[:-1] for s in local_starts))
     return tuple(
-        (
-            Chunk([r[0] for _, r in box], [r[1] for _, r in box]),
-            Chunk([at for at, _ in box], [r[1] for _, r in box]),
-        )
-        for box in itertools.product(*places)
+        (Chunk(offsets, sizes), Chunk(place, sizes))
+        for (offsets, sizes), place in zip(boxes, places, strict=True)
     )
 
 
 def _fits(local: tuple[int, ...], runs: Sequence[Sequence[tuple[int, int]]]) -> bool:
-    """Tell whether a local tensor is as long along each axis as the runs; empty is empty."""
+    """Return True if a local tensor is as long along each axis as the runs, or both are empty."""
     expected = tuple(sum(n for _, n in axis) for axis in runs)
     return local == expected or (0 in expected and 0 in local)
 
 
-def _starts(runs: Sequence[tuple[int, int]]) -> list[int]:
-    """Return where each run lies in the local tensor: runs are stored one after the other."""
-    return [sum(n for _, n in runs[:i]) for i in range(len(runs))]
+def find_object(sd: Mapping[Any, Any], index: MetadataIndex) -> Any:
+    """Return the value or the shard that ``index`` names in a state dict, flat or nested.
+
+    >>> import numpy as np
+    >>> find_object({"w": np.arange(3), "step": 7}, MetadataIndex("step"))
+    7
+
+    Raises:
+        NotFoundError: No such name, or no shard at that offset; it names the nearest ones.
+    """
+    value = _named(sd, index.fqn)
+    if is_tensor(value):
+        return find_shard(sd, index)
+    if index.offset is not None:
+        raise NotFoundError(
+            f"`{index.fqn}` is a {type(value).__name__}, not a tensor: no offset {index.offset}"
+        )
+    return value
+
+
+def _named(sd: Mapping[Any, Any], name: str) -> Any:
+    """Return the value of a flattened key; a flat state dict is not walked."""
+    if name in sd and not isinstance(sd[name], Mapping):
+        return sd[name]
+    flat = flatten(sd)[0]
+    if name not in flat:
+        near = nearest_names(name, flat) or tuple(sorted(flat)[:3])
+        hint = nearest_hint(near)
+        raise NotFoundError(f"`{name}` is not in the state dict{hint}", near)
+    return flat[name]
+
+
+def find_shard(sd: Mapping[Any, Any], index: MetadataIndex) -> Any:
+    """Return the tensor memory that starts at ``index.offset`` of the named tensor.
+
+    The position in ``index.index`` is probed first. Where there is one shard, as of a plain tensor,
+    the offset may be left out.
+
+    >>> import numpy as np
+    >>> find_shard({"w": np.arange(3)}, MetadataIndex("w", (0,)))
+    array([0, 1, 2])
+
+    Raises:
+        NotFoundError: No such name, or no shard at that offset; it names those that exist.
+    """
+    value = _named(sd, index.fqn)
+    if not is_tensor(value):
+        raise NotFoundError(f"`{index.fqn}` is a {type(value).__name__}, not a tensor")
+    shards = _shards(index, value)
+    starts = [shard.offsets for shard in shards]
+    hint, offset = index.index, index.offset
+    if offset is None and len(shards) == 1:
+        return shards[0].memory()
+    if hint is not None and 0 <= hint < len(starts) and starts[hint] == offset:
+        return shards[hint].memory()
+    if offset in starts:
+        return shards[starts.index(offset)].memory()
+    known = ", ".join(map(str, starts[:8])) or "nothing"
+    asked = "which shard is not said" if offset is None else f"no shard at {offset}"
+    raise NotFoundError(
+        f"`{index.fqn}`: {asked}; this rank holds {known}", [str(s) for s in starts[:8]]
+    )
+
+
+@attrs.frozen
+class _Shard:
+    """A shard of a tensor: where it starts, how large it is, and what returns its memory."""
+
+    offsets: tuple[int, ...] = attrs.field(converter=as_ints)
+    sizes: tuple[int, ...] = attrs.field(converter=as_ints)
+    memory: Callable[[], Any]
+
+
+def _shards(index: MetadataIndex, value: Any) -> list[_Shard]:
+    """List the shards of a tensor that are here."""
+    whole = [0] * len(value.shape), value.shape
+    if is_dtensor(value):
+        pairs = dtensor_chunks(index.fqn, value)
+        local = _local(value)
+        if 0 in value.shape and not is_elsewhere(value):  # planned as one empty chunk: see `held`
+            return [_Shard(*whole, lambda: local)]
+        return [_Shard(c.offsets, c.sizes, partial(_view, local, place)) for c, place in pairs]
+    if hasattr(value, "local_shards"):
+        shards = [
+            _Shard(s.metadata.shard_offsets, s.metadata.shard_sizes, partial(getattr, s, "tensor"))
+            for s in value.local_shards()
+        ]
+    elif hasattr(value, "__get_tensor_shard__"):
+        get = value.__get_tensor_shard__
+        shards = [
+            _Shard(c.offsets, c.sizes, partial(get, MetadataIndex(index.fqn, c.offsets, i)))
+            for i, c in enumerate(value.__create_chunk_list__())
+        ]
+    else:
+        return [_Shard(*whole, lambda: value)]
+    # An empty shard may start where a real one does.
+    return [shard for shard in shards if 0 not in shard.sizes] or shards
+
+
+def shard_finder(sd: Mapping[str, Any]) -> Callable[[str, tuple[int, ...]], Any]:
+    """Return a function that finds shards of a flat state dict by name and offset.
+
+    It is quicker than `find_shard` where many tensors are alike, and must not outlive a change to
+    any of them.
+
+    >>> import numpy as np
+    >>> shard_finder({"w": np.arange(3)})("w", (0,))
+    array([0, 1, 2])
+    """
+    memo: Memo = {}
+
+    def find(name: str, offset: tuple[int, ...]) -> Any:
+        value = sd.get(name)
+        here = held_alike(name, value, memo)
+        if here is None or [chunk.offsets for chunk in here.chunks] != [offset]:
+            return find_shard(sd, MetadataIndex(name, offset))
+        return _local(value) if is_dtensor(value) else value  # all of it is the only chunk
+
+    return find
+
+
+def _local(tensor: Any) -> Any:
+    """Return the local tensor of a DTensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor._local_tensor
+
+
+def _view(local: Any, place: Chunk) -> Any:
+    """Return the part of a local tensor that one box of it occupies."""
+    if place.sizes == as_ints(local.shape):
+        return local
+    return local[tuple(slice(o, e) for o, e in zip(place.offsets, place.ends, strict=True))]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import Any, Final
 
 import attrs
 
 __all__ = [
+    "Printed",
     "Sheet",
     "Table",
     "are_quantities",
@@ -209,6 +210,25 @@ class Sheet:
             f'<div style="{_SHEET}"><p><strong>{_escape(self.title)}</strong></p>'
             f"{''.join(t.html() for t in self.tables)}{f'<ul>{notes}</ul>' if notes else ''}</div>"
         )
+
+
+class Printed:
+    """A record that prints as its ``_sheet``: as text, and as HTML in a notebook."""
+
+    __slots__ = ()
+
+    @property
+    def _sheet(self) -> Sheet:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return self._sheet.text()
+
+    def _repr_html_(self) -> str:
+        return self._sheet.html()
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # for IPython, and for Hypothesis, which would list the columns
 
 
 def listing(title: str, head: Sequence[str], rows: Iterable[Sequence[object]], count: int) -> Sheet:

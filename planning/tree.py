@@ -28,9 +28,7 @@ __all__ = [
 _SCALARS: Final = frozenset((str, int, bool, float, type(None)))
 _NOTHING: Final = object()
 _LONGEST: Final = 1 << 20  # positions past this are damage, not a list of tensors
-_DEEPEST: Final = (
-    128  # containers in containers, to be walked over by functions that call themselves
-)
+_DEEPEST: Final = 128  # containers in containers: they are walked by recursion
 
 Step = tuple[str, Any]
 Path = tuple[Step, ...]
@@ -60,7 +58,7 @@ def flatten(
     (('dict', 'groups'), ('list', 0), ('dict', 'lr'))
 
     Raises:
-        PlanError: Two leaves would get the same name; every clash is told, with both ways to it.
+        PlanError: Two leaves would get the same name; every clash is reported, with both paths.
         RefusedError: A value contains itself, or is nested too deeply; every such key is named.
     """
     if not isinstance(sd, Mapping):
@@ -108,7 +106,7 @@ def nesting_data(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> FrozenDi
 
 
 def empty_names(planner_data: Any) -> frozenset[str]:
-    """Return the names of empty dicts that a plan or a checkpoint's metadata tells of.
+    """Return the names of empty dicts in the data of a plan or of a checkpoint's metadata.
 
     Such a name may have no entry: on other ranks there was something inside.
 
@@ -131,21 +129,21 @@ def leaves(sd: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 def _too_deep(sd: Mapping[Any, Any]) -> RefusedError:
     """Name the keys whose values cannot be walked to their ends."""
-    told = []
+    reasons = []
     for key, value in sd.items():
         try:
             deque(_leaves((("dict", key),), value), maxlen=0)
         except RecursionError:
             levels = f"{_DEEPEST} levels are the most"
-            told.append(f"`{key}` contains itself, or is nested too deeply ({levels})")
-    return RefusedError(*told)
+            reasons.append(f"`{key}` contains itself, or is nested too deeply ({levels})")
+    return RefusedError(*reasons)
 
 
 def unflatten(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any, Any]:
     """Return the nested state dict that `flatten` was given.
 
     Leaves without a path stay on top. Where leaves were left out, the others keep their places: a
-    list has None at a position of which nothing is there.
+    list has None where an entry is missing.
 
     >>> unflatten(*flatten({"a": {"b": 1}, "c": [{"d": 2}, 3]}))
     {'a': {'b': 1}, 'c': [{'d': 2}, 3]}
@@ -205,7 +203,7 @@ nothing to save there, or rename one of them
 
 
 def is_tensor(value: object) -> bool:
-    """Tell whether a value is saved element by element rather than as a whole.
+    """Return True if a value is saved element by element rather than as a whole.
 
     >>> is_tensor(np.zeros(3)), is_tensor(np.float32(1)), is_tensor(np.array(["a"]))
     (True, False, False)
@@ -219,7 +217,7 @@ def is_tensor(value: object) -> bool:
             return True  # without shape or dtype it is refused by name, never taken for a plain one
         return hasattr(value, "shape") and hasattr(value, "dtype")
     except Exception:
-        return True  # a tensor that cannot tell its shape is refused by name, too
+        return True  # a tensor without a known shape is refused by name, too
 
 
 def _container_of(kind: type) -> str:
@@ -299,7 +297,7 @@ def _settle(value: Any) -> Any:
 
 
 def clash(name: str, first: Path, second: Path, ranks: Sequence[int] = ()) -> Issue:
-    """Say that two values, reached in different ways, would get the same name."""
+    """Report that two values, reached in different ways, would get the same name."""
     ways = ["".join(f"[{key!r}]" for _, key in path) for path in (first, second)]
     if ways[0] == ways[1]:  # a list and a dict with numbers for keys, say
         kinds = [[kind for kind, _ in path] for path in (first, second)]

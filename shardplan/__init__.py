@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from ._convert import convert, dcp_to_torch_save, torch_save_to_dcp
     from ._diff import diff
     from ._load import load
-    from ._per_rank import PerRank
     from ._restore import restore
     from ._retention import latest, prune
     from ._save import save
+    from ._state import PerRank
     from ._verify import verify
     from .torch_dcp import (
         as_torch_load_planner,
@@ -57,7 +57,7 @@ __all__ = [
 
 _HOMES = {
     "CheckpointError": "dist",
-    "PerRank": "_per_rank",
+    "PerRank": "_state",
     "as_torch_load_planner": "torch_dcp",
     "as_torch_save_planner": "torch_dcp",
     "as_torch_storage_reader": "torch_dcp",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _thread
-import contextlib
 import logging
 import os
 import queue
@@ -13,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Final
 
 import attrs
@@ -22,19 +22,17 @@ from shardplan.io import Pool, Tell
 from shardplan.io.stores import Store
 from shardplan.planning import Passes, SavePlan
 
-from ._agreement import PlanCache
-from ._comm import JobComm, Place, as_comm, place_of
-from ._per_rank import part
-from ._refusing import by_name
+from ._comm import JobComm, as_comm, place_of
+from ._offers import PlanCache
 from ._report import SaveReport, Stopwatch, place_name
-from ._save import save_state
+from ._save import SaveOptions, Target, save_state
 from ._snapshots import Buffers
-from ._stateful import State, expand
+from ._state import State, by_name, expand, part
 
 __all__ = ["SaveFuture", "async_save"]
 
 _log = logging.getLogger("shardplan")
-_TOLD: Final = 4  # ways to fail that the log tells of
+_LOGGED_LINES: Final = 4  # of a failure on many ranks
 
 
 class SaveFuture(Future[SaveReport]):
@@ -43,45 +41,52 @@ class SaveFuture(Future[SaveReport]):
     Attributes:
         path: Where it goes.
         blocked: Seconds for which training waited: for the save before, and for the snapshot.
-        told: Whether somebody has had its outcome.
+        seen: Whether somebody has asked for its outcome.
     """
 
     def __init__(self, path: str) -> None:
         super().__init__()
-        self.set_running_or_notify_cancel()  # other ranks count on it: it cannot be cancelled
         self.path = path
         self.blocked = 0.0
-        self.told = False
+        self.seen = False
 
     def result(self, timeout: float | None = None) -> SaveReport:
         """Wait for the save, and return its report or raise its error."""
         try:
             return super().result(timeout)
         finally:
-            self.told = self.told or self.done()
+            self.seen = self.seen or self.done()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the save, and return its error, if there was one."""
         try:
             return super().exception(timeout)
         finally:
-            self.told = self.told or self.done()
+            self.seen = self.seen or self.done()
+
+    def cancel(self) -> bool:
+        """Return False: other ranks count on the save."""
+        return False
+
+    def abandon(self) -> bool:
+        """Return True if the save has not begun; then it never will."""
+        return super().cancel()
+
+    def unseen_error(self) -> BaseException | None:
+        """Wait for the save; return its error unless somebody has asked for it already."""
+        error = super().exception()
+        if error is None or self.seen:
+            return None
+        self.seen = True
+        return error
 
     def __repr__(self) -> str:
         if not self.done():
             return f"SaveFuture({self.path!r}): under way"
         error = super().exception()
-        words = "failed" if error else "done"
-        told = repr(super().result()) if error is None else f"{type(error).__name__}: {error}"
-        return f"SaveFuture({self.path!r}): {words}: {told}"
-
-    def settle(self) -> BaseException | None:
-        """Wait for the save; return its error unless somebody has had it already."""
-        error = super().exception()
-        if error is None or self.told:
-            return None
-        self.told = True
-        return error
+        if error is None:
+            return f"SaveFuture({self.path!r}): done: {super().result()!r}"
+        return f"SaveFuture({self.path!r}): failed: {type(error).__name__}: {error}"
 
 
 def async_save(
@@ -119,7 +124,7 @@ def async_save(
         cache: As in `save`.
 
     Returns:
-        The report to come.
+        The report to come. What goes wrong after the copy was made is raised by its ``result()``.
 
     >>> import tempfile, torch
     >>> from shardplan import restore
@@ -130,55 +135,50 @@ def async_save(
     ...     _ = future.result()
     ...     restore(folder)
     {'w': tensor([1., 1.])}
+
+    Raises:
+        TypeError, ValueError: The path or the format is wrong; other ranks learn of it.
+        CheckpointError: There are no connections to the other ranks.
+        Exception: The error of the save before, if nobody has asked for it.
     """
-    saver, job = _saver_of(comm)
+    saver = _saver_of(comm)
     start = time.perf_counter()
     future, watch = SaveFuture(place_name(path)), Stopwatch()
+    options = SaveOptions(planner, overwrite, verify_replicas, progress, pool, cache)
     with saver.lock:
-        turn, held = threading.Lock(), job.held
+        ranks = _job.held if comm is None else comm
         try:
             earlier = saver.settle()
-            held = None  # whoever cannot make connections says so itself
-            held = job.take()
-            options = {
-                "planner": planner,
-                "format": format,
-                "comm": held,
-                "overwrite": overwrite,
-                "verify_replicas": verify_replicas,
-                "profile": False,
-                "progress": progress,
-                "pool": pool,
-                "cache": cache,
-                "watch": watch,
-            }
+            ranks = None  # a rank that cannot make connections says so itself
+            ranks = _job.take() if comm is None else comm
             with watch.phase("stage"):
-                snapshot = saver.snapshot(state_dict, place_of(held), earlier, watch)
-            future.told = earlier is not None
-            saver.line.put(lambda: saver.run(turn, future, snapshot, path, options))
+                copy = saver.snapshot(state_dict, path, format, ranks, earlier)
+            watch.count("stage", copy.buffers.nbytes)
+            future.seen = copy.raised
+            saver.line.put(lambda: saver.run(future, copy, ranks, options, watch))
         except BaseException as error:
-            saver.stay_away(turn, held, error)
+            saver.stay_away(future, ranks, error)
             raise
     future.blocked = time.perf_counter() - start
-    if earlier is not None:
-        raise earlier
+    if copy.raised and copy.error is not None:
+        raise copy.error
     return future
 
 
 class _Line:
-    """Jobs that threads do one after the other, in order; an interrupt cannot lose any of them.
+    """Jobs that threads run one after the other, in order; an interrupt cannot lose any of them.
 
-    A thread serves all jobs that are in line. If the call that starts it is interrupted, it serves
-    them nevertheless, or the next one does. What the interrupted thread shares with others are
-    queues and locks of the interpreter, which no interrupt leaves half done.
+    A thread runs all jobs that are in line. If the call that starts it is interrupted, it runs them
+    nevertheless, or the next one does. An interrupt leaves no `SimpleQueue` half done, as it may a
+    `threading.Event`; so threads are started by a thread, which no signal interrupts.
     """
 
     def __init__(self) -> None:
         self._jobs: deque[Callable[[], object]] = deque()
-        self._serving = threading.Lock()
+        self._running = threading.Lock()
 
     def put(self, job: Callable[[], object]) -> None:
-        """Have a job done; if this is interrupted, it may be done now, later, or not at all."""
+        """Have a job run; if this is interrupted, it may run now, later, or not at all."""
         self._jobs.append(job)
         started = queue.SimpleQueue[BaseException | None]()
         _thread.start_new_thread(self._start, (started,))
@@ -193,39 +193,58 @@ class _Line:
         done.get()
 
     def _start(self, started: queue.SimpleQueue[BaseException | None]) -> None:
-        """Start a thread that an exiting interpreter waits for, where no signal interrupts it."""
+        """Start a thread that an exiting interpreter waits for."""
         try:
-            threading.Thread(target=self._serve, name="shardplan-save", daemon=False).start()
+            threading.Thread(target=self._run, name="shardplan-save", daemon=False).start()
         except BaseException as error:
             started.put(error)
         else:
             started.put(None)
 
-    def _serve(self) -> None:
-        with self._serving:
+    def _run(self) -> None:
+        with self._running:
             while self._jobs:
                 self._jobs.popleft()()
 
 
 @attrs.frozen(eq=False)
-class _Snapshot:
-    """A copy of a state dict.
+class _Copy:
+    """A copy of a state dict, and where it goes; or the error with which the save fails.
+
+    A save that cannot begin fails on all ranks: the others have begun, and wait for this one.
 
     Attributes:
-        state: Returns it, or raises why there is none.
-        buffers: The memory that it is in; nothing else may use it until the copy was written.
+        buffers: The memory of the copy; nothing else may use it until the copy was written.
+        target: Where it goes.
+        sd: The copy.
+        error: Why there is none.
+        raised: Whether the call raises the error, and not only the future.
     """
 
-    state: Callable[[], Mapping[Any, Any]]
     buffers: Buffers
+    target: Target | None = None
+    sd: Mapping[Any, Any] | None = None
+    error: BaseException | None = None
+    raised: bool = False
+
+    def opened(self) -> Target:
+        """Return the target, or raise the error."""
+        if self.error is not None:
+            raise self.error
+        assert self.target is not None
+        return self.target
+
+    def state(self) -> Mapping[Any, Any]:
+        """Return the copy."""
+        assert self.sd is not None
+        return self.sd
 
 
 class _Saver:
-    """What saves in the background have in common; only who has the lock may use it.
+    """What the saves of some ranks in the background have in common.
 
     Attributes:
-        lock: Who has it may begin a save. A thread that was interrupted may have it still, and may
-            be the handler of a signal that came in a call of its own: it can take it again.
+        lock: Held while a save begins. A signal handler may begin one, too: it can be taken again.
         line: The saves, one after the other.
         spare: Memory that no save uses.
         last: The save that was begun last.
@@ -238,71 +257,65 @@ class _Saver:
         self.last: SaveFuture | None = None
 
     def settle(self) -> BaseException | None:
-        """Wait for the saves before, if there are any; return the last one's untold error.
-
-        Other ranks may have had it, and save now: this one must take part, if only to fail.
-        """
+        """Wait for the saves before; return the last one's error if nobody has asked for it."""
         self.line.drain()
-        return None if self.last is None else self.last.settle()
+        return None if self.last is None else self.last.unseen_error()
 
     def snapshot(
-        self, state_dict: State, place: Place, earlier: BaseException | None, watch: Stopwatch
-    ) -> _Snapshot:
-        """Copy a state dict; if that fails, or a save has, let the save fail, on all ranks."""
-        buffers, self.spare = self.spare, Buffers()  # only who has written it out gives it back
+        self,
+        state_dict: State,
+        path: str | os.PathLike[str] | Store,
+        format: str,
+        comm: Comm,
+        earlier: BaseException | None,
+    ) -> _Copy:
+        """Copy a state dict; if that fails, or the save before has, return the error."""
+        buffers, self.spare = self.spare, Buffers()  # given back once the copy is written
         if earlier is not None:
-            return _Snapshot(_failing(earlier), buffers)
+            return _Copy(buffers, error=earlier, raised=True)
         try:
-            state = part(expand(state_dict), place)
+            target = Target.open(path, format)
         except Exception as error:
-            return _Snapshot(_failing(error), buffers)
+            return _Copy(buffers, error=error, raised=True)
         try:
-            copied = buffers.copy(state)
-            watch.count("stage", buffers.nbytes)
+            state = part(expand(state_dict), place_of(comm))
         except Exception as error:
-            return _Snapshot(_failing(by_name(error, state)), buffers)
-        return _Snapshot(lambda: copied, buffers)
+            return _Copy(buffers, error=error)
+        try:
+            return _Copy(buffers, target, buffers.copy(state))
+        except Exception as error:
+            return _Copy(buffers, error=by_name(error, state))
 
     def run(
-        self,
-        turn: threading.Lock,
-        future: SaveFuture,
-        snapshot: _Snapshot,
-        path: str | os.PathLike[str] | Store,
-        options: Mapping[str, Any],
+        self, future: SaveFuture, copy: _Copy, comm: Comm, options: SaveOptions, watch: Stopwatch
     ) -> None:
-        """Save, unless the call that asked for it was interrupted and took this turn."""
-        if turn.acquire(blocking=False):
-            self.last = future
-            _run(future, snapshot.state, path, options)
-            self.spare = snapshot.buffers
+        """Save a copy, unless the call that asked for it was interrupted."""
+        if not future.set_running_or_notify_cancel():
+            return
+        self.last = future
+        try:
+            future.set_result(save_state(comm, copy.opened, copy.state, options, watch))
+        except BaseException as error:
+            if not copy.raised:
+                text = _short(error)
+                _log.error("the save to %s failed in the background: %s", future.path, text)
+            future.set_exception(error)
+        self.spare = copy.buffers
 
-    def stay_away(self, turn: threading.Lock, comm: Comm | None, error: BaseException) -> None:
+    def stay_away(self, future: SaveFuture, comm: Comm | None, error: BaseException) -> None:
         """Tell the other ranks that this one does not save, unless a thread has begun to."""
-        if turn.acquire(blocking=False) and comm is not None:
+        if future.abandon() and comm is not None:
             reason = f"left the save: {type(error).__name__}: {error}".rstrip(": ")
-            with contextlib.suppress(RuntimeError):  # there are no more threads: the next one tells
+            with suppress(RuntimeError):  # no thread can be started: the next one runs it
                 self.line.put(lambda: comm.leave(reason))  # when the saves before are done
 
 
-def _failing(error: BaseException) -> Callable[[], Mapping[Any, Any]]:
-    """Return what raises an error when it is asked for a state dict."""
-
-    def fail() -> Mapping[Any, Any]:
-        raise error
-
-    return fail
-
-
-@attrs.frozen
-class _Given:
-    """A comm that the caller made: it is what it is."""
-
-    held: Comm
-
-    def take(self) -> Comm:
-        """Return it."""
-        return self.held
+def _short(error: BaseException) -> str:
+    """Return an error as one line for the log."""
+    if not isinstance(error, CheckpointError):
+        return str(error) or type(error).__name__
+    more = len(error.lines) - _LOGGED_LINES
+    return "; ".join([*error.lines[:_LOGGED_LINES], *([f"and {more} more"] if more > 0 else [])])
 
 
 # By comm that a caller made, for as long as the caller has it; and for the job, one of our own.
@@ -312,28 +325,10 @@ _own: Final = _Saver()
 _job: Final = JobComm(private=True)
 
 
-def _saver_of(comm: Comm | None) -> tuple[_Saver, _Given | JobComm]:
-    """Return what saves for some ranks, made when it is first needed, and who has their comm."""
+def _saver_of(comm: Comm | None) -> _Saver:
+    """Return what saves for some ranks, made when it is first needed."""
     if comm is None:
-        return _own, _job
+        return _own
     as_comm(comm)
     with _savers_lock:
-        return _savers.setdefault(comm, _Saver()), _Given(comm)
-
-
-def _run(
-    future: SaveFuture,
-    state: Callable[[], Mapping[Any, Any]],
-    path: str | os.PathLike[str] | Store,
-    options: Mapping[str, Any],
-) -> None:
-    try:
-        future.set_result(save_state(state, path, **options))
-    except BaseException as error:
-        if not future.told:  # else it failed because the one before had
-            told = str(error) or type(error).__name__
-            if isinstance(error, CheckpointError):
-                more = [f"and {len(error.lines) - _TOLD} more"] if len(error.lines) > _TOLD else []
-                told = "; ".join([*error.lines[:_TOLD], *more])
-            _log.error("the save to %s failed in the background: %s", future.path, told)
-        future.set_exception(error)
+        return _savers.setdefault(comm, _Saver())

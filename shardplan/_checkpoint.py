@@ -18,7 +18,7 @@ from shardplan.io.execute import Lazy, Reader
 from shardplan.io.formats import open_source
 from shardplan.io.stores import Store
 from shardplan.planning import Metadata, SavePlan, TensorMetadata, WriteItemType, load_plan
-from shardplan.planning.columns import Catalog, ReadItems, WriteItems, column, readonly
+from shardplan.planning.columns import Catalog, Head, ReadItems, WriteItems, column, readonly
 from shardplan.planning.geometry import pad
 
 from ._describing import describe
@@ -246,7 +246,7 @@ class SavedTensor(Lazy):
         counts, dtype = [axis.count for axis in axes], self._entry.properties.dtype
         if 0 in counts:
             return empty(counts, dtype)
-        head = (self.name, self.name, WriteItemType.SHARD, self._entry.properties, self.shape)
+        head = Head(self.name, self.name, WriteItemType.SHARD, self._entry.properties, self.shape)
         items = WriteItems(
             Catalog.of((head,)),
             column([0]),

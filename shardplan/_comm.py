@@ -1,4 +1,4 @@
-"""Which ranks take part, and how do they take a step together?"""
+"""The ranks that take part in a call, and the steps that they take together."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, NoReturn
+from functools import partial
+from typing import Any, Final, Generic, NoReturn, TypeVar, cast
 
 import attrs
 
@@ -22,24 +23,30 @@ from shardplan.dist import (
     solo,
     torch_comm,
 )
-from shardplan.planning import leaves, listed, span
+from shardplan.planning import listed, span
 
 __all__ = [
-    "Counted",
     "JobComm",
-    "as_comm",
+    "Kept",
     "Place",
+    "Taken",
+    "as_comm",
+    "counting",
     "default_comm",
-    "device_of",
     "fail_alike",
     "host_name",
-    "normal_device",
+    "keep_step",
     "own_place",
     "place_of",
     "take_step",
     "told_apart",
     "world_group",
 ]
+
+_MEETINGS: Final = frozenset(("gather", "scatter", "broadcast", "all_gather", "reduce"))
+
+M = TypeVar("M")
+W = TypeVar("W")
 
 
 @attrs.frozen
@@ -66,11 +73,11 @@ class Place:
 
 @attrs.define(eq=False)
 class JobComm:
-    """The comm of all ranks of the job: made when it is first needed, and anew when it was lost.
+    """The comm of all ranks of the job: made when it is first needed, and again after it was lost.
 
-    Making one is a step of its own, so every rank must ask for it in the same calls. A rank may
-    learn of a loss one call later than others, so that ranks which go on count those calls: the
-    parts of two different saves must never become one.
+    Making one is a step, so every rank must ask for it in the same calls. A rank may learn of a
+    loss one call later than others. So ranks count their calls and compare the counts when they go
+    on: parts of two different saves must never become one checkpoint.
 
     Attributes:
         private: Whether it has connections of its own.
@@ -84,7 +91,7 @@ class JobComm:
     _lock: threading.Lock = attrs.field(factory=threading.Lock)
 
     def take(self) -> Comm:
-        """Return it, for one call; that of one rank where there is no process group.
+        """Return the comm for one call; `solo` where there is no process group.
 
         Raises:
             CheckpointError: It was lost, and not all ranks came to go on, or not in the same call.
@@ -129,7 +136,7 @@ def _named_step(step: str) -> Iterator[None]:
 
 
 def _behind(calls: list[int]) -> tuple[int, list[tuple[int, int]]]:
-    """Return the most calls that any rank made, and by how many which places are behind.
+    """Return the most calls that any rank made, and the places that made fewer, by how many.
 
     >>> _behind([3, 2, 3])
     (3, [(1, 1)])
@@ -150,27 +157,22 @@ def as_comm(comm: Comm | None) -> Comm:
     if comm is not None and not hasattr(comm, "coordinator"):  # which torch's groups lack
         kind = type(comm).__name__
         raise TypeError(
-            f"comm is a {kind}; for a process group, pass shardplan.dist.torch.comm(it)"
+            f"comm is a {kind}; for a process group, pass shardplan.dist.torch_comm(it)"
         )
     return default_comm() if comm is None else comm
 
 
 def default_comm() -> Comm:
-    """Return the comm of all ranks of the job; that of one rank where there is no process group.
-
-    Every rank of the job must call the function that asks for it.
+    """Return the comm of all ranks of the job, as `JobComm.take` does; every rank must call it.
 
     >>> default_comm().world_size
     1
-
-    Raises:
-        RuntimeError: A launcher started several ranks, and there is no process group.
     """
     return _job.take()
 
 
 def _launched() -> Place | None:
-    """Return where torchrun, or what sets its variables, has put this process; None if nowhere."""
+    """Return the rank that torchrun, or what sets its variables, gave this process."""
     rank, ranks = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     if not rank.isdecimal() or not ranks.isdecimal() or int(ranks) < 2:
         return None
@@ -192,7 +194,7 @@ def _refuse_missing_group() -> None:
 
 def world_group() -> Any:
     """Return torch's process group of all ranks; None where there is none."""
-    dist = sys.modules.get("torch.distributed")  # whoever has a process group has imported it
+    dist = sys.modules.get("torch.distributed")  # imported by whatever made a process group
     if dist is None or not dist.is_available() or not dist.is_initialized():
         return None
     return dist.group.WORLD
@@ -232,8 +234,79 @@ def take_step(
     return all_reduce(comm, step, map, reduce)
 
 
+@attrs.frozen(eq=False)
+class Kept(Generic[M]):
+    """What a function of a step returns: a value that stays on this rank, and what is sent."""
+
+    value: M
+    sent: Any
+
+
+@attrs.frozen(eq=False)
+class Taken(Generic[M, W]):
+    """A step that succeeded on all ranks.
+
+    Attributes:
+        mine: What ``map`` kept on this rank.
+        whole: What ``reduce`` kept on the coordinator; None on other ranks.
+        got: What the coordinator sent to this rank.
+    """
+
+    mine: M
+    whole: W | None
+    got: Any
+
+
+def keep_step(
+    comm: Comm,
+    step: str,
+    map: Callable[[], Kept[M]],
+    reduce: Callable[[list[Any]], Kept[W]],
+    *,
+    collective: Callable[..., Any] = take_step,
+    undo: Callable[[M, BaseException], None] | None = None,
+) -> Taken[M, W]:
+    """Take a step in which ranks keep more than they send.
+
+    Args:
+        comm: The ranks.
+        step: The step's name, for errors.
+        map: Called on every rank; what it sends goes to the coordinator.
+        reduce: Called on the coordinator with what every rank sent, by rank.
+        collective: How ranks take the step: `take_step` or one like it.
+        undo: Called with what ``map`` kept if the step fails after that, and with the error.
+
+    >>> keep_step(solo(), "add up", lambda: Kept("mine", 2), lambda sent: Kept("all", sum(sent)))
+    Taken(mine='mine', whole='all', got=2)
+
+    Raises:
+        CheckpointError: Anything failed on any rank; with a single rank, the error itself.
+    """
+    mine: Kept[M] | None = None
+    whole: Kept[W] | None = None
+
+    def send() -> Any:
+        nonlocal mine
+        mine = map()
+        return mine.sent
+
+    def reply(sent: list[Any]) -> Any:
+        nonlocal whole
+        whole = reduce(sent)
+        return whole.sent
+
+    try:
+        got = collective(comm, step, send, reply)
+    except BaseException as error:
+        if mine is not None and undo is not None:
+            undo(mine.value, error)
+        raise
+    assert mine is not None
+    return Taken(mine.value, None if whole is None else whole.value, got)
+
+
 def told_apart(ranks: Sequence[int], values: Sequence[str]) -> str:
-    """Say which ranks have which of several values; nothing if all have the same.
+    """Return which ranks have which of several values, as text; empty if all have the same.
 
     >>> told_apart((0, 1, 2), ("a", "a", "b"))
     'ranks 0, 1: a; rank 2: b'
@@ -241,105 +314,58 @@ def told_apart(ranks: Sequence[int], values: Sequence[str]) -> str:
     sides: dict[str, list[int]] = {}
     for rank, value in zip(ranks, values, strict=True):
         sides.setdefault(value, []).append(rank)
-    told = [f"{span(who)}: {value}" for value, who in sides.items()]
-    return listed(told, quote="", between="; ") if len(sides) > 1 else ""
+    texts = [f"{span(who)}: {value}" for value, who in sides.items()]
+    return listed(texts, quote="", between="; ") if len(sides) > 1 else ""
 
 
 def fail_alike(comm: Comm, step: str, error: Exception) -> NoReturn:
-    """Raise one error on a rank that knows all others to raise it, too."""
+    """Raise an error that all other ranks raise as well."""
     kind, text = type(error).__name__, str(error)
     failures = [Failure(rank, step, kind, text, expected=True) for rank in comm.ranks]
     raise CheckpointError(failures, error)
 
 
-class Counted:
-    """A comm that counts what a rank gives to and gets from the steps it takes with others.
-
-    What goes from one rank to another, outside of steps, is left to who sends it.
-
-    Args:
-        comm: The comm.
-        count: Called with numbers of bytes.
-    """
+class _Counting:
+    """A comm that counts what a rank gives to and gets from others in meetings."""
 
     def __init__(self, comm: Comm, count: Callable[[int], None]) -> None:
         self._comm, self._count = comm, count
-        self.rank, self.world_size = comm.rank, comm.world_size
-        self.coordinator, self.ranks = comm.coordinator, comm.ranks
-        self.barrier, self.leave = comm.barrier, comm.leave
-        self.send, self.receive = comm.send, comm.receive
 
-    @property
-    def lost(self) -> bool:
-        """Whether ranks were lost."""
-        return self._comm.lost
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._comm, name)
+        return partial(self._meet, method) if name in _MEETINGS else method
 
-    def gather(self, data: bytes, topic: str = "gather") -> list[bytes] | None:
-        """Gather, and count."""
-        got = self._comm.gather(data, topic)
-        self._count(len(data) if got is None else sum(map(len, got)))
+    def _meet(self, method: Callable[..., Any], data: Any, *rest: Any) -> Any:
+        got = method(data, *(self._counted(work) if callable(work) else work for work in rest))
+        self._count(_size(data) + _size(got))
         return got
 
-    def scatter(self, parts: Sequence[bytes] | None, topic: str = "scatter") -> bytes:
-        """Scatter, and count."""
-        got = self._comm.scatter(parts, topic)
-        self._count(len(got) if parts is None else sum(map(len, parts)))
-        return got
-
-    def broadcast(self, data: bytes | None, topic: str = "broadcast") -> bytes:
-        """Broadcast, and count."""
-        got = self._comm.broadcast(data, topic)
-        self._count(len(got))
-        return got
-
-    def all_gather(self, data: bytes, topic: str = "all_gather") -> list[bytes]:
-        """Gather everywhere, and count."""
-        got = self._comm.all_gather(data, topic)
-        self._count(sum(map(len, got)))
-        return got
-
-    def reduce(self, data: bytes, work: Reduce, topic: str = "reduce") -> bytes:
-        """Reduce, and count."""
-        gathered = list[int]()
-
+    def _counted(self, work: Reduce) -> Reduce:
         def counted(parts: list[bytes]) -> bytes:
-            gathered.extend(map(len, parts))
+            self._count(_size(parts))
             return work(parts)
 
-        got = self._comm.reduce(data, counted, topic)
-        self._count(sum(gathered or [len(data)]) + len(got))
-        return got
+        return counted
 
 
-def device_of(sd: Mapping[Any, Any]) -> str:
-    """Name the device that a state dict's tensors are on, the one way.
+def _size(data: bytes | Sequence[bytes] | None) -> int:
+    if isinstance(data, bytes) or not data:
+        return len(data or b"")
+    return sum(map(len, data))
 
-    >>> import torch
-    >>> device_of({"step": 7, "w": torch.zeros(2)}), device_of({})
-    ('cpu', 'cpu')
+
+def counting(comm: Comm, count: Callable[[int], None]) -> Comm:
+    """Return a comm that also counts the bytes that this rank exchanges in meetings.
+
+    >>> counts = []
+    >>> counting(solo(), counts.append).broadcast(b"plan")
+    b'plan'
+    >>> counts
+    [8]
     """
-    for _, value in leaves(sd):
-        device = getattr(value, "device", None)
-        if getattr(device, "type", "cpu") != "cpu":
-            return normal_device(device)
-    return "cpu"
-
-
-def normal_device(device: Any) -> str:
-    """Write a device the one way: ``cpu``, ``cuda:3``.
-
-    >>> normal_device("cpu:0"), normal_device("cuda"), normal_device("cuda:3")
-    ('cpu', 'cuda:0', 'cuda:3')
-    """
-    kind, _, index = str(device).partition(":")
-    if kind in ("cpu", "meta"):
-        return kind
-    torch = sys.modules.get("torch")
-    if not index and torch is not None and kind == "cuda" and torch.cuda.is_available():
-        index = str(torch.cuda.current_device())
-    return f"{kind}:{index or 0}"
+    return cast(Comm, _Counting(comm, count))
 
 
 def host_name() -> str:
-    """Return the name of the machine, to tell which ranks share one."""
+    """Return the name of the machine: ranks on one machine have the same."""
     return socket.gethostname()

@@ -13,11 +13,10 @@ import attrs
 from shardplan.dist import Comm, solo
 from shardplan.io import Pool, Tell
 from shardplan.io.execute import Reader
-from shardplan.io.formats import Source, open_source, open_target
-from shardplan.io.formats.hf import HfWriter, parse_size
-from shardplan.io.formats.torch_save import TorchWriter
+from shardplan.io.formats import Source, find_format, open_source, open_target
 from shardplan.io.stores import Store
 from shardplan.planning import Mesh, Passes, SavePlan, counted, fingerprint, human_bytes, listed
+from shardplan.planning.storage import parse_size
 
 from ._comm import as_comm, take_step, told_apart
 from ._report import Stopwatch, dropped_text, logged, sheet_of, times_text
@@ -117,7 +116,7 @@ def convert(
     Args:
         src: The checkpoint to read, of any format: a folder, or a file if it is a single one.
         dst: Where to write, on a disk or in an object store.
-        format: What to write: see `shardplan.io.formats.writers.WRITERS`.
+        format: What to write: see `save`.
         planner: A pass, or a list of them, such as ``[select("model.*"), cast("bfloat16")]``. The
             ranks that passes see are those of ``mesh``, or a single one.
         mesh: The ranks to shard for: files will be as these ranks would have written them. If left
@@ -185,10 +184,7 @@ def convert(
                 max_shard_size=limit,
                 processes=comm.world_size,
             )
-            if isinstance(writer, (HfWriter, TorchWriter)):
-                writer.tied = target.tied
-            if isinstance(writer, HfWriter):
-                writer.leave_out, writer.remarks = True, getattr(source, "remarks", {})
+            writer.carry_over(target.tied, source.remarks)
             if comm.rank == comm.coordinator:
                 writer.refuse(store, overwrite)
         budget = Budget.of(memory, source.store, store)
@@ -232,8 +228,8 @@ def _shard_limit(size: int | str | None, format: str, mesh: Mesh | None) -> int 
     """Return the most bytes of a file, having refused it where it would say nothing."""
     if size is None:
         return None
-    if format == "torch":
-        raise ValueError("max_shard_size is for several files, and a torch checkpoint is one")
+    if find_format(format).is_file:
+        raise ValueError(f"max_shard_size is for several files, and a {format} checkpoint is one")
     if mesh is not None:
         raise ValueError("max_shard_size and mesh exclude each other: a mesh says what is cut how")
     return parse_size(size)
@@ -242,11 +238,11 @@ def _shard_limit(size: int | str | None, format: str, mesh: Mesh | None) -> int 
 def _refuse_same(source: Source, target: Store, file: str | None) -> None:
     """Refuse to write over what is read; ``file`` is what is written, if it is a single file.
 
-    A file of `torch.save` may lie in the folder that becomes a checkpoint: it stays there.
+    A single file may lie in the folder that becomes a checkpoint: it stays there.
     """
     if _real(source.store.url) != _real(target.url):
         return
-    if file in source.files or (file is None and source.format != "torch"):
+    if file in source.files or (file is None and not find_format(source.format).is_file):
         raise ValueError(f"{target.url} cannot be converted into itself; choose another place")
 
 
@@ -270,7 +266,7 @@ def _report(job: Job, done: Done, watch: Stopwatch) -> ConvertReport:
         seconds=dict(watch.seconds),
         left_out=left_out,
         tied=dict(job.target.tied),
-        notes=tuple(getattr(job.reader.source, "notes", ())),
+        notes=job.reader.source.notes,
         leftovers=done.leftovers,
         dropped=job.target.dropped,
     )

@@ -48,14 +48,14 @@ def describe(source: Source, name: str | None = None) -> Sheet:
 
 
 def _title(source: Source) -> str:
-    entries, manifest = source.metadata.state_dict_metadata, getattr(source, "manifest", None)
+    entries = source.metadata.state_dict_metadata
     volumes = [layout.tiling.volume() for layout in entries.layouts]
     pairs = zip(entries.layout.tolist(), entries.prop.tolist(), strict=True)
     total = sum(volumes[la] * entries.props[pr].itemsize for la, pr in pairs if la >= 0)
     tensors = int((entries.layout >= 0).sum())
     about = [f"format {source.format}"]
-    if manifest is not None and manifest.created:
-        about.append(f"{datetime.fromtimestamp(manifest.created, UTC):%Y-%m-%d %H:%M} UTC")
+    if source.created:
+        about.append(f"{datetime.fromtimestamp(source.created, UTC):%Y-%m-%d %H:%M} UTC")
     about.append(counted(tensors, "tensor"))
     if tensors < len(entries):
         about.append(counted(len(entries) - tensors, "value"))
@@ -64,13 +64,14 @@ def _title(source: Source) -> str:
 
 
 def _row(source: Source, name: str) -> tuple[str, ...]:
-    entry, manifest = source.metadata.entry(name), getattr(source, "manifest", None)
+    entry = source.metadata.entry(name)
     if not isinstance(entry, TensorMetadata):
         return name, "value", "", "", ""
     chunks = entry.chunks
     grid = [len(cuts) - 1 for cuts in chunks.cuts] if isinstance(chunks, Grid) else None
     cut = cut_text(len(chunks), grid)
-    if manifest is not None:
-        cut += f", {counted(len(set(manifest.files_of(name).tolist())), 'file')}"
+    files = source.file_numbers(name)
+    if files is not None:
+        cut += f", {counted(len(set(files)), 'file')}"
     size = human_bytes(math.prod(entry.size) * entry.properties.itemsize)
     return name, shape_text(entry.size), entry.properties.dtype, size, cut

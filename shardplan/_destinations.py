@@ -9,13 +9,13 @@ import numpy as np
 import torch
 
 from shardplan.io import ValueRefusedError, as_tensor, memory, window
-from shardplan.io.execute import Reader, boxes_of, find_chunks
+from shardplan.io.execute import Reader, boxes_of
 from shardplan.planning import LoadItemType, TensorMetadata, shard_finder
 from shardplan.planning.columns import Ints, ReadItems, column
+from shardplan.planning.storage import find_chunks
 
 from ._checkpoint import SavedTensor
-from ._per_rank import PerRank
-from ._stateful import State
+from ._state import PerRank, State
 
 __all__ = ["destinations", "refuse_fixed", "refuse_shared"]
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, Literal
 
 import attrs
-import numpy as np
 
 from shardplan.io import (
     FormatError,
@@ -23,7 +22,6 @@ from shardplan.io import (
 )
 from shardplan.io.execute import Reader
 from shardplan.io.formats import locate, open_source
-from shardplan.io.formats.native import FileTable, NativeSource
 from shardplan.io.stores import MissingFileError, Store
 from shardplan.planning import (
     BytesMetadata,
@@ -209,8 +207,7 @@ def _check_side(side: Reader) -> None:
     except PlanError as error:
         error.add_note(f"the checkpoint is {side.store.url}")
         raise
-    if isinstance(side.source, NativeSource):
-        _check_sizes(side.store, side.source.manifest.files)
+    _check_sizes(side.store, side.source.file_sizes)
 
 
 def _url(path: str | os.PathLike[str] | Store) -> str:
@@ -219,14 +216,14 @@ def _url(path: str | os.PathLike[str] | Store) -> str:
     return f"{store.url.rstrip('/')}/{name}" if name else store.url
 
 
-def _check_sizes(store: Store, files: FileTable) -> None:
+def _check_sizes(store: Store, files: Mapping[str, int]) -> None:
     """Refuse a checkpoint of which a file is missing or cut short: checksums would not notice.
 
     Raises:
         FormatError: There is such a file.
     """
-    listed = {entry.name: entry.size for entry in store.entries(recursive=False)}
-    for name, size in zip(files.names, files.sizes.tolist(), strict=True):
+    listed = {entry.name: entry.size for entry in store.entries(recursive=False)} if files else {}
+    for name, size in files.items():
         found = listed.get(name)
         if found != size:
             try:
@@ -292,16 +289,9 @@ def _tensor_change(name: str, found: TensorDiff) -> Change:
 
 
 def _stored_alike(a: Reader, b: Reader, name: str) -> bool:
-    """Tell whether a value lies in a file of either side, in the same way and by its checksum."""
-    if not isinstance(a.source, NativeSource) or not isinstance(b.source, NativeSource):
-        return False  # no other format has checksums of values
-    ours, theirs = a.source, b.source
-    return (
-        ours.manifest.values[name] == theirs.manifest.values[name]  # the same bytes mean the same
-        and len(ours.sums_of(name)) > 0  # stored in a file
-        and ours.block_bytes == theirs.block_bytes
-        and np.array_equal(ours.sums_of(name), theirs.sums_of(name))
-    )
+    """Return whether a value is stored as the same bytes on both sides, by its checksum."""
+    key = a.source.value_key(name)
+    return key is not None and key == b.source.value_key(name)
 
 
 def _values(a: Reader, b: Reader, names: list[str]) -> Iterator[Change]:

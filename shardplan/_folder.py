@@ -1,23 +1,23 @@
-"""What lies in the folders of a run: which of them hold a checkpoint, and is all of it there?"""
+"""What lies in the folders of a run: which of them hold a checkpoint, and whether it is whole."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import attrs
 
 from shardplan.io import FormatError, default_pool
-from shardplan.io.execute import find_manifest, find_older, spoken_of, strays
-from shardplan.io.formats import lost_parts, open_source
-from shardplan.io.formats.dcp import FIRST_RANK, METADATA, rank_metadata
-from shardplan.io.formats.native import Manifest, decode_manifest
+from shardplan.io.execute import strays
+from shardplan.io.formats import find_any, find_format, known_formats
+from shardplan.io.formats.native import Manifest, decode_manifest, find_manifest
 from shardplan.io.stores import Entry, FolderStore, MissingFileError, Store, StoreError, open_store
 
 __all__ = [
     "Look",
+    "Made",
     "by_age",
     "contents",
     "is_whole",
@@ -36,10 +36,10 @@ _T = TypeVar("_T")
 
 @attrs.frozen
 class Look:
-    """What a look into a folder told.
+    """What was found in a folder.
 
     Attributes:
-        created: When its checkpoint was made; None if there is none, or nobody can tell.
+        created: When its checkpoint was made; None if there is none, or that is not known.
         save_id: Which save made it.
         whole: Whether all of it is there.
         damaged: Whether there is one, but not all of it.
@@ -47,7 +47,7 @@ class Look:
         files: How many files the checkpoint has, its manifest among them.
         nbytes: How many bytes these have.
         foreign: Whether there is a checkpoint of another format.
-        denied: Whether nobody let us look.
+        denied: Whether it may not be looked into.
     """
 
     created: float | None = None
@@ -64,14 +64,10 @@ class Look:
 def look_at(
     store: Store, names: Sequence[str], see: Callable[[Store], _T], refused: _T
 ) -> Mapping[str, _T]:
-    """Look into several folders of a store at once.
+    """Look into several folders of a store at once; the empty name is the root.
 
-    Args:
-        store: The store.
-        names: The folders; the empty name is the root.
-        see: How to look into one.
-        refused: What to say of a folder that may not be looked into: on many disks there is one,
-            ``lost+found``. The root must be open.
+    ``refused`` is the result for a folder that may not be looked into: on many disks there is one,
+    ``lost+found``. The root must be open.
     """
 
     def see_one(name: str) -> _T:
@@ -93,12 +89,14 @@ def look(store: Store) -> Look:
         data = find_manifest(store)
         manifest = None if data is None else decode_manifest(data)
     except FormatError:
-        return Look(damaged=True)  # and nobody can tell which files it speaks of
+        return Look(damaged=True)  # and it may need any file
     left = _strays(store, found, manifest)
     if manifest is None or data is None:
         files = sum(not entry.name.endswith("/") for entry in found)
-        return Look(strays=left, foreign=files > len(left) and bool(find_older(store)))
-    whole = _is_complete(manifest, found) or is_whole(store)
+        return Look(strays=left, foreign=files > len(left) and find_any(store) is not None)
+    sizes = {entry.name: entry.size for entry in found}
+    saved = zip(manifest.files.names, manifest.files.sizes.tolist(), strict=True)
+    whole = all(sizes.get(name) == size for name, size in saved) or is_whole(store, "safetensors")
     return Look(
         manifest.created,
         manifest.save_id,
@@ -112,50 +110,45 @@ def look(store: Store) -> Look:
 
 def _strays(store: Store, found: Sequence[Entry], manifest: Manifest | None) -> tuple[Entry, ...]:
     try:
-        return strays(found, spoken_of(store, found, manifest))
+        return strays(store, found, set() if manifest is None else set(manifest.files.names))
     except (FormatError, StoreError):
-        return ()  # nobody can tell what metadata speaks of that is damaged, or gone by now
+        return ()  # a checkpoint is damaged, or gone by now, and may need any of them
 
 
-def made(store: Store) -> float | None:
-    """Return when a checkpoint was made; None if there is none that can be read.
+@attrs.frozen
+class Made:
+    """A checkpoint of a run: its format, and when it was made, in seconds since 1970."""
 
-    Our own say it. Of one of torch.distributed.checkpoint it is when its metadata was written.
-    """
+    format: str
+    when: float
+
+
+def made(store: Store) -> Made | None:
+    """Return when the checkpoint in a folder was made; None if there is none that can be read."""
     try:
-        data = find_manifest(store)
-        if data is not None:
-            return decode_manifest(data).created
+        for format in known_formats():
+            when = format.made(store)
+            if when is not None:
+                return Made(format.name, when)
     except FormatError:
-        return None
-    found = {entry.name: entry.written for entry in store.entries(recursive=False)}
-    ranks = [found[name] for name in rank_metadata(found)] if FIRST_RANK in found else []
-    return found.get(METADATA, max(ranks, default=None))
+        pass
+    return None
 
 
-def is_whole(store: Store) -> bool:
-    """Tell whether all files are there that a checkpoint needs, though it may be replaced now."""
+def is_whole(store: Store, format: str) -> bool:
+    """Return whether all files of a checkpoint are there, though it may be replaced meanwhile."""
     last = None
     for _ in range(_ATTEMPTS):
         try:
-            data = find_manifest(store)
-            if data is None:
-                return not lost_parts(open_source(store, format="dcp"))
-            manifest = decode_manifest(data)
+            source = find_format(format).open(store)
         except FormatError:
             return False
-        if manifest.save_id == last:
-            return False
-        if _is_complete(manifest, store.entries(recursive=False)):
+        if not source.missing():
             return True
-        last = manifest.save_id
+        if source.save_id == last:
+            return False
+        last = source.save_id
     return False
-
-
-def _is_complete(manifest: Manifest, found: Iterable[Entry]) -> bool:
-    sizes = {entry.name: entry.size for entry in found}
-    files = zip(manifest.files.names, manifest.files.sizes.tolist(), strict=True)
-    return all(sizes.get(name) == size for name, size in files)
 
 
 def open_run(path: str | os.PathLike[str] | Store) -> Store:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import attrs
 
 from shardplan.io import FormatError, LoadError
-from shardplan.io.formats import Source, open_source
+from shardplan.io.formats import open_source
 from shardplan.io.stores import Store, StoreError
 from shardplan.planning import Issue, PlanError
 
@@ -29,7 +29,6 @@ __all__ = [
     "begins_anew",
     "is_another",
     "plain_errors",
-    "save_of",
     "was_replaced",
 ]
 
@@ -44,7 +43,7 @@ def was_replaced(reader: Reader | None) -> bool:
     """Tell whether another save has taken the place of a checkpoint since it was opened."""
     if reader is None:
         return False
-    return is_another(reader.store, save_of(reader.source), reader.source.format, reader.pool)
+    return is_another(reader.store, reader.source.save_id, reader.source.format, reader.pool)
 
 
 def is_another(
@@ -54,7 +53,7 @@ def is_another(
     if known is None:
         return False
     try:
-        now = save_of(open_source(store, format=format, pool=pool))
+        now = open_source(store, format=format, pool=pool).save_id
     except (FormatError, StoreError):
         return False  # it is gone, and nothing is there in its place
     return now != known
@@ -66,12 +65,6 @@ def begins_anew(reader: Reader | None) -> bool:
         return False
     LOG.warning("%s was overwritten while it was read; reading begins anew", reader.store.url)
     return True
-
-
-def save_of(source: Source) -> str | None:
-    """Return which save made a checkpoint; None if it does not say."""
-    about = source.metadata.storage_meta
-    return None if about is None else about.save_id
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import torch
 from shardplan.dist import Comm, LostRanksError, all_reduce, reduce_scatter
 from shardplan.io import BlockSums, FormatError, Pool, StoredValue, Tell, ValueRefusedError
 from shardplan.io.execute import Reader
-from shardplan.io.formats import detect, locate, open_located
+from shardplan.io.formats import detect, find_format, locate, open_located
 from shardplan.io.stores import Store
 from shardplan.planning import (
     LoadPlan,
@@ -43,17 +43,15 @@ from shardplan.planning import share_reads as share_pass
 from shardplan.planning.passes import Stages
 from shardplan.planning.storage import BLOCK_BYTES
 
+from ._agree import run_together
 from ._announcing import announce
-from ._comm import Counted, as_comm, host_name, place_of, take_step
+from ._comm import as_comm, counting, host_name, place_of, take_step
 from ._destinations import destinations, refuse_fixed
 from ._fanout import MIN_SHARED
 from ._freshness import ATTEMPTS, STOPPED, begins_anew
 from ._memory import blanks, refuse_unfillable, tied_names
 from ._nested import put, refilled
 from ._parcels import value_names, values_read
-from ._passing import run_together
-from ._per_rank import part, unpart
-from ._profiling import profiled
 from ._reading import Outcome, SharedRead, noting, overwritten, read_rank
 from ._report import (
     LoadReport,
@@ -65,7 +63,7 @@ from ._report import (
     slowest_ranks,
 )
 from ._resizing import Resized, resize, without_other_ranks
-from ._stateful import State, expand, give_back
+from ._state import State, expand, give_back, part, unpart
 from ._wishes import Wish, fetched_bytes, gap_of, heed, judged, named, nbytes_of, tensor_bytes
 
 __all__ = ["load"]
@@ -83,7 +81,6 @@ def load(
     comm: Comm | None = None,
     share_reads: bool | Literal["auto"] = "auto",
     verify: bool = True,
-    profile: bool = False,
     progress: Tell | None = None,
     pool: Pool | None = None,
 ) -> LoadReport:
@@ -114,7 +111,6 @@ def load(
         share_reads: Whether bytes that several ranks need are read by one of them and sent to the
             others. ``"auto"`` does so where that is cheaper: not from a disk of the same machine.
         verify: Whether to check what is read whole against its checksums.
-        profile: Whether the coordinator's report tells its hottest functions.
         progress: Called as ``progress(done_bytes, total_bytes)``, from one thread at a time, with
             ever more bytes of this process's tensors done, and of what it reads for others, and all
             of them in the end. What it raises stops the load.
@@ -145,42 +141,40 @@ def load(
     if share_reads not in (True, False, "auto"):
         raise ValueError(f'share_reads must be True, False or "auto", not {share_reads!r}')
     watch, stages = Stopwatch(), Stages.of(planner, load=True)
-    with profiled(profile and comm.rank == comm.coordinator) as hot:
-        for left in reversed(range(ATTEMPTS if comm.world_size == 1 else 1)):
-            task = _Load(comm, path, format, pool, watch)
+    for left in reversed(range(ATTEMPTS if comm.world_size == 1 else 1)):
+        task = _Load(comm, path, format, pool, watch)
 
-            def plan(task: _Load = task) -> LoadPlan:
-                local = task.local(state_dict, stages)
-                must = task.patterns(strict, local)
-                task.tied = tied_names(local, task.flat, task.metadata)
-                task.resize(local, must, verify)
-                found = load_plan(
-                    task.metadata,
-                    local,
-                    strict=must,
-                    dtype=dtype,
-                    shape=shape,
-                    optional={*task.tied, *task.resized.names},
-                )
-                task.blanks = blanks(task.flat, found)
-                refuse_unfillable(task.parted(state_dict), task.paths, found, task.blanks)
-                names = [dest for dest, _ in value_names(found.items)]
-                refuse_fixed(state_dict, task.paths, [*names, *task.blanks])
-                task.flat = {**task.flat, **task.blanks}
-                task.dest = destinations(task.flat, found.items, task.reader)
-                return found
+        def plan(task: _Load = task) -> LoadPlan:
+            local = task.local(state_dict, stages)
+            must = task.patterns(strict, local)
+            task.tied = tied_names(local, task.flat, task.metadata)
+            task.resize(local, must, verify)
+            found = load_plan(
+                task.metadata,
+                local,
+                strict=must,
+                dtype=dtype,
+                shape=shape,
+                optional={*task.tied, *task.resized.names},
+            )
+            task.blanks = blanks(task.flat, found)
+            refuse_unfillable(task.parted(state_dict), task.paths, found, task.blanks)
+            names = [dest for dest, _ in value_names(found.items)]
+            refuse_fixed(state_dict, task.paths, [*names, *task.blanks])
+            task.flat = {**task.flat, **task.blanks}
+            task.dest = destinations(task.flat, found.items, task.reader)
+            return found
 
-            try:
-                if stages.rest and comm.world_size > 1:
-                    task.run_passes(state_dict, stages)
-                noting(path, task.plan_with)(plan, share_reads)
-                report = task.run(verify, state_dict, progress)
-                break
-            except STOPPED:  # if it was overwritten meanwhile, the new checkpoint is loaded
-                if not left or not begins_anew(task.reader):
-                    raise
-    done = attrs.evolve(report, profile=tuple(hot))
-    return logged(done, path, loud=comm.rank == comm.coordinator)
+        try:
+            if stages.rest and comm.world_size > 1:
+                task.run_passes(state_dict, stages)
+            noting(path, task.plan_with)(plan, share_reads)
+            report = task.run(verify, state_dict, progress)
+            break
+        except STOPPED:  # if it was overwritten meanwhile, the new checkpoint is loaded
+            if not left or not begins_anew(task.reader):
+                raise
+    return logged(report, path, loud=comm.rank == comm.coordinator)
 
 
 class _Load:
@@ -194,7 +188,7 @@ class _Load:
         pool: Pool | None,
         watch: Stopwatch,
     ) -> None:
-        self.comm, self.watch = Counted(comm, partial(watch.count, "exchange")), watch
+        self.comm, self.watch = counting(comm, partial(watch.count, "exchange")), watch
         self._path, self._format, self._pool = path, format, pool
         self.reader: Reader | None = None
         self.metadata = Metadata({})
@@ -349,8 +343,10 @@ class _Load:
         return 0 if self.reader is None else gap_of(self.reader)
 
     def _is_file(self) -> bool:
-        """Tell whether the checkpoint may be a file of `torch.save`, without reading it."""
-        return self._format in (None, "torch") and bool(self._located[1])
+        """Return whether the checkpoint may be of a format that is a single file."""
+        return bool(self._located[1]) and (
+            self._format is None or find_format(self._format).is_file
+        )
 
     def _open_on_one(self) -> bool:
         """Open a file of `torch.save` on the coordinator, which tells the others what it holds.
@@ -361,7 +357,7 @@ class _Load:
 
         def opened() -> Reader | None:
             store, name = self._located
-            if not name or (self._format or detect(store, name)) != "torch":
+            if not name or not find_format(self._format or detect(store, name)).is_file:
                 return None
             self.open()
             return self.reader

@@ -10,7 +10,7 @@ import torch
 from shardplan.io import ValueRefusedError
 from shardplan.planning import LoadItemType, LoadPlan, Metadata, SavePlan
 
-from ._stateful import State, is_stateful
+from ._state import State, is_stateful
 
 __all__ = ["blank_like", "blanks", "refuse_unfillable", "tied_names"]
 

@@ -1,10 +1,9 @@
-"""Whether ranks that hold the same name hold the same: compared by checksum, before a save.
+"""Comparing what several ranks hold under one name, by checksum, before a save.
 
-- *Always*, values and small plain tensors: each rank sends one digest of all of them along with its
-  offer. Where these differ, one rank of each sort sends a table, and the coordinator compares.
-- *With verify_replicas*, every chunk that several ranks hold, shards of DTensors included.
-
-What is compared is what would be stored, under its name in the checkpoint.
+Values and small plain tensors are always compared; with ``verify_replicas`` every chunk is, shards
+of DTensors included. What is compared is what would be stored, under its name in the checkpoint.
+Each rank sends one fingerprint of its table of checksums. Where these differ, one rank of each kind
+sends its table, and the coordinator compares.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import attrs
 import numpy as np
 
 from shardplan.io import (
-    Sums,
     ValueRefusedError,
     as_tensor,
     combine,
@@ -31,16 +29,14 @@ from shardplan.io import (
 from shardplan.io.execute import Kept, Piece, collect
 from shardplan.planning import (
     Issue,
-    PlanError,
     SavePlan,
     WriteItemType,
     dtype_name,
     is_tensor,
     span,
 )
-from shardplan.planning.columns import World
 
-__all__ = ["COMPARED_BYTES", "compare_replicas", "differences", "digests", "replica_sums", "tag_of"]
+__all__ = ["COMPARED_BYTES", "differences", "digests", "tag_of"]
 
 COMPARED_BYTES: Final = 1 << 16
 """Bytes of the largest plain tensor that is compared always."""
@@ -54,16 +50,21 @@ _OWN: Final = "save plain values or tensors instead, or each rank's own as PerRa
 
 
 def digests(
-    flat: Mapping[str, Any], plan: SavePlan | None = None, own: Collection[str] = ()
+    flat: Mapping[str, Any],
+    plan: SavePlan | None = None,
+    *,
+    own: Collection[str] = (),
+    everything: bool = False,
 ) -> dict[str, int]:
-    """Return the checksums of a rank's values and small plain tensors, by name.
+    """Return the checksums of what a rank must hold as others do, by name.
 
-    A part of a tensor, if a planner cuts it, is named by where it starts, after a null character.
+    A part of a tensor, if it is cut, is named by where it starts, after a null character.
 
     Args:
         flat: The rank's state dict, flattened.
-        plan: What a planner made of it; None if nothing did.
+        plan: What is stored of it; None if all of it is stored as it is.
         own: Names of the state dict that no other rank has; they are left out.
+        everything: Whether to look at every chunk of the plan; else at values and small tensors.
 
     >>> digests({"w": np.zeros(2), "step": 7}) == digests({"step": 7, "w": np.zeros(2)})
     True
@@ -73,10 +74,25 @@ def digests(
     Raises:
         ValueRefusedError: Some values cannot be compared; all of them are named.
     """
-    compared = {name: value for name, value in _compared(flat).items() if name not in own}
-    if plan is not None:
-        return _planned(flat, plan, compared)
-    return _each(compared, lambda v: _tensor_digest(v) if is_tensor(v) else value_digest(v))
+    compared = _compared(flat)
+    if plan is None:
+        kept = {name: value for name, value in compared.items() if name not in own}
+        return _each(kept, lambda v: _tensor_digest(v) if is_tensor(v) else value_digest(v))
+    items = plan.items
+    wanted = [
+        head[1] not in own
+        and (everything or (head[1] in compared and head[2] is not WriteItemType.SHARD))
+        for head in items.catalog.heads
+    ]
+    rows = np.flatnonzero(np.array(wanted, bool)[items.row])
+    pieces, values, refused = collect(flat, attrs.evolve(plan, items=items.take(rows)))
+    if refused:
+        raise ValueRefusedError(refused)
+    keys = {f"{p.name}\0{_place(p.offsets)}".rstrip("\0"): p for p in pieces.values()}
+    if not everything:
+        return _each(values, value_digest) | _each(keys, _piece_digest)
+    sums = default_pool().map(_piece_digest, keys.values())
+    return _each(values, value_digest) | dict(zip(keys, sums, strict=True))
 
 
 def _compared(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,22 +111,8 @@ def _compared(flat: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _planned(flat: Mapping[str, Any], plan: SavePlan, sources: Collection[str]) -> dict[str, int]:
-    """Return the checksums of what a plan stores of some names of a state dict; see `digests`."""
-    items = plan.items
-    heads = items.catalog.heads
-    wanted = [head[1] in sources and head[2] is not WriteItemType.SHARD for head in heads]
-    rows = np.flatnonzero(np.array(wanted, bool)[items.row])
-    part = attrs.evolve(plan, items=items.take(rows))
-    pieces, values, refused = collect(flat, part)
-    if refused:
-        raise ValueRefusedError(refused)
-    keys = {f"{p.name}\0{_place(p.offsets)}".rstrip("\0"): p for p in pieces.values()}
-    return _each(values, value_digest) | _each(keys, _piece_digest)
-
-
 def _each(values: Mapping[str, Any], digest: Callable[[Any], int]) -> dict[str, int]:
-    """Return the checksum of each of some values, or refuse all those that have none, by name."""
+    """Return the checksum of each value; refuse all that have none, by name."""
     found: dict[str, int] = {}
     refused: dict[str, str] = {}
     for name, value in values.items():
@@ -129,7 +131,7 @@ def _piece_digest(piece: Piece) -> int:
 
 
 def _place(offsets: Sequence[int]) -> str:
-    """Say where a chunk starts, unless that is where its tensor does."""
+    """Return where a chunk starts, as text; empty if that is where its tensor does."""
     return f" at {list(offsets)}" if any(offsets) else ""
 
 
@@ -147,12 +149,12 @@ def tag_of(table: Mapping[str, int]) -> str:
 def differences(
     ranks: Sequence[int], tags: Sequence[str], tables: Sequence[Mapping[str, int]]
 ) -> list[Issue]:
-    """Say which names ranks hold that are not the same on all of them.
+    """Return a conflict for each name under which ranks hold different things.
 
     Args:
         ranks: Their numbers in the job.
-        tags: Each one's `tag_of`.
-        tables: Each one's `digests`; of those that have the same tag, the first one's is enough.
+        tags: The `tag_of` of each rank.
+        tables: The `digests` of each rank; of those with the same tag, the first one's is enough.
 
     >>> print(*differences((0, 1, 2), ("a", "a", "b"), ({"lr": 1, "x": 5}, {}, {"lr": 2})))
     `lr` differs between ranks that save it: ranks 0, 1 against rank 2; make them equal, or give ...
@@ -170,59 +172,9 @@ def differences(
 
 
 def _conflict(name: str, where: str, sides: Iterable[list[int]]) -> Issue:
-    """Say that ranks hold different elements or values under one name."""
     apart = " against ".join(span(sorted(side)) for side in sorted(sides))
     text = f"`{name}`{where} differs between ranks that save it: {apart}; {_REMEDY}"
     return Issue("conflict", name, text, sorted(rank for side in sides for rank in side))
-
-
-def replica_sums(flat: Mapping[str, Any], plan: SavePlan) -> Sums:
-    """Return the checksum of every item of a rank's plan, as it would be stored.
-
-    Raises:
-        ValueRefusedError: Some values cannot be compared; all of them are named.
-    """
-    pieces, values, refused = collect(flat, plan)
-    if refused:
-        raise ValueRefusedError(refused)
-    names, row = plan.items.catalog.names, plan.items.row.tolist()
-    sums = _each(values, value_digest)
-
-    def digest(number: int) -> int:
-        return _piece_digest(pieces[number]) if number in pieces else sums[names[row[number]]]
-
-    found = default_pool().map(digest, range(len(row)))
-    return np.array(found, np.uint64)
-
-
-def compare_replicas(plans: Sequence[SavePlan], sums: Sequence[Sums], ranks: Sequence[int]) -> None:
-    """Raise if chunks that several ranks hold alike differ in any bit.
-
-    Args:
-        plans: Every rank's local plan, by rank.
-        sums: What `replica_sums` returned on each.
-        ranks: Each one's number in the job.
-
-    Raises:
-        PlanError: Some differ; it names every such tensor, and the ranks on either side.
-    """
-    rows = World.of(plans).rows
-    flat = np.concatenate(sums) if sums else np.zeros(0, np.uint64)
-    digest, group = flat[rows.flat], np.cumsum(~rows.repeats) - 1
-    first = digest[np.flatnonzero(~rows.repeats)]
-    bad = np.unique(group[digest != first[group]]) if len(group) else group
-    issues = []
-    for number in bad.tolist():
-        at = np.flatnonzero(group == number)
-        name = rows.names[rows.tensor[at[0]]]
-        sides: dict[int, list[int]] = {}
-        for row in at.tolist():
-            sides.setdefault(int(digest[row]), []).append(ranks[rows.rank[row]])
-        axes = len(rows.shapes[rows.tensor[at[0]]])
-        where = _place(rows.offsets[at[0], :axes].tolist())
-        issues.append(_conflict(name, where, sides.values()))
-    if issues:
-        raise PlanError(issues)
 
 
 # The checksum of one value

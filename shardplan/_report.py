@@ -1,4 +1,4 @@
-"""What did it take? Reports of saves and loads, readable as they print."""
+"""Reports of saves and loads, and the stopwatch that fills them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,21 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 import attrs
 
 from shardplan.dist import Comm
-from shardplan.planning import Issue, Sheet, Table, counted, human_bytes, human_seconds, listed
-
-from ._comm import device_of
+from shardplan.planning import (
+    Issue,
+    Sheet,
+    Table,
+    counted,
+    human_bytes,
+    human_seconds,
+    leaves,
+    listed,
+)
 
 __all__ = [
     "LOG",
@@ -33,16 +40,16 @@ __all__ = [
 ]
 
 LOG: Final = logging.getLogger("shardplan")
-"""What everything is logged to."""
+"""The logger of the whole package."""
 
 T = TypeVar("T")
 
 
 @attrs.frozen
 class RankReport:
-    """What one rank did, until it told the others.
+    """What one rank did, until it reported to the others.
 
-    What came after that, waiting for them and the last exchange, only its own report tells.
+    What came after that, waiting and the last exchange, is only in its own report.
 
     Attributes:
         rank: Its number in the job.
@@ -70,8 +77,45 @@ def rank_report(
     return RankReport(rank, seconds, nbytes, sent, device_of(sd), dict(watch.nbytes))
 
 
+def device_of(sd: Mapping[Any, Any]) -> str:
+    """Return the name of the device that a state dict's tensors are on.
+
+    >>> import torch
+    >>> device_of({"step": 7, "w": torch.zeros(2)}), device_of({})
+    ('cpu', 'cpu')
+    """
+    devices = (getattr(value, "device", None) for _, value in leaves(sd))
+    return next((str(d) for d in devices if getattr(d, "type", "cpu") != "cpu"), "cpu")
+
+
+class _Printed:
+    """A report that prints its title, its seconds and the slowest ranks."""
+
+    _verb: ClassVar[str]
+    seconds: Mapping[str, float]
+    slowest: Mapping[str, tuple[int, float]]
+    phase_bytes: Mapping[str, int]
+    dropped: tuple[str, ...]
+
+    @property
+    def _title(self) -> str:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        lines = [f"{self._title}; {times_text(self.seconds)}"]
+        lines += dropped_text(self.dropped, self._verb)
+        if self.slowest:
+            ranks = (f"{p} rank {rank} ({time:.3f} s)" for p, (rank, time) in self.slowest.items())
+            lines.append(f"slowest: {', '.join(ranks)}")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        notes = dropped_text(self.dropped, self._verb)
+        return sheet_of(self._title, self.seconds, self.slowest, notes, self.phase_bytes).html()
+
+
 @attrs.frozen(repr=False)
-class SaveReport:
+class SaveReport(_Printed):
     """What a save did.
 
     Attributes:
@@ -85,7 +129,6 @@ class SaveReport:
         how: How the plan came to be: ``"alone"``, ``"cached"``, ``"derived"`` or ``"gathered"``.
         slowest: By phase, the rank that took longest for it, and its seconds.
         ranks: What each rank did; on the coordinator all of them, elsewhere this one alone.
-        profile: If asked for, the coordinator's hottest functions: name, calls, own seconds.
         phase_bytes: This rank's bytes by phase; see `RankReport`.
         dropped: The keys, on any rank, of what the planner left out: they were not saved.
     """
@@ -99,26 +142,19 @@ class SaveReport:
     how: str = "alone"
     slowest: Mapping[str, tuple[int, float]] = attrs.field(factory=dict)
     ranks: tuple[RankReport, ...] = ()
-    profile: tuple[tuple[str, int, float], ...] = ()
     phase_bytes: Mapping[str, int] = attrs.field(factory=dict)
     dropped: tuple[str, ...] = ()
 
+    _verb = "saved"
+
     @property
-    def _told(self) -> str:
-        return f"saved {human_bytes(self.nbytes)} in {counted(self.files, 'file')}"
-
-    def __repr__(self) -> str:
-        text = f"{self._told} (plan {self.how}), {times_text(self.seconds)}"
-        notes = dropped_text(self.dropped, "saved")
-        return "\n".join([text, *notes, *_slowest(self.slowest), *_hottest(self.profile)])
-
-    def _repr_html_(self) -> str:
-        phases = (self.seconds, self.slowest, self.profile, dropped_text(self.dropped, "saved"))
-        return sheet_of(self._told, *phases, nbytes=self.phase_bytes).html()
+    def _title(self) -> str:
+        size = human_bytes(self.nbytes)
+        return f"saved {size} in {counted(self.files, 'file')} (plan {self.how})"
 
 
 @attrs.frozen(repr=False)
-class LoadReport:
+class LoadReport(_Printed):
     """What a load did, and how the state dict and the checkpoint agree.
 
     Attributes:
@@ -135,7 +171,6 @@ class LoadReport:
         total_read: Bytes that all ranks together fetched from storage.
         slowest: By phase, the rank that took longest for it, and its seconds.
         ranks: What each rank did; on the coordinator all of them, elsewhere this one alone.
-        profile: If asked for, the coordinator's hottest functions: name, calls, own seconds.
         phase_bytes: This rank's bytes by phase; see `RankReport`.
         bytes_sent: Bytes that this rank sent to others.
         tied: Names that are not in the checkpoint, but share memory with one that is, by name.
@@ -157,7 +192,6 @@ class LoadReport:
     total_read: int = 0
     slowest: Mapping[str, tuple[int, float]] = attrs.field(factory=dict)
     ranks: tuple[RankReport, ...] = ()
-    profile: tuple[tuple[str, int, float], ...] = ()
     phase_bytes: Mapping[str, int] = attrs.field(factory=dict)
     bytes_sent: int = 0
     tied: Mapping[str, str] = attrs.field(factory=dict)
@@ -169,12 +203,10 @@ class LoadReport:
         """How many bytes this rank fetched, for itself and for others, for each that it needed."""
         return self.bytes_read / self.bytes_needed if self.bytes_needed else 1.0
 
+    _verb = "filled"
+
     @property
-    def _told(self) -> str:
-        counts = (
-            f"{len(self.missing):,} missing, {len(self.unexpected):,} unexpected, "
-            f"{len(self.mismatched):,} mismatched"
-        )
+    def _title(self) -> str:
         read = f"loaded {human_bytes(self.bytes_read)} ({self.amplification:.2f} × what was needed)"
         if self.bytes_received or self.bytes_sent:
             moved = (self.bytes_needed, self.bytes_read, self.bytes_received, self.bytes_sent)
@@ -182,16 +214,10 @@ class LoadReport:
             read = f"loaded {needed}: read {fetched}, received {received}, sent {sent}"
         if self.bytes_unverified:
             read += f", {human_bytes(self.bytes_unverified)} not verified"
-        return f"{read}; {counts}"
-
-    def __repr__(self) -> str:
-        text = f"{self._told}; {times_text(self.seconds)}"
-        notes = dropped_text(self.dropped, "filled")
-        return "\n".join([text, *notes, *_slowest(self.slowest), *_hottest(self.profile)])
-
-    def _repr_html_(self) -> str:
-        phases = (self.seconds, self.slowest, self.profile, dropped_text(self.dropped, "filled"))
-        return sheet_of(self._told, *phases, nbytes=self.phase_bytes).html()
+        return (
+            f"{read}; {len(self.missing):,} missing, {len(self.unexpected):,} unexpected, "
+            f"{len(self.mismatched):,} mismatched"
+        )
 
 
 def place_name(place: object) -> str:
@@ -206,7 +232,7 @@ def place_name(place: object) -> str:
 
 
 def dropped_text(names: Sequence[str], verb: str) -> list[str]:
-    """Say what a planner left out, in a line, if it did.
+    """Return a line about what a planner left out, if it did.
 
     >>> dropped_text(["a", "b"], "saved")
     ['not saved, as the planner drops them: a, b']
@@ -225,47 +251,35 @@ def logged(report: T, place: object = "", *, loud: bool = True, left: Sequence[s
         left: Files that no checkpoint needs any more, and that are still there.
     """
     where = place_name(place)
-    told = f"{where}: " if where else ""
-    LOG.log(logging.INFO if loud else logging.DEBUG, "%s%s", told, repr(report).splitlines()[0])
+    start = f"{where}: " if where else ""
+    LOG.log(logging.INFO if loud else logging.DEBUG, "%s%s", start, repr(report).splitlines()[0])
     if left and loud:
         count = counted(len(left), "file")
-        LOG.warning("%s%s left over; prune removes them: %s", told, count, listed(left, quote=""))
+        LOG.warning("%s%s left over; prune removes them: %s", start, count, listed(left, quote=""))
     return report
 
 
-def slowest_ranks(ranks: Iterable[RankReport]) -> dict[str, tuple[int, float]]:
-    """Find, for each phase, the rank that took longest for it; who waits for others is not slow.
+def slowest_ranks(ranks: Sequence[RankReport]) -> dict[str, tuple[int, float]]:
+    """Return, for each phase, the rank that took longest for it; who waits for others is not slow.
 
     >>> slowest_ranks([RankReport(0, {"write": 1.0}, 0), RankReport(1, {"write": 2.0}, 0)])
     {'write': (1, 2.0)}
     """
-    found: dict[str, tuple[int, float]] = {}
-    for one in ranks:
-        for phase, seconds in one.seconds.items():
-            if phase == "wait":
-                continue
-            if phase not in found or seconds > found[phase][1]:
-                found[phase] = (one.rank, seconds)
-    return found
-
-
-def _slowest(slowest: Mapping[str, tuple[int, float]]) -> list[str]:
-    if not slowest:
-        return []
-    told = (f"{phase} rank {rank} ({time:.3f} s)" for phase, (rank, time) in slowest.items())
-    return [f"slowest: {', '.join(told)}"]
+    pairs: dict[str, list[tuple[int, float]]] = {}
+    for report in ranks:
+        for phase, seconds in report.seconds.items():
+            pairs.setdefault(phase, []).append((report.rank, seconds))
+    return {p: max(pair, key=lambda pair: pair[1]) for p, pair in pairs.items() if p != "wait"}
 
 
 def sheet_of(
     title: str,
     seconds: Mapping[str, float],
     slowest: Mapping[str, tuple[int, float]] = MappingProxyType({}),
-    profile: tuple[tuple[str, int, float], ...] = (),
     notes: Iterable[str] = (),
-    *,
     nbytes: Mapping[str, int] = MappingProxyType({}),
 ) -> Sheet:
-    """Lay out a report: phases, the slowest rank of each, the hottest functions."""
+    """Lay out a report: phases, and the slowest rank of each."""
     head = ("phase", "here", "bytes", *(("slowest rank", "there") if slowest else ()))
     rows = []
     for phase, mine in seconds.items():
@@ -273,15 +287,7 @@ def sheet_of(
         there = (rank, human_seconds(longest)) if slowest else ()
         moved = human_bytes(nbytes[phase]) if phase in nbytes else ""
         rows.append((phase, human_seconds(mine), moved, *there))
-    tables = [Table(head, rows)]
-    if profile:
-        hot = [(name, calls, human_seconds(own)) for name, calls, own in profile]
-        tables.append(Table(("function", "calls", "own time"), hot, "The coordinator's hottest"))
-    return Sheet(title, tables, notes)
-
-
-def _hottest(profile: tuple[tuple[str, int, float], ...]) -> list[str]:
-    return [f"{seconds:8.3f} s  {calls:>8,} ×  {name}" for name, calls, seconds in profile]
+    return Sheet(title, [Table(head, rows)], notes)
 
 
 def times_text(seconds: Mapping[str, float]) -> str:

@@ -15,7 +15,7 @@ from shardplan.planning import Issue, Metadata, Path, PlanError, SavePlan, Stric
 from ._checkpoint import Checkpoint, SavedTensor
 from ._comm import Place
 from ._nested import at, put
-from ._per_rank import Parted, parted
+from ._state import Parted, parted
 
 __all__ = ["Resized", "resize", "without_other_ranks"]
 

@@ -31,11 +31,10 @@ from shardplan.planning import (
 from ._comm import own_place
 from ._freshness import ATTEMPTS, STOPPED, begins_anew, plain_errors
 from ._memory import blank_like, tied_names
-from ._per_rank import part, unpart
 from ._reading import read_rank
 from ._report import LOG
 from ._resizing import resize
-from ._stateful import State, expand
+from ._state import State, expand, part, unpart
 
 __all__ = ["restore"]
 

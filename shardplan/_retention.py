@@ -1,18 +1,18 @@
-"""Which checkpoint is the newest whole one, and which can go?"""
+"""Find the newest whole checkpoint of a run, and remove old ones."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal, overload
+from typing import Final, Literal, SupportsFloat, SupportsIndex, overload
 
 import attrs
 
 from shardplan.io import FormatError, Tell
-from shardplan.io.execute import MIN_AGE, by_save, find_manifest
-from shardplan.io.formats.native import MANIFEST, decode_manifest
-from shardplan.io.formats.torch_save import find as is_torch_file
+from shardplan.io.execute import MIN_AGE, by_save
+from shardplan.io.formats import known_formats
+from shardplan.io.formats.native import MANIFEST, decode_manifest, find_manifest
 from shardplan.io.stores import Entry, FolderStore, Store
 from shardplan.planning import Sheet, Table, counted
 
@@ -74,11 +74,12 @@ def latest(path: str | os.PathLike[str] | Store) -> str | Store | None:
     """
     store = open_run(path)
     found = look_at(store, contents(store)[0], made, None)
-    dated = [(when, name) for name, when in found.items() if when is not None]
+    dated = {name: step for name, step in found.items() if step is not None}
     if not dated and made(store) is not None:
         raise ValueError(f"{store.url} is a checkpoint; latest takes the folder that holds several")
-    for _, name in sorted(dated, key=by_age, reverse=True):
-        if is_whole(within(store, name)):
+    ages = [(step.when, name) for name, step in dated.items()]
+    for _, name in sorted(ages, key=by_age, reverse=True):
+        if is_whole(within(store, name), dated[name].format):
             return FolderStore(store, name) if store is path else f"{store.url.rstrip('/')}/{name}"
     return None
 
@@ -96,7 +97,7 @@ class PruneReport:
         replaced: Checkpoints that were to go, and stay, since another save has taken their place
             meanwhile.
         ignored: Checkpoints of other formats, which are left alone.
-        denied: Folders that nobody let us look into.
+        denied: Folders that may not be looked into.
         checked: How those that are kept were checked: all their ``bytes``, or only the presence
             and ``sizes`` of their files, as where nothing was to go.
         files: How many files were removed.
@@ -148,7 +149,7 @@ def prune(
     is lost, so do not overwrite what is about to be pruned. The files of a save that is not
     committed yet, and of a checkpoint that is being copied, look just like leftovers: so young
     ones are spared, together with all other files of the same save. Parts of files that a killed
-    process was sending to an object store are seen by nobody but the service; see `ObjectStore`.
+    process was sending to an object store are seen by the service alone; see `ObjectStore`.
 
     Args:
         path: A folder that holds checkpoints, one folder each; or a checkpoint, of which only the
@@ -158,7 +159,7 @@ def prune(
             are removed. Make it longer than any file takes; 0 only if no save can be under way.
         verify: Whether every byte of those that stay is checked; else, only whether all files are
             there in their full sizes.
-        dry_run: Whether to remove nothing, and only tell what would be.
+        dry_run: Whether to remove nothing, and only report what would be.
         progress: Called as ``progress(done_bytes, total_bytes)`` of the bytes to be checked. The
             total grows if a checkpoint proves to be damaged, and another is checked in its place.
 
@@ -171,11 +172,11 @@ def prune(
     ('step-90',)
 
     Raises:
-        TypeError: ``keep_last`` is no whole number, or ``min_age`` no number.
+        TypeError: ``keep_last`` is not a whole number, or ``min_age`` not a number.
         ValueError: ``keep_last`` is less than 1, or ``min_age`` less than 0.
         MissingFileError: There is no such folder on the disk.
     """
-    _check_wish(keep_last, min_age)
+    _check_options(keep_last, min_age)
     store = open_run(path)
     refuse_missing(path, store)
     inner, loose = contents(store)
@@ -186,16 +187,22 @@ def prune(
     else:
         kept, bad = whole[-keep_last:], set()
     doomed = [name for name in whole if name not in kept and name not in bad]
-    removed, replaced = _remove_all(store, found, doomed, dry_run)
+    fates = {
+        name: "removed" if dry_run else _remove(store, name, found[name].save_id) for name in doomed
+    }
+    removed, replaced = (
+        tuple(name for name, fate in fates.items() if fate == what)
+        for what in ("removed", "replaced")
+    )
     old, spared = _tidy(store, found, min_age, dry_run)
     report = PruneReport(
-        tuple(removed),
+        removed,
         tuple(kept),
         tuple(name for name in inner if found[name].damaged or name in bad),
         tuple(entry.name for entry in old),
         tuple(entry.name for entry in spared),
-        tuple(replaced),
-        (*(name for name in inner if found[name].foreign), *_torch_files(store, loose)),
+        replaced,
+        (*(name for name in inner if found[name].foreign), *_single_files(store, loose)),
         tuple(name for name in inner if found[name].denied),
         "bytes" if verify and len(whole) > keep_last else "sizes",
         sum(found[name].files for name in removed) + len(old),
@@ -227,12 +234,12 @@ def _sheet(report: PruneReport) -> Sheet:
     return Sheet(title, [Table(("checkpoint", "what became of it"), rows)] if rows else [])
 
 
-def _check_wish(keep_last: int, min_age: float) -> None:
-    if isinstance(keep_last, bool) or not hasattr(keep_last, "__index__"):
+def _check_options(keep_last: int, min_age: float) -> None:
+    if isinstance(keep_last, bool) or not isinstance(keep_last, SupportsIndex):
         raise TypeError(
             f"keep_last says how many checkpoints stay, as a whole number; not {keep_last!r}"
         )
-    if isinstance(min_age, bool) or not hasattr(min_age, "__float__"):
+    if isinstance(min_age, bool) or not isinstance(min_age, SupportsFloat):
         raise TypeError(f"min_age says how many seconds, as a number; not {min_age!r}")
     if keep_last < 1:
         raise ValueError(f"keep_last must be at least 1, not {keep_last}")
@@ -250,9 +257,12 @@ def _whole(found: Mapping[str, Look]) -> list[str]:
     return [name for _, name in sorted(dated, key=by_age)]
 
 
-def _torch_files(store: Store, files: Sequence[str]) -> list[str]:
+def _single_files(store: Store, files: Sequence[str]) -> list[str]:
     """Name the files that are checkpoints of their own."""
-    return [] if MANIFEST in files else [name for name in files if is_torch_file(store, name)]
+    formats = [format for format in known_formats() if format.is_file]
+    if MANIFEST in files:
+        return []
+    return [name for name in files if any(format.detect(store, name) for format in formats)]
 
 
 def _sound(
@@ -262,17 +272,13 @@ def _sound(
     sound, bad, left, done = list[str](), set[str](), list(whole), 0
     while left and len(sound) < count:
         total = done + sum(found[name].nbytes for name in left[len(sound) - count :])
-
-        def add(some: int, _: int, done: int = done, total: int = total) -> None:
-            if tell is not None:
-                tell(min(done + some, total), total)
-
         name = left.pop()
-        done += found[name].nbytes
         try:
-            fine = check(within(store, name), progress=add).ok
+            fine = check(within(store, name), progress=_shifted(tell, done, total)).ok
         except FormatError:
-            continue  # it is gone: somebody else tidies up, too
+            continue  # it is gone: another process prunes, too
+        finally:
+            done += found[name].nbytes
         if fine:
             sound.insert(0, name)
         else:
@@ -280,17 +286,9 @@ def _sound(
     return sound, bad
 
 
-def _remove_all(
-    store: Store, found: Mapping[str, Look], doomed: Sequence[str], dry_run: bool
-) -> tuple[list[str], list[str]]:
-    """Remove checkpoints; name those that were, and those that another save has replaced."""
-    if dry_run:
-        return list(doomed), []
-    results = {name: _remove(store, name, found[name].save_id) for name in doomed}
-    removed, replaced = (
-        [name for name, done in results.items() if done == what] for what in ("removed", "replaced")
-    )
-    return removed, replaced
+def _shifted(tell: Tell | None, done: int, total: int) -> Tell | None:
+    """Report the progress of one checkpoint as that of all, given what was done before it."""
+    return tell and (lambda some, _: tell(min(done + some, total), total))
 
 
 def _remove(store: Store, name: str, save_id: str | None) -> Literal["removed", "replaced", "gone"]:
@@ -298,10 +296,10 @@ def _remove(store: Store, name: str, save_id: str | None) -> Literal["removed", 
     try:
         data = find_manifest(within(store, name))
         if data is None:
-            return "gone"  # somebody else removes it
+            return "gone"  # another process removes it
         manifest = decode_manifest(data)
     except FormatError:
-        return "replaced"  # by what nobody can read
+        return "replaced"  # by something that cannot be read
     if manifest.save_id != save_id:
         return "replaced"
     if not store.delete_same(f"{name}/{MANIFEST}", data):

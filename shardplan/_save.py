@@ -1,9 +1,13 @@
-"""Save a state dict, on one rank or on many."""
+"""Save a state dict, on one rank or on many.
+
+`save_state` takes the four steps of torch's `_save_state_dict`: the local plan of each rank and the
+global plan (`agree`), the write on each rank, and the commit on the coordinator.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,15 +19,13 @@ from shardplan.io.formats import Part, Writer, open_target
 from shardplan.io.stores import Store
 from shardplan.planning import Passes, SavePlan
 
-from ._agreement import Agreement, PlanCache, agree
-from ._comm import Counted, as_comm, place_of, take_step
-from ._per_rank import part
-from ._profiling import profiled
-from ._refusing import REFUSALS, with_others
+from ._agree import Agreed, agree
+from ._comm import Kept, as_comm, counting, keep_step, place_of
+from ._offers import Begun, PlanCache
 from ._report import RankReport, SaveReport, Stopwatch, logged, rank_report, slowest_ranks
-from ._stateful import State, expand
+from ._state import REFUSALS, State, expand, part, with_others
 
-__all__ = ["save", "save_state"]
+__all__ = ["SaveOptions", "Target", "save", "save_state"]
 
 
 def save(
@@ -35,7 +37,6 @@ def save(
     comm: Comm | None = None,
     overwrite: bool = False,
     verify_replicas: bool = False,
-    profile: bool = False,
     progress: Tell | None = None,
     pool: Pool | None = None,
     cache: PlanCache | None = None,
@@ -49,24 +50,23 @@ def save(
     Args:
         state_dict: Tensors and other values, nested in any way. Objects with ``state_dict()`` and
             ``load_state_dict()``, in it or in its place, are saved as the state they return. What
-            is meant to differ between ranks is a `PerRank`; all else that several ranks have under
-            one name must be the same.
+            is meant to differ between ranks is a `PerRank`; everything else that several ranks
+            hold under one name must be the same.
         path: A folder that will hold the checkpoint, on a disk or in an object store; for a format
             that is a single file, that file.
         planner: A pass, or a list of them, such as ``[rename(...), cast("bfloat16")]``. Load with
             the same one. Each is given what its scope says: see `shardplan.planning.passes.base`.
-        format: What to write; see `shardplan.io.formats.writers.WRITERS`.
+        format: What to write: ``"safetensors"``, ``"hf"``, ``"dcp"``, ``"torch"``, or a format
+            that was registered with `shardplan.io.formats.register_format`.
         comm: The ranks; by default all of torch's process group, or this process alone (which is
             refused under torchrun: pass ``comm=solo()`` if it is meant).
-        overwrite: Whether a checkpoint that is there may be replaced. It can be loaded up to the
-            instant at which the new one can.
-        verify_replicas: Whether to compare all that several ranks claim to hold alike, bit by bit,
-            before anything is written. It costs a pass over all such tensors. Values, and plain
-            tensors of up to 64 KiB, are always compared.
-        profile: Whether the coordinator's report tells its hottest functions.
-        progress: Called as ``progress(done_bytes, total_bytes)``, from one thread at a time, with
-            ever more bytes of this process's tensors done, and all of them in the end. What it
-            raises stops the save.
+        overwrite: Whether a checkpoint that is there may be replaced. It can be loaded until the
+            new one can.
+        verify_replicas: Whether to compare every chunk that several ranks hold, bit by bit, before
+            anything is written. It costs a pass over all tensors. Values, and plain tensors of up
+            to 64 KiB, are always compared.
+        progress: Called as ``progress(done_bytes, total_bytes)``, from one thread at a time, as
+            this process writes its tensors. What it raises stops the save.
         pool: The threads and the memory budget to use.
         cache: Plans made before; by default those of this process.
 
@@ -85,179 +85,181 @@ def save(
         PlanError, RefusedError: There is no correct plan, or ranks hold different values under one
             name.
         StoreError: The store failed; what was there before is intact.
-        CheckpointError: On many ranks, any of these; it tells what happened on which rank.
+        CheckpointError: On many ranks, any of these; it says what happened on which rank.
     """
     ranks = as_comm(comm)
+    options = SaveOptions(planner, overwrite, verify_replicas, progress, pool, cache)
 
     def state() -> Mapping[Any, Any]:
         return part(expand(state_dict), place_of(ranks))
 
     try:
-        return save_state(
-            state,
-            path,
-            planner=planner,
-            format=format,
-            comm=ranks,
-            overwrite=overwrite,
-            verify_replicas=verify_replicas,
-            profile=profile,
-            progress=progress,
-            pool=pool,
-            cache=cache,
-            watch=Stopwatch(),
-        )
+        return save_state(ranks, lambda: Target.open(path, format), state, options, Stopwatch())
     except REFUSALS as error:
         if planner is None:  # else nobody knows what it would have left out
             raise with_others(error, state()) from error.__cause__
         raise
 
 
-def save_state(
-    state: Callable[[], Mapping[Any, Any]],
-    path: str | os.PathLike[str] | Store,
-    *,
-    planner: Passes[SavePlan] | None,
-    format: str,
-    comm: Comm,
-    overwrite: bool,
-    verify_replicas: bool,
-    profile: bool,
-    progress: Tell | None,
-    pool: Pool | None,
-    cache: PlanCache | None,
-    watch: Stopwatch,
-) -> SaveReport:
-    """Save what ``state`` returns; all else is as in `save`."""
-    comm = Counted(comm, partial(watch.count, "exchange"))
-    targets: list[tuple[Store, Writer]] = []
+@attrs.frozen(eq=False)
+class SaveOptions:
+    """How to save; the fields are arguments of `save`."""
 
-    def begin() -> str:
-        store, writer = open_target(path, format)
-        most = writer.max_ranks
-        if most is not None and most < comm.world_size:
-            raise ValueError(
-                f"{comm.world_size} ranks cannot save as {format!r}, which {most} can; save with "
-                f'format="safetensors", and make {format!r} of that with `convert`, on as many '
-                "ranks as you like"
-            )
-        if comm.rank == comm.coordinator:
-            writer.refuse(store, overwrite)
-        targets.append((store, writer))
-        return f"{format} at {store.url}"
-
-    with profiled(profile and comm.rank == comm.coordinator) as hot:
-        sd, agreement, save_id = agree(
-            comm,
-            state,
-            planner=planner,
-            watch=watch,
-            cache=cache,
-            verify_replicas=verify_replicas,
-            first=begin,
-        )
-        task = SaveTask(comm, *targets[0], sd, agreement, save_id, overwrite, pool, progress)
-        report = task.run(watch)
-    loud = comm.rank == comm.coordinator
-    done = attrs.evolve(report, profile=tuple(hot))
-    return logged(done, report.path, loud=loud, left=report.leftovers)
+    planner: Passes[SavePlan] | None
+    overwrite: bool
+    verify_replicas: bool
+    progress: Tell | None
+    pool: Pool | None
+    cache: PlanCache | None
 
 
 @attrs.frozen(eq=False)
-class SaveTask:
-    """A save that was agreed on and is to be carried out.
+class Target:
+    """Where a checkpoint goes, and what writes it there."""
 
-    Attributes:
-        comm: The ranks.
-        store: Where to.
-        writer: The format.
-        sd: This rank's state dict, or a snapshot of it.
-        agreement: The plan.
-        save_id: The name of the save.
-        overwrite: Whether a checkpoint that is there may be replaced.
-        pool: The threads and the memory budget to use.
-        progress: Called with the bytes of tensors done, and in all.
-    """
-
-    comm: Comm
     store: Store
     writer: Writer
-    sd: Mapping[Any, Any]
-    agreement: Agreement
-    save_id: str
-    overwrite: bool
-    pool: Pool | None = None
-    progress: Tell | None = None
+    format: str
 
-    def run(self, watch: Stopwatch) -> SaveReport:
-        """Write this rank's part; once all ranks have, commit."""
-        comm, parts = self.comm, list[Part]()
-        everyone: list[RankReport] = []
+    @classmethod
+    def open(cls, path: str | os.PathLike[str] | Store, format: str) -> Target:
+        """Open a target; nothing is written."""
+        return cls(*open_target(path, format), format)
 
-        def write() -> dict[str, Any]:
-            with watch.phase("write"):
-                progress = Progress(int(self.agreement.plan.items.nbytes.sum()), self.progress)
-                part = self.writer.write(
-                    self.store,
-                    self.sd,
-                    self.agreement.plan,
-                    save_id=self.save_id,
-                    rank=comm.rank,
-                    pool=self.pool,
-                    progress=progress,
-                )
-                progress.finish()
-            parts.append(part)
-            watch.count("write", part.nbytes)
-            return {"part": attrs.astuple(part), "rank": attrs.astuple(self._own(watch, part))}
+    def check(self, comm: Comm, overwrite: bool) -> None:
+        """Raise if these ranks cannot save here."""
+        most = self.writer.max_ranks
+        if most is not None and most < comm.world_size:
+            raise ValueError(
+                f"{comm.world_size} ranks cannot save as {self.format!r}, which {most} can; save "
+                f'with format="safetensors", and make {self.format!r} of that with `convert`, on '
+                "as many ranks as you like"
+            )
+        if comm.rank == comm.coordinator:
+            self.writer.refuse(self.store, overwrite)
 
-        def commit(written: list[dict[str, Any]]) -> dict[str, Any]:
-            told = [Part(*one["part"]) for one in written]
-            plans, metadata = self.agreement.plans, self.agreement.metadata
-            assert plans is not None
-            assert metadata is not None
-            with watch.phase("commit"):
-                left = self.writer.commit(
-                    self.store,
-                    metadata,
-                    plans,
-                    [part.report for part in told],
-                    save_id=self.save_id,
-                    overwrite=self.overwrite,
-                )
-            everyone.extend(RankReport(*one["rank"]) for one in written)
-            everyone[comm.rank] = self._own(watch, parts[0])  # who commits, with that
-            return {
-                "files": sum(part.files for part in told),
-                "nbytes": sum(part.nbytes for part in told),
-                "leftovers": left,
-                "dropped": self.agreement.dropped,
-                "slowest": slowest_ranks(everyone) if comm.world_size > 1 else {},
-            }
+    def __str__(self) -> str:
+        return f"{self.format} at {self.store.url}"
 
-        try:
-            with watch.phase("wait"):  # for the other ranks, as far as it is nothing else
-                done = take_step(comm, "write", write, commit)
-        except BaseException as error:
-            if parts and _surely_failed(error):
-                self.writer.discard(self.store, parts[0].report, self.save_id)
-            raise
+
+def save_state(
+    comm: Comm,
+    target: Callable[[], Target],
+    state: Callable[[], Mapping[Any, Any]],
+    options: SaveOptions,
+    watch: Stopwatch,
+) -> SaveReport:
+    """Save what ``state`` returns where ``target`` says; all else is as in `save`.
+
+    1. local plan: each rank opens the target and looks at its state dict.
+    2. global plan: all ranks agree on who writes what.
+    3. write: each rank writes its part.
+    4. commit: once all have written, the coordinator commits, and ranks report.
+    """
+    comm = counting(comm, partial(watch.count, "exchange"))
+
+    def begin() -> Begun[Target]:
+        with watch.phase("open"):
+            opened = target()
+            opened.check(comm, options.overwrite)
+        return Begun(state(), opened)
+
+    agreed = agree(
+        comm,
+        begin,
+        planner=options.planner,
+        watch=watch,
+        cache=options.cache,
+        verify_replicas=options.verify_replicas,
+    )
+    task = _Task(comm, agreed, options, watch)
+    with watch.phase("wait"):  # for the other ranks, as far as it is nothing else
+        done = keep_step(comm, "write", task.write, task.commit, undo=task.discard)
+    report = task.report(done.mine, done.whole, done.got)
+    return logged(report, report.path, loud=comm.rank == comm.coordinator, left=report.leftovers)
+
+
+@attrs.frozen(eq=False)
+class _Task:
+    """A save that was agreed on: what this rank does of it."""
+
+    comm: Comm
+    agreed: Agreed[Target]
+    options: SaveOptions
+    watch: Stopwatch
+
+    @property
+    def _target(self) -> Target:
+        return self.agreed.begun.target
+
+    def write(self) -> Kept[Part]:
+        """Write this rank's part."""
+        plan = self.agreed.agreement.plan
+        with self.watch.phase("write"):
+            progress = Progress(int(plan.items.nbytes.sum()), self.options.progress)
+            part = self._target.writer.write(
+                self._target.store,
+                self.agreed.begun.sd,
+                plan,
+                save_id=self.agreed.save_id,
+                rank=self.comm.rank,
+                pool=self.options.pool,
+                progress=progress,
+            )
+            progress.finish()
+        self.watch.count("write", part.nbytes)
+        return Kept(part, (attrs.astuple(part), attrs.astuple(self._rank_report(part))))
+
+    def commit(self, written: list[Any]) -> Kept[tuple[RankReport, ...]]:
+        """Publish what all ranks have written, on the coordinator."""
+        parts = [Part(*fields) for fields, _ in written]
+        whole = self.agreed.agreement.whole
+        assert whole is not None
+        with self.watch.phase("commit"):
+            leftovers = self._target.writer.commit(
+                self._target.store,
+                whole.metadata,
+                whole.plans,
+                [part.report for part in parts],
+                save_id=self.agreed.save_id,
+                overwrite=self.options.overwrite,
+            )
+        reports = [RankReport(*fields) for _, fields in written]
+        reports[self.comm.rank] = self._rank_report(parts[self.comm.rank])  # with the commit
+        total = {
+            "files": sum(part.files for part in parts),
+            "nbytes": sum(part.nbytes for part in parts),
+            "leftovers": leftovers,
+            "dropped": whole.dropped,
+            "slowest": slowest_ranks(reports) if self.comm.world_size > 1 else {},
+        }
+        return Kept(tuple(reports), total)
+
+    def discard(self, part: Part, error: BaseException) -> None:
+        """Remove what this rank wrote, if the save has failed for certain."""
+        if _surely_failed(error):
+            self._target.writer.discard(self._target.store, part.report, self.agreed.save_id)
+
+    def report(
+        self, part: Part, ranks: Sequence[RankReport] | None, total: Mapping[str, Any]
+    ) -> SaveReport:
+        """Report the save, given what ``write`` and ``commit`` returned."""
         return SaveReport(
-            self.store.url,
-            self.save_id,
-            done["files"],
-            done["nbytes"],
-            watch.seconds,
-            tuple(done["leftovers"]),
-            self.agreement.how,
-            {phase: tuple(found) for phase, found in done["slowest"].items()},
-            tuple(everyone) or (self._own(watch, parts[0]),),
-            phase_bytes=watch.nbytes,
-            dropped=tuple(done["dropped"]),
+            self._target.store.url,
+            self.agreed.save_id,
+            total["files"],
+            total["nbytes"],
+            self.watch.seconds,
+            tuple(total["leftovers"]),
+            self.agreed.agreement.how,
+            {phase: tuple(slowest) for phase, slowest in total["slowest"].items()},
+            tuple(ranks or (self._rank_report(part),)),
+            phase_bytes=self.watch.nbytes,
+            dropped=tuple(total["dropped"]),
         )
 
-    def _own(self, watch: Stopwatch, part: Part) -> RankReport:
-        return rank_report(self.comm, watch, self.sd, part.nbytes)
+    def _rank_report(self, part: Part) -> RankReport:
+        return rank_report(self.comm, self.watch, self.agreed.begun.sd, part.nbytes)
 
 
 def _surely_failed(error: BaseException) -> bool:

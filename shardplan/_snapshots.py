@@ -1,4 +1,4 @@
-"""A copy of a state dict, out of training's reach, in buffers that are used again."""
+"""Copies of state dicts that training cannot change, in buffers that are used again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes the last copy has in them."""
+        """The bytes of the last copy."""
         return sum(tensor.nbytes for tensor in self._kept.values())
 
     def copy(self, sd: Mapping[Any, Any]) -> Mapping[Any, Any]:
@@ -40,36 +40,43 @@ class Buffers:
         The copy before it, made by the same buffers, is overwritten.
         """
         flat, paths = flatten(sd)
-        work = _Copying(self._kept)
-        copies = {name: work.leaf(name, value) for name, value in flat.items()}
-        work.finish()
-        self._kept = work.used  # what is not needed any more is let go
+        copying = _Copying(self._kept)
+        copies = {name: copying.leaf(name, value) for name, value in flat.items()}
+        for device in copying.devices:
+            torch.accelerator.synchronize(device)
+        self._kept = copying.used  # memory that is not needed any more is freed
         return unflatten(copies, paths)
 
 
+@attrs.frozen(eq=False)
 class _Copying:
-    """One snapshot in the making."""
+    """A snapshot in the making.
 
-    def __init__(self, kept: Mapping[tuple[Any, ...], torch.Tensor]) -> None:
-        self._kept = kept
-        self.used: dict[tuple[Any, ...], torch.Tensor] = {}
-        self._sources: list[torch.Tensor] = []
-        self._targets: list[torch.Tensor] = []
-        self._seen: dict[tuple[Any, ...], torch.Tensor] = {}
+    Attributes:
+        kept: Memory of the snapshot before, by name, dtype and shape.
+        used: The memory of this one.
+        seen: The copies of what was copied already, by its memory.
+        devices: What to wait for.
+    """
+
+    kept: Mapping[tuple[Any, ...], torch.Tensor]
+    used: dict[tuple[Any, ...], torch.Tensor] = attrs.field(factory=dict)
+    seen: dict[tuple[Any, ...], torch.Tensor] = attrs.field(factory=dict)
+    devices: set[torch.device] = attrs.field(factory=set)
 
     def leaf(self, name: str, value: Any) -> Any:
-        """Return a stand-in for one value, to be filled by `finish`."""
+        """Copy one value; on other devices than the CPU, begin to."""
         if not is_tensor(value):
             return copy.deepcopy(value)
         if isinstance(value, np.ndarray):
             return value.copy()
         if type(value).__name__ == "DTensor" and hasattr(value, "_spec"):
-            local = self._buffer((name,), value._local_tensor)
+            local = self._copy((name,), value._local_tensor)
             return type(value)(local, value._spec, requires_grad=value.requires_grad)
         if hasattr(value, "local_shards") or hasattr(value, "__create_chunk_list__"):
             return self._shards(name, value)
         if isinstance(value, torch.Tensor):
-            copied = self._buffer((name,), value)
+            copied = self._copy((name,), value)
             return copied.detach().requires_grad_() if value.requires_grad else copied
         return copy.deepcopy(value)
 
@@ -78,41 +85,34 @@ class _Copying:
         shards = []
         for chunk in here.chunks:
             shard = find_shard({name: value}, MetadataIndex(name, chunk.offsets))
-            shards.append(self._buffer((name, chunk.offsets), torch.as_tensor(shard)))
+            shards.append(self._copy((name, chunk.offsets), torch.as_tensor(shard)))
         grad = bool(getattr(value, "requires_grad", False))
         return Shards(here.size, value.dtype, grad, here.chunks, tuple(shards))
 
-    def _buffer(self, key: tuple[Any, ...], source: torch.Tensor) -> torch.Tensor:
-        """Return memory for a tensor's elements; tensors that are the same memory get the same."""
+    def _copy(self, key: tuple[Any, ...], source: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor; tensors that are the same memory become one copy."""
         source = source.detach()
         if source.device.type == "meta":
             return source  # refused when it is saved
         same = _memory_of(source)
-        if same is not None and same in self._seen:
-            return self._seen[same]
+        if same is not None and same in self.seen:
+            return self.seen[same]
         key = (*key, source.dtype, tuple(source.shape))
-        target = self._kept.get(key)
+        target = self.kept.get(key)
         if target is None:
             pin = source.device.type == "cuda"
             target = torch.empty(source.shape, dtype=source.dtype, device="cpu", pin_memory=pin)
         self.used[key] = target
         if same is not None:
-            self._seen[same] = target
-        self._sources.append(source)
-        self._targets.append(target)
+            self.seen[same] = target
+        target.copy_(source, non_blocking=True)
+        if source.device.type != "cpu":
+            self.devices.add(source.device)
         return target
-
-    def finish(self) -> None:
-        """Copy everything, and wait for it."""
-        for source, target in zip(self._sources, self._targets, strict=True):
-            target.copy_(source, non_blocking=True)
-        for device in {source.device for source in self._sources}:
-            if device.type != "cpu":
-                torch.accelerator.synchronize(device)
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """Return what tells whether two tensors are the same elements; None if nothing does."""
+    """Return a key of the elements of a tensor in memory; None if there is none."""
     if type(tensor) is not torch.Tensor or not tensor.numel() or not tensor.data_ptr():
         return None  # a subclass may mean something else by its memory
     flags = (tensor.is_conj(), tensor.is_neg())
@@ -135,7 +135,7 @@ class Shards:
         return bool(self._shards) and all(shard.is_meta for shard in self._shards)
 
     def __create_chunk_list__(self) -> Sequence[Chunk]:
-        """Say which chunks are here."""
+        """Return the chunks that are here."""
         return self._chunks
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Final
@@ -30,7 +30,7 @@ from shardplan.planning.storage import BLOCK_BYTES
 
 from ._comm import take_step
 from ._report import Stopwatch
-from ._targets import Target, nbytes_of, write_order
+from ._targets import Target, nbytes_of
 
 __all__ = ["Budget", "Done", "Job", "file_bytes"]
 
@@ -213,8 +213,8 @@ class Job:
 
             def write(number: int) -> None:
                 plan = plans[number]
-                tied, metadata = self.target.tied, self.reader.metadata
-                boxes = list(_boxes(self.format, plan, number, tied, metadata))
+                order = self.writer.write_order(plan, number)
+                boxes = list(_boxes(order, plan, self.reader.metadata))
                 # A single file may exist as soon as its last byte is there: it is checked before.
                 last = settle if len(plans) == 1 else lambda: None
                 ahead = Ahead(
@@ -263,14 +263,12 @@ def _surely_failed(error: BaseException, begun: bool) -> bool:
     return not begun or (isinstance(error, Exception) and not isinstance(error, UnsureCommitError))
 
 
-def _boxes(
-    format: str, plan: SavePlan, rank: int, tied: Mapping[str, str], source: Metadata
-) -> Iterator[Box]:
-    """Yield what a writer will ask for, in order."""
+def _boxes(order: Iterable[int], plan: SavePlan, source: Metadata) -> Iterator[Box]:
+    """Yield what a writer will ask for, given the order in which it asks for items."""
     items, entries = plan.items, source.state_dict_metadata
     heads, rows = items.catalog.heads, items.row.tolist()
     offsets, sizes = items.offsets.tolist(), items.sizes.tolist()
-    for item in write_order(format, plan, rank, tied):
+    for item in order:
         _, name, _, properties, shape = heads[rows[item]]
         if properties is None:
             continue

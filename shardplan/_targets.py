@@ -6,15 +6,14 @@ Every plan's items point at whole saved tensors, so any box can be read wherever
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
 import attrs
 import numpy as np
 
-from shardplan.io.formats import Source, Spot
-from shardplan.io.formats.hf import MAX_SHARD_SIZE, HfWriter, refuse_split
+from shardplan.io.formats import Source, Spot, find_format
 from shardplan.planning import (
     DEFAULT_PASSES,
     Mesh,
@@ -32,9 +31,9 @@ from shardplan.planning import (
 )
 from shardplan.planning.columns import Catalog, Head, Ints, WriteItems, column, padded, readonly
 from shardplan.planning.mesh import Placement, as_mesh
-from shardplan.planning.storage import assign_files
+from shardplan.planning.storage import MAX_SHARD_SIZE, refuse_split, shard_plans
 
-__all__ = ["Placements", "Target", "nbytes_of", "plan_target", "tied_names", "write_order"]
+__all__ = ["Placements", "Target", "nbytes_of", "plan_target", "tied_names"]
 
 Placements = (
     Mapping[str, Sequence[Placement]]
@@ -46,7 +45,6 @@ the first that fits counts; or a function of name and shape."""
 
 _LEAST_PART: Final = 64 << 20
 _PARTS: Final = 4  # files that one process should have to write, to keep all threads busy
-_WHOLE: Final = ("hf", "torch")  # formats that hold every tensor in one piece
 
 
 @attrs.frozen(eq=False)
@@ -97,7 +95,8 @@ def plan_target(
         PlanError, RefusedError: There is no correct plan.
         ValueError: What was asked for does not go together.
     """
-    whole = format in _WHOLE
+    into = find_format(format)
+    whole = into.whole_tensors
     if mesh is not None:
         as_mesh(mesh)
     if mesh is None and placements is not None:
@@ -114,12 +113,16 @@ def plan_target(
     described = attrs.evolve(described, planner_data=_planner_data(metadata, described))
     plans = tuple(attrs.evolve(plan, items=_from_whole(plan.items), held=None) for plan in plans)
     ties = _renamed(tied_names(source), plans)
-    if format == "hf":
-        target = _hf_target(plans[0], described, ties, max_shard_size)
-        return attrs.evolve(target, dropped=dropped)
-    if mesh is None and not whole:
+    ties = {name: kept for name, kept in ties.items() if name not in into.reserved}
+    left_out: tuple[str, ...] = ()
+    if not into.has_values:
+        plans, left_out = _without_values(plans)
+    if whole and not into.is_file:
+        refuse_split(plans, "leave out the pass of `planner` that splits tensors")
+        plans = shard_plans(plans[0], max_shard_size or MAX_SHARD_SIZE, ties)
+    elif mesh is None and not whole:
         plans = _cut(source, plans[0], max_shard_size, processes)
-    return Target(plans, described, ties, dropped=dropped)
+    return Target(plans, described, ties, left_out, dropped)
 
 
 def _held(metadata: Metadata, whole: bool) -> SavePlan:
@@ -131,12 +134,12 @@ def _held(metadata: Metadata, whole: bool) -> SavePlan:
     boxes: list[tuple[Sequence[int], Sequence[int]]]
     for name, entry in sorted(metadata.state_dict_metadata.items()):
         if not isinstance(entry, TensorMetadata):
-            heads.append((name, name, WriteItemType.BYTE_IO, None, ()))
+            heads.append(Head.value(name))
             boxes = [((), ())]
         else:
             one = whole or 0 in entry.size
             kind = WriteItemType.TENSOR if one else WriteItemType.SHARD
-            heads.append((name, name, kind, entry.properties, entry.size))
+            heads.append(Head(name, name, kind, entry.properties, entry.size))
             cuts = entry.chunks.offsets.tolist(), entry.chunks.sizes.tolist()
             boxes = [((0,) * len(entry.size), entry.size)] if one else list(zip(*cuts, strict=True))
         row += [len(heads) - 1] * len(boxes)
@@ -230,30 +233,15 @@ def _renamed(tied: Mapping[str, str], plans: Sequence[SavePlan]) -> dict[str, st
     return ties
 
 
-def _hf_target(
-    plan: SavePlan, metadata: Metadata, tied: Mapping[str, str], max_shard_size: int | None
-) -> Target:
-    """Make one plan per file; values are left out."""
-    items = plan.items
-    is_value = items.catalog.is_bytes[items.row] if len(items) else np.zeros(0, bool)
-    names = np.array([items.catalog.names[row] for row in items.row.tolist()], object)
-    left_out = tuple(sorted(names[is_value].tolist()))
-    writer = HfWriter(max_shard_size=max_shard_size or MAX_SHARD_SIZE, tied=tied)
-    tensors = attrs.evolve(plan, items=items.take(~is_value))
-    refuse_split((tensors,), way="leave out the pass of `planner` that splits tensors")
-    (numbered,) = writer.prepare((tensors,))
-    _, count, files = numbered.storage_data["hf"]
-    file_of = {name: number for number, held in enumerate(files) for name in held}
-    number = column([file_of.get(name, -1) for name in names[~is_value].tolist()])
-    plans = tuple(
-        SavePlan(
-            tensors.items.take(np.flatnonzero(number == n)),
-            storage_data={"hf": (n, count, (held,))},
-            planner_data=plan.planner_data,
-        )
-        for n, held in enumerate(files)
-    )
-    return Target(plans, metadata, writer.tied, left_out)
+def _without_values(plans: Sequence[SavePlan]) -> tuple[tuple[SavePlan, ...], tuple[str, ...]]:
+    """Leave out non-tensor values; return their names, too."""
+    kept, names = [], set[str]()
+    for plan in plans:
+        items = plan.items
+        is_value = items.catalog.is_bytes[items.row] if len(items) else np.zeros(0, bool)
+        names |= {items.catalog.names[row] for row in items.row[is_value].tolist()}
+        kept.append(attrs.evolve(plan, items=items.take(~is_value)))
+    return tuple(kept), tuple(sorted(names))
 
 
 def _cut(
@@ -307,28 +295,6 @@ def _places(source: Source, items: WriteItems) -> tuple[Ints, Ints]:
     file = places[:, 0]
     lowest = file[file >= 0].min() if (file >= 0).any() else 0
     return np.maximum(file, lowest), places[:, 1]
-
-
-def write_order(format: str, plan: SavePlan, rank: int, tied: Mapping[str, str]) -> Iterable[int]:
-    """Say in which order a writer of some format will ask for the items of a plan.
-
-    Args:
-        format: What is written.
-        plan: What to write.
-        rank: The plan's number.
-        tied: Names that share another's elements, which some formats store once.
-    """
-    items = plan.items
-    if format == "hf":
-        names, width = items.catalog.names, items.catalog.itemsize
-        rows = items.row.tolist()
-        return sorted(range(len(rows)), key=lambda i: (-int(width[rows[i]]), names[rows[i]]))
-    if format == "safetensors":
-        return map(int, assign_files(plan, rank, "").order)
-    if format == "torch":
-        names, rows = items.catalog.names, items.row.tolist()
-        return [item for item, row in enumerate(rows) if names[row] not in tied]
-    return range(len(items))
 
 
 def nbytes_of(plan: SavePlan) -> int:

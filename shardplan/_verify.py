@@ -1,4 +1,4 @@
-"""Check every byte of a checkpoint, and tell all that is wrong with it."""
+"""Check every byte of a checkpoint, and report all that is wrong with it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,12 @@ from typing import Final
 import attrs
 
 from shardplan.io import FormatError, Pool, Progress, Tell, listed
-from shardplan.io.execute import find_manifest, leftovers
-from shardplan.io.formats import Foreign, check_foreign, check_headers, detect, locate, open_source
-from shardplan.io.formats.native import (
-    MANIFEST,
-    Fault,
-    Findings,
-    Manifest,
-    check_files,
-    check_manifest,
-    decode_manifest,
-)
+from shardplan.io.execute import leftovers
+from shardplan.io.formats import Fault, Findings, Format, detect, find_format, locate
 from shardplan.io.stores import Store, StoreError
-from shardplan.planning import Sheet, Table, human_bytes, human_seconds
+from shardplan.planning import Sheet, Table, counted, human_bytes, human_seconds
 
-from ._freshness import ATTEMPTS, is_another, save_of
+from ._freshness import ATTEMPTS, is_another
 from ._report import logged
 
 __all__ = ["VerifyReport", "verify"]
@@ -39,7 +30,7 @@ class VerifyReport:
         path: The checkpoint.
         faults: All that is wrong: the manifest's faults first, then by file and place.
         keys: Names of which some bytes are damaged, lost or could not be checked, sorted. If the
-            manifest cannot be read, nobody knows them.
+            manifest cannot be read, they are not known.
         leftovers: Files of killed saves (or of one under way); they do no harm, and `prune`
             removes them.
         files: How many data files there should be.
@@ -48,7 +39,7 @@ class VerifyReport:
         seconds: How long it took.
         format: What was checked.
         notes: What could not be checked, and why.
-        unchecked: How many bytes there are that nobody can check, since they have no checksums.
+        unchecked: How many bytes cannot be checked, since they have no checksums.
     """
 
     path: str
@@ -72,7 +63,7 @@ class VerifyReport:
     def verdict(self) -> str:
         """What the check came to, in a few words."""
         if self.faults:
-            return _many(len(self.faults), "fault")
+            return counted(len(self.faults), "fault")
         if not self.unchecked:
             return "sound"
         if not self.chunks:
@@ -138,94 +129,34 @@ def verify(
     start = time.perf_counter()
     store, name = locate(path)
     for left in reversed(range(ATTEMPTS)):
-        report, save_id = _check(path, store, name, progress, pool)
-        if report.ok or not left or name or not is_another(store, save_id, pool=pool):
+        format = find_format(detect(store, name))
+        found = _check(format, store, name, progress, pool)
+        if not (left and found.faults) or name or not is_another(store, found.save_id, pool=pool):
             break
-    report = attrs.evolve(report, seconds=time.perf_counter() - start)
+    report = VerifyReport(
+        f"{store.url}/{name}" if name else store.url,
+        found.faults,
+        found.keys,
+        () if name else _leftovers(store),
+        found.files,
+        found.chunks,
+        found.nbytes,
+        time.perf_counter() - start,
+        format.name,
+        found.notes,
+        found.unchecked,
+    )
     return logged(report, left=report.leftovers)
 
 
 def _check(
-    path: str | os.PathLike[str] | Store,
-    store: Store,
-    name: str,
-    tell: Tell | None,
-    pool: Pool | None,
-) -> tuple[VerifyReport, str | None]:
-    """Check what is there now; return which save that was, too."""
+    format: Format, store: Store, name: str, tell: Tell | None, pool: Pool | None
+) -> Findings:
     try:
-        data = None if name else find_manifest(store)
-        manifest = None if data is None else decode_manifest(data)
-    except (FormatError, StoreError) as error:
-        if isinstance(error, StoreError) and not store.exists(MANIFEST):
-            raise
-        return _without_manifest(store, error, tell), None
-    if data is None or manifest is None:
-        return _foreign(path, store, name, tell, pool)
-    return _with_manifest(store, manifest, len(data), tell, pool), manifest.save_id
-
-
-def _foreign(
-    path: str | os.PathLike[str] | Store,
-    store: Store,
-    name: str,
-    tell: Tell | None,
-    pool: Pool | None,
-) -> tuple[VerifyReport, str | None]:
-    """Check a checkpoint that another tool wrote; return which save it is of, too."""
-    url = f"{store.url}/{name}" if name else store.url
-    format = detect(store, name)
-    try:
-        source = open_source(path, format=format, pool=pool)
-        found = check_foreign(source, tell, pool)
-        save_id = save_of(source)
-    except FormatError as error:
+        return format.verify(store, name, tell=tell, pool=pool)
+    except FormatError as error:  # what describes the checkpoint is damaged
         Progress(0, tell)
-        save_id = None
-        found = Foreign((Fault("header", error.file, error.reason),), 0)
-        if format == "hf":
-            found = check_headers(store, name, error, pool)
-    keys = found.lost.union(fault.key for fault in found.faults if fault.key is not None)
-    report = VerifyReport(
-        url,
-        found.faults,
-        tuple(sorted(keys)),
-        () if name else _leftovers(store),
-        files=found.files,
-        chunks=found.chunks,
-        nbytes=found.nbytes,
-        format=format,
-        notes=found.notes,
-        unchecked=found.unchecked,
-    )
-    return report, save_id
-
-
-def _without_manifest(
-    store: Store, error: FormatError | StoreError, tell: Tell | None
-) -> VerifyReport:
-    Progress(0, tell)
-    return VerifyReport(store.url, (Fault("manifest", MANIFEST, error.reason),))
-
-
-def _with_manifest(
-    store: Store, manifest: Manifest, size: int, tell: Tell | None, pool: Pool | None
-) -> VerifyReport:
-    progress = Progress(size + int(manifest.files.sizes.sum()), tell)
-    contradictions = check_manifest(manifest)
-    progress.add(size)
-    found: Findings = check_files(store, manifest, progress, pool)
-    progress.finish()
-    keys = found.keys.union(fault.key for fault in contradictions if fault.key is not None)
-    return VerifyReport(
-        store.url,
-        contradictions + found.faults,
-        tuple(sorted(keys)),
-        _leftovers(store),
-        len(manifest.files),
-        found.chunks,
-        size + found.nbytes,
-    )
+        return Findings((Fault("header", error.file, error.reason),))
 
 
 def _leftovers(store: Store) -> tuple[str, ...]:
@@ -239,28 +170,24 @@ def _sheet(report: VerifyReport) -> Sheet:
     count = len(report.faults)
     speed = human_bytes(report.nbytes / report.seconds) if report.seconds else "?"
     title = (
-        f"{report.path}: {report.verdict}; {_many(report.files, 'file')}, "
+        f"{report.path}: {report.verdict}; {counted(report.files, 'file')}, "
         f"{human_bytes(report.nbytes)} checked in {human_seconds(report.seconds)} ({speed}/s)"
     )
     rows = [_row(fault) for fault in report.faults[:_SHOWN]]
-    tables = [Table(("fault", "key", "file", "bytes", "reason"), rows)] if rows else []
+    tables = [Table(("fault", "key", "reason", "file", "bytes"), rows)] if rows else []
     notes = [f"… {count - _SHOWN:,} more"] if count > _SHOWN else []
     notes += report.notes
     if report.keys:
-        keys = _many(len(report.keys), "key")
+        keys = counted(len(report.keys), "key")
         notes.append(f"{keys} cannot be loaded whole: {listed(report.keys, quote='')}")
     if report.leftovers:
         notes.append(
-            f"{_many(len(report.leftovers), 'file')} of a killed save, or of one under way, which "
-            f"do no harm: {listed(report.leftovers, quote='')}"
+            f"{counted(len(report.leftovers), 'file')} of a killed save, or of one under way, "
+            f"which do no harm: {listed(report.leftovers, quote='')}"
         )
     return Sheet(title, tables, notes)
 
 
-def _many(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def _row(fault: Fault) -> tuple[str, ...]:
     span = f"{fault.begin:,} to {fault.end:,}" if fault.end else ""
-    return fault.kind, fault.key or "", fault.file, span, fault.reason
+    return fault.kind, fault.key or "", fault.reason, fault.file, span

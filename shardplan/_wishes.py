@@ -12,11 +12,11 @@ import attrs
 
 from shardplan.dist import Comm
 from shardplan.io import FormatError
-from shardplan.io.execute import FAR_GAP, Reader
+from shardplan.io.execute import Reader
 from shardplan.planning import Entries, Issue, LoadPlan, Metadata, PlanError
 from shardplan.planning.columns import Ints, ReadItems, column, distinct
 from shardplan.planning.geometry import pad
-from shardplan.planning.storage import fetched, locate_reads
+from shardplan.planning.storage import FAR_GAP, fetched, locate_reads
 
 from ._comm import fail_alike, told_apart
 

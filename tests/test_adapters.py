@@ -35,7 +35,7 @@ from shardplan import (
     planning,
     to_torch,
 )
-from shardplan._stateful import expand
+from shardplan._state import expand
 from shardplan.io.tensors import dump
 from shardplan.planning import (
     BytesMetadata,
@@ -818,7 +818,7 @@ def test_a_save_that_fails_to_commit_leaves_nothing_behind(tmp_path, monkeypatch
     def fail(*args, **kwargs):
         raise OSError("disk full")
 
-    monkeypatch.setattr("shardplan.io.formats.writers.publish", fail)
+    monkeypatch.setattr("shardplan.io.formats.native.commit.publish", fail)
     error = only_failure(
         dcp.save, {"w": torch.ones(2)}, storage_writer=as_torch_storage_writer(tmp_path)
     )

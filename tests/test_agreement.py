@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import shardplan
-from shardplan._agreement import PlanCache, agree
-from shardplan._layouts import holds_objects, layout_key
+from shardplan._agree import agree
+from shardplan._offers import Begun, PlanCache
 from shardplan._report import Stopwatch
 from shardplan.dist import CheckpointError, run_ranks, solo
 from shardplan.io.stores.base import open_store
 from shardplan.planning import RefusedError, annotate, cast, chain, rename, select
+from shardplan.planning.mesh import layout_key
 
 FOLDER = Path(__file__).parent / "ranks"
 
@@ -107,9 +108,8 @@ def test_what_travels_for_a_plan_that_is_known_grows_as_the_number_of_ranks(how)
             def fn(comm, spies=spies):
                 spy = spies[comm.rank] = parts.SpyComm(comm)
                 options = {"planner": None, "watch": Stopwatch(), "cache": caches[comm.rank]}
-                return agree(spy, lambda: many(0, count=2), first=lambda: "a/path" * 10, **options)[
-                    1
-                ].how
+                begun = Begun(many(0, count=2), "a/path" * 10)
+                return agree(spy, lambda: begun, **options).agreement.how
 
             (found,) = set(run_ranks(world, fn))
             how_much = [spy.nbytes() + spy.taken for spy in spies]
@@ -262,7 +262,7 @@ def test_a_save_with_a_known_plan_plans_nothing_and_still_compares(monkeypatch):
     def never(*args, **options):
         raise AssertionError("a plan was made")
 
-    monkeypatch.setattr("shardplan._agreement.local_plan", never)
+    monkeypatch.setattr("shardplan._offers.local_plan", never)
     assert saves.save(lambda rank: {"w": torch.ones(2), "s": 8})[0] == "cached"
     with pytest.raises(CheckpointError, match="`s` differs"):
         saves.save(lambda rank: {"w": torch.ones(2), "s": rank})
@@ -276,17 +276,20 @@ class Once(dict):
 
 
 @pytest.mark.parametrize(
-    ("state", "objects"),
+    "state_of",
     [
-        ({"a": np.array([print]), "b": np.zeros(2)}, True),
-        ({"a": np.zeros(2), "b": np.array([print])}, True),
-        ({"a": [torch.zeros(2), {"b": (1, print)}]}, True),
-        ({"a": Once(b=print)}, True),
-        ({"a": Once(b=1.5), "b": np.zeros(2), "c": [torch.zeros(2), None, "x"]}, False),
+        lambda value: {"a": np.array([value]), "b": np.zeros(2)},
+        lambda value: {"a": np.zeros(2), "b": np.array([value])},
+        lambda value: {"a": [torch.zeros(2), {"b": (1, value)}]},
+        lambda value: {"a": Once(b=value)},
     ],
 )
-def test_objects_are_found_wherever_they_are_and_whatever_lies_beside_them(state, objects):
-    assert holds_objects(state) == objects
+def test_objects_are_found_wherever_they_are_though_the_plan_is_known(state_of):
+    saves = Saves("objects-anywhere", world=2)
+    hows = [saves.save(lambda rank: state_of(1.5))[0] for _ in range(2)]
+    assert hows[1] == "cached"
+    with pytest.raises(CheckpointError, match=r"ValueRefusedError: `[ab]"):
+        saves.save(lambda rank: state_of(print))
 
 
 def test_errors_of_a_plan_tell_ranks_by_their_numbers_in_the_job():
@@ -388,23 +391,18 @@ def test_an_agreement_is_the_same_however_it_came_about(monkeypatch):
     store = open_store("memory://agreement/ways")
 
     def agreed(comm):
-        _, agreement, _ = agree(
-            comm,
-            lambda: many(comm.rank, count=5) | {"step": 7},
-            planner=chain(),
-            watch=Stopwatch(),
-            cache=PlanCache(),
-        )
-        return agreement
+        begun = Begun(many(comm.rank, count=5) | {"step": 7}, "here")
+        options = {"planner": chain(), "watch": Stopwatch(), "cache": PlanCache()}
+        return agree(comm, lambda: begun, **options).agreement
 
     derived = run_ranks(WORLD, agreed)
-    monkeypatch.setattr("shardplan._agreement.whole_layout", lambda *args: None)
+    monkeypatch.setattr("shardplan._offers.described_plans", lambda *args: None)
     gathered = run_ranks(WORLD, agreed)
     assert {a.how for a in derived} == {"derived"}
     assert {a.how for a in gathered} == {"gathered"}
     assert [a.plan for a in derived] == [a.plan for a in gathered]
-    assert derived[0].metadata == gathered[0].metadata
-    assert tuple(derived[0].plans) == tuple(gathered[0].plans)
+    assert derived[0].whole.metadata == gathered[0].whole.metadata
+    assert tuple(derived[0].whole.plans) == tuple(gathered[0].whole.plans)
     assert store.list() == ()
 
 
@@ -457,11 +455,10 @@ def test_agreements_of_several_saves_at_once_do_not_mix():
 
 
 def test_one_rank_alone_needs_no_comm_to_agree():
-    sd, agreement, _ = agree(
-        solo(), lambda: {"w": torch.ones(1)}, planner=None, watch=Stopwatch(), cache=PlanCache()
-    )
-    assert agreement.how == "alone"
-    assert list(sd) == ["w"]
+    begun = Begun({"w": torch.ones(1)}, "here")
+    agreed = agree(solo(), lambda: begun, planner=None, watch=Stopwatch(), cache=PlanCache())
+    assert agreed.agreement.how == "alone"
+    assert agreed.begun is begun
 
 
 def test_a_planner_is_asked_every_time_whatever_was_planned_before():

@@ -393,6 +393,46 @@ def test_what_save_refuses_surfaces_in_the_future(gate):
     assert shardplan.restore(gate)["w"].tolist() == [1, 1]
 
 
+@pytest.mark.parametrize(
+    ("path", "format", "error"),
+    [
+        (None, "safetensors", TypeError),
+        ({"w": 1}, "safetensors", TypeError),
+        ("", "safetensors", ValueError),
+        ("nowhere://a/b", "safetensors", ValueError),
+        ("memory://formats", "no such format", ValueError),
+    ],
+)
+def test_a_wrong_path_or_format_is_refused_by_the_call_as_by_save(path, format, error, caplog):
+    texts = []
+    for way in (shardplan.save, shardplan.async_save):
+        with pytest.raises(error) as raised:
+            way({"w": torch.ones(2)}, path, format=format)
+        texts.append(str(raised.value))
+    assert texts[0] == texts[1]
+    assert "background" not in caplog.text  # the caller has the error
+    shardplan.async_save({"w": torch.ones(2)}, "memory://after", overwrite=True).result(30)
+
+
+def test_ranks_learn_of_a_wrong_path_on_one_of_them_and_the_next_save_works(gate):
+    gate.open.set()
+
+    def fn(comm):
+        if comm.rank == 1:
+            with pytest.raises(TypeError):
+                shardplan.async_save({"w": torch.ones(1)}, None, comm=comm)
+            told = None
+        else:
+            told = shardplan.async_save({"w": torch.ones(1)}, gate, comm=comm).exception(30)
+        shardplan.async_save({"w": torch.ones(1)}, gate, comm=comm).result(30)
+        return told
+
+    told = run_ranks(3, fn, timeout=60)
+    assert told[1] is None
+    for error in (told[0], told[2]):
+        assert [(failure.rank, failure.type) for failure in error.failures] == [(1, "TypeError")]
+
+
 def test_a_state_that_cannot_be_copied_fails_the_save_not_the_call(gate):
     class Broken:
         def state_dict(self):

@@ -15,10 +15,8 @@ import torch
 import shardplan
 from shardplan.io.errors import FormatError, LoadError, UnsureCommitError, ValueRefusedError
 from shardplan.io.execute.cleanup import leftovers
-from shardplan.io.execute.commit import read_manifest
-from shardplan.io.execute.read import find_chunks
 from shardplan.io.formats.headers import Slot, parse_header
-from shardplan.io.formats.native.manifest import MANIFEST, decode_manifest, sign
+from shardplan.io.formats.native.manifest import MANIFEST, decode_manifest, read_manifest, sign
 from shardplan.io.stores.base import StoreError, open_store
 from shardplan.io.stores.testing import CountingStore, FaultyStore
 from shardplan.planning import (
@@ -33,6 +31,7 @@ from shardplan.planning import (
     TensorProperties,
     split_chunks,
 )
+from shardplan.planning.storage import find_chunks
 
 
 def sample(value=1.0):

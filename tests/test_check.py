@@ -160,7 +160,7 @@ def test_a_rank_that_means_another_tensor_is_reported_with_both_sides(case, what
 
     (issue,) = refused(with_items(plans, rank, differ))
     assert (issue.kind, issue.fqn, issue.ranks) == ("conflict", name, tuple(holders))
-    other = {"dtype": "int16", "value": "a value that is no tensor"}.get(what, "of shape")
+    other = {"dtype": "int16", "value": "a non-tensor value"}.get(what, "of shape")
     assert f"rank {rank}: " in issue.message
     assert other in issue.message
     assert f"{data.properties.dtype} of shape {list(data.size)}" in issue.message
@@ -263,7 +263,7 @@ def test_broken_worlds_of_many_ranks_are_told_in_few_words():
     plans = [SavePlan([item("w", (2 * i,), (1,), (2_000,))]) for i in range(1_000)]
     issues = find_issues(plans)
     assert len(issues) == 64
-    assert issues[-1].message.endswith("(there are more: the first 64 are told)")
+    assert issues[-1].message.endswith("(there may be more: only 64 are reported)")
     assert all(len(str(issue)) < 300 for issue in issues)
 
 

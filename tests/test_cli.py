@@ -24,9 +24,9 @@ from typer.testing import CliRunner
 
 import shardplan
 from shardplan.cli.app import app
-from shardplan.cli.placing import parse_mesh, parse_placements
+from shardplan.cli.names import branches, runs_text
+from shardplan.cli.placements import parse_mesh, parse_placements
 from shardplan.cli.screen import table
-from shardplan.cli.tree import branches, runs_text
 from shardplan.io.formats.native.manifest import MANIFEST, FileTable, Manifest, encode_manifest
 from shardplan.planning import (
     Mesh,
@@ -212,7 +212,7 @@ def test_names_are_the_last_to_be_cut(tmp_path, columns):
     shardplan.save({"model": model, "optimizer_note": note, "step": 7}, tmp_path / "runs0")
     result = run("inspect", tmp_path / "runs0", COLUMNS=str(columns))
     assert f"{tmp_path / 'runs0'}\n" in result.stdout  # a path stays in one piece
-    assert re.search(r"^optimizer_note +(value +)?'a t\S* ?\w?…$", result.stdout, re.MULTILINE)
+    assert re.search(r"^optimizer_note +'a text .*(…|')$", result.stdout, re.MULTILINE)
     check_screen(f"inspect-long-value-{columns}", result)
 
 
@@ -232,17 +232,17 @@ def test_plan_tells_the_cost(llama, columns):
 def test_plan_states_the_default(llama):
     result = run("plan", llama, "--mesh", "dp=12")
     assert "* (default)" in result.stdout
-    assert "axis 0 cut over dp (12)" in result.stdout
+    assert "dp:Shard(0)" in result.stdout
 
 
 def test_verify_exits_with_0_if_all_is_sound(ckpt):
-    result = run("verify", ckpt)
+    result = run("verify", ckpt, COLUMNS="")
     assert result.exit_code == 0
     check_screen("verify", result)
 
 
 def test_verify_exits_with_1_and_tells_all_damage(damaged):
-    result = run("verify", damaged)
+    result = run("verify", damaged, COLUMNS="")
     assert result.exit_code == 1
     check_screen("verify-damaged", result)
 
@@ -251,8 +251,6 @@ def test_diff_exits_with_1_and_tells_what_differs(runs):
     result = run("diff", runs / "step-100", runs / "step-200", "--locate")
     assert result.exit_code == 1
     check_screen("diff", result)
-    narrow = run("diff", runs / "step-100", runs / "step-200", "--locate", COLUMNS="70")
-    check_screen("diff-narrow", narrow)
 
 
 def test_diff_exits_with_0_if_nothing_differs(ckpt):
@@ -371,7 +369,7 @@ def test_verify_answers_in_json(ckpt, damaged):
 def test_in_a_pipe_verify_tells_a_fault_in_one_line(damaged):
     result = run("verify", damaged, COLUMNS="")
     (line,) = (line for line in result.stdout.splitlines() if line.startswith("checksum"))
-    assert re.search(r"do not fit their checksum; shard-\S+\.safetensors, bytes [\d,]+ to ", line)
+    assert re.search(r"do not fit their checksum +shard-\S+\.safetensors +[\d,]+ to ", line)
     assert "\\n" not in result.stdout
 
 
@@ -505,11 +503,11 @@ def test_what_needs_torch_says_how_to_get_it(ckpt, tmp_path, arguments):
     [
         (["inspect", "CKPT", "model.embd"], "nearest: model.embed"),
         (["cat", "CKPT", "model.nrm"], "nearest: model.norm"),
-        (["cat", "CKPT", "model.norm[a]"], "'a' is no index"),
+        (["cat", "CKPT", "model.norm[a]"], "'a' is not an index"),
         (["cat", "CKPT", "model.norm[99]"], "out of range"),
         (["cat", "CKPT", "model.norm[0, 0]"], "too many parts"),
-        (["cat", "CKPT", "step[0]"], "`step` is no tensor"),
-        (["plan", "CKPT", "--mesh", "dp"], "'dp' is no axis; write dp=96,tp=2"),
+        (["cat", "CKPT", "step[0]"], "`step` is not a tensor"),
+        (["plan", "CKPT", "--mesh", "dp"], "'dp' is not an axis; write dp=96,tp=2"),
         (["plan", "CKPT", "--mesh", "dp = 0"], "dp needs at least 1 rank"),
         (["plan", "CKPT", "--mesh", "dp=99999999999"], "99,999,999,999 ranks; at most 1,048,576"),
         (["plan", "CKPT", "--mesh", "dp=2", "-p", "*=shard"], "'shard' needs an axis number"),
@@ -526,12 +524,15 @@ def test_what_needs_torch_says_how_to_get_it(ckpt, tmp_path, arguments):
         (["plan", "CKPT", "--mesh", "dp=2,dp=2"], "two axes named dp"),
         (["plan", "CKPT", "--mesh", "dp=2", "-p", "x"], "write PATTERN=PLACED"),
         (["plan", "CKPT", "--mesh", "dp=2", "-p", "nope*=dp:shard0"], "matches no tensor"),
-        (["plan", "CKPT", "--mesh", "dp=2", "-p", "*=dp:slice0"], "'slice0' is no placement"),
-        (["plan", "CKPT", "--mesh", "dp=2", "-p", "*=ep:shard0"], "ep is no axis of Mesh(dp=2)"),
+        (["plan", "CKPT", "--mesh", "dp=2", "-p", "*=dp:slice0"], "'slice0' is not a placement"),
+        (
+            ["plan", "CKPT", "--mesh", "dp=2", "-p", "*=ep:shard0"],
+            "ep is not an axis of Mesh(dp=2)",
+        ),
         (["plan", "CKPT", "--mesh", "dp=2", "-p", "*=Shard(0),Replicate()"], "2 placements"),
         (["plan", "CKPT", "--mesh", "dp=2", "-p", "*=dp:shard1"], "5 reasons: "),
         (["plan", "CKPT", "--mesh", "dp=2", "--svg", "x.svg", "--tensor", "w"], "`w` is not in"),
-        (["plan", "CKPT", "--mesh", "dp=2", "--svg", "x.svg", "--tensor", "lr"], "is no tensor"),
+        (["plan", "CKPT", "--mesh", "dp=2", "--svg", "x.svg", "--tensor", "lr"], "is not a tensor"),
         (["plan", "CKPT"], "Missing option '--mesh'; see shardplan plan --help"),
         (["inspect"], "Missing argument 'CKPT'"),
         (["inspect", "CKPT", "--nope"], "No such option: --nope"),
@@ -608,7 +609,7 @@ def test_only_like_layers_are_drawn_together():
     names = [f"layers.{i}.{leaf}" for i in range(6) for leaf in ("w", "b")]
     kinds = ["other" if name == "layers.3.w" else "w" for name in names]
     labels = [branch.label for branch in branches(names, kinds) if branch.depth == 1]
-    assert labels == ["0–2,4–5", "3"]
+    assert labels == ["├ 0–2,4–5", "└ 3"]
 
 
 def test_many_runs_of_numbers_are_cut_short():
@@ -657,8 +658,8 @@ def test_inspect_tells_as_much_of_dcp(ckpt, tmp_path):
     sizes = {file["name"]: file["bytes"] for file in there["files"]}
     assert sizes == {p.name: p.stat().st_size for p in (tmp_path / "b").glob("*.distcp")}
     screen = run("inspect", tmp_path / "b").stdout
-    assert "2 × 2 grid, 4 files" in screen
-    assert re.search(r"^step +value +7$", screen, re.MULTILINE)
+    assert re.search(r"wq +4 +64×64 +f32 .* 2×2$", screen, re.MULTILINE)
+    assert re.search(r"^step +7$", screen, re.MULTILINE)
     (tensor,) = answer("inspect", tmp_path / "b", "model.layers.0.attn.wq", "--chunks")["tensors"]
     assert {chunk["file"] for chunk in tensor["chunk_list"]} <= set(sizes)
 
@@ -772,7 +773,7 @@ def test_an_interrupt_exits_with_130_and_no_traceback(tmp_path):
     script.write_text(
         "import signal, sys, time\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell may ignore it
-        "import shardplan.io.formats.sources as sources\n"
+        "import shardplan.io.formats.registry as sources\n"
         "def wait(path, **options):\n"
         "    print('waiting', flush=True)\n"
         "    time.sleep(60)\n"
@@ -830,8 +831,8 @@ def test_a_command_loads_no_other_command(ckpt):
     )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
     loaded = set(done.stderr.split())
-    assert "shardplan.cli.inspecting" in loaded
-    assert not loaded & {f"shardplan.cli.{name}" for name in ("checking", "converting", "plans")}
+    assert "shardplan.cli.inspect" in loaded
+    assert not loaded & {f"shardplan.cli.{name}" for name in ("verify", "convert", "plan")}
 
 
 def test_a_pipe_gets_the_lines_of_a_wide_terminal(ckpt):
@@ -848,11 +849,8 @@ def test_a_pipe_gets_the_lines_of_a_wide_terminal(ckpt):
 def test_wide_characters_are_aligned_in_a_pipe(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
     rows = [("重み", 1), ("bias", 10)]
-    assert table(("name", "count"), rows, right=["count"]) == [
-        "name  count",
-        "重み      1",
-        "bias     10",
-    ]
+    lines = ["name  count", "重み      1", "bias     10"]
+    assert table(("name", "count"), rows, right=["count"]) == "\n".join(lines)
 
 
 def test_shell_completion_is_offered():
@@ -874,7 +872,7 @@ def test_completion_is_installed_for_the_shell_that_is_named(tmp_path):
 @pytest.mark.parametrize("option", ["--install-completion", "--show-completion"])
 def test_completion_for_what_is_no_shell_is_refused(tmp_path, option):
     done = run_program(option, "tcsh", environment={"HOME": str(tmp_path)})
-    told = f"{option} takes bash, zsh, fish, powershell or pwsh, or nothing: your shell is found"
+    told = f"{option} takes bash, zsh, fish, powershell or pwsh; without one, it detects your shell"
     assert (done.returncode, done.stderr) == (2, f"shardplan: error: {told}\n")
     assert list(tmp_path.iterdir()) == []
 

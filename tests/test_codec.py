@@ -346,9 +346,9 @@ def test_nonsense_is_refused(data):
 
 def test_a_plan_is_no_metadata_and_the_reverse():
     plan, metadata = SavePlan([]), Metadata({"a": BytesMetadata()})
-    with pytest.raises(CodecError, match="no metadata"):
+    with pytest.raises(CodecError, match="not metadata"):
         decode_metadata(encode_plan(plan))
-    with pytest.raises(CodecError, match="no plan"):
+    with pytest.raises(CodecError, match="not a plan"):
         decode_plan(encode_metadata(metadata))
 
 

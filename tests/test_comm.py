@@ -901,4 +901,4 @@ def test_a_rank_that_has_no_room_to_decode_what_others_decode_is_lost_to_them_at
         return [(f.rank, f.step, f.text[:26]) for f in failures_of(take)]
 
     told = [(1, "another", "left a step: CodecError: t")]
-    assert run_ranks(2, fn) == [told, [(1, "a step", "these bytes are no typed J")]]
+    assert run_ranks(2, fn) == [told, [(1, "a step", "these bytes are not typed ")]]

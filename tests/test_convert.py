@@ -27,7 +27,7 @@ from shardplan.io.execute import cleanup as leftovers
 from shardplan.io.execute.ahead import BATCH_BYTES, Ahead, Box, Lender
 from shardplan.io.execute.read import Reader
 from shardplan.io.formats.headers import TORCH_NAMES, file_entry
-from shardplan.io.formats.sources import detect
+from shardplan.io.formats.registry import detect
 from shardplan.io.stores.testing import CountingStore, FaultyStore
 from shardplan.planning import (
     Mesh,
@@ -802,7 +802,7 @@ def test_memory_stays_within_its_bound_where_bytes_must_be_made(tmp_path, format
 def ahead_of(tmp_path, sd, boxes):
     from concurrent.futures import ThreadPoolExecutor
 
-    from shardplan.io.formats.sources import open_source
+    from shardplan.io.formats.registry import open_source
 
     shardplan.save(sd, tmp_path / "a")
     threads = ThreadPoolExecutor(2)

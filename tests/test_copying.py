@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import shardplan
 from shardplan.io import FormatError, open_store
-from shardplan.io.crc import combine_crc
+from shardplan.io.checksums import combine_crc
 from shardplan.io.execute import copying
 from shardplan.io.execute.ahead import Ahead
 from shardplan.io.execute.copying import (

@@ -18,7 +18,7 @@ from shardplan._diff import diff
 from shardplan.io import compare
 from shardplan.io.compare import same_value
 from shardplan.io.errors import FormatError
-from shardplan.io.execute.commit import assemble, publish
+from shardplan.io.formats.native.commit import assemble, publish
 from shardplan.io.formats.native.manifest import MANIFEST
 from shardplan.io.formats.native.write import write_rank
 from shardplan.io.pool import Pool

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardplan.planning.columns.uniques import distinct, numbered
+from shardplan.planning.columns.arrays import distinct, numbered
 
 columns = st.lists(st.integers(-5, 5) | st.integers(-(2**62), 2**62))
 

@@ -1,5 +1,6 @@
 """Hugging Face checkpoints: read as their tools wrote them, written as their tools read them."""
 
+import itertools
 import json
 import logging
 import os
@@ -22,11 +23,11 @@ import shardplan
 from shardplan.io import ExistsError, FormatError, ValueRefusedError, open_store
 from shardplan.io.errors import UnsureCommitError
 from shardplan.io.formats.headers import TORCH_NAMES
-from shardplan.io.formats.hf.shards import assign_shards, parse_size
 from shardplan.io.formats.hf.write import HfWriter
-from shardplan.io.formats.sources import detect, open_source
+from shardplan.io.formats.registry import detect, open_source
 from shardplan.io.stores.testing import FaultyStore, InjectedError
 from shardplan.planning import Mesh, RefusedError, Shard, TensorSpec, global_plan, world_plans
+from shardplan.planning.storage import Shards, assign_shards, parse_size, shard_plans, shards_of
 
 INDEX = "model.safetensors.index.json"
 
@@ -156,7 +157,7 @@ def test_chunks_of_one_tensor_in_many_files_are_one_tensor(tmp_path):
 def test_reading_needs_no_torch(tmp_path):
     save_file(tensors(), tmp_path / "model.safetensors")
     code = (
-        "import sys; from shardplan.io.formats.sources import open_source; "
+        "import sys; from shardplan.io.formats.registry import open_source; "
         "s = open_source(sys.argv[1]); s.spots([('mask', 0)]); "
         "print(len(s.metadata.state_dict_metadata), 'torch' in sys.modules)"
     )
@@ -440,7 +441,6 @@ def test_values_can_be_left_out(tmp_path):
     store = open_store(tmp_path)
     part = writer.write(store, {"w": torch.ones(2), "step": 7}, plans[0], save_id="ab", rank=0)
     writer.commit(store, metadata, plans, [part.report], save_id="ab", overwrite=False)
-    assert writer.left_out == ["step"]
     same(shardplan.restore(tmp_path), {"w": torch.ones(2)})
 
 
@@ -638,6 +638,23 @@ def test_sizes_are_written_as_hugging_face_writes_them():
     for wrong in ("", "five", "-1GB", "5XB", 0, -3):
         with pytest.raises(ValueError, match=r"size|byte"):
             parse_size(wrong)
+
+
+@given(st.lists(st.integers(0, 9), max_size=12), st.integers(1, 40), st.data())
+def test_every_tensor_is_in_the_one_plan_of_its_file_but_tied_ones_in_none(sizes, limit, data):
+    specs = {f"t{i:02d}": TensorSpec((n,), "int8") for i, n in enumerate(sizes)}
+    names = list(specs)
+    tied = {n: names[0] for n in names[1:] if data.draw(st.booleans())}
+    whole = shardplan.planning.local_plan(specs)
+    plans = shard_plans(whole, limit, tied)
+    written = [[item.index.fqn for item in plan.items] for plan in plans]
+    assert [n for file in written for n in file] == [n for n in names if n not in tied]
+    assert [shards_of(plan) for plan in plans] == [
+        Shards(number, len(plans), (tuple(file),)) for number, file in enumerate(written)
+    ]
+    held = {name: sizes[number] for number, name in enumerate(names)}
+    for file, after in itertools.pairwise(written):  # a file is full before the next one begins
+        assert sum(held[n] for n in file) + held[after[0]] > limit
 
 
 @given(st.lists(st.integers(0, 30), max_size=20), st.integers(1, 40))

@@ -32,8 +32,8 @@ def test_importing_planning_takes_a_tenth_of_a_second_more_than_numpy_and_attrs(
 
 # Every module that looking into a checkpoint can do without.
 NOT_NEEDED = {
-    "codec", "columns.items", "columns.reads", "columns.world", "draw", "finding", "load",
-    "matching", "mesh", "passes.keys", "records", "reports", "save", "storage.ranges", "tensors",
+    "codec", "columns.items", "columns.reads", "columns.world", "draw", "load",
+    "matching", "mesh", "passes.keys", "plans", "reports", "save", "storage.ranges", "tensors",
 }  # fmt: skip
 
 

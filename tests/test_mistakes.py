@@ -32,7 +32,7 @@ from shardplan.planning import (
     rename,
     world_plans,
 )
-from shardplan.planning.mesh.models import llama3_8b
+from shardplan.planning.mesh.presets import llama3_8b
 
 
 def stored_dtypes(planner, sd):
@@ -129,10 +129,8 @@ def test_a_path_that_is_none_is_named(tmp_path):
 
 
 def test_a_swapped_argument_of_a_background_save_is_named_by_its_type(tmp_path):
-    future = shardplan.async_save(str(tmp_path), {"w": torch.ones(100_000)})
-    assert future.path == "a dict"
     with pytest.raises(TypeError, match=SWAPPED):
-        future.result()
+        shardplan.async_save(str(tmp_path), {"w": torch.ones(100_000)})
 
 
 def test_other_things_than_paths_are_refused(tmp_path):
@@ -607,7 +605,7 @@ def test_a_wrong_argument_of_load_is_told_what_was_expected(options, error, says
     [
         ({"mesh": {"dp": 2}}, r"a mesh is made by Mesh\(dp=2\), and is not \{'dp': 2\}"),
         ({"mesh": 2}, r"a mesh is made by Mesh\(dp=8\), and is not 2"),
-        ({"max_memory": "much"}, "'much' is no size; write '5GB'"),
+        ({"max_memory": "much"}, "'much' is not a size; write '5GB'"),
     ],
 )
 def test_a_wrong_argument_of_convert_is_told_what_was_expected(options, says, tmp_path):

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 import shardplan
 from shardplan.io.errors import FormatError
-from shardplan.io.execute.jobs import FAR_GAP, read_over
 from shardplan.io.formats.native.manifest import MANIFEST, decode_manifest, sign
 from shardplan.io.pool import Pool
 from shardplan.io.stores.base import StoreError, open_store
 from shardplan.io.stores.testing import CountingStore
 from shardplan.planning import split_chunks
 from shardplan.planning.dtypes import ITEMSIZE
+from shardplan.planning.storage import FAR_GAP, range_axis
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 
@@ -128,8 +128,8 @@ def test_gaps_are_read_over_where_that_is_cheaper():
     lengths, width = np.array([[100, 10]]), np.array([4])
     for pitch, near, far in ((10, 0, 0), (20, 0, 0), (1000, 1, 0), (100_000, 1, 1)):
         strides = np.array([[pitch, 1]])
-        assert read_over(lengths, strides, width).tolist() == [near]
-        assert read_over(lengths, strides, width, FAR_GAP).tolist() == [far]
+        assert range_axis(lengths, strides, width, 512, 0.2).tolist() == [near]
+        assert range_axis(lengths, strides, width, FAR_GAP, 0.2).tolist() == [far]
 
 
 # What a saved tensor can do
@@ -294,7 +294,7 @@ def test_a_folder_without_a_checkpoint_says_what_is_there(tmp_path):
         assert str(caught.value).count(str(tmp_path)) == 1
         assert told in str(caught.value)
     assert "safetensors, hf, dcp, torch" in str(caught.value)
-    with pytest.raises(FormatError, match=r"^a: it is no checkpoint of a known format"):
+    with pytest.raises(FormatError, match=r"^a: it is not a checkpoint of a known format"):
         shardplan.open_checkpoint(tmp_path / "a")
 
 

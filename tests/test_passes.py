@@ -37,6 +37,7 @@ from shardplan.planning import (
     split_replicas,
     world_pass,
 )
+from shardplan.planning.passes.chunks import assign
 from shardplan.planning.testing.oracles import assert_read_once, assert_written_once
 from shardplan.planning.testing.strategies import save_plans
 
@@ -453,6 +454,41 @@ def test_an_axis_shorter_than_the_holders_is_not_the_one_that_is_cut():
 
 
 # --- balance
+
+
+def in_turn(group, rank, weight, ranks):
+    """Give chunks out one by one: fewest holders first, then heaviest, to the least loaded."""
+    holders = {}
+    for row, number in enumerate(group):
+        holders.setdefault(number, []).append(row)
+    load = [0] * ranks
+    chosen = {}
+    for number in sorted(holders, key=lambda n: (len(holders[n]), -weight[holders[n][0]], n)):
+        rows = holders[number]
+        chosen[number] = min(rows, key=lambda row: (load[rank[row]], rank[row]))
+        load[rank[chosen[number]]] += max(weight[rows[0]], len(rows) > 1)
+    return [chosen[number] for number in sorted(chosen)]
+
+
+@st.composite
+def chunks_of_many_sets(draw):
+    """Draw so many chunks that no better choice is looked for, on sets of 1 to 3 ranks."""
+    sets, size = draw(st.integers(1, 40)), draw(st.integers(1, 3))
+    overlapping = draw(st.booleans())
+    group, rank, weight = [], [], []
+    for number in range(300):
+        low = draw(st.integers(0, sets - 1)) * (1 if overlapping else size)
+        group += [number] * size
+        rank += range(low, low + size)
+        weight += [draw(st.integers(0, 5))] * size
+    return group, rank, weight, sets * size + size
+
+
+@settings(max_examples=25)
+@given(chunks_of_many_sets())
+def test_sets_of_ranks_served_side_by_side_get_what_they_would_get_in_turn(chunks):
+    *columns, ranks = chunks
+    assert assign(*map(np.array, columns), ranks).tolist() == in_turn(*columns, ranks)
 
 
 def loads(plans):

@@ -10,7 +10,7 @@ import torch
 
 import shardplan
 from shardplan import PerRank
-from shardplan._agreement import PlanCache
+from shardplan._offers import PlanCache
 from shardplan.dist import CheckpointError, run_ranks, solo
 from shardplan.io.errors import ValueRefusedError
 from shardplan.planning import PlanError, cast, chain, rename, select

@@ -168,7 +168,7 @@ def test_two_who_hand_in_work_take_turns():
         assert begun.wait(10)
         short = threading.Thread(target=pool.map, args=(work, ["short"]))
         short.start()
-        while pool._jobs.qsize() < 2:  # both stand in line
+        while pool._line.qsize() < 2:  # both stand in line
             time.sleep(0.001)
         gate.set()
         short.join()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-NAMES = json.loads((Path(__file__).parent / "golden" / "public-names.json").read_text())
+NAMES = json.loads((Path(__file__).parent / "public-names.json").read_text())
 
 
 @pytest.mark.parametrize("module", NAMES)

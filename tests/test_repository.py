@@ -277,6 +277,20 @@ def test_the_standard_library_comes_before_the_repository_root_on_sys_path():
 
 
 @pytest.mark.slow
+def test_type_checkers_find_the_package_in_an_editable_install(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import shardplan\n"
+        "from shardplan.planning import local_plan\n"
+        "plan: int = local_plan({})\n"
+        "report: int = shardplan.load({}, 'step-7')\n"
+    )
+    command = [BIN / "mypy", "--no-incremental", "mine.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert 'expression has type "SavePlan"' in done.stdout
+    assert 'expression has type "LoadReport"' in done.stdout
+
+
+@pytest.mark.slow
 def test_the_wheel_holds_every_room_and_the_type_marker(tmp_path):
     source = source_tree(tmp_path / "source")
     wheels = tmp_path / "wheels"

@@ -23,11 +23,11 @@ from shardplan._reading import read_rank
 from shardplan.io.errors import ExistsError, FormatError, LoadError, ValueRefusedError
 from shardplan.io.execute import fetch
 from shardplan.io.execute import read as reading
-from shardplan.io.execute.commit import assemble, publish
 from shardplan.io.execute.read import Reader
 from shardplan.io.formats.headers import parse_header
+from shardplan.io.formats.native.commit import assemble, publish
 from shardplan.io.formats.native.write import write_rank
-from shardplan.io.formats.sources import open_source
+from shardplan.io.formats.registry import open_source
 from shardplan.io.pool import Pool
 from shardplan.io.stores.base import StoreError, open_store
 from shardplan.io.stores.testing import CountingStore
@@ -895,13 +895,13 @@ def test_an_error_tells_programs_whether_to_overwrite(tmp_path):
 def test_one_thread_reads_large_blocks_in_one_go_and_holds_no_more_of_others(
     tmp_path, monkeypatch, ranks
 ):
-    jobs, real = [], reading.Fetch
+    plans, real = [], reading.fetch_plan
 
-    def spy(store, job, progress=None):
-        jobs.append(job)
-        return real(store, job, progress)
+    def spy(*args, **options):
+        plans.append(real(*args, **options))
+        return plans[-1]
 
-    monkeypatch.setattr(reading, "Fetch", spy)
+    monkeypatch.setattr(reading, "fetch_plan", spy)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)  # so many that each has one thread
     size, limit = (2048, 3072), 16 << 20  # 6 MiB each, and what a task has before the last block
     sd = {f"{n}{kind}": torch.full(size, n, dtype=torch.uint8) for n in range(6) for kind in "pt"}
@@ -910,11 +910,11 @@ def test_one_thread_reads_large_blocks_in_one_go_and_holds_no_more_of_others(
     target |= {name: tensor.T.contiguous().T for name, tensor in target.items() if "t" in name}
     shardplan.load(target, tmp_path)
     assert all(torch.equal(target[name], tensor) for name, tensor in sd.items())
-    (job,) = jobs
-    assert (job.alone, len(job.tasks)) == ((True, 2) if ranks else (False, 5))
-    for task in job.tasks:
-        mine = np.zeros(len(job.blocks), bool)
+    (plan,) = plans
+    assert (plan.access.is_single, len(plan.tasks)) == ((True, 2) if ranks else (False, 5))
+    for task in plan.tasks:
+        mine = np.zeros(len(plan.blocks), bool)
         mine[task] = True
-        held = mine & ~job.large if ranks else mine
-        assert 0 < job.block_bytes[held].sum() <= limit + 6 * 2**20
-    assert job.large.sum() == 6
+        held = mine & ~plan.large if ranks else mine
+        assert 0 < plan.nbytes[held].sum() <= limit + 6 * 2**20
+    assert plan.large.sum() == 6

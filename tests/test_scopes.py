@@ -13,12 +13,13 @@ from hypothesis import assume, event, example, given
 from hypothesis import strategies as st
 
 import shardplan
-from shardplan._agreement import PlanCache, agree
+from shardplan._agree import agree
+from shardplan._offers import Begun, PlanCache
 from shardplan._replicas import COMPARED_BYTES
 from shardplan._report import Stopwatch
 from shardplan._targets import plan_target
 from shardplan.dist import CheckpointError, run_ranks
-from shardplan.io.formats.sources import open_source
+from shardplan.io.formats.registry import open_source
 from shardplan.io.stores.base import open_store
 from shardplan.planning import (
     Mesh,
@@ -150,7 +151,8 @@ def saved_plans(states, planner):
     def fn(comm):
         rank = comm.rank
         own = {"planner": planner, "watch": watch(), "cache": caches[rank]}
-        return agree(comm, lambda: states[rank], **own)[1].plan
+        begun = Begun(states[rank], "here")
+        return agree(comm, lambda: begun, **own).agreement.plan
 
     return run_ranks(len(states), fn, timeout=60)
 
@@ -400,7 +402,8 @@ def test_passes_that_captured_their_rank_mean_what_they_say(count):
         rank = comm.rank
         planner = rename(lambda name: f"{name}.{rank}")
         options = {"planner": planner, "watch": Stopwatch(), "cache": PlanCache()}
-        return agree(comm, lambda: states[rank], **options)[1]
+        begun = Begun(states[rank], "here")
+        return agree(comm, lambda: begun, **options).agreement
 
     found = run_ranks(count, fn)
     names = [[item.index.fqn for item in agreement.plan.items] for agreement in found]

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import shardplan
-from shardplan.io.formats.sources import locate
+from shardplan.io.formats.registry import locate
 from shardplan.io.pool import Pool
 from shardplan.io.stores import local
 from shardplan.io.stores.base import Entry, MissingFileError, Store, StoreError, open_store
@@ -770,7 +770,7 @@ def test_files_and_then_their_folders_are_synced(tmp_path, monkeypatch):
 )
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path, read):
     os.mkfifo(tmp_path / "a")
-    with pytest.raises(StoreError, match="no file") as caught:
+    with pytest.raises(StoreError, match="not a file") as caught:
         read(open_store(tmp_path), memoryview(bytearray(1)))
     assert caught.value.kind == "path"
 

@@ -49,19 +49,22 @@ from shardplan.planning import (
     local_plan,
 )
 from shardplan.planning.mesh import worlds as topology
-from shardplan.planning.mesh.models import LLAMA_TP, llama, llama3_8b, llama3_405b
-from shardplan.planning.mesh.placed import SpecLayout, axis_runs
-from shardplan.planning.mesh.placements import Only, shard_runs
+from shardplan.planning.mesh.placements import Only
 from shardplan.planning.mesh.presets import (
+    LLAMA_TP,
     adam,
     expert_parallel,
     fsdp,
     fsdp_tp,
     hsdp,
+    llama,
+    llama3_8b,
+    llama3_405b,
     pipeline,
     tensor_parallel,
 )
-from shardplan.planning.mesh.worlds import WorldPlans, world_metadata, world_plans
+from shardplan.planning.mesh.runs import axis_runs, shard_runs
+from shardplan.planning.mesh.worlds import SpecLayout, WorldPlans, world_metadata, world_plans
 from shardplan.planning.testing.strategies import meshes, placements, shapes, tensor_specs
 
 SHAPES = shapes(max_side=14, max_dims=3)
@@ -256,7 +259,9 @@ def test_layouts_that_cut_alike_are_one_in_the_metadata():
 def test_metadata_is_checked_not_trusted(monkeypatch):
     plans = world_plans({"w": TensorSpec((8,), "float32", [Shard(0)])}, Mesh(dp=4))
     short = axis_runs(6, [(4, 1)])  # as if a rank's rows had been forgotten
-    monkeypatch.setattr("shardplan.planning.mesh.placed._cached_runs", lambda length, cuts: short)
+    monkeypatch.setattr(
+        "shardplan.planning.mesh.worlds.cached_axis_runs", lambda length, cuts: short
+    )
     with pytest.raises(PlanError, match="no saved chunk of `w` holds rows 6 to 8"):
         world_metadata(plans)
 
@@ -264,7 +269,9 @@ def test_metadata_is_checked_not_trusted(monkeypatch):
 def test_metadata_whose_runs_overlap_is_refused(monkeypatch):
     plans = world_plans({"w": TensorSpec((8,), "float32", [Shard(0)])}, Mesh(dp=2))
     twice = attrs.evolve(axis_runs(8, [(2, 1)]), length=np.array([5, 4]))
-    monkeypatch.setattr("shardplan.planning.mesh.placed._cached_runs", lambda length, cuts: twice)
+    monkeypatch.setattr(
+        "shardplan.planning.mesh.worlds.cached_axis_runs", lambda length, cuts: twice
+    )
     with pytest.raises(PlanError, match="`w`"):
         world_metadata(plans)
 
@@ -330,7 +337,7 @@ def test_a_world_behaves_like_a_tuple():
     assert plans != "plans"
     assert plans != world_plans(plans.specs, plans.mesh)  # without the value
     for rank in (3, -4):
-        with pytest.raises(IndexError, match="not on Mesh"):
+        with pytest.raises(IndexError, match=f"no item {rank}: WorldPlans has 3"):
             plans[rank]
 
 

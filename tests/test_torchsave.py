@@ -24,12 +24,11 @@ from shardplan.io.errors import ExistsError, FormatError, UnsureCommitError, Val
 from shardplan.io.execute.copying import Block, FileContents
 from shardplan.io.execute.pieces import Lazy
 from shardplan.io.execute.read import Reader
-from shardplan.io.formats.sources import open_source
+from shardplan.io.formats.registry import find_writer, open_source, open_target
 from shardplan.io.formats.torch_save import source as torchsave
 from shardplan.io.formats.torch_save import views as view_module
 from shardplan.io.formats.torch_save.zip_read import Window, read_archive
 from shardplan.io.formats.torch_save.zip_write import lay_out
-from shardplan.io.formats.writers import find_writer, open_target
 from shardplan.io.stores.base import StoreError, open_store
 from shardplan.io.stores.testing import CountingStore, FaultyStore, InjectedError
 from shardplan.planning import (
@@ -237,8 +236,8 @@ WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = None
 from shardplan.io.errors import FormatError
-from shardplan.io.formats.sources import open_source
-from shardplan.io.formats.foreign import check_foreign
+from shardplan.io.formats.registry import open_source
+from shardplan.io.formats.registry import find_format, locate
 from shardplan.planning import TensorMetadata
 
 source = open_source(sys.argv[1])
@@ -248,7 +247,7 @@ source.spots([(name, 0) for name in tensors])
 for name in sorted(tensors):
     print(name, entries[name].properties.dtype, entries[name].size)
 print(source.value("betas"), source.value("raw"), source.value("step"))
-print(check_foreign(source).faults)
+print(find_format(source.format).verify(*locate(sys.argv[1])).faults)
 try:
     open_source(sys.argv[2])
 except FormatError as error:

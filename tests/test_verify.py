@@ -116,7 +116,7 @@ def test_checkpoints_of_every_dtype_are_sound(tmp_path):
     assert verify(tmp_path).ok
 
 
-@pytest.mark.parametrize("version", sorted(p.name for p in GOLDEN.iterdir()))
+@pytest.mark.parametrize("version", sorted(p.name for p in GOLDEN.iterdir() if p.is_dir()))
 def test_checkpoints_of_every_version_are_sound(version):
     assert verify(GOLDEN / version).ok
 
@@ -479,11 +479,10 @@ def test_reading_a_header_costs_the_same_whoever_reads_it(tmp_path):
     assert min(peaks) >= 8 * header
 
 
-def test_a_manifest_that_is_a_pipe_is_a_fault_and_not_waited_for(tmp_path):
+def test_a_manifest_that_is_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / MANIFEST)
-    (fault,) = verify(tmp_path).faults
-    assert (fault.kind, fault.file) == ("manifest", MANIFEST)
-    assert "pipe" in fault.reason
+    with pytest.raises(FormatError, match="no checkpoint"):
+        verify(tmp_path)
 
 
 @pytest.mark.parametrize("format", ["safetensors", "dcp"])

@@ -15,8 +15,8 @@ import shardplan
 from shardplan import verify
 from shardplan.dist import run_ranks
 from shardplan.io import FormatError
-from shardplan.io.formats import foreign as verify_foreign
 from shardplan.io.formats.hf.index import INDEX
+from shardplan.io.formats.torch_save import check as archive_check
 from shardplan.planning import Chunk
 
 SD = {
@@ -51,8 +51,8 @@ NEEDLE = SD["w"].numpy().tobytes()[:400]
 @pytest.mark.parametrize("make", [of_torch, of_dcp])
 def test_what_torch_wrote_is_sound_and_its_checksums_are_looked_at(tmp_path, make, monkeypatch):
     path = make(tmp_path)
-    monkeypatch.setattr(verify_foreign, "_SPAN", 5000)
-    monkeypatch.setattr(verify_foreign, "_STEP", 1000)
+    monkeypatch.setattr(archive_check, "_SPAN", 5000)
+    monkeypatch.setattr(archive_check, "_STEP", 1000)
     done = []
     report = verify(path, progress=lambda at, total: done.append((at, total)))
     assert report.ok, report
@@ -199,7 +199,7 @@ def test_where_there_is_no_checkpoint_that_is_said(tmp_path):
     with pytest.raises(FormatError, match="no checkpoint"):
         verify(tmp_path)
     (tmp_path / "notes.txt").write_text("hello")
-    with pytest.raises(FormatError, match=r"notes\.txt: it is no checkpoint of a known format"):
+    with pytest.raises(FormatError, match=r"notes\.txt: it is not a checkpoint of a known format"):
         verify(tmp_path / "notes.txt")
     shardplan.save(SD, tmp_path / "step-1")
     with pytest.raises(FormatError, match=r"in folders of it; give one: .*step-1"):

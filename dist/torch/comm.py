@@ -1,8 +1,9 @@
 """Ranks that are processes of a torch.distributed job: `torch_comm`.
 
-Who is there is found out in the group's store (see `meeting`), before any byte flows: gloo itself
-breaks all of a group's connections when one wait times out, and then blames the wrong ranks. The
-bytes then go through gloo, between the coordinator and each other rank, in CPU memory.
+Before any byte flows, the ranks meet in the group's key-value store (see `rendezvous`) to find out
+whether all are present: gloo itself breaks all connections of a group when one wait times out, and
+then blames the wrong ranks. The bytes then go through gloo, between the coordinator and each other
+rank, in CPU memory.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
@@ -29,15 +30,13 @@ if TYPE_CHECKING:
 
 __all__ = ["torch_comm"]
 
-T = TypeVar("T")
-
 SMALL = 4096
-"""Bytes up to which a message rides along with the meeting, and gloo is not needed."""
+"""The most bytes of a message that is passed through the store, without gloo."""
 
 _TAG = 0x5AD0000
-"""Messages of the first comm of a group; those of users have small tags."""
+"""Tag of the messages of a group's first comm; users have small tags."""
 
-# By group: what is made once and shared by all comms of the group.
+# By group: made once, and shared by all comms of the group.
 _stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _hosted: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _twins: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -60,13 +59,13 @@ def torch_comm(
 
     Args:
         group: The group; by default, all ranks of the job.
-        timeout: Seconds that a rank is waited for, and that one message may take. A rank that is
-            busy for longer than this counts as lost.
+        timeout: Seconds to wait for a rank, and for one message. A rank that is busy for longer
+            counts as lost.
         coordinator: The place in the group of the rank that gathers and scatters.
-        private: Whether bytes take connections of our own, even if the group has some: then nothing
-            that happens here can get in the way of training.
-        fresh: Whether to make new connections of our own, rather than to share those of comms made
-            before: for ranks that live on after a comm was lost.
+        private: Whether to use our own connections even if the group has some, so that nothing
+            here can disturb training.
+        fresh: Whether to make new connections, instead of sharing those of earlier comms: for
+            ranks that continue after a comm was lost.
 
     Returns:
         The comm. Its `rank` is the place in the group; its errors name global ranks.
@@ -74,8 +73,8 @@ def torch_comm(
     Raises:
         ValueError: This rank is not in the group, or the coordinator is not.
         RuntimeError: There is no process group.
-        LostRanksError: Connections had to be made, and some ranks did not come for that; or the
-            store through which the ranks meet does not answer.
+        LostRanksError: Some ranks did not come to make connections, or the store through which the
+            ranks meet does not answer.
 
     >>> torch_comm()
     Traceback (most recent call last):
@@ -108,23 +107,23 @@ def torch_comm(
         messages = group
     else:
         messages = _twin(group, store, meetings, number, fresh)
-    wire = Wire(messages, _TAG + number, timeout, meetings.heed)
-    # The group's own store, too: whoever hosts it must do so until we are done, group or no group.
+    wire = Wire(messages, _TAG + number, timeout, meetings.check_next)
+    # The comm keeps the group's own store alive, which this process may host for the others.
     comm = TorchComm(meetings, wire, _hosted[group])
     weakref.finalize(comm, _close, meetings, wire)
     return comm
 
 
 def _close(meetings: Meetings, wire: Wire) -> None:
-    """End what a comm has begun, when it is no longer used or the interpreter exits."""
+    """End the threads of a comm, when it is no longer used or the interpreter exits."""
     meetings.close()
     wire.worker.close()
 
 
 def _twin(group: ProcessGroup, store: Any, meetings: Meetings, number: int, fresh: bool) -> Any:
-    """Return gloo connections of our own between the ranks of a group, made once.
+    """Return our own gloo connections between the ranks of a group, made once.
 
-    They are made of the group's own store, by its members alone: torch's new_group would need
+    They are made through the group's store, by its members alone: torch's new_group would need
     every rank of the job, or names on which ranks with different groups disagree.
     """
     import torch.distributed as dist
@@ -154,9 +153,9 @@ def _numbered_store(group: ProcessGroup, rank: int) -> tuple[Any, int]:
 
 
 def _private_store(group: ProcessGroup) -> Any:
-    """Return the group's store on a connection of our own, made once.
+    """Return the group's store on its own connection, made once.
 
-    Torch's own waits hold its connection for as long as they last; ours only ask and never wait.
+    Torch's waits block their connection for as long as they last; ours must never be blocked.
     """
     from torch.distributed import distributed_c10d
 
@@ -207,61 +206,59 @@ class TorchComm:
 
     def gather(self, data: bytes, topic: str = "gather") -> list[bytes] | None:
         """Return every rank's bytes on the coordinator; None on the others."""
-        data = self._checked(topic, lambda: as_bytes(data))
-        with self._staying(topic):
+        with self._taking_part(topic):
+            data = as_bytes(data)
             notes, _ = self._meetings.meet(topic, _small(data), lambda notes: None)
             return self._collect(data, notes)
 
     def scatter(self, parts: Sequence[bytes] | None, topic: str = "scatter") -> bytes:
         """Return this rank's part of what the coordinator gives."""
-        mine = self._is_coordinator
-        given = self._checked(topic, lambda: as_parts(parts, self.world_size)) if mine else []
-        with self._staying(topic):
-            _, said = self._meetings.meet(topic, b"", lambda notes: _small(*given))
-            return self._hand_out(given) if said is None else split(said)[self.rank]
+        with self._taking_part(topic):
+            given = as_parts(parts, self.world_size) if self._is_coordinator else []
+            _, answer = self._meetings.meet(topic, b"", lambda notes: _small(*given))
+            return self._hand_out(given) if answer is None else split(answer)[self.rank]
 
     def broadcast(self, data: bytes | None, topic: str = "broadcast") -> bytes:
         """Return, on every rank, what the coordinator gives."""
-        mine = self._is_coordinator
-        given = self._checked(topic, lambda: as_bytes(data)) if mine else b""
-        with self._staying(topic):
-            _, said = self._meetings.meet(topic, b"", lambda notes: _small(given))
-            return self._hand_out([given] * self.world_size) if said is None else split(said)[0]
+        with self._taking_part(topic):
+            given = as_bytes(data) if self._is_coordinator else b""
+            _, answer = self._meetings.meet(topic, b"", lambda notes: _small(given))
+            return self._hand_out([given] * self.world_size) if answer is None else split(answer)[0]
 
     def all_gather(self, data: bytes, topic: str = "all_gather") -> list[bytes]:
         """Return every rank's bytes on every rank."""
-        data = self._checked(topic, lambda: as_bytes(data))
-        with self._staying(topic):
-            notes, said = self._meetings.meet(topic, _small(data), _all_small)
-            if said is None:
+        with self._taking_part(topic):
+            data = as_bytes(data)
+            notes, answer = self._meetings.meet(topic, _small(data), _all_small)
+            if answer is None:
                 gathered = self._collect(data, notes)
-                said = self._hand_out([join(gathered or [])] * self.world_size)
-            return split(said)
+                answer = self._hand_out([join(gathered or [])] * self.world_size)
+            return split(answer)
 
     def reduce(self, data: bytes, work: Reduce, topic: str = "reduce") -> bytes:
-        """Return what the coordinator makes of every rank's bytes: in one meeting if it can be."""
-        data = self._checked(topic, lambda: as_bytes(data))
-        made: list[bytes] = []
+        """Return what the coordinator makes of every rank's bytes, in one meeting if possible."""
+        result: bytes | None = None
 
-        def answer(notes: list[bytes | None]) -> bytes | None:
+        def answer_with(notes: list[bytes | None]) -> bytes | None:
+            nonlocal result
             if None in notes:
                 return None
-            parts = [split(note)[0] for note in notes if note is not None]
-            made.append(self._checked(topic, lambda: as_bytes(work(parts))))
-            return _small(made[0])
+            result = as_bytes(work([split(note)[0] for note in notes if note is not None]))
+            return _small(result)
 
-        with self._staying(topic):
-            notes, said = self._meetings.meet(topic, _small(data), answer, takes_time=True)
-            if said is not None:
-                return split(said)[0]
+        with self._taking_part(topic):
+            data = as_bytes(data)
+            notes, answer = self._meetings.meet(topic, _small(data), answer_with, takes_time=True)
+            if answer is not None:
+                return split(answer)[0]
             gathered = self._collect(data, notes)
-            if gathered is not None and not made:
-                made.append(self._checked(topic, lambda: as_bytes(work(gathered))))
-        return self.broadcast(made[0] if made else None, f"the result of {topic}")
+            if gathered is not None and result is None:
+                result = as_bytes(work(gathered))
+        return self.broadcast(result, f"the result of {topic}")
 
     def barrier(self) -> None:
         """Return once all ranks have come."""
-        with self._staying("barrier"):
+        with self._taking_part("barrier"):
             self._meetings.meet("barrier", b"", lambda notes: b"")
 
     def send(self, place: int, data: memoryview) -> Pending:
@@ -273,13 +270,13 @@ class TorchComm:
         return self._wire.post(place, into, self._gone, sends=False)
 
     def _gone(self, place: int, trouble: Trouble) -> LostRanksError:
-        return self._settled({place: trouble})
+        return self._lost_ranks({place: trouble})
 
-    def _settled(self, troubles: Mapping[int, Trouble]) -> LostRanksError:
-        """Return who is lost, now that bytes did not flow between this rank and others."""
+    def _lost_ranks(self, troubles: Mapping[int, Trouble]) -> LostRanksError:
+        """Return which ranks are lost, after bytes did not flow between this rank and others."""
         suspects = {self.ranks[place]: trouble.text for place, trouble in troubles.items()}
         broken = any(trouble.broken for trouble in troubles.values())
-        return self._meetings.settle(suspects, broken=broken)
+        return self._meetings.resolve(suspects, broken=broken)
 
     def leave(self, reason: str) -> None:
         """Call off the meeting that is being held, or else the next one."""
@@ -289,61 +286,53 @@ class TorchComm:
     def _is_coordinator(self) -> bool:
         return self.rank == self.coordinator
 
-    def _checked(self, topic: str, check: Callable[[], T]) -> T:
-        """Return what ``check`` does; if it raises, this rank will not come, and says so."""
-        try:
-            return check()
-        except Exception as error:
-            self.leave(departure(topic, error))
-            raise
-
     @contextlib.contextmanager
-    def _staying(self, topic: str) -> Iterator[None]:
-        """If this rank is interrupted in here, tell the others that it left."""
+    def _taking_part(self, topic: str) -> Iterator[None]:
+        """Leave, so that the others do not wait, if anything but a lost rank stops this one."""
         try:
             yield
-        except Exception:
+        except LostRanksError:
             raise
         except BaseException as error:
             self.leave(departure(topic, error))
             raise
 
     def _collect(self, data: bytes, notes: Sequence[bytes | None]) -> list[bytes] | None:
-        """Return all ranks' bytes on the coordinator: what was too big for a note is sent."""
+        """Return all ranks' bytes on the coordinator; those too big for a note are sent now."""
         if not self._is_coordinator:
             if _small(data) is None:
-                self._keep(self._wire.send({self.coordinator: data}))
+                self._check(self._wire.send({self.coordinator: data}))
             return None
         big = [place for place in self._others if notes[place] is None]
         found, failed = self._wire.receive(big)
-        self._keep(failed)
+        self._check(failed)
         found |= {place: split(note)[0] for place, note in enumerate(notes) if note is not None}
         return [found.get(place, data) for place in range(self.world_size)]
 
     def _hand_out(self, parts: Sequence[bytes]) -> bytes:
         """Return this rank's part of what the coordinator has; the others' parts are ignored."""
         if self._is_coordinator:
-            self._keep(self._wire.send({place: parts[place] for place in self._others}))
+            self._check(self._wire.send({place: parts[place] for place in self._others}))
             return parts[self.rank]
         found, failed = self._wire.receive([self.coordinator])
-        self._keep(failed)
+        self._check(failed)
         return found[self.coordinator]
 
     @property
     def _others(self) -> list[int]:
         return [place for place in range(self.world_size) if place != self.rank]
 
-    def _keep(self, failed: Mapping[int, Trouble]) -> None:
-        """Raise if ranks were lost while bytes flowed; the others learn it at the next meeting."""
+    def _check(self, failed: Mapping[int, Trouble]) -> None:
+        """Raise if messages failed; the other ranks get the same error at the next meeting."""
         if failed:
-            raise self._settled(failed)
+            raise self._lost_ranks(failed)
 
 
 def _small(*parts: bytes) -> bytes | None:
-    """Return parts as one, if they can ride along with a meeting; None if they are too big."""
+    """Return parts as one note for a meeting; None if they are too big."""
     return join(parts) if sum(map(len, parts)) <= SMALL else None
 
 
 def _all_small(notes: Sequence[bytes | None]) -> bytes | None:
-    """Return the answer to an all_gather, if all that was gathered can ride along."""
+    """Return all notes as one answer to an all_gather; None if they are too big."""
     return None if None in notes else _small(*(split(note)[0] for note in notes if note))

@@ -1,16 +1,20 @@
-"""How ranks find out who is there: meetings held in a key-value store, with a verdict each.
+"""Meetings of ranks in a key-value store, by which they find out whether all are present.
 
-Every collective starts with a meeting. A rank that comes writes the key ``<number>/<rank>``; when
-the coordinator has seen all of them it writes the verdict ``<number>/verdict``, and only then do
-bytes flow. The verdict is written once, by compare-and-set, and everyone obeys it: so whoever
-notices first that a rank is missing, or leaves, can call the meeting off for all, and a rank that
-comes late learns that it was given up. A few bytes can ride along, to the coordinator as a note and
-back as its answer, which spares small collectives any further message. If the answer is work, the
-key ``<number>/begun`` tells that all have come, and only the answer is waited for.
+Every collective starts with a meeting:
 
-Who waits in vain for another rank's bytes knows only that: the other may itself wait for a third.
-So it accuses nobody, but comes to the next meeting with its suspicion, and who is lost is who does
-not come; if all do, those who are suspected and suspect nobody themselves.
+1. Each rank writes the key ``<number>/<place>``, with a small note for the coordinator.
+2. When the coordinator has seen all keys, it writes ``<number>/verdict``, with its answer. Small
+   collectives need nothing else. If the answer takes time to compute, it writes ``<number>/begun``
+   first, so that the others know that all ranks are there.
+3. Only then do bytes flow.
+
+The verdict is written once, by compare-and-set, and holds for everyone. So any rank that notices
+that another one is missing, or that leaves itself, can call the meeting off for all; and a rank
+that is late finds out that it was given up.
+
+A rank that does not receive another's bytes cannot know why: the other may itself wait for a third
+one. So it brings its suspicion to the next meeting. The ranks that do not come to it are lost; if
+all come, those that are suspected and suspect nobody.
 """
 
 from __future__ import annotations
@@ -32,11 +36,11 @@ __all__ = ["Meetings", "Store"]
 T = TypeVar("T")
 
 GRACE = 2.0
-"""Seconds beyond the timeout that a rank gives to the coordinator's verdict, or to the store."""
+"""Seconds beyond the timeout to wait for the coordinator's verdict, or for the store."""
 
 SOON = 0.1
-"""Seconds within which most meetings are over. Until then the store is asked for nothing else: so
-long it may take until a coordinator notices that a meeting was called off."""
+"""Seconds within which most meetings are over. Until then, only the verdict (the coordinator: the
+other ranks' keys) is polled."""
 
 
 class Store(Protocol):
@@ -46,7 +50,7 @@ class Store(Protocol):
         """Write a value."""
 
     def check(self, keys: list[str], /) -> bool:
-        """Tell whether all keys are there."""
+        """Return whether all keys are there."""
 
     def multi_get(self, keys: list[str], /) -> list[bytes]:
         """Return the values of keys that are there."""
@@ -71,16 +75,15 @@ class Meetings:
         rank: This rank's place in the group.
         coordinator: The place of the rank that gives verdicts.
         ranks: Per place, the global rank, for messages.
-        timeout: Seconds that the others are waited for.
+        timeout: Seconds to wait for the other ranks.
         host: The global rank in whose process the store lives; None if it is not a rank's.
         number: How many meetings this rank has come to.
-        lost: Who was lost, once someone was: no meeting takes place after that.
+        lost: The lost ranks, if any: no meeting takes place after that.
         worker: The thread that talks to the store.
-        leaving: Why this rank leaves, if it does: tells that thread to stop waiting.
-        heard: When the store last answered, by the monotonic clock. It must answer within the
-            timeout, for as long as a meeting may last.
-        suspects: Ranks from which this one waited for bytes in vain, and what it saw.
-        broken: Whether its connection to them is gone, which most likely means that they are.
+        leaving: Why this rank leaves, if it does; that thread then stops waiting.
+        heard: When the store last answered, by the monotonic clock.
+        suspects: Ranks whose bytes this one did not receive, and what happened.
+        broken: Whether the connection to them is gone, most likely because they are.
     """
 
     store: Store
@@ -100,20 +103,20 @@ class Meetings:
     def meet(
         self, topic: str, note: bytes | None, answer: Answer, *, takes_time: bool = False
     ) -> tuple[list[bytes | None], bytes | None]:
-        """Return once every rank has come for this topic.
+        """Return once every rank has come to the same meeting.
 
         Args:
-            topic: What the meeting is for; the same on all ranks.
+            topic: The purpose of the meeting; the same on all ranks.
             note: A few bytes for the coordinator.
-            answer: Called on the coordinator, with all notes, by rank.
-            takes_time: Whether that is work; the others wait for it for as long as for a rank.
+            answer: Called on the coordinator with all notes, by rank.
+            takes_time: Whether ``answer`` may take as long as the timeout.
 
         Returns:
             All notes (on the coordinator; elsewhere an empty list), and the answer (everywhere).
 
         Raises:
-            LostRanksError: Some did not come, or came for something else; every rank that came
-                gets the same error, and so does one that comes later.
+            LostRanksError: Some did not come, or came for another topic; every rank that came, now
+                or later, gets the same error.
         """
         if self.lost is not None:
             raise LostRanksError(self.lost.reasons)
@@ -121,11 +124,11 @@ class Meetings:
         notes = list[bytes | None]()
         if self.rank == self.coordinator:
             lost, notes = self._ask(lambda: self._preside(topic, note, takes_time))
-            if takes_time and not lost:  # told while it is done: nobody asks for that soon
+            if takes_time and not lost:
                 begun = self._begun
                 self.worker.post(lambda: self.store.set(begun, ""))
-            said = None if lost else answer(notes)  # in the caller's thread: it may take its time
-            lost, said = self._ask(lambda: self._close(lost, said))
+            answered = None if lost else answer(notes)  # in the caller's thread
+            lost, said = self._ask(lambda: self._close(lost, answered))
         else:
             lost, said = self._ask(lambda: self._attend(topic, note, takes_time))
         if lost:
@@ -133,36 +136,35 @@ class Meetings:
         return notes, said
 
     def lose(self, reasons: Mapping[int, str]) -> LostRanksError:
-        """Note that ranks are lost, tell those that meet now or next, and return the error.
+        """Call off this meeting and the next one because ranks are lost; return the error.
 
-        If others have noted something else before, that is what happened.
+        If another rank has called it off before, for other reasons, those hold.
         """
         self.lost = LostRanksError(reasons)
-        # If the store is gone as well, there is no one to tell.
-        with contextlib.suppress(LostRanksError):
+        with contextlib.suppress(LostRanksError):  # if the store is gone as well
             reasons = self._ask(lambda: self._publish(reasons), GRACE)
             if self.ranks[self.rank] == self.host:
-                # The caller may end this process at once, and the store with it: whoever has not
-                # read the verdict by then would blame this rank.
+                # The caller may end this process at once, and the store with it: ranks that have
+                # not read the verdict by then would blame this one.
                 self._ask(lambda: self._wait(lambda _: self._is_read(reasons), GRACE / 2), GRACE)
         self.lost = LostRanksError(reasons)
         return LostRanksError(reasons)
 
-    def settle(self, suspects: Mapping[int, str], *, broken: bool) -> LostRanksError:
-        """Find out, at the next meeting, who is lost; return the error that all get.
+    def resolve(self, suspects: Mapping[int, str], *, broken: bool) -> LostRanksError:
+        """Find out at the next meeting which ranks are lost; return the error that all ranks get.
 
         Args:
-            suspects: The ranks from which bytes did not come, and what is known of each.
-            broken: Whether connections are gone: who does not come soon either is lost.
+            suspects: The ranks whose bytes did not come, and what is known of each.
+            broken: Whether connections are gone: suspects that do not come soon are lost.
         """
         self.suspects, self.broken = dict(suspects), broken
         try:
             self.meet("the next meeting", None, lambda notes: None)
         except LostRanksError as error:
             return error
-        raise AssertionError("a meeting that a suspicion was brought to ends with a loss")
+        raise AssertionError("a meeting with a suspicion ends with a loss")
 
-    def heed(self) -> None:
+    def check_next(self) -> None:
         """Raise LostRanksError if the next meeting is called off already."""
         lost = self._ask(self._called_off)
         if lost:
@@ -172,11 +174,11 @@ class Meetings:
     def leave(self, reason: str) -> None:
         """Call off the meeting that is being held, or else the next one; see `Comm.leave`."""
         if self.lost is None:
-            self.leaving = reason  # first: whoever waits for us stops now, and must say why
+            self.leaving = reason  # first: the worker may be waiting, and stops now
             self.lose(self._left())
 
     def close(self) -> None:
-        """Stay until the others have read the last verdict: the store may end with this process."""
+        """Wait until the others have read the last verdict: this process may host the store."""
         others = [place for place in range(len(self.ranks)) if place != self.rank]
         if self.number and self.lost is None:
             with contextlib.suppress(LostRanksError):
@@ -185,18 +187,18 @@ class Meetings:
                         lambda: self._wait(lambda _: not self._here(others), GRACE), 2 * GRACE
                     )
                 else:
-                    self._ask(lambda: None, GRACE)  # What was posted has been done by then.
+                    self._ask(lambda: None, GRACE)  # after all that was posted
         self.worker.close()
 
     def _come(self, topic: str, note: bytes | None) -> None:
-        """Say that this rank is here, what for, and whom it suspects."""
+        """Announce this rank, its topic, its note and its suspects."""
         text = json.dumps([topic, _text(note), list(self.suspects.items())])
         self.store.set(self._key(self.rank), text)
 
     def _preside(
         self, topic: str, note: bytes | None, takes_time: bool
     ) -> tuple[dict[int, str], list[bytes | None]]:
-        """As the coordinator: come, wait for everyone; return who is lost, and all notes."""
+        """As the coordinator: wait for all ranks; return the lost ones, and all notes."""
         self._come(topic, note)
         keys, complete = [self._key(place) for place in range(len(self.ranks))], False
 
@@ -222,16 +224,16 @@ class Meetings:
         }
         suspects = {rank: dict(found) for rank, (*_, found) in zip(self.ranks, came, strict=True)}
         lost = self._left() or _blamed(suspects) or astray
-        if takes_time and not lost and self._decided():  # somebody has left: it would be in vain
+        if takes_time and not lost and self._decided():  # a rank has left
             return self._decide(self.number, {})[0], []
         return lost, [_bytes(note) for _, note, _ in came]
 
     def _close(
         self, lost: Mapping[int, str], said: bytes | None
     ) -> tuple[dict[int, str], bytes | None]:
-        """As the coordinator: give the verdict, and return the one that holds."""
+        """As the coordinator: write the verdict, and return the one that holds."""
         found = self._decide(self.number, lost, said)
-        # Who is here has read the last verdict.
+        # Ranks that are here have read the last verdict.
         keys = [self._key(self.rank), self._begun, f"{self.number - 1}/verdict"]
         self.worker.post(lambda: [self.store.delete_key(key) for key in keys])
         return found
@@ -239,7 +241,7 @@ class Meetings:
     def _attend(
         self, topic: str, note: bytes | None, takes_time: bool
     ) -> tuple[dict[int, str], bytes | None]:
-        """As any other rank: come, wait for the verdict, and return it; give one if none comes."""
+        """As any other rank: wait for the verdict and return it; write one if none comes."""
         self._come(topic, note)
         lost = self._unanswered(topic, takes_time)
         found = self._decide(self.number, self._left() or lost)
@@ -248,7 +250,7 @@ class Meetings:
         return found
 
     def _unanswered(self, topic: str, takes_time: bool) -> dict[int, str]:
-        """Wait for the verdict, and return who is lost if none comes."""
+        """Wait for the verdict; if none comes, return the lost ranks."""
 
         def has(key: str) -> Callable[[float], bool]:
             return lambda passed: self._decided() or (passed >= SOON and self.store.check([key]))
@@ -258,14 +260,14 @@ class Meetings:
             return dead
         if not self._wait(has(self._key(self.coordinator)), self.timeout):
             return self._absent(topic)
-        # It may have come later than this rank, wait as long for the others, and work as long.
+        # It may have come late, then wait as long for the others, and compute for as long.
         begun = not takes_time or self._wait(has(self._begun), self.timeout + GRACE / 2)
         if begun and self._wait(self._decided, self.timeout + GRACE / 2):
             return {}
         return {self.ranks[self.coordinator]: f"came to {topic} and then fell silent"}
 
     def _dead(self, ready: Callable[[float], bool]) -> dict[int, str]:
-        """Return whose connection is gone and who does not come either, after a grace."""
+        """Return the suspects with broken connections that do not come within a grace period."""
         if not self.broken or self._wait(ready, min(GRACE, self.timeout)):
             return {}
         here = {self.ranks[place] for place in self._here(range(len(self.ranks)))}
@@ -289,13 +291,13 @@ class Meetings:
     def _decide(
         self, number: int, lost: Mapping[int, str], said: bytes | None = None
     ) -> tuple[dict[int, str], bytes | None]:
-        """Give a verdict unless one was given; return the one that holds."""
+        """Write a verdict unless there is one; return the one that holds."""
         mine = json.dumps([list(lost.items()), _text(said)])
         holds, text = json.loads(self.store.compare_set(f"{number}/verdict", "", mine))
         return {int(rank): str(reason) for rank, reason in holds}, _bytes(text)
 
     def _called_off(self) -> dict[int, str]:
-        """Return who is lost according to the next meeting's verdict, if it has one."""
+        """Return the lost ranks of the next meeting's verdict, if it has one."""
         key = f"{self.number + 1}/verdict"
         lost, _ = json.loads(self.store.multi_get([key])[0]) if self.store.check([key]) else ((), 0)
         return {int(rank): str(reason) for rank, reason in lost}
@@ -315,13 +317,13 @@ class Meetings:
         return not any(self.store.check([self._key(place)]) for place in others)
 
     def _wait(self, ready: Callable[[float], bool], seconds: float) -> bool:
-        """Ask again and again, less often as time passes, until ready or out of time.
+        """Poll, less often as time passes, until ready or out of time.
 
         ``ready`` is given the seconds that have passed.
         """
         start, passed = time.monotonic(), 0.0
-        # To ask takes processor time that the rank which is waited for may need. And where many
-        # ranks ask one server, the first and the longest pause grow with their number.
+        # Polling takes processor time that the awaited rank may need. And where many ranks poll one
+        # server, the first and the longest pause grow with their number.
         first, longest = max(5e-4, len(self.ranks) * 1e-5), max(0.05, len(self.ranks) / 10_000)
         while not ready(passed):
             self.heard = time.monotonic()
@@ -332,7 +334,7 @@ class Meetings:
         return True
 
     def _ask(self, question: Callable[[], T], limit: float | None = None) -> T:
-        """Talk to the store; if it is gone, the rank in whose process it lived is lost.
+        """Talk to the store; if it is gone, the rank that hosts it is lost.
 
         Args:
             question: What to do with the store.
@@ -357,12 +359,12 @@ class Meetings:
 
     @property
     def _begun(self) -> str:
-        """Is there once the coordinator looks for its answer."""
+        """The key that exists once the coordinator computes its answer."""
         return f"{self.number}/begun"
 
 
 def _blamed(suspects: Mapping[int, Mapping[int, str]]) -> dict[int, str]:
-    """Return whom to blame, given whom each rank waited for in vain: who waited for nobody.
+    """Return the ranks to blame: those that others suspect, and that suspect nobody themselves.
 
     >>> _blamed({0: {1: "sent nothing"}, 1: {2: "sent nothing"}, 2: {}})
     {2: 'sent nothing'}

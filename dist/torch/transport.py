@@ -1,4 +1,4 @@
-"""Bytes between processes: messages of any size over a gloo group, in CPU memory."""
+"""Messages of any size between processes, over a gloo group, in CPU memory."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ __all__ = ["Wire", "join", "split"]
 PIECE = 64 << 20
 """Bytes that go as one message: below what gloo and the kernel count in 32 bits."""
 
-# Gloo closes all connections of a group when a wait of its own runs out, those to healthy ranks as
-# well, and cannot be interrupted: so it waits in a thread, practically for ever.
+# When one of its waits times out, gloo closes all connections of the group, even those to healthy
+# ranks; and it cannot be interrupted. So it waits in a thread, practically for ever.
 _FOR_EVER = timedelta(days=1000)
-_abandoned: list[tuple[Wire, int]] = []  # whose thread may still wait, and for which place
+_abandoned: list[tuple[Wire, int]] = []  # wires whose thread may still wait, and for which place
 
 _SIZE = struct.Struct("<Q")
 _DATA = 1 << 20  # added to the tag of memory that is sent without a meeting
 
 
 class Messages(Protocol):
-    """The part of a gloo group, or of the bare connections of one, that a wire uses."""
+    """The part of a gloo group, or of its bare connections, that a wire uses."""
 
     def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Work:
         """Begin to send."""
@@ -46,14 +46,14 @@ class Messages(Protocol):
 
 @attrs.frozen
 class Wire:
-    """Sends and receives bytes; both sides are known to be there, and may still die.
+    """Sends and receives bytes between ranks that have met, and that may still die.
 
     Attributes:
-        group: A gloo group, or the bare connections of one.
-        tag: Tells these messages from all others between the same ranks.
+        group: A gloo group, or its bare connections.
+        tag: Distinguishes these messages from all others between the same ranks.
         timeout: Seconds that one message may take.
         meanwhile: Called now and then while a message takes its time; it may raise.
-        worker: Waits, so that this thread can be interrupted.
+        worker: The thread that waits, so that this one can be interrupted.
     """
 
     group: Messages
@@ -92,14 +92,14 @@ class Wire:
         gone: Callable[[int, Trouble], Exception],
         *,
         sends: bool,
-    ) -> Parcel:
+    ) -> Transfer:
         """Begin to send memory to one place, or to receive into it; any thread may do so.
 
         Args:
             place: The other side.
-            data: The memory; it must stay as it is until the parcel has arrived.
-            gone: Makes the error for when the other side is lost.
-            sends: Whether it is sent.
+            data: The memory; it must not change until the transfer is done.
+            gone: Returns the error to raise when the other side is lost.
+            sends: Whether to send.
 
         Raises:
             LostRanksError: The other side is known to be gone.
@@ -112,7 +112,7 @@ class Wire:
             works = [begin([piece], place, self.tag + _DATA) for piece in _pieces(whole)]
         except (RuntimeError, OSError) as error:  # the connection is known to be gone
             raise gone(place, Trouble.of(error)) from None
-        return Parcel(self, place, works, gone)
+        return Transfer(self, place, works, gone)
 
     def _move(
         self,
@@ -134,10 +134,10 @@ class Wire:
         """Wait for the messages to or from one place, and return what went wrong.
 
         Raises:
-            LostRanksError: It was learnt meanwhile that the ranks need not go on.
+            LostRanksError: ``meanwhile`` found that ranks are lost.
         """
         try:
-            self.worker.call(lambda: _wait_for_all(works), limit, self.meanwhile)
+            self.worker.call(lambda: _wait_for_all(works), limit, meanwhile=self.meanwhile)
         except LostRanksError:
             raise
         except (RuntimeError, OSError) as error:
@@ -148,7 +148,7 @@ class Wire:
         return None
 
     def release(self, place: int) -> None:
-        """End all waiting, by a wait that runs out: it closes all connections of the group."""
+        """End all waits, by one that times out: that closes all connections of the group."""
         import torch
 
         work = self.group.recv([torch.empty(1)], place, self.tag + 2 * _DATA)
@@ -157,11 +157,11 @@ class Wire:
 
 @attrs.frozen
 class Trouble:
-    """Why bytes do not come or go.
+    """Why a message was not sent or received.
 
     Attributes:
-        text: What to say of the other side.
-        broken: Whether the connection is gone; otherwise the other side was waited for too long.
+        text: What happened to the other side.
+        broken: Whether the connection is gone; otherwise the other side took too long.
     """
 
     text: str
@@ -169,15 +169,15 @@ class Trouble:
 
     @classmethod
     def of(cls, error: Exception) -> Trouble:
-        """Describe what a wait raised."""
+        """Describe an error of a wait."""
         if isinstance(error, StuckError):
             return cls(f"sent or took nothing: {error}", broken=False)
         return cls(f"is lost: {(str(error).splitlines() or [''])[0][:200]}", broken=True)
 
 
 @attrs.frozen(eq=False)
-class Parcel:
-    """Memory under way to or from another place; a `Pending`."""
+class Transfer:
+    """Memory that is being sent to, or filled by, another place; a `Pending`."""
 
     wire: Wire
     place: int
@@ -185,8 +185,8 @@ class Parcel:
     gone: Callable[[int, Trouble], Exception]
 
     def wait(self) -> None:
-        """Return once it has arrived."""
-        # Not as long as for a meeting: who waits for this must not be missed there by all others.
+        """Return once the transfer is done."""
+        # Half as long as for a collective, where this rank would else be missed by all others.
         trouble = self.wire.wait(self.place, self.works, self.wire.timeout / 2)
         if trouble is not None:
             raise self.gone(self.place, trouble)
@@ -199,7 +199,7 @@ def _wait_for_all(works: Sequence[Work]) -> None:
 
 @atexit.register
 def _release() -> None:
-    """Before the interpreter ends: a thread that comes out of gloo after that kills the process."""
+    """End waits before the interpreter exits: a thread that returns from gloo later would crash."""
     for wire, place in _abandoned:
         if wire.worker.busy:
             with contextlib.suppress(RuntimeError, OSError):
@@ -212,7 +212,7 @@ def _pieces(data: Tensor) -> list[Tensor]:
 
 
 def _view(data: bytes) -> Tensor:
-    """Return a tensor that is the memory of ``data``, for reading; torch would warn or copy."""
+    """Return a tensor that shares the memory of ``data``, for reading; torch would warn or copy."""
     import torch
 
     if not data:

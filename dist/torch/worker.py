@@ -1,13 +1,14 @@
-"""Calls that may block for ever, made in a thread: who waits for them can be interrupted."""
+"""A thread for calls that may block for ever, so that the caller can be interrupted."""
 
 from __future__ import annotations
 
-import contextlib
-import queue
 import threading
 import time
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any, TypeVar
+
+import attrs
 
 __all__ = ["StuckError", "Worker"]
 
@@ -18,19 +19,26 @@ class StuckError(TimeoutError):
     """A call that did not return in time; it may still be running."""
 
 
-def _nothing() -> None:
-    """Do nothing meanwhile."""
+@attrs.define(eq=False)
+class _Call:
+    """A function to call, and its outcome once it is done."""
 
+    function: Callable[[], Any]
+    done: threading.Event = attrs.field(factory=threading.Event)
+    value: Any = None
+    error: BaseException | None = None
 
-def _never() -> float:
-    """Give no sign of life."""
-    return 0.0
+    def run(self) -> None:
+        try:
+            self.value = self.function()
+        except BaseException as error:
+            self.error = error
 
 
 class Worker:
-    """A thread that makes calls which may block for ever, so that its owner never does.
+    """A thread that makes calls which may block for ever, while the caller waits in Python.
 
-    The owner waits in Python, where Ctrl-C works and time runs out.
+    There, Ctrl-C works and timeouts are kept.
 
     Attributes:
         busy: Whether a call is being made.
@@ -40,8 +48,7 @@ class Worker:
     """
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]]
-        self._calls = queue.SimpleQueue()
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self.busy = False
 
@@ -49,15 +56,16 @@ class Worker:
         self,
         function: Callable[[], T],
         limit: float,
-        meanwhile: Callable[[], None] = _nothing,
-        alive: Callable[[], float] = _never,
+        *,
+        meanwhile: Callable[[], None] | None = None,
+        alive: Callable[[], float] = lambda: 0.0,
     ) -> T:
         """Return or raise what ``function`` does, or raise StuckError.
 
         Args:
             function: What to call.
             limit: Seconds that it may take.
-            meanwhile: Called now and then while it takes its time; may raise.
+            meanwhile: Called now and then while waiting, less and less often; may raise.
             alive: Returns when the function last gave a sign of life, by the monotonic clock: the
                 limit counts from then on.
         """
@@ -65,21 +73,27 @@ class Worker:
             thread = threading.Thread(target=self._serve, name="shardplan-comm", daemon=True)
             thread.start()  # first: if this is interrupted, the next call starts another
             self._thread = thread
-        answer: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
-        self._calls.put((function, answer))
-        value, error = _await(answer, limit, meanwhile, alive)
-        if error is not None:
-            raise error
-        return value  # type: ignore[return-value]
+        call = _Call(function)
+        self._calls.put(call)
+        start, pause = time.monotonic(), 0.1
+        while (left := max(start, alive()) + limit - time.monotonic()) > 0:
+            if call.done.wait(left if meanwhile is None else min(pause, left)):
+                if call.error is not None:
+                    raise call.error
+                result: T = call.value
+                return result
+            if meanwhile is not None:
+                meanwhile()
+            pause = min(2 * pause, 2.0)
+        raise StuckError(f"no reply in {limit:g} s")
 
     def post(self, function: Callable[[], object]) -> None:
-        """Have ``function`` called after the calls made so far, whatever becomes of it."""
-        self._calls.put((function, queue.SimpleQueue()))
+        """Have ``function`` called after the calls made so far, and ignore its outcome."""
+        self._calls.put(_Call(function))
 
     def close(self) -> None:
         """Let the thread end after the calls it was given."""
-        if self._thread is not None:
-            self._calls.put((_stop, queue.SimpleQueue()))
+        self._calls.put(None)
 
     def join(self, limit: float) -> None:
         """Let the thread end, and wait for that."""
@@ -88,39 +102,9 @@ class Worker:
             self._thread.join(limit)
 
     def _serve(self) -> None:
-        while True:
-            function, answer = self._calls.get()
-            if function is _stop:
-                return
+        while (call := self._calls.get()) is not None:
             self.busy = True
-            value, error = _outcome(function)
+            call.run()
             self.busy = False
-            answer.put((value, error))
-            del function, answer, value, error
-
-
-def _outcome(function: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    try:
-        return function(), None
-    except BaseException as error:
-        return None, error
-
-
-def _stop() -> None:
-    """Mark the end of a worker's calls."""
-
-
-def _await(
-    answer: queue.SimpleQueue[T],
-    limit: float,
-    meanwhile: Callable[[], None],
-    alive: Callable[[], float],
-) -> T:
-    """Return what comes; look after other things in between, less and less often."""
-    start, pause = time.monotonic(), 0.1
-    while (left := max(start, alive()) + limit - time.monotonic()) > 0:
-        with contextlib.suppress(queue.Empty):
-            return answer.get(timeout=min(pause, left) if meanwhile is not _nothing else left)
-        meanwhile()
-        pause = min(2 * pause, 2.0)
-    raise StuckError(f"no reply in {limit:g} s")
+            call.done.set()
+            del call

@@ -6,22 +6,16 @@ from shardplan.planning.door import door
 
 if TYPE_CHECKING:
     from .ahead import BATCH_BYTES, DEPTH, Ahead, Box, Lender
-    from .cleanup import MIN_AGE, by_save, leftovers, spoken_of, strays
-    from .commit import find_manifest
-    from .jobs import FAR_GAP
+    from .cleanup import MIN_AGE, by_save, leftovers, strays
     from .pieces import Kept, Lazy, Piece, boxes_of, collect, reads_of
-    from .read import Reader, ReadStats, find_chunks
-    from .replacing import find_older
+    from .read import Reader, ReadStats
 
 __getattr__, __dir__ = door(
     __name__,
     {
         "ahead": "Ahead BATCH_BYTES Box DEPTH Lender",
-        "cleanup": "MIN_AGE by_save leftovers spoken_of strays",
-        "commit": "find_manifest",
-        "jobs": "FAR_GAP",
+        "cleanup": "MIN_AGE by_save leftovers strays",
         "pieces": "Kept Lazy Piece boxes_of collect reads_of",
-        "read": "ReadStats Reader find_chunks",
-        "replacing": "find_older",
+        "read": "ReadStats Reader",
     },
 )

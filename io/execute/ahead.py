@@ -32,7 +32,7 @@ from shardplan.planning import (
 from shardplan.planning.columns import Catalog, Head, Ints, ReadItems, WriteItems, column, padded
 from shardplan.planning.storage import BLOCK_BYTES
 
-from ..proof import Proof
+from ..checksums import Proof
 from ..tensors import block_of_memory, empty, torch_dtype, window
 from .copying import Block, Stretch
 from .pieces import Lazy
@@ -278,9 +278,11 @@ class Ahead:
             offsets, lengths = items.dest_offsets[row], items.lengths[row]
             return window(found[key], offsets.tolist(), lengths.tolist())
 
-        self._count(self._reader.fill(items, dest, verify=self._proof is not None))
-        if self._proof is not None:
-            self._proof.note(items, dest)
+        if self._proof is None:
+            self._count(self._reader.fill(items, dest, verify=False))
+        else:
+            self._count(self._reader.fill(items, dest, sums=self._proof.sums))
+            self._proof.note(items)
         return tensors
 
     def _allocate(self, boxes: Sequence[Box]) -> dict[Box, torch.Tensor]:
@@ -316,8 +318,8 @@ def _reads(
     """Return what fills some boxes."""
     numbers: dict[str, int] = {}
     row = [numbers.setdefault(box.name, len(numbers)) for box in boxes]
-    heads: list[Head] = [
-        (n, n, WriteItemType.SHARD, entries[n].properties, entries[n].size) for n in numbers
+    heads = [
+        Head(n, n, WriteItemType.SHARD, entries[n].properties, entries[n].size) for n in numbers
     ]
     catalog = Catalog.of(tuple(heads))
     items = WriteItems(

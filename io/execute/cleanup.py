@@ -1,7 +1,7 @@
-"""Which files did killed saves leave behind, and which of them can go?
+"""Leftovers: files of killed saves, which no checkpoint needs, and which of them can go.
 
-The files of a save that is under way look just the same. So they are left alone until nobody has
-written any file of the same save for a while.
+The files of a save that is under way look just the same. So they are left alone until no file of
+the same save was written for a while.
 """
 
 from __future__ import annotations
@@ -9,95 +9,75 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 from typing import Final
 
-from shardplan.planning.storage import save_id_of
-
 from ..errors import FormatError
-from ..formats.dcp.metadata import METADATA, parse_metadata
-from ..formats.hf.index import indices, read_index
-from ..formats.native.manifest import MANIFEST, Manifest, decode_manifest
-from ..limits import read_whole
+from ..formats.registry import known_formats
 from ..stores.base import Entry, Store
 from ..stores.local_files import is_temporary
-from .commit import find_manifest
 
-__all__ = ["MIN_AGE", "by_save", "leftovers", "spoken_of", "strays", "tidy"]
+__all__ = ["MIN_AGE", "by_save", "leftovers", "strays", "tidy"]
 
 MIN_AGE: Final = 3600.0
 """For how many seconds no file of a killed save must have been written before they are removed."""
 
-_DCP: Final = re.compile(r"__\d+_\d+-([0-9a-f]{12})\.distcp")  # torch's own name no save
-_SAVE: Final = re.compile(r"[0-9a-f]{12}")  # how saves are called; other words are of a user's own
+_SAVE: Final = re.compile(r"[0-9a-f]{12}")  # how saves are called; users' own words are not
 
 
 def leftovers(store: Store) -> tuple[str, ...]:
-    """Name the files that a killed save left behind: no manifest speaks of them.
-
-    While a save is under way its files look just like that.
-    """
-    found = store.entries(recursive=False)
+    """Name the files that a killed save left behind; those of a save under way look the same."""
     try:
-        known = spoken_of(store, found, _manifest(store))
-        return tuple(entry.name for entry in strays(found, known))
+        return tuple(entry.name for entry in strays(store, store.entries(recursive=False)))
     except FormatError:
-        return ()  # nobody can tell what a damaged manifest speaks of
+        return ()  # a checkpoint is damaged, and may need any of them
 
 
-def _manifest(store: Store) -> Manifest | None:
-    data = find_manifest(store)
-    return None if data is None else decode_manifest(data)
-
-
-def spoken_of(store: Store, found: Iterable[Entry], manifest: Manifest | None) -> set[str]:
-    """Name the files of the checkpoints in a folder, as far as they have names of ours.
+def strays(
+    store: Store, found: Sequence[Entry], known: Collection[str] = (), file: str = ""
+) -> tuple[Entry, ...]:
+    """Pick from a listing the files that a killed save left behind.
 
     Args:
         store: The folder.
-        found: What it holds.
-        manifest: What its manifest says; None if there is none.
+        found: What it holds; listed before any manifest is read, so that a save which commits in
+            between is one that the manifest names.
+        known: Files that are known to belong to a checkpoint.
+        file: A checkpoint that is a single file; what was to become this file is picked as well.
 
     Raises:
-        FormatError: The metadata or the index of another checkpoint is damaged.
+        FormatError: A checkpoint is damaged, so that its files are not known.
     """
-    known = set() if manifest is None else set(manifest.files.names)
-    names = {entry.name for entry in found}
-    if METADATA in names and any(map(_DCP.fullmatch, names)):
-        known |= set(parse_metadata(read_whole(store, METADATA, "metadata")).files)
-    if not known.issuperset(n for n in names if _save_of(n)):  # an index may name files as it likes
-        for index in indices(names):
-            known |= set(read_index(store, index).values())
-    return known
-
-
-def strays(found: Iterable[Entry], known: Collection[str], file: str = "") -> tuple[Entry, ...]:
-    """Pick from a listing the files that a killed save left behind; see `leftovers`.
-
-    Args:
-        found: What the folder holds; listed before its manifest was read, so that a save which
-            commits in between is one that the manifest speaks of.
-        known: The files that belong to checkpoints.
-        file: A checkpoint that is a single file; what was to become this file is picked as well.
-    """
-    marks = [MANIFEST, METADATA, *([file] if file else [])]
-    return tuple(
+    marks = [mark for format in known_formats() for mark in format.marks]
+    if file:
+        marks.append(file)
+    suspects = [
         entry
         for entry in found
         if entry.name not in known
         and (_save_of(entry.name) or any(is_temporary(entry.name, mark) for mark in marks))
-    )
+    ]
+    if suspects:
+        names = {entry.name for entry in found}
+        claimed = {name for name in _claimed(store) if name in names}
+        suspects = [entry for entry in suspects if entry.name not in claimed]
+    return tuple(suspects)
+
+
+def _claimed(store: Store) -> set[str]:
+    """Name the files of all checkpoints in a folder, of whatever format."""
+    present = [format for format in known_formats() if format.detect(store)]
+    return {file for format in present for file in format.open(store).files}
 
 
 def _save_of(name: str) -> str | None:
-    """Read the save id off a file's name; None for files that are none of ours."""
-    dcp = _DCP.fullmatch(name)
-    save = dcp[1] if dcp else save_id_of(name)
-    return save if save and _SAVE.fullmatch(save) else None
+    """Return the save that a file's name speaks of; None for files that are not ours."""
+    saves = (format.save_of(name) for format in known_formats())
+    return next((save for save in saves if save and _SAVE.fullmatch(save)), None)
 
 
 def by_save(found: Collection[Entry], min_age: float) -> tuple[list[Entry], list[Entry]]:
-    """Tell files apart that nobody writes any more and others; those of one save go together."""
+    """Separate old files from young ones; those of one save stay together."""
     saves = [_save_of(entry.name.rpartition("/")[2]) or entry.name for entry in found]
     newest: dict[str, float] = {}
     for entry, save in zip(found, saves, strict=True):
@@ -118,10 +98,8 @@ def tidy(store: Store, known: Collection[str] = (), file: str = "") -> None:
         file: Its name, if it is a single file.
     """
     try:
-        found = store.entries(recursive=False)
-        left = strays(found, known, file)
-        if left:  # other checkpoints may be there as well, or may just have been committed
-            left = strays(left, spoken_of(store, found, _manifest(store)), file)
+        left = strays(store, store.entries(recursive=False), known, file)
+        if left:
             store.delete([entry.name for entry in by_save(left, MIN_AGE)[0]])
     except Exception:  # a store may fail as it likes: the checkpoint is committed
         return

@@ -17,12 +17,10 @@ from typing import Final
 
 import attrs
 
-from ..checksums import xxhash
-from ..crc import combine_crc, sum_crc
-from ..errors import FormatError
+from ..checksums import combine_crc, sum_crc, xxhash
+from ..errors import FormatError, from_os_error
 from ..pool import Pool, check_stopped, processors
 from ..stores.base import Store, StoreError
-from ..stores.errors import from_os_error
 from ..stores.local_files import IOV_MAX, start_writeback, write_run
 from .commit import SURE, unsure_commit
 

@@ -1,66 +1,85 @@
-"""One thread's share of a load: fetch some blocks, hash them, deliver them."""
+"""Carry out a `FetchPlan`: read the ranges of each task, hash them, deliver them to tensors."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import closing
-from typing import Final
 
+import attrs
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from shardplan.planning import coalesce, itemsize
-from shardplan.planning.columns import Ints, column
-from shardplan.planning.storage import BLOCK_BYTES
+from shardplan.planning.columns import Ints
+from shardplan.planning.storage import (
+    BLOCK_BYTES,
+    FAR_GAP,
+    PIECE_BYTES,
+    SMALL,
+    FetchPlan,
+    Requested,
+)
 
-from ..pool import own_processors
+from ..formats.base import Source
 from ..progress import Progress
-from ..stores.base import Store
-from ..tensors import memory, run_bytes, runs, same_dtype, store
-from ..tensors import window as box_of
-from .jobs import FAR_GAP, PIECE, SMALL, Job
+from ..tensors import memory, run_bytes, runs, same_dtype, store, window
 
-__all__ = ["Fetch"]
+__all__ = ["Dest", "Fetch"]
 
-_MAX_GAP: Final = 1 << 16  # bytes that may be read over between tensors, if
-_WASTE: Final = 0.1  # they are no larger a share of what is wanted on both sides
 Range = tuple[int, memoryview]
+Views = list[memoryview]
+
+
+@attrs.frozen(eq=False)
+class Dest:
+    """What a read fills.
+
+    Attributes:
+        tensor: A tensor of just the read's box, its axes in the order in which they are stored.
+        dtype: What the elements are stored as.
+    """
+
+    tensor: torch.Tensor
+    dtype: str
 
 
 class Fetch:
-    """Carries out a job's tasks, on any number of threads.
+    """Carries out the tasks of a plan, on any number of threads.
 
     Args:
         source: Where from.
-        job: What to fetch.
-        progress: Is told of the bytes that were wanted, as they come.
+        plan: What to fetch.
+        dests: What each of its reads fills.
+        progress: Gets the bytes that were wanted, as they come.
 
     Attributes:
-        digests: The checksums of the job's units that are hashed, by unit.
+        digests: The checksums of hashed units, by the unit's first block.
         begun, done: Which blocks may have been written to, and which are complete.
         bytes_read, requests: What was asked of the store.
     """
 
-    def __init__(self, source: Store, job: Job, progress: Progress | None = None) -> None:
-        self._store, self._job, self._progress = source, job, progress
+    def __init__(
+        self, source: Source, plan: FetchPlan, dests: Sequence[Dest], progress: Progress | None
+    ) -> None:
+        self._source, self._store = source, source.store
+        self._plan, self._dests, self._progress = plan, dests, progress
         self._lock = threading.Lock()
         # Local reads keep a processor busy each, and more threads than these slow each other down.
-        turns = 1 if job.alone else len(job.tasks) if source.staging else own_processors()
+        turns = len(plan.tasks) if plan.access.is_far else plan.access.threads
         self._turn = threading.Semaphore(max(turns, 1))
-        columns = (job.blocks.box, job.first, job.into, job.block_bytes)
+        columns = (plan.blocks.box, plan.into, plan.nbytes)
         self._places = np.stack(columns, axis=1)  # one row a block
-        self._maps = job.is_mapped
-        self.digests = np.zeros(len(job.blocks), np.uint64)
-        self.begun = np.zeros(len(job.blocks), bool)
-        self.done = np.zeros(len(job.blocks), bool)
+        self.digests = np.zeros(len(plan.blocks), np.uint64)
+        self.begun = np.zeros(len(plan.blocks), bool)
+        self.done = np.zeros(len(plan.blocks), bool)
         self.bytes_read = 0
         self.requests = 0
 
     def run(self, task: Ints) -> None:
-        """Fetch some blocks of one file, given in order of place."""
-        job = self._job
-        file, large = job.files[job.file[job.blocks.box[task[0]]]], job.large[task]
+        """Fetch the blocks of one task."""
+        plan = self._plan
+        file, large = self._source.files[plan.file[task[0]]], plan.large[task]
         with self._turn:
             if large.any():
                 self._read_large(file, task[large])
@@ -69,96 +88,91 @@ class Fetch:
                 self.begun[rest] = True
                 self._read_together(file, rest)
                 self.done[rest] = True
-                self._tell(int(job.block_bytes[rest].sum()))
+                self._report(int(plan.nbytes[rest].sum()))
 
     def _read_large(self, file: str, blocks: Ints) -> None:
         """Read blocks of large units, and hash every piece while it is in the cache."""
-        job, units = self._job, _alike(blocks, self._job.unit)
-        groups = [self._plain_ranges(unit) for unit in units]
+        plan = self._plan
+        units = np.split(blocks, np.flatnonzero(np.diff(plan.unit[blocks])) + 1)
+        groups = [
+            [*zip(plan.start[unit].tolist(), self._own_memory(unit), strict=True)] for unit in units
+        ]
         sizes = [sum([view.nbytes for _, view in ranges]) for ranges in groups]
         edges = np.cumsum([0, *map(len, units)])  # where the blocks of each unit begin
-        begun, untold, digests = 0, 0, list[int]()
+        begun, unreported, digests = 0, 0, list[int]()
         try:
-            with closing(self._store.read_pieces(file, groups, PIECE)) as each:
+            with closing(self._store.read_pieces(file, groups, PIECE_BYTES)) as each:
                 for pieces, size in zip(each, sizes, strict=True):
                     begun += 1
-                    state = job.checksum.start()
+                    state = self._source.checksum.start()
                     for piece in pieces:
                         state.update(piece)
                     digests.append(state.intdigest())
-                    untold += size
-                    if untold >= BLOCK_BYTES or begun == len(units):
-                        self._tell(untold)
-                        untold = 0
+                    unreported += size
+                    if unreported >= BLOCK_BYTES or begun == len(units):
+                        self._report(unreported)
+                        unreported = 0
         finally:
             done = len(digests)
             self.begun[blocks[: edges[begun]]] = True
             self.done[blocks[: edges[done]]] = True
-            self.digests[job.unit[blocks[edges[:done]]]] = digests
+            self.digests[plan.unit[blocks[edges[:done]]]] = digests
             self._count(sum(map(len, groups[:done])), sum(sizes[:done]))
-
-    def _tell(self, nbytes: int) -> None:
-        if self._progress is not None:
-            self._progress.add(nbytes)
 
     def _read_together(self, file: str, task: Ints) -> None:
         """Read many blocks at once; then deliver and hash each of them."""
-        job, plain = self._job, self._job.plain[task]
-        ranges = self._plain_ranges(task[plain])
-        views = [[view] for _, view in ranges]
-        works = [] if plain.all() else self._works(task[~plain])
-        mapped = [work for work in works if work.is_scattered and self._maps]
-        staged = [work for work in works if not (work.is_scattered and self._maps)]
-        for work in staged:
-            ranges.extend(work.ranges())
-        if ranges:
-            ranges = _joined(ranges, job.is_far)
+        plan = self._plan
+        plain, mapped = plan.plain[task], plan.mapped[task]
+        staged = [_Staged.of(plan, self._dests, block) for block in task[~plain & ~mapped].tolist()]
+        views: list[Views] = [[view] for view in self._own_memory(task[plain])]
+        views += [block.views for block in staged]
+        blocks = np.concatenate((task[plain], task[~plain & ~mapped]))  # in the order of `views`
+        if views:
+            ranges = _ranges(plan.request(blocks), views)
             self._count(len(ranges), self._store.read(file, ranges))
-        if mapped:
-            self._copy_mapped(file, mapped)
-        for work in staged:
-            work.deliver()
-        views.extend(work.views for work in works)
-        blocks = np.concatenate((task[plain], task[~plain]))  # in the order of `views`
-        self._hash(blocks, views, job.first[blocks])
+        if mapped.any():
+            self._copy_mapped(file, task[mapped])
+        for block in staged:
+            block.deliver()
+        self._hash(blocks, views)
 
-    def _copy_mapped(self, file: str, works: list[_Work]) -> None:
+    def _copy_mapped(self, file: str, blocks: Ints) -> None:
         """Bring blocks to where they belong, out of the file's own pages."""
-        starts = np.concatenate([work.starts for work in works])
-        lengths = np.concatenate([np.full_like(work.starts, work.length) for work in works])
-        with self._store.mapped(file, starts, lengths) as found:
-            for work in works:
-                self._count(1, work.deliver_from(found, int(starts.min())))
+        plan, ranges = self._plan, self._plan.byte_ranges(blocks)
+        first = int(ranges.start.min())
+        edges = np.searchsorted(ranges.read, np.arange(len(blocks) + 1)).tolist()
+        with self._store.mapped(file, ranges.start, ranges.length) as found:
+            for number, block in enumerate(blocks.tolist()):
+                low, last = int(ranges.start[edges[number]]), edges[number + 1] - 1
+                high = int(ranges.start[last] + ranges.length[last])
+                tensor, dtype = _box(plan, self._dests, block)
+                in_file = plan.strides[plan.blocks.box[block]].tolist()
+                store(tensor, found[low - first : high - first], dtype, in_file)
+        self._count(len(blocks), int(plan.nbytes[blocks].sum()))
 
-    def _hash(self, blocks: Ints, views: list[list[memoryview]], place: Ints) -> None:
-        """Hash those blocks that are to be, given the memory of each and its place in the file."""
-        job = self._job
-        rows = np.flatnonzero(job.hashed[job.blocks.box[blocks]])
-        rows = rows[np.argsort(place[rows], kind="stable")]
-        units: dict[int, list[memoryview]] = {}
-        for row, unit in zip(rows.tolist(), job.unit[blocks[rows]].tolist(), strict=True):
-            if unit in units:
-                units[unit] = units[unit] + views[row]
-            else:
-                units[unit] = views[row]
-        self.digests[list(units)] = [job.checksum.of(found) for found in units.values()]
+    def _hash(self, blocks: Ints, views: list[Views]) -> None:
+        """Hash the units among some blocks, given the memory of each block."""
+        plan = self._plan
+        rows = np.flatnonzero(plan.hashed[plan.blocks.box[blocks]])
+        rows = rows[np.argsort(plan.start[blocks[rows]], kind="stable")]
+        units: dict[int, Views] = {}
+        for row, unit in zip(rows.tolist(), plan.unit[blocks[rows]].tolist(), strict=True):
+            units[unit] = units[unit] + views[row] if unit in units else views[row]
+        digest = self._source.checksum.of
+        self.digests[list(units)] = [digest(found) for found in units.values()]
 
-    def _plain_ranges(self, blocks: Ints) -> list[Range]:
-        """Return where blocks lie in their file, and the tensors' own memory that they go to."""
+    def _own_memory(self, blocks: Ints) -> Views:
+        """Return the tensors' own memory that plain blocks go into."""
         found = []
-        for row, start, low, size in self._places[blocks].tolist():
-            view = memory(self._job.tensors[row])
+        for read, low, size in self._places[blocks].tolist():
+            view = memory(self._dests[read].tensor)
             assert view is not None
-            found.append((start, view if len(view) == size else view[low : low + size]))
+            found.append(view if len(view) == size else view[low : low + size])
         return found
 
-    def _works(self, blocks: Ints) -> list[_Work]:
-        starts, block = self._job.starts(blocks)
-        edges = np.searchsorted(block, np.arange(len(blocks) + 1)).tolist()
-        return [
-            _Work(self._job, block, starts[low:high])
-            for block, low, high in zip(blocks.tolist(), edges, edges[1:], strict=False)
-        ]
+    def _report(self, nbytes: int) -> None:
+        if self._progress is not None:
+            self._progress.add(nbytes)
 
     def _count(self, requests: int, nbytes: int) -> None:
         with self._lock:
@@ -166,109 +180,74 @@ class Fetch:
             self.requests += requests
 
 
-class _Work:
-    """One block: the memory that its bytes are read into, and how they get from there to a tensor.
+@attrs.frozen(eq=False)
+class _Staged:
+    """A block that cannot be read into its tensor's memory as it is.
 
     Attributes:
-        block: Its number.
-        is_scattered: Whether it is better copied out of the file's pages; see `Job.scattered`.
-        starts, length: Where its ranges start in the file, and how many bytes each has.
-        views: Its bytes in order, once they were read; none if others lie between them.
+        views: Where its ranges are read to, end to end: the tensor's own runs, or other memory.
+        tensor, dtype: What it fills.
+        staged: That other memory, if any.
+        strides: How far apart its elements are there, if gaps are read as well.
     """
 
-    def __init__(self, job: Job, block: int, starts: Ints) -> None:
-        row = int(job.blocks.box[block])
-        offsets, sizes = job.blocks.offsets[block].tolist(), job.blocks.sizes[block].tolist()
-        self.block, self.views = block, list[memoryview]()
-        self.is_scattered = bool(job.scattered[block])
-        self._tensor = box_of(job.tensors[row], offsets, sizes)
-        self._dtype = job.dtypes[row]
-        self.starts, self.length = starts, int(job.span[block])
-        self._staged: npt.NDArray[np.uint8] | None = None
-        self._apart: list[int] | None = None  # how far one element is from the next, per axis
-        self._in_file = job.strides[row].tolist()
-        if self.length * len(starts) > int(job.block_bytes[block]):
-            self._apart = _strides(job, block)
+    views: Views
+    tensor: torch.Tensor
+    dtype: str
+    staged: npt.NDArray[np.uint8] | None = None
+    strides: Sequence[int] | None = None
 
-    def deliver_from(self, found: npt.NDArray[np.uint8], base: int) -> int:
-        """Bring its bytes to where they belong, given a part of the file; return how many."""
-        low, high = int(self.starts[0]) - base, int(self.starts[-1]) + self.length - base
-        store(self._tensor, found[low:high], self._dtype, self._in_file)
-        return self._tensor.numel() * itemsize(self._dtype)
-
-    def ranges(self) -> Iterator[Range]:
-        """Say which bytes of the file go where in memory."""
-        if self._apart is not None:
-            self._staged = np.empty(len(self.starts) * self.length, np.uint8)
-            views = _slices(self._staged.data, self.length)
-            yield from zip(self.starts.tolist(), views, strict=True)
-            return
-        self.views = self._memory(min(self.length, self._direct_bytes()))
-        per = self.length // len(self.views[0])  # views that one range fills
-        for number, view in enumerate(self.views):
-            start = int(self.starts[number // per])
-            yield start + (number % per) * len(view), view
-
-    def _direct_bytes(self) -> int:
-        """Return how long the runs of the tensor's memory are that can be read into; or 0."""
-        tensor = self._tensor
-        if tensor.device.type != "cpu" or not same_dtype(tensor, self._dtype):
-            return 0
-        return 0 if tensor.is_conj() or tensor.is_neg() else run_bytes(tensor)
-
-    def _memory(self, piece: int) -> list[memoryview]:
-        """Return the memory to read into: the tensor's own where that is worth it."""
-        whole = memory(self._tensor) if piece else None
+    @classmethod
+    def of(cls, plan: FetchPlan, dests: Sequence[Dest], block: int) -> _Staged:
+        tensor, dtype = _box(plan, dests, block)
+        span, nbytes = int(plan.span[block]), int(plan.ranges[block] * plan.span[block])
+        strides = plan.staged_strides(block) if nbytes > plan.nbytes[block] else None
+        run = 0 if strides is not None else min(span, _direct_bytes(tensor, dtype))
+        whole = memory(tensor) if run else None
         if whole is not None:
-            return _slices(whole, piece)
-        if piece >= SMALL:
-            return runs(self._tensor, piece)
-        self._staged = np.empty(len(self.starts) * self.length, np.uint8)
-        return _slices(self._staged.data, self.length)
+            return cls(_slices(whole, run), tensor, dtype)
+        if run >= SMALL:
+            return cls(runs(tensor, run), tensor, dtype)
+        staged = np.empty(nbytes, np.uint8)
+        return cls(_slices(staged.data, span), tensor, dtype, staged, strides)
 
     def deliver(self) -> None:
         """Bring what was read to where it belongs."""
-        if self._staged is not None:
-            store(self._tensor, self._staged, self._dtype, self._apart)
+        if self.staged is not None:
+            store(self.tensor, self.staged, self.dtype, self.strides)
 
 
-def _slices(view: memoryview, length: int) -> list[memoryview]:
+def _box(plan: FetchPlan, dests: Sequence[Dest], block: int) -> tuple[torch.Tensor, str]:
+    """Return the part of a tensor that a block fills, and what the block is stored as."""
+    dest, blocks = dests[plan.blocks.box[block]], plan.blocks
+    offsets, sizes = blocks.offsets[block].tolist(), blocks.sizes[block].tolist()
+    return window(dest.tensor, offsets, sizes), dest.dtype
+
+
+def _direct_bytes(tensor: torch.Tensor, dtype: str) -> int:
+    """Return how long the runs of a tensor's memory are that can be read into; or 0."""
+    if tensor.device.type != "cpu" or not same_dtype(tensor, dtype):
+        return 0
+    return 0 if tensor.is_conj() or tensor.is_neg() else run_bytes(tensor)
+
+
+def _slices(view: memoryview, length: int) -> Views:
     return [view[i : i + length] for i in range(0, len(view), length)]
 
 
-def _strides(job: Job, block: int) -> list[int]:
-    """Return how far apart the elements of a block are, once its ranges were read one by one."""
-    row = int(job.blocks.box[block])
-    axis, sizes = int(job.axis[row]), job.blocks.sizes[block].tolist()
-    strides: list[int] = job.strides[row].tolist()
-    step = int(job.span[block]) // int(job.itemsize[row])
-    for at in reversed(range(axis)):  # outside of a range, ranges follow one another
-        strides[at], step = step, step * sizes[at]
-    return strides
-
-
-def _joined(ranges: list[Range], is_far: bool) -> list[Range]:
-    """Return ranges in order of place; gaps that are cheap to read over become ranges of waste."""
-    start, length = column([s for s, _ in ranges]), column([len(v) for _, v in ranges])
-    if (start[1:] == (start + length)[:-1]).all():
-        return ranges
-    order = np.argsort(start, kind="stable")
-    gap, share = (FAR_GAP, np.inf) if is_far else (_MAX_GAP, _WASTE)
-    requests = coalesce(np.zeros_like(start), start, length, max_gap=gap, max_waste=share)
-    joined = requests.members[order].tolist()
-    waste = memoryview(bytearray(gap))
-    found, end, last = list[Range](), 0, -1
-    for number, member in zip(order.tolist(), joined, strict=True):
-        begin, view = ranges[number]
-        if member == last and begin > end:
-            found.append((end, waste[: begin - end]))
-        found.append((begin, view))
-        end, last = begin + len(view), member
+def _ranges(wanted: Requested, views: list[Views]) -> list[Range]:
+    """Return ranges and their memory in order of place; gaps to read over go to waste."""
+    found, waste, end, last = list[Range](), None, 0, -1
+    columns = (wanted.block, wanted.start, wanted.length, wanted.into, wanted.request)
+    for block, start, length, into, request in zip(*(c.tolist() for c in columns), strict=True):
+        if request == last and start > end:
+            waste = memoryview(bytearray(FAR_GAP)) if waste is None else waste
+            found.append((end, waste[: start - end]))
+        end, last, mine = start + length, request, views[block]
+        if len(mine) == 1:
+            found.append((start, mine[0]))
+            continue
+        size = len(mine[0])
+        pieces = mine[into // size : (into + length) // size]
+        found += zip(range(start, end, size), pieces, strict=True)
     return found
-
-
-def _alike(rows: Ints, label: Ints) -> list[Ints]:
-    """Split rows wherever the label changes from one to the next."""
-    if not len(rows):
-        return []
-    return np.split(rows, np.flatnonzero(np.diff(label[rows])) + 1)

@@ -13,7 +13,7 @@ from shardplan.planning.columns import Ints, ReadItems, column, padded
 from shardplan.planning.geometry import pad
 from shardplan.planning.storage import lies_together, steps
 
-from ..formats.sources import Source
+from ..formats.base import Source
 
 __all__ = ["Places", "find_places"]
 

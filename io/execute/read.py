@@ -1,7 +1,7 @@
-"""How is a load plan carried out? Exactly the planned bytes are read, into the tensors themselves.
+"""`Reader`: carry out the reads of a load plan, straight into the tensors they fill.
 
-A `Reader` knows one checkpoint. It asks its `Source` where the chunks lie that are touched, and no
-others; cuts the reads into blocks; and has threads fetch, check and deliver them.
+It asks the `Source` where the chunks lie that are read, has `fetch_plan` decide which bytes to
+fetch and hash in which order, lets threads do it, and compares checksums.
 """
 
 from __future__ import annotations
@@ -13,21 +13,29 @@ import attrs
 import numpy as np
 import torch
 
-from shardplan.planning import Issue, LoadItemType, LoadPlan, Metadata, PlanError, itemsize
-from shardplan.planning.columns import Ints, ReadItems, column, numbered, padded, readonly
+from shardplan.planning import LoadItemType, LoadPlan, itemsize
+from shardplan.planning.columns import Ints, ReadItems, column, numbered, padded
 from shardplan.planning.geometry import pad
-from shardplan.planning.storage import Blocks, ChunkTable, entries_of, filled, whole_blocks
+from shardplan.planning.storage import (
+    Access,
+    BoxReads,
+    ChunkPlaces,
+    FetchPlan,
+    fetch_plan,
+    find_chunks,
+)
 
-from ..blocksums import BlockSums
+from ..checksums import BlockSums
 from ..errors import FormatError, LoadError, listed
-from ..formats.sources import Source
+from ..formats.base import Source, Spot
 from ..pool import Pool, default_pool, own_processors
 from ..progress import Progress
-from ..stores.base import StoreError
-from .fetch import Fetch
-from .jobs import Job
+from ..stores.base import Store, StoreError
+from ..stores.local_files import PAGE
+from ..tensors import is_plain
+from .fetch import Dest, Fetch
 
-__all__ = ["ReadStats", "Reader"]
+__all__ = ["ReadStats", "Reader", "places_of"]
 
 
 @attrs.frozen
@@ -70,7 +78,7 @@ class Reader:
         self.pool = pool or default_pool()
 
     def value(self, name: str, *, verify: bool = True) -> Any:
-        """Return a value that is no tensor.
+        """Return a non-tensor value.
 
         Raises:
             FormatError: It is damaged.
@@ -87,7 +95,7 @@ class Reader:
             names,
             nbytes=lambda pair: self.source.value_cost(pair[1]),
         )
-        return {dest: value for (dest, _), value in zip(names, found, strict=True)}
+        return dict(zip((dest for dest, _ in names), found, strict=True))
 
     def fill(
         self,
@@ -102,242 +110,204 @@ class Reader:
         """Fill tensors with what a plan reads.
 
         Args:
-            items: The reads of a `LoadPlan`; values that are no tensors are left out.
+            items: The reads of a `LoadPlan`; non-tensor values are left out.
             dest: Given the row of a read, the tensor of just its box to fill.
-            step: Which elements of a read count along each axis, if not every one: those that are
-                a multiple of so many away from where the read begins.
-            verify: Whether to check every chunk that is read whole, by one read or by several of
-                which each brings one range of it.
+            step: Along each axis, read every so many-th element from where a read begins.
+            verify: Whether to check every chunk that is read whole, by one read or by several that
+                bring one range of it each.
             sums: Gets the checksums of blocks that are read whole, of chunks that are not.
-            progress: Is told of the bytes that were wanted, as they come.
+            progress: Gets the bytes that were wanted, as they come.
 
         Raises:
-            PlanError: A read is of no chunk that was saved; nothing was changed.
-            FormatError: A file is damaged; it says which keys were filled.
-            LoadError: Anything else went wrong half way; it says so, too.
+            PlanError: A read is not of a saved chunk; nothing was changed.
+            FormatError: A file is damaged; the error says which keys were filled.
+            LoadError: Anything else went wrong half way; the error says which keys were filled.
         """
         rows = np.flatnonzero((items.type == LoadItemType.TENSOR.value) & (items.numel > 0))
         if not len(rows):
             return ReadStats()
         wanted = items.take(rows)
-        number = find_chunks(self.metadata, wanted)
-        tensors = [dest(row) for row in rows.tolist()]
-        job, chunks = self._job(wanted, number, tensors, step, verify, sums is not None)
-        fetch = Fetch(self.store, job, progress)
+        chunks = _chunks(self.source, wanted, find_chunks(self.metadata, wanted), verify)
+        reads, dests = _reads(wanted, chunks, [dest(row) for row in rows.tolist()], step)
+        plan = fetch_plan(
+            chunks.places,
+            reads,
+            _access(self.store),
+            block_bytes=self.source.block_bytes,
+            hash_parts=sums is not None,
+        )
+        fetch = Fetch(self.source, plan, dests, progress)
         names = [items.names[i] for i in wanted.dest.tolist()]
         try:
             self.pool.map(
                 fetch.run,
-                job.tasks,
-                nbytes=lambda task: job.cost(task) + self.store.staging,
-                here=job.alone or (job.is_far and len(job.tasks) == 1),
+                plan.tasks,
+                nbytes=lambda task: plan.cost(task) + self.store.staging,
+                here=plan.access.is_single or (plan.access.is_far and len(plan.tasks) == 1),
             )
         except Exception as error:
-            filled, touched = _progress(job.blocks, fetch, names)
-            bad = _named(_misfits(_digests(fetch, job), job, chunks), job, names)
+            filled, touched = _progress(plan, fetch, names)
+            bad = _keys_of(self._misfits(_digests(plan, fetch), plan, chunks), plan, names)
             raise _stopped(error, filled - bad, touched | (filled & bad)) from error
-        found = _digests(fetch, job)
-        damaged = _misfits(found, job, chunks)
+        found = _digests(plan, fetch)
+        damaged = self._misfits(found, plan, chunks)
         if damaged:
-            raise _damaged(damaged, job, chunks, names)
-        parts = {chunk: seen for chunk, seen in found.items() if len(seen) < job.counts[chunk]}
-        nbytes = _hashed_bytes(job)
+            raise self._damaged(damaged, plan, chunks, names)
+        counts = plan.chunk_blocks.tolist()
+        parts = {chunk: seen for chunk, seen in found.items() if len(seen) < counts[chunk]}
+        nbytes = _hashed_bytes(plan)
         if sums is not None:
             for chunk, seen in parts.items():
-                sums.add(*chunks.names[chunk], job.counts[chunk], seen, int(nbytes[chunk]))
+                sums.add(*chunks.names[chunk], counts[chunk], seen, int(nbytes[chunk]))
         verified = found.keys() - parts
-        left = job.nbytes - int(nbytes[list(verified)].sum())
-        return ReadStats(job.nbytes, fetch.bytes_read, fetch.requests, len(verified), left)
+        needed = int(plan.nbytes.sum())
+        unverified = needed - int(nbytes[list(verified)].sum())
+        return ReadStats(needed, fetch.bytes_read, fetch.requests, len(verified), unverified)
 
-    def _job(
-        self,
-        items: ReadItems,
-        number: Ints,
-        tensors: list[torch.Tensor],
-        step: Sequence[int],
-        verify: bool,
-        partly: bool,
-    ) -> tuple[Job, _Chunks]:
-        """Find the bytes of every read, given which chunk of its tensor each is of.
+    def _misfits(
+        self, found: dict[int, dict[int, int]], plan: FetchPlan, chunks: _Chunks
+    ) -> list[int]:
+        """Return the chunks whose blocks were all hashed, and whose checksum differs."""
+        combine = self.source.checksum.combine
+        return [
+            chunk
+            for chunk, seen in found.items()
+            if len(seen) == plan.chunk_blocks[chunk]
+            and combine([*seen.values()]) != chunks.sums[chunk]
+        ]
 
-        If ``partly``, blocks that are read whole are hashed even if their chunk is not.
-        """
-        keys = list(zip(items.storage.tolist(), number.tolist(), strict=True))
-        distinct = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-        chunks = [(items.names[name], chunk) for name, chunk in distinct]
-        spots = self.source.spots(chunks)
-        at = column([distinct[key] for key in keys])
-        axes = max(items.lengths.shape[1], 1)
-        extents = padded([spot.extents for spot in spots], 1, axes)[at]
-        lengths, offsets = pad(items.lengths, axes, 1), pad(items.storage_offsets, axes, 0)
-        apart = np.ones_like(lengths)
-        if any(one > 1 for one in step):
-            apart[:, : len(step)] = step
-            lengths = -(-lengths // apart)
-            apart[lengths == 1] = 1
-        if any(spot.axes is not None for spot in spots):
-            orders = [spots[i].axes for i in at.tolist()]
-            lengths, offsets, apart = _turn(orders, tensors, lengths, offsets, apart)
-        widths = {dtype: itemsize(dtype) for dtype in {spot.dtype for spot in spots}}
-        width = column([widths[spot.dtype] for spot in spots])[at]
-        known = _Chunks(chunks, self.source.chunk_sums(chunks) if verify else [None] * len(chunks))
-        hashed = np.array([s is not None for s in known.sums], bool)[at]
-        whole = filled(at, offsets, lengths, extents)
-        if partly and not whole.all():
-            limit = self.source.block_bytes
-            blocks = whole_blocks(at, offsets, lengths, extents, width, limit)
-            whole |= blocks & ~np.isin(at, at[whole])
-        hashed &= whole & (apart == 1).all(axis=1)
-        is_near, is_local = not self.store.staging, self.store.locate() is not None
-        job = Job(
-            tensors=tensors,
-            files=tuple(self.source.files),
-            file=column([spot.file for spot in spots])[at],
-            begin=column([spot.begin for spot in spots])[at],
-            dtypes=[spots[i].dtype for i in at.tolist()],
-            itemsize=width,
-            extents=extents,
-            offsets=offsets,
-            lengths=lengths,
-            step=apart,
-            chunk=at,
-            hashed=hashed,
-            block_limit=self.source.block_bytes,
-            is_far=not is_near,
-            is_local=is_local,
-            is_mapped=self.store.can_map,
-            alone=is_near and own_processors() == 1,
-            checksum=self.source.checksum,
+    def _damaged(
+        self, damaged: list[int], plan: FetchPlan, chunks: _Chunks, names: list[str]
+    ) -> FormatError:
+        places = plan.places
+        texts = []
+        for chunk in damaged:
+            first = int(places.begin[chunk])
+            end = first + int(places.extents[chunk].prod() * places.itemsize[chunk])
+            texts.append(f"`{chunks.names[chunk][0]}` (bytes {first:,} to {end:,})")
+        bad = _keys_of(damaged, plan, names)
+        files = sorted({self.source.files[number] for number in places.file[damaged].tolist()})
+        return FormatError(
+            listed(files, quote=""),
+            f"checksums do not fit: {listed(texts, quote='')}; this copy is damaged: use another, "
+            "and see what verify says of it",
+            filled=set(names) - bad,
+            touched=bad,
         )
-        return job, known
 
 
-@attrs.frozen
+@attrs.frozen(eq=False)
 class _Chunks:
-    """The chunks that a job touches, each by name and number, and what their checksums must be."""
+    """The chunks that some reads are of.
+
+    Attributes:
+        names: Each by its tensor's name and its number among the tensor's chunks.
+        spots, places: Where each lies.
+        sums: What its checksum must be; None if that is not checked.
+        of_read: The chunk of each read.
+    """
 
     names: list[tuple[str, int]]
+    spots: list[Spot]
+    places: ChunkPlaces
     sums: list[int | None]
+    of_read: Ints
 
 
-def find_chunks(metadata: Metadata, items: ReadItems) -> Ints:
-    """Tell which chunk of its tensor each read is of, by where the chunk starts.
-
-    The hint of a read is tried first: plans that were just made have right ones. A plan may come
-    from anywhere, though, or from a time at which the tensor was cut otherwise.
-
-    Args:
-        metadata: The checkpoint.
-        items: Reads of tensors.
-
-    Returns:
-        The number of the chunk among its tensor's.
-
-    Raises:
-        PlanError: There is no such tensor, no chunk that starts there, or the read reaches past it.
-    """
-    entries = metadata.state_dict_metadata
-    used, _, layout = numbered(entries_of(metadata, items)[1])
-    layout -= used[0] < 0  # -1 for those of no tensor
-    table = ChunkTable.of(entries.layouts[n] for n in used.tolist() if n >= 0)
-    found = np.where(layout < 0, -1, table.find(layout, items.storage_anchor, items.storage_hint))
-    axes = max(items.lengths.shape[1], table.sizes.shape[1])
-    room = pad(table.sizes, axes, 1)[table.first[layout] + np.maximum(found, 0)]
-    ends = pad(items.storage_offsets, axes, 0) + pad(items.lengths, axes, 1)
-    wrong = (found < 0) | (ends > room).any(axis=1) | (items.storage_offsets < 0).any(axis=1)
-    if wrong.any():
-        raise PlanError(_no_chunk(items, row) for row in np.flatnonzero(wrong).tolist())
-    return readonly(found)
+def _chunks(source: Source, items: ReadItems, number: Ints, verify: bool) -> _Chunks:
+    """Find the chunks of some reads, given the number of each among its tensor's."""
+    keys = list(zip(items.storage.tolist(), number.tolist(), strict=True))
+    distinct = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+    names = [(items.names[name], chunk) for name, chunk in distinct]
+    spots = source.spots(names)
+    sums: list[int | None] = [None] * len(names)
+    if verify:
+        sums = source.chunk_sums(names)
+    places = places_of(spots, max(items.lengths.shape[1], 1), [s is not None for s in sums])
+    return _Chunks(names, spots, places, sums, column([distinct[key] for key in keys]))
 
 
-def _no_chunk(items: ReadItems, row: int) -> Issue:
-    read = items.record(row)
-    name, at = read.storage_index.fqn, list(read.storage_index.offset or ())
-    text = (
-        f"the plan reads {list(read.lengths)} elements from {list(read.storage_offsets)} on of a "
-        f"chunk of `{name}` at {at}, and the checkpoint has no such chunk; was the plan made for "
-        "another one? plan again with load_plan"
+def places_of(spots: Sequence[Spot], axes: int, summed: Sequence[bool]) -> ChunkPlaces:
+    """Return where chunks lie, as columns of so many axes."""
+    widths = {dtype: itemsize(dtype) for dtype in {spot.dtype for spot in spots}}
+    return ChunkPlaces(
+        file=column([spot.file for spot in spots]),
+        begin=column([spot.begin for spot in spots]),
+        itemsize=column([widths[spot.dtype] for spot in spots]),
+        extents=padded([spot.extents for spot in spots], 1, axes),
+        summed=np.array(summed, bool),
     )
-    return Issue("missing", name, text)
 
 
-def _turn(
-    orders: list[tuple[int, ...] | None], tensors: list[torch.Tensor], *columns: Ints
-) -> list[Ints]:
-    """Bring boxes, and the tensors they fill, into the order of axes that chunks are stored in."""
-    turned = [one.copy() for one in columns]
-    for row, order in enumerate(orders):
-        if order is not None:
-            tensors[row] = tensors[row].permute(order)
-            full = [*order, *range(len(order), turned[0].shape[1])]
-            for one in turned:
-                one[row] = one[row][full]
-    return turned
+def _access(store: Store) -> Access:
+    return Access(
+        is_far=bool(store.staging),
+        is_local=store.locate() is not None,
+        page_bytes=PAGE if store.can_map else 0,
+        threads=own_processors(),
+    )
 
 
-def _digests(fetch: Fetch, job: Job) -> dict[int, dict[int, int]]:
+def _reads(
+    items: ReadItems, chunks: _Chunks, tensors: list[torch.Tensor], step: Sequence[int]
+) -> tuple[BoxReads, list[Dest]]:
+    """Return reads in the order of axes in which chunks are stored, and what each fills."""
+    axes = max(items.lengths.shape[1], 1)
+    lengths, offsets = pad(items.lengths, axes, 1), pad(items.storage_offsets, axes, 0)
+    steps = np.ones_like(lengths)
+    if any(one > 1 for one in step):
+        steps[:, : len(step)] = step
+        lengths = -(-lengths // steps)
+        steps[lengths == 1] = 1
+    spots = [chunks.spots[chunk] for chunk in chunks.of_read.tolist()]
+    if any(spot.axes is not None for spot in chunks.spots):
+        lengths, offsets = lengths.copy(), offsets.copy()
+        for row, spot in enumerate(spots):
+            if spot.axes is not None:
+                tensors[row] = tensors[row].permute(spot.axes)
+                order = [*spot.axes, *range(len(spot.axes), axes)]
+                for one in (lengths, offsets, steps):
+                    one[row] = one[row][order]
+    dests = [Dest(tensor, spot.dtype) for tensor, spot in zip(tensors, spots, strict=True)]
+    direct = np.array([is_plain(dest.tensor, dest.dtype) for dest in dests], bool)
+    return BoxReads(chunks.of_read, offsets, lengths, steps, direct), dests
+
+
+def _digests(plan: FetchPlan, fetch: Fetch) -> dict[int, dict[int, int]]:
     """Return the checksums of all blocks that were hashed, by number, by chunk.
 
-    Chunks of which anything that was asked for did not come are left out.
+    A chunk is left out if any part of it that was asked for did not come.
     """
-    came = np.ones(len(job.counts), bool)
-    came[job.chunk[job.blocks.box[~fetch.done]]] = False
-    hashed = np.flatnonzero((job.hashed & came[job.chunk])[job.blocks.box])  # the blocks
-    blocks = hashed[numbered(job.unit[hashed])[1]]  # one of each unit
-    chunk, number = job.chunk[job.blocks.box[blocks]], job.blocks.number[blocks]
+    came = np.ones(len(plan.chunk_blocks), bool)
+    came[plan.chunk[~fetch.done]] = False
+    hashed = np.flatnonzero(plan.hashed[plan.blocks.box] & came[plan.chunk])
+    blocks = hashed[numbered(plan.unit[hashed])[1]]  # one of each unit
+    chunk, number = plan.chunk[blocks], plan.blocks.number[blocks]
     order = np.lexsort((number, chunk))
-    digests = fetch.digests[job.unit[blocks[order]]]
+    digests = fetch.digests[plan.unit[blocks]]
     found: dict[int, dict[int, int]] = {}
-    rows = zip(chunk[order].tolist(), number[order].tolist(), digests.tolist(), strict=True)
-    for which, block, digest in rows:
+    columns = (chunk[order].tolist(), number[order].tolist(), digests[order].tolist())
+    for which, block, digest in zip(*columns, strict=True):
         found.setdefault(which, {})[block] = digest
     return found
 
 
-def _hashed_bytes(job: Job) -> Ints:
+def _hashed_bytes(plan: FetchPlan) -> Ints:
     """Return how many bytes of each chunk are hashed."""
-    hashed = job.hashed[job.blocks.box]
-    nbytes = np.zeros(len(job.counts), np.int64)
-    np.add.at(nbytes, job.chunk[job.blocks.box[hashed]], job.block_bytes[hashed])
+    hashed = plan.hashed[plan.blocks.box]
+    nbytes = np.zeros(len(plan.chunk_blocks), np.int64)
+    np.add.at(nbytes, plan.chunk[hashed], plan.nbytes[hashed])
     return nbytes
 
 
-def _misfits(found: dict[int, dict[int, int]], job: Job, chunks: _Chunks) -> list[int]:
-    """Return the chunks of which all blocks were hashed, and whose checksums differ."""
-    return [
-        chunk
-        for chunk, seen in found.items()
-        if len(seen) == job.counts[chunk]
-        and job.checksum.combine([*seen.values()]) != chunks.sums[chunk]
-    ]
-
-
-def _named(chunks: list[int], job: Job, names: list[str]) -> set[str]:
+def _keys_of(chunks: list[int], plan: FetchPlan, names: list[str]) -> set[str]:
     """Return the keys that are filled from some chunks."""
-    return {names[row] for row in np.flatnonzero(np.isin(job.chunk, chunks)).tolist()}
+    return {names[row] for row in np.flatnonzero(np.isin(plan.reads.chunk, chunks)).tolist()}
 
 
-def _damaged(damaged: list[int], job: Job, chunks: _Chunks, names: list[str]) -> FormatError:
-    rows = np.flatnonzero(np.isin(job.chunk, damaged)).tolist()
-    told = {}
-    for row in rows:
-        nbytes = int(job.extents[row].prod() * job.itemsize[row])
-        first, name = int(job.begin[row]), chunks.names[job.chunk[row]][0]
-        told[int(job.chunk[row])] = f"`{name}` (bytes {first:,} to {first + nbytes:,})"
-    bad = _named(damaged, job, names)
-    files = sorted({job.files[job.file[row]] for row in rows})
-    return FormatError(
-        listed(files, quote=""),
-        f"checksums do not fit: {listed(list(told.values()), quote='')}; this copy is damaged: use "
-        "another, and see what verify says of it",
-        filled=set(names) - bad,
-        touched=bad,
-    )
-
-
-def _progress(blocks: Blocks, fetch: Fetch, names: list[str]) -> tuple[set[str], set[str]]:
-    """Tell the keys of which all blocks are done, and those of which some were begun."""
-    boxes: Ints = blocks.box
+def _progress(plan: FetchPlan, fetch: Fetch, names: list[str]) -> tuple[set[str], set[str]]:
+    """Return the keys whose blocks are all done, and those of which some were begun."""
+    boxes: Ints = plan.blocks.box
     unfinished = {names[box] for box in boxes[~fetch.done].tolist()}
     begun = {names[box] for box in boxes[fetch.begun].tolist()}
     return begun - unfinished, begun & unfinished

@@ -5,15 +5,27 @@ from typing import TYPE_CHECKING
 from shardplan.planning.door import door
 
 if TYPE_CHECKING:
-    from .foreign import Foreign, check_foreign, check_headers, lost_parts
-    from .sources import Source, Spot, detect, locate, open_located, open_source
-    from .writers import NativeWriter, Part, Writer, open_target
+    from .base import Fault, FileColumns, Findings, Format, Part, Source, Spot, Writer
+    from .registry import (
+        detect,
+        find_any,
+        find_format,
+        find_writer,
+        known_formats,
+        locate,
+        open_located,
+        open_source,
+        open_target,
+        register_format,
+    )
 
 __getattr__, __dir__ = door(
     __name__,
     {
-        "foreign": "Foreign check_foreign check_headers lost_parts",
-        "sources": "Source Spot detect locate open_located open_source",
-        "writers": "NativeWriter Part Writer open_target",
+        "base": "Fault FileColumns Findings Format Part Source Spot Writer",
+        "registry": (
+            "detect find_any find_format find_writer known_formats locate open_located open_source "
+            "open_target register_format"
+        ),
     },
 )

@@ -1,4 +1,4 @@
-"""Safetensors headers: eight bytes that say how long, then JSON that says what lies where.
+"""Safetensors headers: eight bytes with a length, then JSON that says what lies where.
 
 Each file says in its own header what is local to it: which bytes are which chunk, where the chunk
 starts in its tensor (in torch's own words, ``DCP_SHARDING_INFO``), and which save wrote it under
@@ -95,7 +95,7 @@ class Slot:
 
     @property
     def place(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-        """What must be as the manifest says: dtype, shape and offsets."""
+        """What the manifest must agree with: dtype, shape and offsets."""
         return self.dtype, self.shape, self.offsets
 
 
@@ -121,7 +121,7 @@ class Header:
 
 
 def file_entry(dtype: str, shape: Sequence[int]) -> tuple[str, list[int]] | None:
-    """Say how safetensors names a dtype, and what shape it has there; None if it has no name.
+    """Return safetensors' name of a dtype, and the shape it has there; None if it has no name.
 
     >>> file_entry("bfloat16", (2, 3)), file_entry("float4_e2m1fn_x2", (2, 3))
     (('BF16', [2, 3]), ('F4', [2, 6]))
@@ -222,7 +222,7 @@ def parse_header(data: bytes, file: str, size: int) -> Header:
     (4,)
 
     Raises:
-        FormatError: It is no JSON, names an unknown dtype, or its tensors do not fill the file
+        FormatError: It is not JSON, names an unknown dtype, or its tensors do not fill the file
             exactly: they overlap, leave holes, run past the end or disagree with their shapes.
     """
     length = header_length(data[:8], file, size)
@@ -309,7 +309,7 @@ def _section(metadata: Mapping[str, str], key: str, file: str) -> dict[str, Any]
 
 def _objects(value: Any, file: str, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise FormatError(file, f"{what} is no JSON object but {str(value)[:80]!r}")
+        raise FormatError(file, f"{what} is not a JSON object but {str(value)[:80]!r}")
     return value
 
 
@@ -325,7 +325,7 @@ def _dump(value: Any) -> str:
 
 
 def refused_name(name: str) -> str | None:
-    """Say why a tensor cannot have this name in a safetensors file; None where it can.
+    """Return why a tensor cannot have this name in a safetensors file; None if it can.
 
     >>> refused_name("__metadata__")
     'is a name that safetensors keeps for itself; rename it'

@@ -10,8 +10,5 @@ if TYPE_CHECKING:
 
 __getattr__, __dir__ = door(
     __name__,
-    {
-        "base": "Entry MissingFileError Store StoreError open_store",
-        "folders": "FolderStore",
-    },
+    {"base": "Entry MissingFileError Store StoreError open_store", "folders": "FolderStore"},
 )

@@ -1,8 +1,8 @@
-"""What a store can do, and how one is opened.
+"""The `Store` protocol, and `open_store`.
 
-A store is a folder of files, on a disk or in a bucket, with as few verbs as saving and loading
-need. Names are relative to its root and use forward slashes everywhere. Nothing promises to be
-atomic but `Store.replace`, `Store.rename` and a `Store.write` that is asked to.
+A store is a folder of files, on a disk or in a bucket, with the few operations that saving and
+loading need. Names are relative to its root and use forward slashes everywhere. Only
+`Store.replace`, `Store.rename` and an atomic `Store.write` are atomic.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from shardplan.planning.columns import Ints
 
 from ..buffers import Buffer, Bytes, pieces, wanted
-from .errors import MissingFileError, StoreError
+from ..errors import MissingFileError, StoreError
 
 __all__ = [
     "Contents",
@@ -39,15 +39,14 @@ _OBJECTS: Final = ("s3", "gs", "az", "memory")
 
 @attrs.frozen
 class Entry:
-    """A file in a listing; or a folder, whose name ends with a slash.
+    """A file in a listing; or a folder, whose name ends with a slash and whose numbers are 0.
 
     Attributes:
         name: Its name, relative to the store's root.
-        size: Its size in bytes; 0 for a folder.
-        modified: When it got here, in seconds since 1970, by the store's own clock: on a disk the
-            last change of any kind, so that a fresh copy of an old file is young. 0 for a folder.
-        written: When its bytes were written, as far as the store knows: a copy may keep the time
-            of what it is a copy of. 0 for a folder.
+        size: Its size in bytes.
+        modified: When it appeared here, in seconds since 1970, by the store's clock: on a disk, the
+            last change of any kind, so that a fresh copy of an old file is young.
+        written: When its bytes were written, as far as the store knows; copies may keep the time.
     """
 
     name: str
@@ -57,7 +56,7 @@ class Entry:
 
 
 class Contents(Protocol):
-    """The bytes of a file to be written, all of which are known or can be made."""
+    """The bytes of a file to be written."""
 
     def parts(self) -> Iterable[memoryview]:
         """Return them in order."""
@@ -72,9 +71,8 @@ class Contents(Protocol):
 class Store(Protocol):
     """A folder of files that can be read by ranges, written whole, listed and deleted.
 
-    All methods may be called from several threads at once. Failures are `StoreError`. Derive a
-    store of your own from this class: what only a disk can do has a body here that suits all
-    other stores.
+    All methods may be called from several threads at once. Failures are `StoreError`. Derive your
+    own store from this class: the methods that only a disk supports have a default here.
     """
 
     @property
@@ -93,7 +91,7 @@ class Store(Protocol):
     def read(self, path: str, ranges: Sequence[tuple[int, memoryview]]) -> int:
         """Fill buffers from a file, each from its offset, and return how many bytes were read.
 
-        Just those bytes are asked for. A range of no bytes asks for nothing.
+        Exactly those bytes are requested.
 
         Args:
             path: The file.
@@ -119,15 +117,15 @@ class Store(Protocol):
         Its bytes have reached the disk on return; its name reaches the disk with `sync`.
 
         The parts follow one another in the file and are not joined in memory. They may be made on
-        the fly: each is asked for once, and dropped when it is written. Several are on their way
-        at once, so do not refill a buffer that was handed over. A file of that name is replaced,
-        but not atomically unless that is asked for: choose a name that nobody reads yet.
+        the fly: each is asked for once, and dropped when it is written. Several are in flight at
+        once, so do not reuse their buffers. A file of that name is replaced, but not atomically
+        unless ``atomic``: choose a name that nobody reads yet.
 
         Args:
             path: The file; folders are made as needed.
             parts: Contiguous buffers of any type.
-            nbytes: The size to come, if known. Space is reserved by it, and a file of any other
-                size is refused. Tell it where ``parts`` is an iterator of many gigabytes.
+            nbytes: The size, if known. Space is reserved by it, and a file of any other size is
+                refused. Pass it where ``parts`` is an iterator of many gigabytes.
             atomic: Whether readers must see the old file or the new one, whole and durable.
 
         Raises:
@@ -136,33 +134,32 @@ class Store(Protocol):
         ...
 
     def read_all(self, path: str, *, limit: int) -> bytes:
-        """Return a small file whole, by a single request: all of it is of one version.
+        """Return a small file whole, by a single request, so that all of it is of one version.
 
         Args:
             path: The file.
-            limit: How many bytes it may have at most.
+            limit: The most bytes that it may have.
 
         Raises:
             MissingFileError: There is no such file.
-            StoreError: It is larger than the limit (the ``kind`` is then ``long``), or the store
-                fails.
+            StoreError: It is larger than the limit (``kind`` is ``long``), or the store fails.
         """
         ...
 
     def replace(self, path: str, data: bytes, *, overwrite: bool = True) -> None:
-        """Publish a small file at once and durably: readers see the old bytes or the new ones.
+        """Write a small file atomically and durably: readers see the old bytes or the new ones.
 
         Args:
             path: The file.
-            data: What it is to hold.
-            overwrite: Whether a file of that name may be there. If not, and several try at once,
-                one of them succeeds. (Disks without hard links, and services without conditional
+            data: Its new contents.
+            overwrite: Whether a file of that name may exist. If not, and several try at once, one
+                of them succeeds. (Disks without hard links, and services without conditional
                 requests, can only look first.)
 
         Raises:
-            StoreError: With the ``kind`` ``exists`` if the name is taken and must not be. If the
-                ``kind`` is ``unsure`` or ``other``, the file may have been replaced nevertheless,
-                or may still be: a request that timed out here can arrive there.
+            StoreError: ``kind`` is ``exists`` if the name is taken and must not be. If it is
+                ``unsure`` or ``other``, the file may have been replaced nevertheless, or may still
+                be: a request that timed out here can arrive there.
         """
         ...
 
@@ -180,14 +177,14 @@ class Store(Protocol):
         ...
 
     def delete(self, paths: Iterable[str]) -> None:
-        """Delete files, and folders thereby emptied; a file that is not there is no error."""
+        """Delete files, and folders that become empty; missing files are ignored."""
         ...
 
     def sync(self) -> None:
-        """Return when a loss of power would undo no name that was written or deleted so far."""
+        """Make all names that were written or deleted so far durable."""
         ...
 
-    # What follows need not be written for a new store.
+    # A new store need not define what follows.
 
     def exists(self, path: str) -> bool:
         """Return whether there is such a file; a folder is not a file."""
@@ -212,11 +209,7 @@ class Store(Protocol):
         return False
 
     def locate(self, path: str = "") -> str | None:
-        """Return where a file is on this machine's disks; None if it is elsewhere.
-
-        Args:
-            path: The file; the empty name is the root.
-        """
+        """Return the path of a file (of the root if empty) on this machine's disks, or None."""
         return None
 
     def read_pieces(
@@ -224,17 +217,15 @@ class Store(Protocol):
     ) -> Generator[Iterator[memoryview], None, None]:
         """Fill buffers as `read` does, a piece at a time, in the order of the file.
 
-        Each piece is handed out as soon as it is filled. Hashing it there and then costs less than
-        it does later, as it is in the processor's cache.
+        A caller that hashes each piece at once finds it in the processor's cache.
 
         Args:
             path: The file; a disk opens it once.
-            groups: Ranges that are asked for together; see `read`.
-            max_bytes: How long a piece may be.
+            groups: Ranges that are requested together; see `read`.
+            max_bytes: The most bytes of a piece.
 
         Yields:
-            The pieces of each group, all of which must be taken before the next group is asked for:
-            the file is closed after the last one, and when the generator is.
+            The pieces of each group. Take all of them before the next group.
         """
         for ranges in groups:
             asked = wanted(ranges)
@@ -243,9 +234,9 @@ class Store(Protocol):
 
     @contextmanager
     def mapped(self, path: str, starts: Ints, lengths: Ints) -> Iterator[Bytes]:
-        """Give the bytes of a file from where the first of some ranges starts to the last's end.
+        """Give the bytes of a file from the start of the first range to the end of the last.
 
-        Only those in the ranges may be looked at.
+        Only the bytes in the ranges are defined.
 
         Args:
             path: The file.
@@ -261,31 +252,24 @@ class Store(Protocol):
     def write_contents(
         self, path: str, contents: Contents, *, nbytes: int, atomic: bool = False
     ) -> None:
-        """Write a file whose bytes may be written in any order, where a store can do that.
-
-        See `write` for the arguments and errors.
-        """
+        """Write a file whose bytes may come in any order, if the store can; see `write`."""
         self.write(path, contents.parts(), nbytes=nbytes, atomic=atomic)
 
     def rename(self, path: str, to: str) -> None:
-        """Give a file another name at one instant, replacing the file that has it.
-
-        Raises:
-            StoreError: The store fails, or cannot rename; see `can_rename`.
-        """
+        """Rename a file atomically, replacing the file of the new name; see `can_rename`."""
         raise StoreError("rename", f"{self.url}/{path}", "this store does not rename files")
 
     def link(self, path: str, to: str) -> bool:
-        """Give a file a second name at one instant; return whether that was done.
+        """Give a file a second name atomically, and return True.
 
-        It is not if the name is taken, or the store has no links.
+        Returns False if the name is taken, or the store has no links.
         """
         return False
 
     def delete_same(self, path: str, data: bytes) -> bool:
-        """Delete a small file if it holds just these bytes; return whether it did.
+        """Delete a small file if it holds exactly these bytes; return whether it did.
 
-        A store that cannot do both in one step does not look.
+        A store that cannot do both in one step does not compare.
         """
         self.delete([path])
         return True
@@ -301,7 +285,7 @@ def check_path(path: str, *, root: str = "") -> str:
     'step-100/a.safetensors'
     >>> check_path("../secret")
     Traceback (most recent call last):
-    shardplan.io.stores.errors.StoreError: cannot use '../secret': it leaves the folder; ...
+    shardplan.io.errors.StoreError: cannot use '../secret': it leaves the folder; ...
     """
     if not path or path.startswith("/"):
         reason = "the name is empty" if not path else "it is absolute"

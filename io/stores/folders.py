@@ -1,4 +1,4 @@
-"""Stores that pass calls on to another store; one of them is a folder of it."""
+"""Stores that wrap another store; `FolderStore` is one folder of it."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class WrappedStore(Store):
 class FolderStore(WrappedStore):
     """The files below one folder of another store, named relative to it.
 
-    >>> from shardplan.io.stores.base import open_store
+    >>> from shardplan.io.stores import open_store
     >>> store = open_store("memory://folders")
     >>> FolderStore(store, "step-100").write("a", [b"abc"])
     3

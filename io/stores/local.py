@@ -26,9 +26,9 @@ from ..buffers import (
     total_bytes,
     wanted,
 )
+from ..errors import a_folder, short, taken, too_long, wrong_size
 from ..pool import Pool, default_pool
 from .base import Contents, Entry, MissingFileError, Store, check_path
-from .errors import a_folder, short, taken, too_long, wrong_size
 from .local_files import (
     IOV_MAX,
     TEMPORARY,

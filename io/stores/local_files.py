@@ -25,8 +25,8 @@ import numpy as np
 from shardplan.planning.columns import Ints
 
 from ..buffers import Bytes, Run, advance
+from ..errors import StoreError, a_folder, from_os_error, no_file, short
 from .base import Entry
-from .errors import StoreError, a_folder, from_os_error, no_file, short
 
 __all__ = [
     "IOV_MAX",

@@ -15,10 +15,9 @@ import attrs
 from shardplan.planning import named_extras
 
 from ..buffers import Buffer, Run, bundles, copy_into, gather, pieces, total_bytes, wanted
-from ..errors import listed
+from ..errors import Kind, denied, listed, missing, no_bucket, short, taken, too_long, wrong_size
 from ..pool import Pool, default_pool
 from .base import Entry, Store, StoreError, check_path
-from .errors import Kind, denied, missing, no_bucket, short, taken, too_long, wrong_size
 
 with named_extras("an object store, memory:// too,"):
     import obstore

@@ -1,7 +1,4 @@
-"""Stores for tests: one counts what is asked of it, one fails.
-
-They wrap any store, and are meant for your tests as much as for ours.
-"""
+"""Stores for tests, yours and ours: one records what is asked of it, one fails on purpose."""
 
 from __future__ import annotations
 
@@ -13,28 +10,15 @@ from typing import Final, Literal
 import attrs
 
 from ..buffers import Buffer, byte_view
-from .base import Store, StoreError
+from ..errors import StoreError
+from .base import Store
 from .folders import WrappedStore
 
 __all__ = ["CountingStore", "FaultyStore", "InjectedError", "Operation"]
 
-# By method, what an operation that has nothing but a path is called in `CountingStore.operations`.
-_BARE: Final = {
-    "size": "size",
-    "exists": "exists",
-    "list": "list",
-    "entries": "list",
-    "sync": "sync",
-}
-# By method that changes nothing, what an error says of it.
-_QUESTIONS: Final = {
-    "read": "read",
-    "read_all": "read",
-    "size": "measure",
-    "exists": "find",
-    "list": "list",
-    "entries": "list",
-}
+# The names of calls that change nothing: in `CountingStore.operations`, and in errors.
+_NAMES: Final = {"size": "size", "exists": "exists", "list": "list", "entries": "list"}
+_VERBS: Final = _NAMES | {"size": "measure", "exists": "find", "read": "read", "read_all": "read"}
 
 
 @attrs.frozen
@@ -57,10 +41,10 @@ class Operation:
 
 
 class CountingStore(WrappedStore):
-    """A store that remembers what was asked of it, once it succeeded.
+    """A store that records the calls that succeed.
 
     Attributes:
-        operations: All calls so far, in the order in which they ended.
+        operations: All calls so far, in the order in which they ended, from any thread.
 
     >>> from shardplan.io.stores.base import open_store
     >>> store = CountingStore(open_store("memory://counting"))
@@ -74,7 +58,7 @@ class CountingStore(WrappedStore):
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
-        self.operations: list[Operation] = []  # appended to by any thread
+        self.operations: list[Operation] = []
 
     def clear(self) -> None:
         """Forget the calls so far."""
@@ -90,13 +74,13 @@ class CountingStore(WrappedStore):
 
     @contextmanager
     def passing(self, operation: str, path: str) -> Iterator[str]:
-        """Count a call for which its name and path are all there is to say."""
+        """Record a call that has nothing but a name and a path."""
         yield path
-        if operation in _BARE:
-            self.operations.append(Operation(_BARE[operation], path))
+        if operation in _NAMES or operation == "sync":
+            self.operations.append(Operation(_NAMES.get(operation, operation), path))
 
     def read(self, path: str, ranges: Sequence[tuple[int, memoryview]]) -> int:
-        """Count a read."""
+        """Record a read."""
         done = super().read(path, ranges)
         asked = tuple((offset, view.nbytes) for offset, view in ranges)
         self.operations.append(Operation("read", path, done, asked))
@@ -110,24 +94,24 @@ class CountingStore(WrappedStore):
         nbytes: int | None = None,
         atomic: bool = False,
     ) -> int:
-        """Count a write."""
+        """Record a write."""
         done = super().write(path, parts, nbytes=nbytes, atomic=atomic)
         self.operations.append(Operation("write", path, done))
         return done
 
     def read_all(self, path: str, *, limit: int) -> bytes:
-        """Count a read of a whole file."""
+        """Record a read of a whole file."""
         data = super().read_all(path, limit=limit)
         self.operations.append(Operation("read", path, len(data), ((0, len(data)),)))
         return data
 
     def replace(self, path: str, data: bytes, *, overwrite: bool = True) -> None:
-        """Count a replacement."""
+        """Record a replacement."""
         super().replace(path, data, overwrite=overwrite)
         self.operations.append(Operation("replace", path, len(data)))
 
     def delete(self, paths: Iterable[str]) -> None:
-        """Count each deleted file."""
+        """Record each deleted file."""
         paths = tuple(paths)
         super().delete(paths)
         self.operations.extend(Operation("delete", path) for path in paths)
@@ -138,27 +122,25 @@ class CountingStore(WrappedStore):
 
 
 class InjectedError(StoreError):
-    """The failure that a `FaultyStore` was asked for; its ``kind`` is ``stopped``."""
+    """The failure of a `FaultyStore`; its ``kind`` is ``stopped``."""
 
 
 class FaultyStore(WrappedStore):
     """A store that fails at one chosen change: a write, a replacement, a deletion or a sync.
 
-    Run once without a fault to learn how many changes there are, then once for each of them:
-    whatever is found in the store afterwards must still load. With ``questions`` it may fail at
-    any call.
+    Run once without a fault to count the changes, then once for each of them: the store must still
+    hold a checkpoint that loads.
 
     Args:
         inner: The store to change.
         fail_at: Which change fails, counted from 0; none if left out.
-        questions: Whether calls that change nothing count as well, and fail in their turn: reads,
-            sizes and listings.
+        questions: Whether calls that change nothing are counted, and fail, as well.
         mode: ``"raise"`` fails this once. ``"stop"`` acts like a kill: this call and every later
-            one raises, reads too, and nothing more reaches the store. ``"late"`` fails this once,
-            as a request that times out, which happens all the same when `arrive` is called.
+            one raises, and nothing more reaches the store. ``"late"`` fails this once, like a
+            request that times out, and happens when `arrive` is called.
         landed: How much of the failing change happens at once, from 0 to 1: that share of a
             file's bytes, or of the files to delete. An atomic write or replacement happens only
-            if this is 1: done, but the answer was lost. Nothing does of a late one.
+            if this is 1: done, but the answer was lost. A late change does not happen at once.
 
     Attributes:
         changes: How many changes were asked for; with ``questions``, how many calls.
@@ -194,12 +176,11 @@ class FaultyStore(WrappedStore):
 
     @contextmanager
     def passing(self, operation: str, path: str) -> Iterator[str]:
-        """Fail instead of a call that changes nothing, if that is what to fail at."""
-        if operation in _QUESTIONS:
-            doing = _QUESTIONS[operation]
-            self._check(doing, path)
-            if self._questions and self._fails(doing, path):
-                raise self._error(doing, path)
+        """Fail instead of a call that changes nothing, if it is its turn."""
+        if operation in _VERBS:
+            self._check(_VERBS[operation], path)
+            if self._questions and self._fails(_VERBS[operation], path):
+                raise self._error(_VERBS[operation], path)
         yield path
 
     def write(
@@ -210,46 +191,41 @@ class FaultyStore(WrappedStore):
         nbytes: int | None = None,
         atomic: bool = False,
     ) -> int:
-        """Write, or write the first bytes and fail."""
-        if self._fails("write", path):
-            views = [byte_view(part) for part in parts]
-            if self._mode == "late":
-                copies = [bytes(view) for view in views]
-                self._late.append(lambda: self.inner.write(path, copies, atomic=atomic))
-                raise self._error("write", path)
-            keep = int(self._landed * sum(view.nbytes for view in views))
-            if not atomic or self._landed == 1:
-                self.inner.write(path, list(_first_bytes(views, keep)), atomic=atomic)
-            raise self._error("write", path)
-        return self.inner.write(path, parts, nbytes=nbytes, atomic=atomic)
+        """Write; or write the first bytes and fail."""
+        if not self._fails("write", path):
+            return self.inner.write(path, parts, nbytes=nbytes, atomic=atomic)
+        data = b"".join(map(byte_view, parts))
+        first = data[: int(self._landed * len(data))]
+        now = not atomic or self._landed == 1
+        raise self._failed(
+            "write",
+            path,
+            lambda: self.inner.write(path, [data], atomic=atomic),
+            lambda: self.inner.write(path, [first], atomic=atomic) if now else None,
+        )
 
     def replace(self, path: str, data: bytes, *, overwrite: bool = True) -> None:
-        """Replace, or fail before or after."""
-        fails = self._fails("replace", path)
+        """Replace; or fail before or after."""
 
         def replace() -> None:
             self.inner.replace(path, data, overwrite=overwrite)
 
-        if fails and self._mode == "late":
-            self._late.append(replace)
-        elif not fails or self._landed == 1:
-            replace()
-        if fails:
-            raise self._error("replace", path)
+        if self._fails("replace", path):
+            now = replace if self._landed == 1 else lambda: None
+            raise self._failed("replace", path, replace, now)
+        replace()
 
     def delete(self, paths: Iterable[str]) -> None:
-        """Delete, or delete the first few and fail."""
+        """Delete; or delete the first few and fail."""
         paths = tuple(paths)
-        fails = self._fails("delete", ", ".join(paths))
-        if fails and self._mode == "late":
-            self._late.append(lambda: self.inner.delete(paths))
-            raise self._error("delete", ", ".join(paths))
-        self.inner.delete(paths[: int(self._landed * len(paths))] if fails else paths)
-        if fails:
-            raise self._error("delete", ", ".join(paths))
+        first, names = paths[: int(self._landed * len(paths))], ", ".join(paths)
+        if self._fails("delete", names):
+            later, now = (lambda: self.inner.delete(paths)), (lambda: self.inner.delete(first))
+            raise self._failed("delete", names, later, now)
+        self.inner.delete(paths)
 
     def sync(self) -> None:
-        """Sync, or fail."""
+        """Sync; or fail."""
         if self._fails("sync", self.url):
             raise self._error("sync", self.url)
         self.inner.sync()
@@ -260,12 +236,22 @@ class FaultyStore(WrappedStore):
         for change in late:
             change()
 
+    def _failed(
+        self, operation: str, path: str, later: Callable[[], object], now: Callable[[], object]
+    ) -> InjectedError:
+        """Do what happens of a failing change, now or when it arrives; return the error."""
+        if self._mode == "late":
+            self._late.append(later)
+        else:
+            now()
+        return self._error(operation, path)
+
     def _check(self, operation: str, path: str) -> None:
         if self._stopped:
             raise InjectedError(operation, path, "the store was stopped before", kind="stopped")
 
     def _fails(self, operation: str, path: str) -> bool:
-        """Count a call, and say whether it is the one to fail."""
+        """Count a call, and return whether it is the one to fail."""
         with self._lock:
             self._check(operation, path)
             fails = self.changes == self._fail_at
@@ -277,9 +263,3 @@ class FaultyStore(WrappedStore):
         what = "call" if self._questions else "change"
         reason = f"{what} {self._fail_at} fails, as the test wants it"
         return InjectedError(operation, path, reason, kind="stopped")
-
-
-def _first_bytes(views: Iterable[memoryview], nbytes: int) -> Iterator[memoryview]:
-    for view in views:
-        yield view[:nbytes]
-        nbytes -= min(nbytes, view.nbytes)

@@ -5,19 +5,17 @@ from typing import TYPE_CHECKING
 from ..door import door
 
 if TYPE_CHECKING:
-    from .arrays import DAMAGE, Ints, pack, readonly, unpack
+    from .arrays import DAMAGE, Ints, distinct, numbered, pack, readonly, unpack
     from .catalog import Catalog, Head, column, padded, within
     from .items import WriteItems
     from .reads import ReadItems, Transfer, Transfers
-    from .uniques import distinct, numbered
     from .world import World
 
 __getattr__, __dir__ = door(
     __name__,
     {
-        "arrays": "DAMAGE Ints pack readonly unpack",
+        "arrays": "DAMAGE Ints distinct numbered pack readonly unpack",
         "catalog": "Catalog Head column padded within",
-        "uniques": "distinct numbered",
         "items": "WriteItems",
         "reads": "ReadItems Transfer Transfers",
         "world": "World",

@@ -1,5 +1,6 @@
-"""Arrays as bytes: a JSON header that says what follows, then the arrays, as narrow as they allow.
+"""Columns: sequences of records that live in arrays, their distinct values, and their bytes.
 
+Packed arrays are a JSON header that says what follows, then the arrays, as narrow as they allow.
 The decoder only ever slices a buffer: it cannot run code, and it checks every length against the
 bytes that are there before it makes an array.
 """
@@ -8,18 +9,32 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Self, TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import CodecError
 
-__all__ = ["DAMAGE", "Ints", "flat", "pack", "readonly", "unpack"]
+__all__ = [
+    "DAMAGE",
+    "Columns",
+    "Index",
+    "Ints",
+    "distinct",
+    "flat",
+    "group_rows",
+    "numbered",
+    "pack",
+    "readonly",
+    "unpack",
+]
 
 Ints = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
+Index = npt.NDArray[Any]
+T = TypeVar("T")
 
 # What decoding can run into when bytes are not what it expects (deep nesting is a RuntimeError).
 DAMAGE: Final = (
@@ -44,6 +59,64 @@ def readonly(array: Array) -> Array:
     view = array.view()
     view.flags.writeable = False
     return view
+
+
+class Columns(Sequence[T]):
+    """An immutable sequence of records that lives in arrays. Compares and hashes like a tuple."""
+
+    def record(self, row: int) -> T:
+        """Make the record of one row."""
+        raise NotImplementedError
+
+    def take(self, rows: Index | slice) -> Sequence[T]:
+        """Return the given rows (numbers, a mask or a slice), in that order."""
+        raise NotImplementedError
+
+    def _same(self, other: Self) -> bool:
+        """Compare with columns of the same length."""
+        return all(a == b for a, b in zip(self, other, strict=True))
+
+    def to_bytes(self) -> bytes:
+        """Encode the columns."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Decode, or raise `CodecError` where the columns do not fit each other."""
+        raise NotImplementedError
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        if isinstance(index, slice):
+            return self.take(index)
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"there is no item {index}: {type(self).__name__} has {len(self):,}")
+        return self.record(int(index) % len(self))
+
+    def __iter__(self) -> Iterator[T]:
+        return map(self.record, range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (Columns, tuple, list)):
+            return NotImplemented
+        if self is other or len(self) != len(other):
+            return self is other
+        if type(other) is type(self) and len(self):
+            return self._same(other)
+        return all(a == b for a, b in zip(self, other, strict=True))
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        shown = [repr(item) for item in self[:4]] + (["…"] if len(self) > 4 else [])
+        return f"<{len(self):,} {type(self).__name__}: {', '.join(shown)}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self).from_bytes, (self.to_bytes(),)
 
 
 def _narrow(array: Array) -> Array:
@@ -103,7 +176,7 @@ def flat(arrays: Mapping[str, Any], *names: str) -> tuple[Ints, ...]:
     """Return the named columns, each an array with one number a row."""
     columns = tuple(arrays[name] for name in names)
     if any(column.ndim != 1 for column in columns):
-        raise ValueError(f"of {', '.join(names)}, one is no column")
+        raise ValueError(f"of {', '.join(names)}, one is not a column")
     return columns
 
 
@@ -119,3 +192,76 @@ def _slice(view: memoryview, at: int, dtype: str, shape: list[Any]) -> tuple[Any
         return bytes(view[at:end]), end
     array = np.frombuffer(view[at:end], dtype=dtype).reshape(shape).astype(np.int64)
     return readonly(array), end
+
+
+def distinct(values: Ints) -> Ints:
+    """Return the values of a column, ascending, each once.
+
+    >>> distinct(np.array([7, 3, 7]))
+    array([3, 7])
+    """
+    ordered = np.sort(values)
+    return ordered[_news(ordered)]
+
+
+class Numbered(NamedTuple):
+    """The distinct values of a column.
+
+    Attributes:
+        values: The values, ascending.
+        first: The first row that has each.
+        which: Per row, which of the values it has.
+    """
+
+    values: Ints
+    first: Ints
+    which: Ints
+
+
+def numbered(values: Ints) -> Numbered:
+    """Return the values of a column as `distinct` does, and where they are.
+
+    >>> [part.tolist() for part in numbered(np.array([7, 3, 7]))]
+    [[3, 7], [1, 0], [1, 0, 1]]
+    """
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    new = _news(ordered)
+    which = np.empty(len(values), np.int64)
+    which[order] = np.cumsum(new) - 1
+    return Numbered(ordered[new], order[new], which)
+
+
+def group_rows(columns: Iterable[Ints]) -> tuple[Ints, Ints]:
+    """Number the distinct rows of some columns, in ascending order.
+
+    Args:
+        columns: At least one; the first decides the order first. A column of several axes stands
+            for as many columns.
+
+    Returns:
+        The first row of each group, and the group of each row.
+
+    >>> first, group = group_rows(
+    ...     [np.array([7, 3, 7, 7]), np.array([[1, 1], [0, 0], [1, 1], [1, 2]])]
+    ... )
+    >>> first.tolist(), group.tolist()
+    ([1, 0, 3], [1, 0, 1, 2])
+    """
+    flat = [c for array in columns for c in (array.T if array.ndim == 2 else [array])]
+    order = np.lexsort(flat[::-1])
+    fresh = np.zeros(len(order), bool)  # whether a row, in order, differs from the one before
+    fresh[:1] = True
+    for values in flat:
+        ordered = values[order]
+        fresh[1:] |= ordered[1:] != ordered[:-1]
+    group = np.empty(len(order), np.int64)
+    group[order] = np.cumsum(fresh) - 1
+    return order[fresh], group
+
+
+def _news(ordered: Ints) -> npt.NDArray[np.bool_]:
+    """Tell which rows of an ascending column differ from the one before."""
+    new = np.ones(len(ordered), bool)
+    new[1:] = ordered[1:] != ordered[:-1]
+    return new

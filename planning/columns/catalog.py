@@ -1,4 +1,4 @@
-"""Which tensors does a plan speak of? One row each, shared by all of its items, and by all ranks.
+"""The catalog of a plan: its tensors and values, one row each, shared by items and by ranks.
 
 Arrays are padded to the widest tensor: size 1 past a tensor's own axes.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import attrs
 import numpy as np
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..errors import CodecError
 from ..geometry.tilings import MAX_AXES
-from ..items import TensorProperties, WriteItemType
+from ..records import TensorProperties, WriteItemType
 from .arrays import DAMAGE, Ints, flat, pack, readonly, unpack
 
 __all__ = ["Catalog", "Head", "column", "merge_catalogs", "padded"]
@@ -41,8 +41,27 @@ def padded(rows: Sequence[Sequence[int]], value: int, width: int | None = None) 
     return column([(*row, *[value] * (axes - len(row))) for row in rows], len(rows), axes)
 
 
-# What tells one row of a catalog from another: name, source, type, properties, size.
-Head = tuple[str, str, WriteItemType, TensorProperties | None, tuple[int, ...]]
+class Head(NamedTuple):
+    """One row of a catalog, as a value that hashes quickly.
+
+    Attributes:
+        name: The name in the checkpoint.
+        source: The name in the state dict.
+        type: How it lies in the state dict.
+        properties: How it is stored; None for a non-tensor value.
+        size: The global shape, in elements; without axes for a non-tensor value.
+    """
+
+    name: str
+    source: str
+    type: WriteItemType
+    properties: TensorProperties | None
+    size: tuple[int, ...]
+
+    @classmethod
+    def value(cls, name: str) -> Head:
+        """Return the row of a non-tensor value."""
+        return cls(name, name, WriteItemType.BYTE_IO, None, ())
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)
@@ -69,7 +88,8 @@ class Catalog:
     @classmethod
     def of(cls, heads: Iterable[Head]) -> Catalog:
         """Make a catalog with one row for each head, in order."""
-        names, sources, types, properties, sizes = zip(*heads, strict=True) if heads else [()] * 5
+        fields = list(zip(*heads, strict=True)) or [()] * 5
+        names, sources, types, properties, sizes = fields
         seen = {id(p): p for p in properties if p is not None}  # hashing each one takes long
         ids = {p: i for i, p in enumerate(dict.fromkeys(seen.values()))}
         number = {key: ids[p] for key, p in seen.items()}
@@ -96,7 +116,7 @@ class Catalog:
         prop, size = int(self.prop[row]), self.size[row, : self.ndim[row]]
         properties = None if prop < 0 else self.props[prop]
         kind = _TYPES[int(self.type[row])]
-        return self.names[row], self.sources[row], kind, properties, tuple(size.tolist())
+        return Head(self.names[row], self.sources[row], kind, properties, tuple(size.tolist()))
 
     @cached_property
     def heads(self) -> tuple[Head, ...]:
@@ -111,12 +131,12 @@ class Catalog:
 
     @cached_property
     def itemsize(self) -> Ints:
-        """Bytes that one element takes in the checkpoint; 0 for values that are no tensors."""
+        """Bytes that one element takes in the checkpoint; 0 for non-tensor values."""
         return readonly(column([*(p.itemsize for p in self.props), 0])[self.prop])
 
     @property
     def is_bytes(self) -> npt.NDArray[np.bool_]:
-        """Which rows are values that are no tensors."""
+        """Which rows are non-tensor values."""
         return np.equal(self.type, _BYTES)
 
     @cached_property

@@ -1,76 +1,29 @@
-"""Columns behind, records in front: the sequences that plans are made of.
+"""A save plan's items in columns: columns behind, records in front.
 
-A coordinator sees ranks times tensors items; one object each is what makes peers take a minute
-there. Here a plan's items are arrays that share one `Catalog` of tensors, and a record is made when
-one is asked for. Arrays are padded to the widest tensor: offset 0 and size 1 past a tensor's own
-axes, so that no question about overlap depends on the number of axes.
+A coordinator sees as many items as ranks times tensors. They are arrays that share one `Catalog` of
+tensors, and a record is made when one is asked for. Arrays are padded to the widest tensor: offset
+0 and size 1 past a tensor's own axes, so that overlaps do not depend on the number of axes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Any, Final, Self, TypeVar, overload
+from typing import Any, Final
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 
 from ..errors import CodecError
 from ..geometry.tilings import Chunk, pad
-from ..items import MetadataIndex, TensorWriteData, WriteItem
-from .arrays import DAMAGE, Ints, flat, pack, readonly, unpack
+from ..records import MetadataIndex, TensorWriteData, WriteItem
+from .arrays import DAMAGE, Columns, Index, Ints, flat, numbered, pack, readonly, unpack
 from .catalog import Catalog, Head, Merged, column, merge_catalogs, padded, within
-from .uniques import numbered
 
-__all__ = ["Columns", "WriteItems"]
-
-T = TypeVar("T")
-Index = npt.NDArray[Any]
+__all__ = ["Columns", "Index", "NO_CHUNK", "WriteItems"]
 
 
-class Columns(Sequence[T]):
-    """An immutable sequence of records that lives in arrays. Compares and hashes like a tuple."""
-
-    def record(self, row: int) -> T:
-        """Make the record of one row."""
-        raise NotImplementedError
-
-    def take(self, rows: Index | slice) -> Self:
-        """Return the given rows (numbers, a mask or a slice), in that order."""
-        raise NotImplementedError
-
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-    @overload
-    def __getitem__(self, index: slice) -> Self: ...
-    def __getitem__(self, index: int | slice) -> T | Self:
-        if isinstance(index, slice):
-            return self.take(index)
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"item {index} of {len(self)}")
-        return self.record(index % len(self))
-
-    def __iter__(self) -> Iterator[T]:
-        return map(self.record, range(len(self)))
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, type(self)):
-            return self is other or (len(self) == len(other) and self._same(other))
-        if isinstance(other, (tuple, list)):
-            return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
-        return NotImplemented
-
-    def _same(self, other: Self) -> bool:
-        """Compare with columns of the same length."""
-        raise NotImplementedError
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
-
-    def __repr__(self) -> str:
-        shown = [repr(item) for item in self[:4]] + (["…"] if len(self) > 4 else [])
-        return f"<{len(self):,} {type(self).__name__}: {', '.join(shown)}>"
+NO_CHUNK: Final = Chunk((), ())  # what is held of a non-tensor value
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)
@@ -100,7 +53,7 @@ class WriteItems(Columns[WriteItem]):
         records = tuple(items)
         heads: dict[Head, int] = {}
         row = [heads.setdefault(_head(item), len(heads)) for item in records]
-        chunks = [i.tensor_data.chunk if i.tensor_data else _NO_CHUNK for i in records]
+        chunks = [i.tensor_data.chunk if i.tensor_data else NO_CHUNK for i in records]
         catalog = Catalog.of(tuple(heads))
         width = catalog.axes
         offsets = padded([c.offsets for c in chunks], 0, width)
@@ -113,6 +66,25 @@ class WriteItems(Columns[WriteItem]):
             padded([c.sizes for c in chunks], 1, width),
             None if np.array_equal(sources, offsets) else sources,
             None if (hints < 0).all() else hints,
+        )
+
+    @classmethod
+    def of_boxes(cls, held: Iterable[tuple[Head, Sequence[Chunk]]]) -> WriteItems:
+        """Make columns of catalog rows and the boxes that are held of each.
+
+        >>> from shardplan.planning import TensorProperties, WriteItemType
+        >>> head = Head("w", "w", WriteItemType.SHARD, TensorProperties(), (4,))
+        >>> WriteItems.of_boxes([(head, [Chunk((0,), (1,)), Chunk((3,), (1,))])]).nbytes
+        array([4, 4])
+        """
+        pairs = list(held)
+        catalog = Catalog.of(head for head, _ in pairs)
+        boxes = [chunk for _, chunks in pairs for chunk in chunks]
+        return cls(
+            catalog,
+            column([row for row, (_, chunks) in enumerate(pairs) for _ in chunks]),
+            padded([box.offsets for box in boxes], 0, catalog.axes),
+            padded([box.sizes for box in boxes], 1, catalog.axes),
         )
 
     def __len__(self) -> int:
@@ -209,7 +181,7 @@ class WriteItems(Columns[WriteItem]):
 
     @cached_property
     def nbytes(self) -> Ints:
-        """Bytes of each chunk in the checkpoint; 0 for values that are no tensors."""
+        """Bytes of each chunk in the checkpoint; 0 for non-tensor values."""
         return readonly(self.sizes.prod(axis=1) * self.catalog.itemsize[self.row])
 
     def _same(self, other: WriteItems) -> bool:
@@ -274,17 +246,11 @@ class WriteItems(Columns[WriteItem]):
             raise CodecError(f"a plan's items are damaged: {error}") from error
         return cls(catalog, row, offsets, sizes, sources, hint)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return WriteItems.from_bytes, (self.to_bytes(),)
-
-
-_NO_CHUNK: Final = Chunk((), ())
-
 
 def _head(item: WriteItem) -> Head:
     data = item.tensor_data
     properties, size = (None, ()) if data is None else (data.properties, data.size)
-    return item.index.fqn, item.source.fqn, item.type, properties, size
+    return Head(item.index.fqn, item.source.fqn, item.type, properties, size)
 
 
 def _optional(values: Ints | None, rows: Index | slice) -> Ints | None:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any, Final
+from typing import Final
 
 import attrs
 import numpy as np
 
 from ..errors import CodecError
 from ..geometry.tilings import MAX_AXES, pad
-from ..items import LoadItemType, MetadataIndex, ReadItem
+from ..records import LoadItemType, MetadataIndex, ReadItem, Transfer
 from .arrays import DAMAGE, Ints, flat, pack, readonly, unpack
 from .catalog import column, pack_names, padded, unpack_names, within
 from .items import Columns, Index
 
-__all__ = ["ReadItems", "Transfer", "Transfers"]
+__all__ = ["ReadItems", "Transfers"]
 
 _TYPES: Final = {t.value: t for t in LoadItemType}
 _BYTES: Final = LoadItemType.BYTE_IO.value
@@ -97,6 +97,15 @@ class ReadItems(Columns[ReadItem]):
         """Return the given rows (numbers, a mask or a slice), in that order."""
         return ReadItems(self.names, **{k: readonly(v[rows]) for k, v in self._columns.items()})
 
+    def boxes(self, shift: Ints, lengths: Ints) -> ReadItems:
+        """Return, of each read, the box of these lengths that starts ``shift`` after it."""
+        return attrs.evolve(
+            self,
+            dest_offsets=readonly(self.dest_offsets + shift),
+            storage_offsets=readonly(self.storage_offsets + shift),
+            lengths=readonly(lengths),
+        )
+
     def canonical(self) -> ReadItems:
         """Return equal reads in the one form that equal reads have: no hints, no spare names."""
         return ReadItems.of(
@@ -110,7 +119,7 @@ class ReadItems(Columns[ReadItem]):
 
     @cached_property
     def numel(self) -> Ints:
-        """How many elements each read copies; 0 for values that are no tensors."""
+        """How many elements each read copies; 0 for non-tensor values."""
         return readonly(np.where(self.type == _BYTES, 0, self.lengths.prod(axis=1)))
 
     @property
@@ -127,7 +136,7 @@ class ReadItems(Columns[ReadItem]):
         for key, a in mine.items():
             b = theirs[key]
             if key.endswith("_hint"):
-                continue  # a hint is no part of a name
+                continue  # a hint is not part of a name
             if key in ("dest", "storage"):
                 a, b = (column([ids[n] for n in i.names])[v] for i, v in ((self, a), (other, b)))
             if not np.array_equal(*((a, b) if a.ndim == 1 else (a[:, :width], b[:, :width]))):
@@ -188,28 +197,10 @@ class ReadItems(Columns[ReadItem]):
             raise CodecError(f"a load plan's items are damaged: {error}") from error
         return cls(names, **columns)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ReadItems.from_bytes, (self.to_bytes(),)
-
-
-@attrs.frozen
-class Transfer:
-    """A read that one rank makes for another.
-
-    Attributes:
-        read: What the target needs, told as if it read for itself.
-        source: The rank that reads it from storage and sends it.
-        target: The rank that receives it.
-    """
-
-    read: ReadItem
-    source: int
-    target: int
-
 
 @attrs.frozen(eq=False, repr=False, slots=False)
 class Transfers(Columns[Transfer]):
-    """`Transfer`s in columns: the reads, and who makes each for whom."""
+    """`Transfer`s in columns: the reads, the ranks that make them, and those that need them."""
 
     reads: ReadItems
     source: Ints
@@ -268,9 +259,6 @@ class Transfers(Columns[Transfer]):
         except DAMAGE as error:
             raise CodecError(f"a load plan's transfers are damaged: {error}") from error
         return cls(reads, source, target)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Transfers.from_bytes, (self.to_bytes(),)
 
 
 _COLUMNS: Final = tuple(a.name for a in attrs.fields(ReadItems) if a.name != "names")

@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from ..errors import Issue, listed, span
 from ..geometry.tilings import shape_fault, tile
-from ..items import TensorProperties
 from ..metadata import Layout
-from ..records import SavePlan
+from ..plans import SavePlan
+from ..records import TensorProperties
 from .arrays import Ints
 from .catalog import Catalog, column, padded
 from .items import WriteItems
@@ -28,8 +28,8 @@ class Rows:
 
     Attributes:
         names: The tensors and values, sorted.
-        props: The distinct properties, sorted, and ``prop``, which of them each tensor has (-1:
-            it is no tensor).
+        props: The distinct properties, sorted, and ``prop``, which of them each tensor has (-1
+            for a non-tensor value).
         shapes: Each tensor's global shape.
         start: Where each tensor's rows begin, and, last, where all rows end.
         first: Where each rank's items begin when all are laid end to end, and where they end.
@@ -102,7 +102,7 @@ class Rows:
 
     @cached_property
     def clashes(self) -> npt.NDArray[np.bool_]:
-        """Which rows repeat the row before but come from another source: they are no replicas."""
+        """Which rows repeat the row before but come from another source: not replicas."""
         clash = np.zeros(len(self), bool)
         if self.source is not None and len(self):
             source = self.source[self.flat]
@@ -116,13 +116,13 @@ class Rows:
 
     @cached_property
     def nbytes(self) -> Ints:
-        """Bytes of each chunk in the checkpoint; values that are no tensors count as one."""
+        """Bytes of each chunk in the checkpoint; non-tensor values count as one."""
         itemsize = np.array([*(p.itemsize for p in self.props), 1])[self.prop]
         return np.asarray(self.sizes.prod(axis=1) * itemsize[self.tensor])
 
     @cached_property
     def layouts(self) -> tuple[tuple[Layout, ...], Ints]:
-        """The distinct layouts, and which of them each tensor has (-1: it is no tensor)."""
+        """The distinct layouts, and which of them each tensor has (-1: a value)."""
         boxes = np.concatenate([self.offsets, self.sizes], axis=1)
         starts, is_tensor = self.start.tolist(), (self.prop >= 0).tolist()
         numbers: dict[tuple[tuple[int, ...], int, bytes], int] = {}
@@ -133,7 +133,7 @@ class Rows:
                 which.append(-1)
                 continue
             rows = slice(starts[tensor], starts[tensor + 1])
-            # Without axes there are no bytes to tell one chunk from none: the count does.
+            # Without axes there are no bytes: the count distinguishes one chunk from none.
             key = (shape, starts[tensor + 1] - starts[tensor], boxes[rows].tobytes())
             number = numbers.setdefault(key, len(found))
             if number == len(found):
@@ -379,14 +379,14 @@ def _conflicts(
         for at, rank in enumerate(ranks.tolist()):
             uses[-1][at, plans[rank].row] = True
     for name, sides in disputed.items():
-        told = []
+        each = []
         for (is_bytes, dtype, size), places in sides.items():
             held = [ranks_of[number][uses[number][:, row]].tolist() for number, row in places]
             who = sorted({rank for some in held for rank in some})
-            what = "a value that is no tensor" if is_bytes else f"{dtype} of shape {list(size)}"
-            told.append((who, f"{span(who)}: {what}"))
-        listing = listed([text for _, text in sorted(told)], quote="", between="; ")
-        everyone = sorted({rank for who, _ in told for rank in who})
+            what = "a non-tensor value" if is_bytes else f"{dtype} of shape {list(size)}"
+            each.append((who, f"{span(who)}: {what}"))
+        listing = listed([text for _, text in sorted(each)], quote="", between="; ")
+        everyone = sorted({rank for who, _ in each for rank in who})
         text = f"`{name}` is not the same tensor everywhere ({listing}); give them different names"
         yield Issue("conflict", name, text, everyone)
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ..columns.arrays import Ints
 from ..mesh.worlds import WorldPlans
-from ..records import LoadPlan, SavePlan
+from ..plans import LoadPlan, SavePlan
 from ..reports import Writers, traffic_blocks, traffic_matrix
 from ..text import counted, human_bytes
 from .svg import (

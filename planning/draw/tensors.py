@@ -16,16 +16,15 @@ from typing import Final
 import attrs
 import numpy as np
 
-from ..columns.arrays import Ints
-from ..columns.uniques import group_rows
+from ..columns.arrays import Ints, group_rows
 from ..columns.world import World
 from ..errors import NotFoundError, PlanError, nearest_hint, nearest_names
 from ..geometry.overlap import fills, overlap
 from ..geometry.tilings import Chunk, Grid, Tiling, tile, tile_chunks
-from ..items import MetadataIndex, TensorProperties
 from ..mesh.worlds import WorldPlans
 from ..metadata import Metadata, TensorMetadata
-from ..records import SavePlan
+from ..plans import SavePlan
+from ..records import MetadataIndex, TensorProperties
 from ..reports import Writers
 from .svg import block
 

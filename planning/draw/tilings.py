@@ -11,7 +11,7 @@ import attrs
 from ..geometry.tilings import Chunk
 from ..mesh.worlds import WorldPlans
 from ..metadata import Metadata, TensorMetadata
-from ..records import SavePlan
+from ..plans import SavePlan
 from ..reports import Writers
 from ..text import counted, human_bytes
 from .panels import (

@@ -1,20 +1,19 @@
-"""Do these chunks overlap, and do they fill their tensor?
+"""Overlaps of tilings, and the gaps that they leave.
 
-All answers come in columns: one row a piece, one column an axis, in elements of the global frame.
+Results are columns: one row a piece, one column an axis, in elements of the global frame.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Ints
-from ..columns.uniques import distinct, numbered
+from ..columns.arrays import Ints, distinct, numbered
 from .tilings import Chunk, Grid, Tiling, pad, tile_chunks
 
 __all__ = ["Overlap", "fills", "gaps", "overlap", "overlap_many", "self_overlaps"]
@@ -78,6 +77,11 @@ def overlap_many(
         return parts[0]
     empty = np.zeros(0, np.int64), np.zeros((0, offsets.shape[1]), np.int64)
     parts.append(Overlap(empty[0], empty[0], empty[1], empty[1], empty[1]))
+    return _merged(parts)
+
+
+def _merged(parts: Sequence[Overlap]) -> Overlap:
+    """Return the pieces of several, in order."""
     columns = [np.concatenate(c) for c in zip(*map(_columns, parts), strict=True)]
     order = np.lexsort((columns[1], columns[0]))
     return Overlap(*(c[order] for c in columns))
@@ -92,10 +96,7 @@ def _meet_grids(
     if len(used) > 1 and _span(tilings, used) > _FAR:
         half = len(used) // 2
         halves = [rows[which < half], rows[which >= half]]
-        parts = [_meet_grids(tilings, numbers, part, offsets, sizes) for part in halves]
-        joined = [np.concatenate(c) for c in zip(*map(_columns, parts), strict=True)]
-        order = np.lexsort((joined[1], joined[0]))
-        return Overlap(*(c[order] for c in joined))
+        return _merged([_meet_grids(tilings, numbers, part, offsets, sizes) for part in halves])
     offsets, ends = offsets[rows], offsets[rows] + sizes[rows]
     axes = offsets.shape[1]
     first = np.empty((len(rows), axes), np.int64)  # the first cell of each axis that a box meets
@@ -209,7 +210,7 @@ def _sweep(a_low: Ints, a_high: Ints, b_low: Ints, b_high: Ints) -> Iterator[tup
         yield pairs[0], pairs[1]
         return
     plans = [_candidates(a_low[:, x], a_high[:, x], b_low[:, x], b_high[:, x]) for x in range(axes)]
-    best = min(plans, key=lambda plan: sum(int(counts.sum()) for _, _, counts in plan))
+    best = min(plans, key=lambda plan: sum(int(some.counts.sum()) for some in plan))
     for order, first, counts in best:
         for rows in _blocks(counts):
             each = counts[rows]
@@ -221,13 +222,24 @@ def _sweep(a_low: Ints, a_high: Ints, b_low: Ints, b_high: Ints) -> Iterator[tup
             yield a[meet], b[meet]
 
 
-def _candidates(
-    a_low: Ints, a_high: Ints, b_low: Ints, b_high: Ints
-) -> list[tuple[Ints, Ints, Ints]]:
+class _Candidates(NamedTuple):
+    """Intervals of b that intervals of a may meet.
+
+    Attributes:
+        order: Some intervals of b, by where they start.
+        first, counts: Per interval of a, the run of ``order`` that it may meet.
+    """
+
+    order: Ints
+    first: Ints
+    counts: Ints
+
+
+def _candidates(a_low: Ints, a_high: Ints, b_low: Ints, b_high: Ints) -> list[_Candidates]:
     """On one axis: orders of b, and per interval of a the run of each order that it may meet.
 
     There is an order for each power of two of b's lengths. Intervals of one are so alike that where
-    they start tells, within a factor of two, where they end: one long box among short ones costs
+    they start gives, within a factor of two, where they end: one long box among short ones costs
     nothing.
     """
     found = []
@@ -239,7 +251,7 @@ def _candidates(
         longest = int((b_high[mine] - b_low[mine]).max())
         first = np.searchsorted(starts, a_low - longest, side="right")
         last = np.searchsorted(starts, a_high, side="left")
-        found.append((order, first, np.maximum(last - first, 0)))
+        found.append(_Candidates(order, first, np.maximum(last - first, 0)))
     return found
 
 
@@ -268,7 +280,7 @@ def self_overlaps(tiling: Tiling, limit: int) -> list[tuple[int, int]]:
 
 
 def fills(tiling: Tiling, shape: Sequence[int]) -> bool:
-    """Tell whether every element of a tensor of that shape lies in exactly one chunk.
+    """Return True if every element of a tensor of that shape lies in exactly one chunk.
 
     >>> from shardplan.planning.geometry.tilings import tile
     >>> fills(tile([[0], [3]], [[3], [3]]), (6,)), fills(tile([[0]], [[3]]), (6,))
@@ -309,7 +321,7 @@ Corner = tuple[int, ...]
 def _gaps(low: Ints, high: Ints, start: Corner, end: Corner) -> Iterator[tuple[Corner, Corner]]:
     """Walk slabs along the axis with the most cuts and, inside a slab, the other axes likewise.
 
-    Slabs that follow each other and miss the same cross-section are told as one gap.
+    Slabs that follow each other and miss the same cross-section are one gap.
     """
     if any(s >= e for s, e in zip(start, end, strict=True)):
         return

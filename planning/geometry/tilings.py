@@ -1,10 +1,10 @@
-"""How are a tensor's chunks held? Chunk, and the tilings that many of them form.
+"""Chunk, and the tilings that the chunks of a tensor form.
 
 A tensor's chunks form a *tiling*: a `Grid` (cut points per axis) where they can, `Boxes` where they
 must. Both are immutable sequences of `Chunk`, in order, and compare and hash like tuples of them.
 
-Every question is answered by columns: row ``i`` of ``offsets`` and ``sizes`` is chunk ``i``, each
-column an axis, in elements of the tensor's global frame.
+Row ``i`` of ``offsets`` and ``sizes`` is chunk ``i``, each column an axis, in elements of the
+tensor's global frame.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from operator import index
-from typing import Any, Final, overload
+from typing import Any, Final
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Ints, readonly
+from ..columns.arrays import Columns, Index, Ints, readonly
 
 __all__ = [
     "MAX_AXES",
@@ -28,13 +28,14 @@ __all__ = [
     "Chunk",
     "Grid",
     "Tiling",
+    "meet",
     "shape_fault",
     "tile",
     "tile_chunks",
 ]
 
 MAX_AXES: Final = 63
-"""The most axes of a tensor; numpy's arrays have 64, one of which is that of an element's bytes."""
+"""The most axes of a tensor; numpy's arrays have 64, and one is needed for an element's bytes."""
 MAX_NUMEL: Final = 1 << 59
 """The axes of a tensor, but for those of length 0, have a product of less than this.
 
@@ -95,7 +96,18 @@ class Chunk:
         return math.prod(self.sizes)
 
 
-class Tiling(Sequence[Chunk]):
+def meet(a: Chunk, b: Chunk) -> Chunk | None:
+    """Return the box that two boxes share; None if they share no element.
+
+    >>> meet(Chunk((0, 0), (4, 4)), Chunk((2, 3), (4, 4)))
+    Chunk(offsets=(2, 3), sizes=(2, 1))
+    """
+    low = tuple(map(max, a.offsets, b.offsets))
+    sizes = [min(x, y) - o for x, y, o in zip(a.ends, b.ends, low, strict=True)]
+    return Chunk(low, sizes) if all(n > 0 for n in sizes) else None
+
+
+class Tiling(Columns[Chunk]):
     """An immutable sequence of chunks of one tensor, backed by columns. Either Grid or Boxes."""
 
     offsets: Ints  # where each chunk starts; one row a chunk
@@ -106,37 +118,20 @@ class Tiling(Sequence[Chunk]):
         """How many axes the tensor has."""
         return int(self.offsets.shape[1])
 
-    @overload
-    def __getitem__(self, index: int) -> Chunk: ...
-    @overload
-    def __getitem__(self, index: slice) -> Tiling: ...
-    def __getitem__(self, index: int | slice) -> Chunk | Tiling:
-        if isinstance(index, slice):
-            return tile(self.offsets[index], self.sizes[index])
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"chunk {index} of {len(self)}")
-        return Chunk(self.offsets[index].tolist(), self.sizes[index].tolist())
+    def record(self, row: int) -> Chunk:
+        """Make the chunk of one row."""
+        return Chunk(self.offsets[row].tolist(), self.sizes[row].tolist())
+
+    def take(self, rows: Index | slice) -> Tiling:
+        """Return the given chunks, in that order."""
+        return tile(self.offsets[rows], self.sizes[rows])
 
     def __iter__(self) -> Iterator[Chunk]:
-        for offsets, sizes in zip(self.offsets.tolist(), self.sizes.tolist(), strict=True):
-            yield Chunk(offsets, sizes)
+        return map(Chunk, self.offsets.tolist(), self.sizes.tolist())
 
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, Tiling):
-            return (
-                self is other
-                or (len(self) == len(other) == 0)
-                or (
-                    np.array_equal(self.offsets, other.offsets)
-                    and np.array_equal(self.sizes, other.sizes)
-                )
-            )
-        if isinstance(other, (tuple, list)):
-            return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
-        return NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
+    def _same(self, other: Tiling) -> bool:
+        pairs = ((self.offsets, other.offsets), (self.sizes, other.sizes))
+        return all(np.array_equal(a, b) for a, b in pairs)
 
     def bounds(self) -> Chunk:
         """Return the smallest box that holds every chunk (of a tiling that has any)."""

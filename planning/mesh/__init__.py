@@ -6,8 +6,7 @@ from ..door import door
 
 if TYPE_CHECKING:
     from .derive import DerivedPlans, derive_plans
-    from .models import LLAMA_TP, llama, llama3_8b, llama3_405b
-    from .placed import SpecLayout
+    from .described import described_plans, layout_key, on_meta
     from .placements import (
         Mesh,
         Only,
@@ -17,21 +16,35 @@ if TYPE_CHECKING:
         StridedShard,
         TensorSpec,
         as_mesh,
-        local_chunks,
     )
-    from .presets import Rule, adam, expert_parallel, fsdp, fsdp_tp, hsdp, pipeline, tensor_parallel
-    from .worlds import WorldPlans, world_metadata, world_plans
+    from .presets import (
+        LLAMA_TP,
+        Rule,
+        adam,
+        expert_parallel,
+        fsdp,
+        fsdp_tp,
+        hsdp,
+        llama,
+        llama3_8b,
+        llama3_405b,
+        pipeline,
+        tensor_parallel,
+    )
+    from .runs import local_chunks
+    from .worlds import SpecLayout, WorldPlans, world_metadata, world_plans
 
 __getattr__, __dir__ = door(
     __name__,
     {
         "derive": "DerivedPlans derive_plans",
-        "models": "LLAMA_TP llama llama3_405b llama3_8b",
-        "placed": "SpecLayout",
-        "placements": (
-            "Mesh Only Placement Replicate Shard StridedShard TensorSpec as_mesh local_chunks"
+        "described": "described_plans layout_key on_meta",
+        "placements": "Mesh Only Placement Replicate Shard StridedShard TensorSpec as_mesh",
+        "presets": (
+            "LLAMA_TP Rule adam expert_parallel fsdp fsdp_tp hsdp llama llama3_405b llama3_8b "
+            "pipeline tensor_parallel"
         ),
-        "presets": "Rule adam expert_parallel fsdp fsdp_tp hsdp pipeline tensor_parallel",
-        "worlds": "WorldPlans world_metadata world_plans",
+        "runs": "local_chunks",
+        "worlds": "SpecLayout WorldPlans world_metadata world_plans",
     },
 )

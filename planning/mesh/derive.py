@@ -1,29 +1,28 @@
-"""Who writes what, when everybody knows what everybody holds? Each rank works it out by itself.
+"""The save plans of all ranks of a known world, worked out by each rank for itself.
 
-The answer is `global_plan`'s, but no rank's plan is made for it except those that are asked for.
-What a layout says holds for all tensors that have it; and chunks that are shared by the same ranks
-are given out without looking at the others.
+They are those of `global_plan`, but only the plans that are asked for are made. What a layout says
+holds for all tensors that have it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from functools import cached_property
-from operator import index as as_index
-from typing import overload
+from typing import Any
 
 import attrs
 import numpy as np
 
-from ..columns.arrays import Ints, readonly
+from ..columns.arrays import Columns, Index, Ints, distinct, group_rows, readonly
 from ..columns.catalog import column
 from ..columns.items import WriteItems
 from ..geometry.tilings import pad
 from ..metadata import Metadata
-from ..passes.balance import even_out, uneven
-from ..records import SavePlan
-from .placed import SpecLayout, spread
-from .worlds import WorldPlans, world_metadata
+from ..passes.chunks import Shared, share_out
+from ..plans import SavePlan
+from .runs import spread
+from .worlds import SpecLayout, WorldPlans, world_metadata
 
 __all__ = ["DerivedPlans", "derive_plans"]
 
@@ -44,19 +43,19 @@ def derive_plans(plans: WorldPlans) -> tuple[DerivedPlans, Metadata]:
     True
 
     Raises:
-        PlanError: The ranks do not hold some tensor whole; every such fault is told.
+        PlanError: The ranks do not hold some tensor whole; every such fault is reported.
     """
     return DerivedPlans(plans), world_metadata(plans)
 
 
 @attrs.frozen(eq=False)
 class _Shares:
-    """Where the boxes of one layout lie, and who holds each.
+    """Where the boxes of one layout lie, and which ranks hold each.
 
     Attributes:
         chunk: Which chunk of the tensor each of the layout's rows is.
         holders: Per chunk, by place, the ranks that hold it, ascending; all have as many.
-        volume: Per chunk, how many elements it has.
+        volume: Per chunk, how many elements it has; 1 for a non-tensor value.
     """
 
     chunk: Ints
@@ -66,21 +65,10 @@ class _Shares:
     @classmethod
     def of(cls, layout: SpecLayout) -> _Shares:
         """Group a layout's boxes into chunks."""
-        rank, offsets, sizes = layout.rank, layout.offsets, layout.sizes
-        keys = [sizes[:, a] for a in reversed(range(sizes.shape[1]))]
-        keys += [offsets[:, a] for a in reversed(range(offsets.shape[1]))]
-        order = np.lexsort([rank, *keys])
-        new = np.ones(len(order), bool)
-        boxes = np.concatenate([offsets, sizes], axis=1)[order]
-        new[1:] = (boxes[1:] != boxes[:-1]).any(axis=1)
-        chunk = np.empty(len(order), np.int64)
-        chunk[order] = np.cumsum(new) - 1
-        count = int(new.sum())
-        return cls(
-            readonly(chunk),
-            readonly(rank[order].reshape(count, -1)),
-            readonly(sizes[order][new].prod(axis=1)),
-        )
+        constant = np.zeros_like(layout.rank)  # a tensor without axes has no other column
+        first, chunk = group_rows([constant, layout.offsets, layout.sizes])
+        holders = layout.rank[np.argsort(chunk, kind="stable")]
+        return cls(chunk, holders.reshape(len(first), -1), layout.sizes[first].prod(axis=1))
 
 
 @attrs.frozen(eq=False)
@@ -89,7 +77,7 @@ class _Boxes:
 
     Attributes:
         first, count: Per rank and layout, where its boxes begin, and how many they are. After the
-            last layout comes that of values that are no tensors: one box on every rank.
+            last layout comes that of non-tensor values: one box on every rank.
         offsets, sizes: The boxes, as wide as the catalog is.
         chunk: Which chunk of its tensor each of them is.
     """
@@ -119,7 +107,7 @@ class _Boxes:
 
 
 @attrs.frozen(eq=False, slots=False)
-class DerivedPlans(Sequence[SavePlan]):
+class DerivedPlans(Columns[SavePlan]):
     """One plan per rank, after replicas were given out; made when it is asked for.
 
     Compares like a tuple.
@@ -132,15 +120,10 @@ class DerivedPlans(Sequence[SavePlan]):
 
     @cached_property
     def _shares(self) -> tuple[_Shares, ...]:
-        """Who holds what of each layout; last, of a value that is no tensor."""
-        everyone = column(np.arange(len(self.plans)), 1, -1)
-        value = _Shares(column(np.zeros(len(self.plans))), everyone, column([0]))
+        """Which ranks hold what of each layout; last, of a non-tensor value."""
+        everyone = np.arange(len(self.plans))[None, :]
+        value = _Shares(np.zeros(len(self.plans), np.int64), everyone, np.ones(1, np.int64))
         return (*map(_Shares.of, self.plans.layouts), value)
-
-    @cached_property
-    def _writers(self) -> dict[int, Ints]:
-        """Per row of the catalog that several ranks hold: which rank writes each chunk."""
-        return _give_out(self.plans, self._shares)
 
     @cached_property
     def _boxes(self) -> _Boxes:
@@ -148,20 +131,15 @@ class DerivedPlans(Sequence[SavePlan]):
         return _Boxes.of(self.plans, self._shares)
 
     @cached_property
-    def _choice(self) -> tuple[Ints, Ints]:
+    def _writers(self) -> tuple[Ints, Ints]:
         """Where each row's chunks begin in a list of who writes which; -1 if its holders do."""
-        first, parts, end = np.full(len(self.plans.catalog.names), -1), [column([])], 0
-        for row, writers in self._writers.items():
-            first[row] = end
-            parts.append(writers)
-            end += len(writers)
-        return readonly(first), readonly(np.concatenate(parts))
+        return _writers(self.plans, self._shares)
 
     def _plan(self, rank: int) -> SavePlan:
         boxes, number = self._boxes, self.plans.layout_numbers
         row, nth = spread(boxes.count[rank][number])
         at = boxes.first[rank][number[row]] + nth
-        chunk, (first, writer) = boxes.chunk[at], self._choice
+        chunk, (first, writer) = boxes.chunk[at], self._writers
         shared = np.flatnonzero(first[row] >= 0)
         keep = np.ones(len(row), bool)
         keep[shared] = writer[first[row[shared]] + chunk[shared]] == rank
@@ -178,139 +156,47 @@ class DerivedPlans(Sequence[SavePlan]):
     def __len__(self) -> int:
         return len(self.plans)
 
-    @overload
-    def __getitem__(self, index: int) -> SavePlan: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[SavePlan, ...]: ...
-    def __getitem__(self, index: int | slice) -> SavePlan | tuple[SavePlan, ...]:
-        if isinstance(index, slice):
-            return tuple(map(self._plan, range(len(self))[index]))
-        return self._plan(range(len(self))[as_index(index)])
+    def record(self, row: int) -> SavePlan:
+        """Make the plan of one rank."""
+        return self._plan(row)
 
-    def __iter__(self) -> Iterator[SavePlan]:
-        return map(self._plan, range(len(self)))
+    def take(self, rows: Index | slice) -> tuple[SavePlan, ...]:
+        """Return the plans of some ranks."""
+        return tuple(map(self._plan, np.arange(len(self))[rows].tolist()))
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, (DerivedPlans, tuple, list)):
-            return NotImplemented
-        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DerivedPlans, (self.plans,)
 
 
-@attrs.frozen(eq=False)
-class _Groups:
-    """Chunks that several ranks hold, as many ranks each; one row a chunk.
+def _writers(plans: WorldPlans, shares: Sequence[_Shares]) -> tuple[Ints, Ints]:
+    """Give each shared chunk to one holder, as `dedup_replicas` does.
 
-    Attributes:
-        row, chunk: Which row of the catalog, and which of its chunks.
-        weight: Its bytes.
-        holders: The ranks that hold it, ascending.
+    Returns:
+        Per row of the catalog, where its chunks begin in the second array (-1: it has no shared
+        ones); and there, per chunk, the rank that writes it.
     """
-
-    row: Ints
-    chunk: Ints
-    weight: Ints
-    holders: Ints
-
-
-def _give_out(plans: WorldPlans, shares: Sequence[_Shares]) -> dict[int, Ints]:
-    """Give each shared chunk to one holder, as `balance.assign` does; return who writes what."""
-    number, width = plans.layout_numbers, np.maximum(plans.catalog.itemsize, 0)
+    number = plans.layout_numbers
+    width = np.where(number < len(plans.layouts), plans.catalog.itemsize, 1)
+    count = column([share.holders.shape[1] for share in shares])[number]
     load = np.zeros(len(plans), np.int64)
-    shared: dict[int, list[int]] = {}  # how many hold it: rows of the catalog
-    alone: dict[tuple[int, int], int] = {}
-    for row, layout in enumerate(number.tolist()):
-        holders = shares[layout].holders.shape[1] if len(shares[layout].holders) else 0
-        if holders > 1:
-            shared.setdefault(holders, []).append(row)
-        elif holders == 1:
-            key = (layout, int(width[row]))
-            alone[key] = alone.get(key, 0) + 1
-    for (layout, size), count in alone.items():
+    alone = Counter(zip(number[count == 1].tolist(), width[count == 1].tolist(), strict=True))
+    for (layout, size), times in alone.items():
         share = shares[layout]
-        weight = share.volume * size if layout < len(plans.layouts) else np.ones(1, np.int64)
-        np.add.at(load, share.holders[:, 0], weight * count)
-    writers: dict[int, Ints] = {}
-    every: list[tuple[_Groups, Ints]] = []
-    for _, rows in sorted(shared.items()):
-        groups = _groups(plans, shares, rows)
-        chosen = _assign(groups, load)
-        every.append((groups, chosen))
-    _even(every, load)
-    for groups, chosen in every:
-        edges = np.flatnonzero(np.diff(groups.row, prepend=-1, append=-1))
-        for low, high in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-            at = np.arange(low, high)
-            writers[int(groups.row[low])] = groups.holders[at, chosen[at]]
-    return writers
-
-
-def _groups(plans: WorldPlans, shares: Sequence[_Shares], rows: Sequence[int]) -> _Groups:
-    """List the chunks of some tensors, by tensor, then by place."""
-    width, number = plans.catalog.itemsize, plans.layout_numbers
-    parts = [shares[number[row]] for row in rows]
-    counts = [len(part.holders) for part in parts]
-    values = number[list(rows)] == len(plans.layouts)
-    weights = [
-        np.ones(1, np.int64) if value else part.volume * width[row]
-        for part, row, value in zip(parts, rows, values.tolist(), strict=True)
+        np.add.at(load, share.holders[:, 0], share.volume * size * times)
+    first, end = np.full(len(number), -1), 0
+    shared = []
+    for holders in distinct(count[count > 1]).tolist():
+        rows = np.flatnonzero(count == holders)
+        own = [shares[layout] for layout in number[rows].tolist()]
+        counts = column([len(share.volume) for share in own])
+        row, chunk = spread(counts)
+        first[rows] = end + np.cumsum(counts) - counts
+        end += len(row)
+        weight = np.concatenate([share.volume for share in own]) * width[rows[row]]
+        ranks = np.concatenate([share.holders for share in own])
+        shared.append(Shared((rows[row] << 32) + chunk, weight, ranks))
+    writers = [
+        np.take_along_axis(chunks.holders, holder[:, None], axis=1)[:, 0]
+        for chunks, holder in zip(shared, share_out(shared, load), strict=True)
     ]
-    return _Groups(
-        np.repeat(column(rows), counts),
-        np.concatenate([np.arange(n) for n in counts]),
-        np.concatenate(weights),
-        np.concatenate([part.holders for part in parts]),
-    )
-
-
-def _assign(groups: _Groups, load: Ints) -> Ints:
-    """Give each chunk to its least loaded holder, the heaviest chunk first; return which holder.
-
-    Chunks of one set of ranks are looked at in turn; if no rank is in two sets, all sets go ahead
-    side by side.
-    """
-    weight = np.maximum(groups.weight, 1)
-    chosen = np.zeros(len(weight), np.int64)
-    first, which = np.unique(groups.holders[:, 0], return_inverse=True)
-    _, example = np.unique(which, return_index=True)
-    sets = groups.holders[example]
-    if len(np.unique(sets)) != sets.size or (sets[which] != groups.holders).any():
-        for at in np.argsort(-groups.weight, kind="stable").tolist():
-            ranks = groups.holders[at]
-            chosen[at] = load[ranks].argmin()
-            load[ranks[chosen[at]]] += weight[at]
-        return chosen
-    order = np.lexsort((-groups.weight, which))  # stable: by tensor and place among equals
-    start = np.searchsorted(which[order], np.arange(len(first) + 1))
-    loads = load[sets]
-    for turn in range(int(np.diff(start).max())):
-        active = np.flatnonzero(np.diff(start) > turn)
-        at = order[start[active] + turn]
-        pick = loads[active].argmin(axis=1)
-        chosen[at] = pick
-        loads[active, pick] += weight[at]
-    load[sets] = loads
-    return chosen
-
-
-def _even(every: Sequence[tuple[_Groups, Ints]], load: Ints) -> None:
-    """Look for a better choice where there are few chunks to choose; see `balance.even_out`."""
-    rows = np.concatenate([groups.row for groups, _ in every]) if every else column([])
-    if not len(rows):
-        return
-    chunks = np.concatenate([groups.chunk for groups, _ in every])
-    order = np.lexsort((chunks, rows))
-    places = [(g, i) for g, (groups, _) in enumerate(every) for i in range(len(groups.row))]
-    if not uneven(len(rows), load):
-        return
-    count = column([every[places[o][0]][0].holders.shape[1] for o in order.tolist()])
-    first = np.cumsum(count) - count
-    rank = np.concatenate([every[g][0].holders[i] for g, i in (places[o] for o in order.tolist())])
-    weight = column([every[g][0].weight[i] for g, i in (places[o] for o in order.tolist())])
-    chosen = first + column([every[g][1][i] for g, i in (places[o] for o in order.tolist())])
-    even_out(chosen, first, count, rank, weight, load)
-    for at, o in enumerate(order.tolist()):
-        g, i = places[o]
-        every[g][1][i] = chosen[at] - first[at]
+    return first, np.concatenate([column([]), *writers])

@@ -1,4 +1,4 @@
-"""What would rank 7 hold? Meshes, placements and tensor specs, without hardware.
+"""Meshes, placements and tensor specs: how tensors are laid over ranks.
 
 The rules are DTensor's: placements are applied left to right, one per mesh axis, and `Shard` cuts
 as ``torch.chunk`` does. Unlike DTensor's chunk lists, which record one box per rank, a rank here
@@ -7,37 +7,25 @@ holds as many boxes as its elements form: a strided, uneven shard can be in seve
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Mapping, Sequence
 from operator import index
 
 import attrs
 
 from ..dtypes import ITEMSIZE, dtype_name
-from ..errors import RefusedError
 from ..frozen import FrozenDict
-from ..geometry.tilings import Chunk, as_ints
+from ..geometry.tilings import as_ints
 
 __all__ = [
     "Mesh",
     "Only",
     "Placement",
     "Replicate",
-    "Run",
     "Shard",
     "StridedShard",
     "TensorSpec",
-    "holds",
-    "local_chunks",
-    "local_runs",
-    "nested_runs",
-    "shard_runs",
 ]
-
-Run = tuple[int, int]
-"""A stretch of indices along one axis: where it starts, and how many there are."""
 
 
 @attrs.frozen
@@ -93,6 +81,7 @@ class Only:
 Placement = Shard | StridedShard | Replicate | Only
 
 
+@attrs.frozen(init=False, eq=False, repr=False)
 class Mesh:
     """Ranks on named axes, numbered row-major: the last axis runs fastest.
 
@@ -101,21 +90,13 @@ class Mesh:
     (8, (1, 2))
     """
 
-    __slots__ = ("axes",)
     axes: FrozenDict[str, int]
 
     def __init__(self, axes: Mapping[str, int] | None = None, /, **named: int) -> None:
-        sizes = {**(axes or {}), **named}
-        sizes = {name: index(n) for name, n in sizes.items()}
+        sizes = {name: index(n) for name, n in {**(axes or {}), **named}.items()}
         if any(n < 1 for n in sizes.values()):
             raise ValueError(f"every mesh axis needs at least one rank, not {sizes}")
-        object.__setattr__(self, "axes", FrozenDict(sizes))
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError("a Mesh cannot change; make a new one")
-
-    def __delattr__(self, name: str) -> None:
-        raise AttributeError("a Mesh cannot change; make a new one")
+        self.__attrs_init__(FrozenDict(sizes))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -150,18 +131,15 @@ class Mesh:
         return rank
 
     def __eq__(self, other: object) -> bool:
-        # Order matters: it numbers the ranks.
-        same = isinstance(other, Mesh) and list(self.axes.items()) == list(other.axes.items())
-        return same if isinstance(other, Mesh) else NotImplemented
+        if not isinstance(other, Mesh):
+            return NotImplemented
+        return list(self.axes.items()) == list(other.axes.items())  # their order numbers the ranks
 
     def __hash__(self) -> int:
         return hash(tuple(self.axes.items()))
 
     def __repr__(self) -> str:
         return f"Mesh({', '.join(f'{k}={n}' for k, n in self.axes.items())})"
-
-    def __reduce__(self) -> tuple[type[Mesh], tuple[dict[str, int]]]:
-        return Mesh, (dict(self.axes),)
 
 
 def _placements(values: Iterable[Placement]) -> tuple[Placement, ...]:
@@ -177,17 +155,12 @@ def _shape(values: Iterable[int]) -> tuple[int, ...]:
 
 
 def as_mesh(mesh: object) -> Mesh:
-    """Return a mesh, having refused anything else.
-
-    Raises:
-        TypeError: It is not a `Mesh`.
-    """
-    if not isinstance(mesh, Mesh):
-        axes = (
-            ", ".join(f"{k}={v}" for k, v in mesh.items()) if isinstance(mesh, Mapping) else "dp=8"
-        )
-        raise TypeError(f"a mesh is made by Mesh({axes}), and is not {mesh!r}")
-    return mesh
+    """Return a mesh; anything else is a TypeError."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    given = mesh if isinstance(mesh, Mapping) else {"dp": 8}
+    axes = ", ".join(f"{name}={count}" for name, count in given.items())
+    raise TypeError(f"a mesh is made by Mesh({axes}), and is not {mesh!r}")
 
 
 @attrs.frozen
@@ -215,161 +188,3 @@ class TensorSpec:
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
-
-
-def shard_runs(length: int, cuts: Sequence[tuple[int, int, int]]) -> tuple[Run, ...]:
-    """Return which indices of one axis a rank holds, as runs, in the order it stores them.
-
-    Args:
-        length: How long the axis is.
-        cuts: The cuts of this axis, in the order they are applied: into how many parts, which part
-            is ours, and the split factor (1 for a plain shard).
-
-    >>> shard_runs(10, [(4, 1, 1)])
-    ((3, 3),)
-    >>> shard_runs(13, [(3, 2, 2), (2, 0, 1)])  # strided over dp 3, then tp 2: rows 6 and 11
-    ((6, 1), (11, 1))
-    """
-    runs: tuple[Run, ...] = ((0, length),) if length else ()
-    for parts, ours, factor in cuts:
-        held = sum(n for _, n in runs)
-        runs = _join(
-            run for start, n in _stripes(held, parts, ours, factor) for run in _cut(runs, start, n)
-        )
-    return runs
-
-
-def _stripes(length: int, parts: int, ours: int, factor: int) -> Iterator[Run]:
-    """Cut into ``factor`` pieces, each into ``parts``, and give our part of every piece."""
-    for piece in range(factor):
-        start, size = _part(length, factor, piece)
-        at, n = _part(size, parts, ours)
-        if n:
-            yield start + at, n
-
-
-def _part(length: int, parts: int, ours: int) -> Run:
-    """Give one of the parts that ``torch.chunk`` makes; later ones may be short or empty."""
-    size = -(-length // parts)
-    start = min(size * ours, length)
-    return start, min(size, length - start)
-
-
-def _cut(runs: Sequence[Run], start: int, length: int) -> Iterator[Run]:
-    """Give the runs behind positions ``start`` to ``start + length`` of what the runs hold."""
-    passed = 0
-    for at, n in runs:
-        low, high = max(start - passed, 0), min(start + length - passed, n)
-        if low < high:
-            yield at + low, high - low
-        passed += n
-
-
-def _join(runs: Iterator[Run]) -> tuple[Run, ...]:
-    """Merge runs that follow each other without a hole."""
-    joined: list[Run] = []
-    for start, n in runs:
-        if joined and sum(joined[-1]) == start:
-            joined[-1] = joined[-1][0], joined[-1][1] + n
-        else:
-            joined.append((start, n))
-    return tuple(joined)
-
-
-def local_runs(
-    shape: Sequence[int],
-    mesh_shape: Sequence[int],
-    coordinate: Sequence[int],
-    placements: Sequence[Placement],
-) -> tuple[tuple[Run, ...], ...]:
-    """Return, per axis of the tensor, which indices the rank at ``coordinate`` holds.
-
-    >>> local_runs((6, 4), (4,), (3,), [Shard(0)])
-    ((), ((0, 4),))
-    """
-    cuts: list[list[tuple[int, int, int]]] = [[] for _ in shape]
-    if len(placements) != len(mesh_shape):
-        raise ValueError(f"{len(placements)} placements do not fit a mesh of shape {mesh_shape}")
-    for parts, ours, placement in zip(mesh_shape, coordinate, placements, strict=True):
-        if isinstance(placement, (Replicate, Only)):
-            continue
-        if not isinstance(placement, (Shard, StridedShard)):
-            raise RefusedError(f"{placement!r} is no placement that can be saved")
-        if not -len(shape) <= placement.dim < len(shape):
-            raise ValueError(f"{placement!r} cuts an axis that shape {tuple(shape)} does not have")
-        factor = placement.split_factor if isinstance(placement, StridedShard) else 1
-        cuts[placement.dim].append((parts, ours, factor))
-    return tuple(_cached_runs(n, tuple(cut)) for n, cut in zip(shape, cuts, strict=True))
-
-
-def nested_runs(
-    shape: Sequence[int],
-    mesh_shape: Sequence[int],
-    coordinate: Sequence[int],
-    placements: Sequence[Placement],
-) -> tuple[tuple[Run, ...], ...] | None:
-    """Return what `local_runs` does for a tensor that FSDP2 cut after others had: shard by shard.
-
-    FSDP2 cuts each shard that it finds by itself. It then says so with a strided placement that
-    comes before the others, which means the same only if everything divides.
-
-    >>> placements = [StridedShard(0, split_factor=2), Shard(0)]
-    >>> (
-    ...     nested_runs((13,), (3, 2), (2, 0), placements),
-    ...     local_runs((13,), (3, 2), (2, 0), placements),
-    ... )
-    ((((6, 1),),), (((6, 1), (11, 1)),))
-
-    Returns:
-        The runs; None if the placements are none that FSDP2 makes.
-    """
-    cuts: list[list[tuple[int, int, int]]] = [[] for _ in shape]
-    last: list[list[tuple[int, int, int]]] = [[] for _ in shape]
-    factors: dict[int, int] = {}
-    for parts, ours, placement in zip(mesh_shape, coordinate, placements, strict=True):
-        if isinstance(placement, StridedShard):
-            if last[placement.dim] or cuts[placement.dim]:
-                return None
-            last[placement.dim].append((parts, ours, 1))
-            factors[placement.dim] = placement.split_factor
-        elif isinstance(placement, Shard):
-            cuts[placement.dim].append((parts, ours, 1))
-    if any(math.prod(parts for parts, _, _ in cuts[dim]) != f for dim, f in factors.items()):
-        return None
-    whole = [(n, (*cut, *end)) for n, cut, end in zip(shape, cuts, last, strict=True)]
-    return tuple(_cached_runs(n, cut) for n, cut in whole) if factors else None
-
-
-_cached_runs = lru_cache(maxsize=1 << 12)(shard_runs)
-
-
-def holds(coordinate: Sequence[int], placements: Sequence[Placement]) -> bool:
-    """Tell whether the rank at ``coordinate`` is one that may hold a part at all; see `Only`.
-
-    >>> holds((1, 0), [Only(0), Shard(0)])
-    False
-    """
-    return all(
-        at in placement.coordinates
-        for at, placement in zip(coordinate, placements, strict=False)
-        if isinstance(placement, Only)
-    )
-
-
-def local_chunks(
-    shape: Sequence[int],
-    mesh_shape: Sequence[int],
-    coordinate: Sequence[int],
-    placements: Sequence[Placement],
-) -> tuple[Chunk, ...]:
-    """Return the boxes of a tensor that the rank at ``coordinate`` holds, none of them empty.
-
-    >>> local_chunks((13,), (3, 2), (2, 0), [StridedShard(0, split_factor=2), Shard(0)])
-    (Chunk(offsets=(6,), sizes=(1,)), Chunk(offsets=(11,), sizes=(1,)))
-    """
-    runs = local_runs(shape, mesh_shape, coordinate, placements)
-    if not holds(coordinate, placements):
-        return ()
-    return tuple(
-        Chunk([at for at, _ in box], [n for _, n in box]) for box in itertools.product(*runs)
-    )

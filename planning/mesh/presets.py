@@ -1,4 +1,4 @@
-"""How do people shard? Presets that place a table of parameters on a mesh, one axis at a time.
+"""Presets: the usual ways to place a table of parameters on a mesh, and the shapes of models.
 
 Each preset decides the placements on one axis of the mesh and leaves the others as they are, so
 presets nest: tensor parallelism first, then FSDP over it, as torch applies them. A preset takes
@@ -18,15 +18,17 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Final, Literal
 
 import attrs
 
+from ..dtypes import Dtype
 from ..errors import NotFoundError, listed, nearest_hint, nearest_names
 from ..frozen import FrozenDict
 from .placements import Mesh, Only, Placement, Replicate, Shard, StridedShard, TensorSpec
 
 __all__ = [
+    "LLAMA_TP",
     "Params",
     "Rule",
     "adam",
@@ -34,6 +36,9 @@ __all__ = [
     "fsdp",
     "fsdp_tp",
     "hsdp",
+    "llama",
+    "llama3_405b",
+    "llama3_8b",
     "pipeline",
     "tensor_parallel",
 ]
@@ -56,11 +61,6 @@ def fsdp(params: Params, mesh: Mesh, *, axis: str = "dp") -> Specs:
     Where a later mesh axis cuts the rows already, the cut is strided: that axis cut first, and FSDP
     cuts each of its shards. A tensor without axes cannot be cut; every rank holds it.
 
-    Args:
-        params: Shapes or specs by name.
-        mesh: The ranks.
-        axis: The mesh axis to cut over.
-
     >>> from shardplan.planning import Mesh
     >>> fsdp({"w": (8, 4)}, Mesh(dp=4))["w"].placements
     (Shard(dim=0),)
@@ -81,12 +81,6 @@ def hsdp(
     params: Params, mesh: Mesh, *, replicate: str = "dp_replicate", shard: str = "dp_shard"
 ) -> Specs:
     """Cut rows over one mesh axis and hold copies along another, as hybrid FSDP does.
-
-    Args:
-        params: Shapes or specs by name.
-        mesh: The ranks.
-        replicate: The mesh axis whose ranks hold the same.
-        shard: The mesh axis to cut over.
 
     >>> from shardplan.planning import Mesh
     >>> hsdp({"w": (8, 4)}, Mesh(dp_replicate=2, dp_shard=4))["w"].placements
@@ -136,14 +130,7 @@ def tensor_parallel(
 def fsdp_tp(
     params: Params, mesh: Mesh, rules: Mapping[str, Rule], *, dp: str = "dp", tp: str = "tp"
 ) -> Specs:
-    """Cut within layers, then cut the rows of what results: FSDP2 over tensor parallelism.
-
-    Args:
-        params: Shapes or specs by name.
-        mesh: The ranks.
-        rules: What `tensor_parallel` takes.
-        dp: The mesh axis of FSDP.
-        tp: The mesh axis of tensor parallelism.
+    """Cut by `tensor_parallel` rules, then cut the rows of what results: FSDP2 over TP.
 
     >>> from shardplan.planning import Mesh
     >>> mesh, rules = Mesh(dp=4, tp=2), {"up": "colwise", "down": "rowwise"}
@@ -194,9 +181,7 @@ def pipeline(
             raise ValueError(f"{len(patterns)} stages do not fit {mesh!r}: `{axis}` has {count}")
         _match_all([p for stage in patterns for p in stage], params)
         at = {
-            name: [
-                n for n, stage in enumerate(patterns) if any(fnmatchcase(name, p) for p in stage)
-            ]
+            name: [n for n, some in enumerate(patterns) if any(fnmatchcase(name, p) for p in some)]
             for name in params
         }
     homeless = [name for name, found in at.items() if not found]
@@ -208,16 +193,10 @@ def pipeline(
 def expert_parallel(
     params: Params, mesh: Mesh, experts: str = "*experts*", *, axis: str = "ep"
 ) -> Specs:
-    """Deal the experts of a mixture over one mesh axis.
+    """Deal the experts of a mixture over one mesh axis; other names stay as they are.
 
     Experts stacked in one tensor are cut along its leading axis. Experts with keys of their own
     (``experts.7.w1``) are held whole by `Only` one coordinate, the one that has row 7 of a stack.
-
-    Args:
-        params: Shapes or specs by name.
-        mesh: The ranks.
-        experts: The pattern of the experts' names; everything else stays as it is.
-        axis: The mesh axis to deal over.
 
     >>> from shardplan.planning import Mesh
     >>> params = {"experts.w1": (4, 8, 8), "moe.experts.0.w": (8, 8), "moe.experts.1.w": (8, 8)}
@@ -245,7 +224,7 @@ def expert_parallel(
 def adam(params: Params) -> Specs:
     """Add the state of Adam: per parameter two float32 moments that lie as it does, and its step.
 
-    The step is a float32 scalar that every rank holds which holds the parameter.
+    The step is a float32 scalar on every rank that holds the parameter.
 
     >>> for name in adam({"w": (8, 4)}):
     ...     print(name)
@@ -260,12 +239,10 @@ def adam(params: Params) -> Specs:
         moment = attrs.evolve(spec, dtype="float32")
         state[f"optimizer.state.{name}.exp_avg"] = moment
         state[f"optimizer.state.{name}.exp_avg_sq"] = moment
-        where: list[Any] = list(spec.placements)
-        where = [p if isinstance(p, Only) else Replicate() for p in where]
-        everywhere = all(isinstance(p, Replicate) for p in where)
-        state[f"optimizer.state.{name}.step"] = TensorSpec(
-            (), "float32", () if everywhere else where
-        )
+        where = [p if isinstance(p, Only) else Replicate() for p in spec.placements]
+        everywhere = Replicate() in where and len(set(where)) == 1
+        step = TensorSpec((), "float32", () if everywhere else where)
+        state[f"optimizer.state.{name}.step"] = step
     return FrozenDict({**specs, **state})
 
 
@@ -308,8 +285,7 @@ def _match_all(patterns: Iterable[str], names: Iterable[str]) -> None:
     idle = [p for p in patterns if not any(fnmatchcase(name, p) for name in known)]
     if idle:
         near = nearest_names(idle[0], known)
-        hint = nearest_hint(near)
-        raise NotFoundError(f"no parameter matches {listed(idle)}{hint}", near)
+        raise NotFoundError(f"no parameter matches {listed(idle)}{nearest_hint(near)}", near)
 
 
 def _even_stages(names: Iterable[str], stages: int) -> dict[str, list[int]]:
@@ -325,3 +301,70 @@ def _even_stages(names: Iterable[str], stages: int) -> dict[str, list[int]]:
         else:
             at[name] = [0 if all(layer_of[n] is None for n in at) else stages - 1]
     return at
+
+
+LLAMA_TP: Final[FrozenDict[str, Rule]] = FrozenDict(
+    {
+        "*.embed_tokens.weight": 0,
+        "*.[qkv]_proj.weight": "colwise",
+        "*.o_proj.weight": "rowwise",
+        "*.gate_proj.weight": "colwise",
+        "*.up_proj.weight": "colwise",
+        "*.down_proj.weight": "rowwise",
+        "lm_head.weight": "colwise",
+    }
+)
+"""How tensor parallelism cuts a Llama: the rules that `tensor_parallel` takes."""
+
+
+def llama(
+    *,
+    dim: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    vocab: int = 128_256,
+    dtype: Dtype = "bfloat16",
+) -> FrozenDict[str, TensorSpec]:
+    """Return the parameters of a Llama, under the names that Hugging Face gives them.
+
+    >>> params = llama(dim=8, layers=1, heads=4, kv_heads=2, ffn=16, vocab=10)
+    >>> params["model.layers.0.self_attn.k_proj.weight"].shape
+    (4, 8)
+    """
+    kv = dim // heads * kv_heads
+    layer = {
+        "self_attn.q_proj": (dim, dim),
+        "self_attn.k_proj": (kv, dim),
+        "self_attn.v_proj": (kv, dim),
+        "self_attn.o_proj": (dim, dim),
+        "mlp.gate_proj": (ffn, dim),
+        "mlp.up_proj": (ffn, dim),
+        "mlp.down_proj": (dim, ffn),
+        "input_layernorm": (dim,),
+        "post_attention_layernorm": (dim,),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (vocab, dim)}
+    for number in range(layers):
+        shapes.update({f"model.layers.{number}.{name}": shape for name, shape in layer.items()})
+    shapes |= {"model.norm": (dim,), "lm_head": (vocab, dim)}
+    return FrozenDict({f"{name}.weight": TensorSpec(s, dtype) for name, s in shapes.items()})
+
+
+def llama3_8b(dtype: Dtype = "bfloat16") -> FrozenDict[str, TensorSpec]:
+    """Return the parameters of Llama 3 8B, 8.03 billion.
+
+    >>> len(llama3_8b())
+    291
+    """
+    return llama(dim=4096, layers=32, heads=32, kv_heads=8, ffn=14_336, dtype=dtype)
+
+
+def llama3_405b(dtype: Dtype = "bfloat16") -> FrozenDict[str, TensorSpec]:
+    """Return the parameters of Llama 3.1 405B, 405.85 billion.
+
+    >>> len(llama3_405b())
+    1137
+    """
+    return llama(dim=16_384, layers=126, heads=128, kv_heads=8, ffn=53_248, dtype=dtype)

@@ -1,42 +1,144 @@
-"""What would every rank hold? The plans of a whole world, for a mesh that nobody owns.
+"""The plans of all ranks of a mesh that need not exist, and the checkpoint they would save.
 
 Tensors of one shape, placed alike, lie alike: a `SpecLayout` is worked out once, for all ranks, and
-a rank's plan is put together from layouts when somebody asks for it.
+a rank's plan is put together from layouts when it is asked for. No mesh axis cuts two axes of a
+tensor, so a layout is a product: what a rank holds along one axis depends only on its coordinates
+on the mesh axes that cut that axis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
-from operator import index as as_index
-from typing import Any, Final, overload
+from typing import Any, Final
 
 import attrs
 import numpy as np
 
 from ..check import layout_issues
-from ..columns.arrays import Ints, readonly
+from ..columns.arrays import Columns, Index, Ints, readonly
 from ..columns.catalog import Catalog, Head, column, padded
 from ..columns.items import WriteItems
 from ..errors import Issue, PlanError, RefusedError
 from ..frozen import FrozenDict
 from ..geometry.overlap import fills
-from ..geometry.tilings import Grid, Tiling, shape_fault, tile
-from ..items import TensorProperties, WriteItemType
+from ..geometry.tilings import Chunk, Grid, Tiling, shape_fault, tile
 from ..metadata import Entries, Layout, Metadata
-from ..records import SavePlan
-from ..text import Sheet, counted, human_bytes, listing
+from ..plans import SavePlan
+from ..records import TensorProperties, WriteItemType
+from ..text import Printed, Sheet, counted, human_bytes, listing
 from ..tree import flatten, is_tensor, nesting_data
-from .placed import SpecLayout, spread
-from .placements import Mesh, Only, Replicate, Shard, StridedShard, TensorSpec, as_mesh
+from .placements import Mesh, Only, Placement, Replicate, Shard, StridedShard, TensorSpec, as_mesh
+from .runs import AxisRuns, cached_axis_runs, holds, local_chunks, spread
 
-__all__ = ["WorldPlans", "world_metadata", "world_plans"]
+__all__ = ["SpecLayout", "WorldPlans", "world_metadata", "world_plans"]
 
 _SHOWN: Final = 12
 
 
+@attrs.frozen(slots=False)
+class SpecLayout:
+    """A shape placed on a mesh, and where that puts it on every rank; worked out when asked for.
+
+    Attributes:
+        size: The global shape, in elements.
+        placements: One placement per mesh axis; none means that every rank holds all of it.
+        mesh: The mesh.
+
+    >>> layout = SpecLayout((5, 2), (Shard(0), Replicate()), Mesh(dp=3, tp=2))
+    >>> layout.rank, layout.offsets[:, 0], layout.sizes[:, 0]
+    (array([0, 1, 2, 3, 4, 5]), array([0, 0, 2, 2, 4, 4]), array([2, 2, 2, 2, 1, 1]))
+    """
+
+    size: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    mesh: Mesh
+
+    @property
+    def rank(self) -> Ints:
+        """Whose box each row is; ascending."""
+        return self._columns[0]
+
+    @property
+    def offsets(self) -> Ints:
+        """Where each box starts, in the global frame; a rank's boxes in the order it stores them.
+
+        Empty boxes are left out; an empty tensor is one empty box on each rank that holds it.
+        """
+        return self._columns[1]
+
+    @property
+    def sizes(self) -> Ints:
+        """How large each box is."""
+        return self._columns[2]
+
+    def held_by(self, rank: int) -> tuple[Chunk, ...]:
+        """Return the boxes of one rank, without working out anybody else's."""
+        at = self.mesh.coordinate(rank)
+        if not self.placements or (0 in self.size and holds(at, self.placements)):
+            return (Chunk([0] * len(self.size), self.size),)
+        return local_chunks(self.size, self.mesh.shape, at, self.placements)
+
+    @cached_property
+    def _columns(self) -> tuple[Ints, Ints, Ints]:
+        """Rank, offsets and sizes: count the boxes of each rank, then find the runs of each box."""
+        at = np.indices(self.mesh.shape).reshape(len(self.mesh.shape), len(self.mesh))
+        count = np.ones(len(self.mesh), np.int64)
+        for place, placement in zip(at, self.placements, strict=False):
+            if isinstance(placement, Only):
+                count[~np.isin(place, placement.coordinates)] = 0
+        axes = () if 0 in self.size else self._axes()
+        begin, each = [], []  # per axis: each rank's first run, and how many it has
+        for by, runs in axes:
+            combination = np.zeros(len(self.mesh), np.int64)
+            for number in by:
+                combination = combination * self.mesh.shape[number] + at[number]
+            begin.append(runs.first[combination])
+            each.append(runs.first[combination + 1] - begin[-1])
+            count = count * each[-1]
+        rank, nth = spread(count)
+        offsets = np.zeros((len(rank), len(self.size)), np.int64)
+        sizes = offsets + column(self.size)
+        for axis, (_, runs) in reversed(list(enumerate(axes))):  # the last axis runs fastest
+            nth, run = np.divmod(nth, each[axis][rank])
+            run += begin[axis][rank]
+            offsets[:, axis], sizes[:, axis] = runs.start[run], runs.length[run]
+        return readonly(rank), readonly(offsets), readonly(sizes)
+
+    def _axes(self) -> tuple[tuple[list[int], AxisRuns], ...]:
+        """Per axis of the tensor: the mesh axes that cut it, and what each combination holds."""
+        by: list[list[int]] = [[] for _ in self.size]
+        for number, placement in enumerate(self.placements):
+            if isinstance(placement, (Shard, StridedShard)):
+                by[placement.dim].append(number)
+        factors = [getattr(placement, "split_factor", 1) for placement in self.placements]
+        cuts = [tuple((self.mesh.shape[n], factors[n]) for n in numbers) for numbers in by]
+        return tuple(zip(by, map(cached_axis_runs, self.size, cuts), strict=True))
+
+    def lines(self) -> tuple[Tiling, ...]:
+        """Return, per axis, the runs that all ranks together hold, ascending, as tilings of it."""
+        found = []
+        for _, runs in self._axes():
+            order = np.argsort(runs.start, kind="stable")
+            found.append(tile(runs.start[order, None], runs.length[order, None]))
+        return tuple(found)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SpecLayout, (self.size, self.placements, self.mesh)
+
+    def __str__(self) -> str:
+        placed = zip(self.mesh.names, self.placements, strict=False)
+        cuts = [f"{name}={_text(p)}" for name, p in placed if not isinstance(p, Replicate)]
+        return ", ".join(cuts) or "on every rank"
+
+
+def _text(placement: object) -> str:
+    values = attrs.astuple(placement, recurse=False)  # type: ignore[arg-type]
+    return f"{type(placement).__name__}({', '.join(map(str, values))})"
+
+
 @attrs.frozen(eq=False, repr=False, slots=False)
-class WorldPlans(Sequence[SavePlan]):
+class WorldPlans(Printed, Columns[SavePlan]):
     """One plan per rank of a mesh, made when it is asked for. Compares and hashes like a tuple.
 
     A plan is not kept once it is made, and all share one catalog. Hashing makes every plan, as
@@ -45,7 +147,7 @@ class WorldPlans(Sequence[SavePlan]):
     Attributes:
         mesh: Where the ranks lie.
         specs: The tensors by name, in order of names.
-        values: The names of all values that are no tensors; every rank holds them.
+        values: The names of all non-tensor values; every rank holds them.
         planner_data: What each plan carries as its ``planner_data``: the paths of nested keys.
     """
 
@@ -69,12 +171,12 @@ class WorldPlans(Sequence[SavePlan]):
     @cached_property
     def catalog(self) -> Catalog:
         """The tensors and values that all plans speak of."""
-        heads: list[Head] = [(k, k, WriteItemType.BYTE_IO, None, ()) for k in self.values]
+        heads = [Head.value(name) for name in self.values]
         properties = {d: TensorProperties(d) for d in {s.dtype for s in self.specs.values()}}
         for name, spec in self.specs.items():
             kind = WriteItemType.SHARD if spec.placements else WriteItemType.TENSOR
-            heads.append((name, name, kind, properties[spec.dtype], spec.shape))
-        return Catalog.of(tuple(sorted(heads, key=lambda head: head[0])))
+            heads.append(Head(name, name, kind, properties[spec.dtype], spec.shape))
+        return Catalog.of(sorted(heads, key=lambda head: head.name))
 
     @cached_property
     def layout_numbers(self) -> Ints:
@@ -84,7 +186,7 @@ class WorldPlans(Sequence[SavePlan]):
     def _plan(self, rank: int) -> SavePlan:
         """Look up what one rank holds of each layout, and repeat that for each of its tensors."""
         held = [layout.held_by(rank) for layout in self.layouts]
-        counts = column([*map(len, held), 1])  # a value that is no tensor counts once
+        counts = column([*map(len, held), 1])  # a non-tensor value counts once
         boxes = [chunk for chunks in held for chunk in chunks]
         offsets = padded([*(box.offsets for box in boxes), ()], 0, self.catalog.axes)
         sizes = padded([*(box.sizes for box in boxes), ()], 1, self.catalog.axes)
@@ -96,33 +198,20 @@ class WorldPlans(Sequence[SavePlan]):
     def __len__(self) -> int:
         return len(self.mesh)
 
-    @overload
-    def __getitem__(self, index: int) -> SavePlan: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[SavePlan, ...]: ...
-    def __getitem__(self, index: int | slice) -> SavePlan | tuple[SavePlan, ...]:
-        if isinstance(index, slice):
-            return tuple(map(self._plan, range(len(self))[index]))
-        if not -len(self) <= as_index(index) < len(self):
-            raise IndexError(f"rank {index} is not on {self.mesh!r}, which has {len(self)} ranks")
-        return self._plan(as_index(index) % len(self))
+    def record(self, row: int) -> SavePlan:
+        """Make the plan of one rank."""
+        return self._plan(row)
 
-    def __iter__(self) -> Iterator[SavePlan]:
-        return map(self._plan, range(len(self)))
+    def take(self, rows: Index | slice) -> tuple[SavePlan, ...]:
+        """Return the plans of some ranks."""
+        return tuple(map(self._plan, np.arange(len(self))[rows].tolist()))
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, (WorldPlans, tuple, list)):
-            return NotImplemented
-        if isinstance(other, WorldPlans) and self._key == other._key:
-            return True
-        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+    def _same(self, other: WorldPlans) -> bool:
+        return self._key == other._key or super()._same(other)
 
     @property
     def _key(self) -> tuple[Any, ...]:
         return self.mesh, self.specs, self.values, self.planner_data
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WorldPlans, self._key
@@ -146,12 +235,6 @@ class WorldPlans(Sequence[SavePlan]):
         head = ("shape", "placements", "tensors", "bytes")
         return listing(title, head, rows, len(self.layouts))
 
-    def __repr__(self) -> str:
-        return self._sheet.text()
-
-    def _repr_html_(self) -> str:
-        return self._sheet.html()
-
 
 def world_plans(specs: Mapping[Any, Any], mesh: Mesh) -> WorldPlans:
     """Plan for every rank of a mesh, without the mesh.
@@ -162,7 +245,7 @@ def world_plans(specs: Mapping[Any, Any], mesh: Mesh) -> WorldPlans:
         mesh: The ranks.
 
     Returns:
-        One plan per rank: ``plans[r] == local_plan(specs, mesh=mesh, rank=r)``, made on the spot.
+        One plan per rank: ``plans[r] == local_plan(specs, mesh=mesh, rank=r)``, made on demand.
 
     >>> plans = world_plans({"w": TensorSpec((6, 2), "float32", [Shard(0)]), "step": 7}, Mesh(dp=2))
     >>> plans
@@ -177,24 +260,13 @@ def world_plans(specs: Mapping[Any, Any], mesh: Mesh) -> WorldPlans:
 
     Raises:
         PlanError: Two keys flatten to the same name, or placements do not fit the mesh or the
-            shape; every such key is told.
-        RefusedError: A tensor is no `TensorSpec`, or a placement none that can be saved.
+            shape; every such key is named.
+        RefusedError: A tensor is not a `TensorSpec`, or a placement cannot be saved.
     """
     as_mesh(mesh)
     flat, paths = flatten(specs)
     tensors = {name: flat[name] for name in sorted(flat) if is_tensor(flat[name])}
-    refused = [
-        f"`{name}` is a {type(value).__name__}; describe it as TensorSpec(shape, dtype, placements)"
-        for name, value in tensors.items()
-        if not isinstance(value, TensorSpec)
-    ]
-    if not refused:
-        refused = [
-            f"`{name}`: {placement!r} is no placement that can be saved"
-            for name, spec in tensors.items()
-            for placement in spec.placements
-            if not isinstance(placement, (Shard, StridedShard, Replicate, Only))
-        ]
+    refused = [text for name, value in tensors.items() for text in _refusals(name, value)]
     if refused:
         raise RefusedError(*refused)
     issues = [
@@ -206,6 +278,18 @@ def world_plans(specs: Mapping[Any, Any], mesh: Mesh) -> WorldPlans:
         raise PlanError(issues)
     values = tuple(name for name in sorted(flat) if name not in tensors)
     return WorldPlans(mesh, FrozenDict(tensors), values, nesting_data(flat, paths))
+
+
+def _refusals(name: str, value: object) -> Iterator[str]:
+    """Say why a tensor is not one that can be planned for."""
+    if not isinstance(value, TensorSpec):
+        kind = type(value).__name__
+        yield f"`{name}` is a {kind}; describe it as TensorSpec(shape, dtype, placements)"
+        return
+    placements: tuple[object, ...] = value.placements
+    for placement in placements:
+        if not isinstance(placement, (Shard, StridedShard, Replicate, Only)):
+            yield f"`{name}`: {placement!r} is not a placement that can be saved"
 
 
 def _misfits(spec: TensorSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
@@ -243,7 +327,7 @@ def world_metadata(plans: WorldPlans) -> Metadata:
     w     float32  [13]   Grid(0:3:6:7:9:11:12:13)
 
     Raises:
-        PlanError: The ranks do not hold some tensor whole; every such fault is told.
+        PlanError: The ranks do not hold some tensor whole; every such fault is reported.
     """
     found = [Layout(layout.size, _tiling(layout)) for layout in plans.layouts]
     faulty = {n for n, layout in enumerate(found) if not fills(layout.tiling, layout.size)}

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
         Pass,
         Passes,
         Stages,
-        annotate,
         chain,
         may_see_rank,
         named_chain,
@@ -17,15 +16,15 @@ if TYPE_CHECKING:
         world_pass,
     )
     from .chunks import dedup_replicas, split_chunks, split_replicas
-    from .keys import cast, drop, rename, select
+    from .keys import annotate, cast, drop, rename, select
     from .sharing import read_on, share_reads, split_reads
 
 __getattr__, __dir__ = door(
     __name__,
     {
-        "base": "Pass Passes Stages annotate chain may_see_rank named_chain partition world_pass",
+        "base": "Pass Passes Stages chain may_see_rank named_chain partition world_pass",
         "chunks": "dedup_replicas split_chunks split_replicas",
-        "keys": "cast drop rename select",
+        "keys": "annotate cast drop rename select",
         "sharing": "read_on share_reads split_reads",
     },
 )

@@ -7,7 +7,7 @@ what it is given, wherever it runs (`save`, `load`, `convert`, `global_plan`, to
 - a ``"world"`` pass is given the plans of all ranks, in rank order.
 
 A plain function is a rank pass unless `world_pass` marks it. `run_pass` is the only place that
-calls one. Passes that rewrite keys are in `keys`, those that rewrite chunks in `chunking`, those
+calls one. Passes that rewrite keys are in `keys`, those that rewrite chunks in `chunks`, those
 for loads in `sharing`; all of these are `Step`s.
 """
 
@@ -20,21 +20,18 @@ from typing import Any, Final, Generic, Literal, TypeVar, cast
 
 import attrs
 import numpy as np
-import numpy.typing as npt
 
-from ..columns.arrays import Ints, readonly
+from ..columns.arrays import readonly
 from ..columns.catalog import Catalog, Merged, merge_catalogs
 from ..columns.items import WriteItems
 from ..errors import Issue, PlanError
-from ..frozen import FrozenDict
-from ..records import LoadPlan, SavePlan
+from ..plans import LoadPlan, SavePlan
 
 __all__ = [
     "Pass",
     "Passes",
     "Stages",
     "Step",
-    "annotate",
     "as_steps",
     "chain",
     "may_see_rank",
@@ -68,7 +65,7 @@ class Step(Generic[P]):
         factory: The function that made it.
         args, options: What that function was given.
         scope: What it looks at: one plan at a time, or all of them.
-        run: What it does to plans.
+        run: What it does, given plans and then the same.
         assigns: Whether all it decides is who writes what several ranks hold. Then it has no
             meaning for a load, and cannot lose what a rank holds.
         shows_rank: Whether it shows plans, which know their rank, to a function that it was given.
@@ -78,13 +75,13 @@ class Step(Generic[P]):
     args: tuple[Any, ...]
     options: Mapping[str, Any]
     scope: Scope
-    run: Pass[P] = attrs.field(eq=False)
+    run: Callable[..., tuple[P, ...]] = attrs.field(eq=False)
     assigns: bool = attrs.field(default=False, eq=False)
     shows_rank: bool = attrs.field(default=False, eq=False)
 
     def __call__(self, plans: tuple[P, ...]) -> tuple[P, ...]:
         """Run it over one plan per rank."""
-        return self.run(plans)
+        return self.run(plans, *self.args, **self.options)
 
     def __repr__(self) -> str:
         known = inspect.signature(self.factory).parameters
@@ -142,12 +139,12 @@ def chain(*passes: Passes[P]) -> Step[P]:
         ValueError: When run, if a pass returns more or fewer plans than it was given.
     """
     steps: tuple[Pass[P], ...] = as_steps(passes)
-    run: Pass[P] = partial(_chain, steps)
-    return Step(chain, passes, {}, _widest(steps), run, shows_rank=any(map(may_see_rank, steps)))
+    seen = any(map(may_see_rank, steps))
+    return Step(chain, passes, {}, _widest(steps), _chain, shows_rank=seen)
 
 
-def _chain(steps: tuple[Pass[P], ...], plans: tuple[P, ...]) -> tuple[P, ...]:
-    for step in steps:
+def _chain(plans: tuple[P, ...], *passes: Passes[P]) -> tuple[P, ...]:
+    for step in as_steps(passes):
         plans = run_pass(step, plans)
     return plans
 
@@ -328,37 +325,6 @@ def positioned(plans: Iterable[P]) -> tuple[P, ...]:
     )
 
 
-def annotate(note: Callable[[SavePlan], Mapping[str, Any]]) -> Step[SavePlan]:
-    """Have every rank add data of its own, which `global_plan` collects.
-
-    The data of all ranks, in rank order, becomes ``metadata.planner_data["ranks"]``.
-
-    Args:
-        note: Given a rank's plan, returns what to add to its ``planner_data``.
-
-    >>> from shardplan.planning import global_plan, local_plan
-    >>> passes = [annotate(lambda plan: {"rank": plan.rank})]
-    >>> global_plan([local_plan({"a": 1}), local_plan({"b": 2})], passes)[1].planner_data["ranks"]
-    (FrozenDict({'rank': 0}), FrozenDict({'rank': 1}))
-    """
-    return Step(annotate, (note,), {}, "rank", partial(_annotate, note), shows_rank=True)
-
-
-def _annotate(
-    note: Callable[[SavePlan], Mapping[str, Any]], plans: tuple[SavePlan, ...]
-) -> tuple[SavePlan, ...]:
-    return tuple(_noted(plan, note(plan)) for plan in plans)
-
-
-def _noted(plan: SavePlan, extra: Mapping[str, Any]) -> SavePlan:
-    if not isinstance(extra, Mapping):
-        raise TypeError(f"annotate needs a mapping of names to data, not {extra!r}")
-    for taken in ("paths", "empty"):
-        if taken in extra:
-            raise ValueError(f'planner_data["{taken}"] is about nested keys; use another name')
-    return attrs.evolve(plan, planner_data=FrozenDict({**(plan.planner_data or {}), **extra}))
-
-
 def partition(
     label: Callable[[str], str], passes: Mapping[str, Passes[SavePlan]]
 ) -> Step[SavePlan]:
@@ -380,37 +346,39 @@ def partition(
     Raises:
         PlanError: When run, if a name has a label for which there is no pass.
     """
-    routes = {name: chain(step) for name, step in passes.items()}
-    run: Pass[SavePlan] = partial(_partition, label, routes)
-    seen = any(map(may_see_rank, routes.values()))
-    scope = _widest(routes.values())
-    return Step(partition, (label, passes), {}, scope, run, shows_rank=seen)
+    seen = any(may_see_rank(chain(step)) for step in passes.values())
+    scope = _widest(map(chain, passes.values()))
+    return Step(partition, (label, passes), {}, scope, _partition, shows_rank=seen)
 
 
 def _partition(
-    label: Callable[[str], str],
-    routes: Mapping[str, Pass[SavePlan]],
     plans: tuple[SavePlan, ...],
+    label: Callable[[str], str],
+    passes: Mapping[str, Passes[SavePlan]],
 ) -> tuple[SavePlan, ...]:
     catalogs = {id(plan.items.catalog): plan.items.catalog for plan in plans}
     labels = {at: np.array([label(n) for n in c.names], object) for at, c in catalogs.items()}
-    _refuse_strays(plans, [labels[id(p.items.catalog)] for p in plans], routes)
+    _refuse_strays(plans, labels, passes)
     parts: list[list[WriteItems]] = [[] for _ in plans]
     last = plans
-    for name, step in routes.items():
-        of = {at: _restricted(c, labels[at] == name) for at, c in catalogs.items()}
-        chosen = [_chosen(plan.items, *of[id(plan.items.catalog)]) for plan in plans]
-        subset = [
-            attrs.evolve(now, items=items, held=plan.holds)
-            for now, plan, items in zip(last, plans, chosen, strict=True)
-        ]
-        last = run_pass(step, tuple(subset))  # data that one part leaves, the next one finds
-        for mine, plan in zip(parts, last, strict=True):
-            mine.append(plan.items)
+    for name, step in passes.items():
+        rows = {at: np.flatnonzero(of == name) for at, of in labels.items()}
+        taken = {
+            at: Catalog.of(c.heads[r] for r in rows[at].tolist()) for at, c in catalogs.items()
+        }
+        subset = []
+        for now, plan in zip(last, plans, strict=True):
+            at = id(plan.items.catalog)
+            mine = plan.items.take(np.isin(plan.items.row, rows[at]))
+            items = mine.recatalog(taken[at], readonly(np.searchsorted(rows[at], mine.row)))
+            subset.append(attrs.evolve(now, items=items, held=plan.holds))
+        last = run_pass(chain(step), tuple(subset))  # the next part finds the data of this one
+        for own, plan in zip(parts, last, strict=True):
+            own.append(plan.items)
     merge = lru_cache(merge_catalogs)  # ranks share catalogs, by identity
     return tuple(
-        attrs.evolve(now, items=_joined(mine, merge), held=plan.holds)
-        for now, plan, mine in zip(last, plans, parts, strict=True)
+        attrs.evolve(now, items=_joined(own, merge), held=plan.holds)
+        for now, plan, own in zip(last, plans, parts, strict=True)
     )
 
 
@@ -421,34 +389,20 @@ def _joined(parts: Sequence[WriteItems], merge: Callable[..., Merged]) -> WriteI
     return WriteItems.concat([p.recatalog(catalog, readonly(n[p.row])) for p, n in pairs])
 
 
-def _restricted(catalog: Catalog, mask: npt.NDArray[np.bool_]) -> tuple[Catalog, Ints]:
-    """Return some rows of a catalog as one, and each old row's number in it (-1: left out)."""
-    rows = np.flatnonzero(mask)
-    number = np.full(len(catalog), -1, np.int64)
-    number[rows] = np.arange(len(rows))
-    return Catalog.of(tuple(catalog.heads[row] for row in rows.tolist())), number
-
-
-def _chosen(items: WriteItems, catalog: Catalog, number: Ints) -> WriteItems:
-    """Return the items whose rows a restricted catalog has."""
-    row = number[items.row]
-    return items.take(row >= 0).recatalog(catalog, readonly(row[row >= 0]))
-
-
 def _refuse_strays(
-    plans: tuple[SavePlan, ...], labels: list[Any], routes: Mapping[str, Pass[SavePlan]]
+    plans: tuple[SavePlan, ...], labels: Mapping[int, Any], passes: Mapping[str, object]
 ) -> None:
     """Refuse names whose label has no pass: they would silently vanish."""
     stray: dict[str, str] = {}
-    for plan, of in zip(plans, labels, strict=True):
-        lost = ~np.isin(of, list(routes))[plan.items.row] if len(of) else plan.items.row < 0
-        for row in np.unique(plan.items.row[lost]).tolist():
-            stray[plan.items.catalog.names[row]] = of[row]
+    for plan in plans:
+        of, names = labels[id(plan.items.catalog)], plan.items.catalog.names
+        lost = np.flatnonzero(~np.isin(of, list(passes))) if len(of) else plan.items.row[:0]
+        for row in lost[np.isin(lost, plan.items.row)].tolist():
+            stray[names[row]] = of[row]
     if stray:
-        known = ", ".join(map(repr, routes))
+        known = ", ".join(map(repr, passes))
+        only = f"and there are passes for {known} only"
         raise PlanError(
-            Issue(
-                "label", name, f"`{name}` is labelled {of!r}, and there are passes for {known} only"
-            )
+            Issue("label", name, f"`{name}` is labelled {of!r}, {only}")
             for name, of in sorted(stray.items())
         )

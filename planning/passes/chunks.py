@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Literal
+import heapq
+from collections.abc import Sequence
+from typing import Final, Literal
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Ints, readonly
+from ..columns.arrays import Ints, distinct, numbered, readonly
 from ..columns.items import WriteItems
 from ..columns.world import Rows, World
 from ..geometry.overlap import expand
-from ..records import SavePlan
-from .balance import assign
+from ..plans import SavePlan
 from .base import Step
 
-__all__ = ["dedup_replicas", "split_chunks", "split_replicas"]
+__all__ = ["Shared", "assign", "dedup_replicas", "share_out", "split_chunks", "split_replicas"]
+
+_EVEN: Final = 1.05  # max over mean: from here on it is worth looking for better
+_GOOD: Final = 1.001  # and from here on it is not
+_FEW: Final = 256  # chunks that are held more than once, at the most
+_STEPS: Final = 20_000
+_MANY: Final = 16  # sets of ranks that are sooner served side by side
 
 
 def dedup_replicas(*, prefer: Literal["balance", "lowest_rank"] = "balance") -> Step[SavePlan]:
@@ -37,11 +43,11 @@ def dedup_replicas(*, prefer: Literal["balance", "lowest_rank"] = "balance") -> 
     """
     if prefer not in ("balance", "lowest_rank"):
         raise ValueError(f'prefer must be "balance" or "lowest_rank", not {prefer!r}')
-    run = partial(_dedup_replicas, prefer)
-    return Step(dedup_replicas, (), {"prefer": prefer}, "world", run, assigns=True)
+    options = {"prefer": prefer}
+    return Step(dedup_replicas, (), options, "world", _dedup_replicas, assigns=True)
 
 
-def _dedup_replicas(prefer: str, plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
+def _dedup_replicas(plans: tuple[SavePlan, ...], prefer: str) -> tuple[SavePlan, ...]:
     world = World.of(plans)
     rows = world.rows
     if rows.faulty or not rows.repeats.any():
@@ -74,11 +80,11 @@ def split_replicas(min_bytes: int = 1 << 20) -> Step[SavePlan]:
     """
     if min_bytes < 1:
         raise ValueError(f"min_bytes must be at least 1, not {min_bytes}")
-    run = partial(_split_replicas, min_bytes)
-    return Step(split_replicas, (), {"min_bytes": min_bytes}, "world", run, assigns=True)
+    options = {"min_bytes": min_bytes}
+    return Step(split_replicas, (), options, "world", _split_replicas, assigns=True)
 
 
-def _split_replicas(min_bytes: int, plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
+def _split_replicas(plans: tuple[SavePlan, ...], min_bytes: int) -> tuple[SavePlan, ...]:
     world = World.of(plans)
     rows = world.rows
     if rows.faulty or not rows.repeats.any():
@@ -145,10 +151,10 @@ def split_chunks(max_bytes: int) -> Step[SavePlan]:
     """
     if max_bytes < 1:
         raise ValueError(f"max_bytes must be at least 1, not {max_bytes}")
-    return Step(split_chunks, (max_bytes,), {}, "rank", partial(_split_chunks, max_bytes))
+    return Step(split_chunks, (max_bytes,), {}, "rank", _split_chunks)
 
 
-def _split_chunks(max_bytes: int, plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
+def _split_chunks(plans: tuple[SavePlan, ...], max_bytes: int) -> tuple[SavePlan, ...]:
     return tuple(
         attrs.evolve(plan, items=_split_items(plan.items, max_bytes))
         if (plan.items.nbytes > max_bytes).any()
@@ -179,3 +185,166 @@ def _split_items(items: WriteItems, max_bytes: int) -> WriteItems:
         source_offsets=readonly(items.shard_offsets[row]),
         hint=None,
     )
+
+
+def assign(group: Ints, rank: Ints, weight: Ints, ranks: int) -> Ints:
+    """Choose one row of each group so that the weight per rank comes out even; see `share_out`.
+
+    Args:
+        group: Which group each row belongs to; ascending, without holes. The rows of a group are
+            the holders of one chunk.
+        rank: Which rank each row stands for.
+        weight: What the chunk weighs, the same on all rows of a group.
+        ranks: How many ranks there are.
+
+    Returns:
+        The chosen rows, one a group, ascending.
+
+    >>> rows = assign(
+    ...     np.array([0, 0, 1, 1, 2]), np.array([0, 1, 0, 1, 0]), np.array([4, 4, 4, 4, 8]), 2
+    ... )
+    >>> rows.tolist()  # rank 0 has 8 to itself, so rank 1 gets both others
+    [1, 3, 4]
+    """
+    first = np.flatnonzero(np.diff(group, prepend=-1))
+    count = np.diff(first, append=len(group))
+    alone = first[count == 1]
+    load = np.bincount(rank[alone], weight[alone], ranks).astype(np.int64)
+    counts = distinct(count[count > 1]).tolist()
+    numbers = [np.flatnonzero(count == n) for n in counts]
+    shared = [
+        Shared(number, weight[first[number]], rank[first[number][:, None] + np.arange(n)])
+        for number, n in zip(numbers, counts, strict=True)
+    ]
+    chosen = first.copy()
+    for number, holder in zip(numbers, share_out(shared, load), strict=True):
+        chosen[number] += holder
+    return chosen
+
+
+@attrs.frozen(eq=False)
+class Shared:
+    """Chunks that equally many ranks hold; one row a chunk.
+
+    Attributes:
+        number: The place of each chunk among all chunks; ascending.
+        weight: Its bytes.
+        holders: The ranks that hold it, ascending; one column a holder.
+    """
+
+    number: Ints
+    weight: Ints
+    holders: Ints
+
+
+def share_out(shared: Sequence[Shared], load: Ints) -> list[Ints]:
+    """Give each shared chunk to one holder, so that the weight per rank comes out even.
+
+    The heaviest chunk comes first, and goes to the holder that has least so far (the lowest rank
+    among equals). Where that comes out uneven and there are few chunks, look for better.
+
+    Args:
+        shared: The chunks, those with the fewest holders first.
+        load: What each rank has already.
+
+    Returns:
+        For each of ``shared``, the column of the holder that each chunk is given to.
+    """
+    chosen = []
+    for chunks in shared:
+        holder = _give(chunks, load)
+        writers = np.take_along_axis(chunks.holders, holder[:, None], axis=1)[:, 0]
+        weight = np.maximum(chunks.weight, 1)
+        load = load + np.bincount(writers, weight, len(load)).astype(np.int64)
+        chosen.append(holder)
+    few = 0 < sum(len(chunks.number) for chunks in shared) <= _FEW
+    uneven = few and load.max() > _EVEN * load.mean()
+    return _even_out(shared, chosen, load) if uneven else chosen
+
+
+def _give(chunks: Shared, load: Ints) -> Ints:
+    """Return which holder each chunk is given to; many sets of ranks are served side by side."""
+    _, first, which = numbered(chunks.holders[:, 0])
+    sets = chunks.holders[first]
+    apart = len(distinct(sets.ravel())) == sets.size  # no rank is in two sets
+    if len(sets) < _MANY or not apart or (sets[which] != chunks.holders).any():
+        return _give_in_turn(chunks, load)
+    weight, chosen = np.maximum(chunks.weight, 1), np.zeros(len(which), np.int64)
+    order = np.lexsort((-chunks.weight, which))  # stable: in order of number among equals
+    start = np.searchsorted(which[order], np.arange(len(sets) + 1))
+    loads, counts = load[sets], np.diff(start)
+    for turn in range(int(counts.max())):
+        active = np.flatnonzero(counts > turn)
+        at = order[start[active] + turn]
+        chosen[at] = loads[active].argmin(axis=1)
+        loads[active, chosen[at]] += weight[at]
+    return chosen
+
+
+def _give_in_turn(chunks: Shared, load: Ints) -> Ints:
+    """Return which holder each chunk is given to, one chunk after the other.
+
+    Chunks that the same ranks hold share a heap of them, least loaded first. Another heap may have
+    raised a load meanwhile; loads only rise, so a stale entry is found when it surfaces.
+    """
+    chosen = np.zeros(len(chunks.number), np.int64)
+    loads, weights = load.tolist(), np.maximum(chunks.weight, 1).tolist()
+    heaps: dict[bytes, list[tuple[int, int, int]]] = {}
+    for at in np.argsort(-chunks.weight, kind="stable").tolist():
+        ranks = chunks.holders[at]
+        heap = heaps.get(key := ranks.tobytes())
+        if heap is None:
+            heap = heaps[key] = [(loads[r], r, i) for i, r in enumerate(ranks.tolist())]
+            heapq.heapify(heap)
+        while heap[0][0] != loads[heap[0][1]]:
+            _, rank, column = heap[0]
+            heapq.heapreplace(heap, (loads[rank], rank, column))
+        _, rank, column = heap[0]
+        chosen[at] = column
+        loads[rank] += weights[at]
+        heapq.heapreplace(heap, (loads[rank], rank, column))
+    return chosen
+
+
+def _even_out(shared: Sequence[Shared], chosen: list[Ints], load: Ints) -> list[Ints]:
+    """Look for a better choice than ``chosen``, which leads to ``load``.
+
+    Where there are many chunks, greed is even already. The search tries the heaviest chunk first,
+    on its least loaded holder first, leaves what cannot beat the best so far, and is cut off after
+    a fixed number of steps, so that it is quick and always finds the same.
+    """
+    chunks = [
+        (-int(part.weight[row]), int(part.number[row]), which, row)
+        for which, part in enumerate(shared)
+        for row in range(len(part.number))
+    ]
+    chunks.sort()
+    ranks = [shared[which].holders[row].tolist() for _, _, which, row in chunks]
+    weights = [-weight for weight, *_ in chunks]
+    base = load.tolist()  # without what is shared
+    for (_, _, which, row), holders, weight in zip(chunks, ranks, weights, strict=True):
+        base[holders[chosen[which][row]]] -= weight
+    best, found = int(load.max()), None
+    stack: list[tuple[list[int], tuple[int, ...]]] = [(base, ())]
+    for _ in range(_STEPS):
+        if not stack or best <= _GOOD * load.mean():
+            break
+        loads, columns = stack.pop()
+        if max(loads) >= best:
+            continue  # a better one was found meanwhile
+        if len(columns) == len(chunks):
+            best, found = max(loads), columns
+            continue
+        holders, weight = ranks[len(columns)], weights[len(columns)]
+        # The holder that is put on the stack last is tried first.
+        for column in sorted(range(len(holders)), key=lambda c: -loads[holders[c]]):
+            after = loads.copy()
+            after[holders[column]] += weight
+            if max(after[holders[column]], max(base)) < best:
+                stack.append((after, (*columns, column)))
+    if found is None:
+        return chosen
+    better = [part.copy() for part in chosen]
+    for (_, _, which, row), column in zip(chunks, found, strict=True):
+        better[which][row] = column
+    return better

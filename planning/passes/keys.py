@@ -1,4 +1,4 @@
-"""Passes that rewrite names and dtypes: rename, select, drop, cast.
+"""Passes that rewrite names, dtypes and data: rename, select, drop, cast, annotate.
 
 They look at each catalog once, however many ranks share it, so their cost is that of one rank.
 """
@@ -6,29 +6,27 @@ They look at each catalog once, however many ranks share it, so their cost is th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
+from operator import eq
 from typing import Any
 
 import attrs
-import numpy as np
-import numpy.typing as npt
 
-from ..columns.arrays import Ints, readonly
-from ..columns.catalog import Catalog, Head
+from ..columns.arrays import Ints, distinct, readonly
+from ..columns.catalog import Catalog, Head, column
 from ..dtypes import Dtype, dtype_name, family, is_exact_cast
 from ..errors import Issue, PlanError, listed, nearest_hint, nearest_names, span
 from ..frozen import FrozenDict
-from ..records import SavePlan
+from ..plans import SavePlan
 from ..tree import empty_names
 from .base import Step
 
-__all__ = ["cast", "drop", "rename", "select"]
+__all__ = ["annotate", "cast", "drop", "rename", "select"]
 
 Renaming = Callable[[str], str] | Mapping[str, str] | Sequence[tuple[str, str]]
 Test = Callable[[str], bool]
-Tests = Mapping[str, Test]  # by what a message calls them
 Pattern = str | Test
 # What becomes of one row of a catalog: another head, or None where its items are left out.
 Edit = Callable[[Head], Head | None]
@@ -55,8 +53,7 @@ def rename(how: Renaming, *, required: bool = True) -> Step[SavePlan]:
         PlanError: When run, if two names become one, or (see ``required``) nothing matches.
     """
     _check_renaming(how)
-    run = partial(_rename, how, required)
-    return Step(rename, (how,), {"required": required}, "rank", run)
+    return Step(rename, (how,), {"required": required}, "rank", _rename)
 
 
 def _check_renaming(how: object) -> None:
@@ -77,16 +74,21 @@ def _check_renaming(how: object) -> None:
             raise ValueError(f"{text}; re.escape makes one of plain text") from None
 
 
-def _rename(how: Renaming, required: bool, plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
-    if required and not callable(how):
-        _demand_renames(how, plans)
-    new = {name: _renamed(how, name) for name in sorted(_known(plans))}
+def _rename(plans: tuple[SavePlan, ...], how: Renaming, required: bool) -> tuple[SavePlan, ...]:
+    known = _known(plans)
+    if isinstance(how, Mapping) and required:
+        _refuse_unmatched("rename", known, plans, {key: partial(eq, key) for key in how})
+    elif isinstance(how, Sequence) and required:
+        for at, (pattern, _) in enumerate(how):  # each is tried on what the ones before made
+            done = how[:at]
+            now = {key: {_renamed(done, n) for n in names} for key, names in known.items()}
+            _refuse_unmatched("rename", now, plans, {pattern: re.compile(pattern).search})
+    new = {name: _renamed(how, name) for name in sorted(set().union(*known.values()))}
     for old, name in new.items():
         if not isinstance(name, str):
             raise TypeError(f"rename: `{old}` must become a string, not {name!r}")
-    for use in _uses(plans):
-        _refuse_collisions({old: new[old] for old in use.names})
-    return _edit(plans, lambda head: (new[head[0]], *head[1:]))
+    _refuse_collisions(new, plans)
+    return _edit(plans, lambda head: head._replace(name=new[head.name]))
 
 
 def select(*patterns: Pattern, required: bool = True) -> Step[SavePlan]:
@@ -101,14 +103,15 @@ def select(*patterns: Pattern, required: bool = True) -> Step[SavePlan]:
     >>> [item.index.fqn for item in select("model.*")((plan,))[0].items]
     ['model.b', 'model.w']
     """
-    run = partial(_select, _tests("select", patterns), required)
-    return Step(select, patterns, {"required": required}, "rank", run)
+    _check_patterns("select", patterns)
+    return Step(select, patterns, {"required": required}, "rank", _select)
 
 
-def _select(tests: Tests, required: bool, plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
-    if required:
-        _demand("select", plans, tests)
-    return _edit(plans, lambda head: head if _matches(head, tests) else None)
+def _select(
+    plans: tuple[SavePlan, ...], *patterns: Pattern, required: bool
+) -> tuple[SavePlan, ...]:
+    matches = _matcher("select", plans, patterns, required)
+    return _edit(plans, lambda head: head if matches(head.name) else None)
 
 
 def drop(*patterns: Pattern, required: bool = True) -> Step[SavePlan]:
@@ -119,14 +122,13 @@ def drop(*patterns: Pattern, required: bool = True) -> Step[SavePlan]:
     >>> [item.index.fqn for item in drop("*.b", "step")((plan,))[0].items]
     ['model.w']
     """
-    run = partial(_drop, _tests("drop", patterns), required)
-    return Step(drop, patterns, {"required": required}, "rank", run)
+    _check_patterns("drop", patterns)
+    return Step(drop, patterns, {"required": required}, "rank", _drop)
 
 
-def _drop(tests: Tests, required: bool, plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
-    if required:
-        _demand("drop", plans, tests)
-    return _edit(plans, lambda head: None if _matches(head, tests) else head)
+def _drop(plans: tuple[SavePlan, ...], *patterns: Pattern, required: bool) -> tuple[SavePlan, ...]:
+    matches = _matcher("drop", plans, patterns, required)
+    return _edit(plans, lambda head: None if matches(head.name) else head)
 
 
 def cast(
@@ -135,7 +137,7 @@ def cast(
     """Store tensors in another dtype; loads through the same pass cast back.
 
     Naming a narrower float asks for its rounding. Any other loss (whole numbers that the new dtype
-    cannot tell apart, a float made whole, a complex number made real) must be asked for.
+    cannot distinguish, a float made whole, a complex number made real) must be asked for.
 
     Args:
         dtype: A dtype (``"bfloat16"`` or ``torch.bfloat16``), for every tensor of its own kind
@@ -152,46 +154,41 @@ def cast(
     Raises:
         PlanError: When run, if a cast would lose what nobody asked to lose; every key is named.
     """
-    by_pattern = isinstance(dtype, Mapping)
-    wanted = dict(dtype) if isinstance(dtype, Mapping) else {"*": dtype}
-    for pattern in wanted:
-        if not isinstance(pattern, str):
-            raise TypeError(f"cast takes dtypes by pattern of names, not by {pattern!r}")
-    table = {pattern: dtype_name(one) for pattern, one in wanted.items()}
-    run = partial(_cast, table, by_pattern, lossy, required)
-    named = table if by_pattern else table["*"]
-    return Step(cast, (named,), {"lossy": lossy, "required": required}, "rank", run)
+    if not isinstance(dtype, Mapping):
+        named: str | dict[str, str] = dtype_name(dtype)
+    else:
+        for pattern in dtype:
+            if not isinstance(pattern, str):
+                raise TypeError(f"cast takes dtypes by pattern of names, not by {pattern!r}")
+        named = {pattern: dtype_name(one) for pattern, one in dtype.items()}
+    return Step(cast, (named,), {"lossy": lossy, "required": required}, "rank", _cast)
 
 
 def _cast(
-    table: Mapping[str, str],
-    by_pattern: bool,
-    lossy: bool,
-    required: bool,
-    plans: tuple[SavePlan, ...],
+    plans: tuple[SavePlan, ...], dtype: str | Mapping[str, str], lossy: bool, required: bool
 ) -> tuple[SavePlan, ...]:
-    def target(head: Head) -> str | None:
-        name, _, _, properties, _ = head
-        if properties is None:
-            return None
-        wanted = next((d for p, d in table.items() if fnmatchcase(name, p)), None)
-        same_kind = wanted is not None and _kind(wanted) == _kind(properties.dtype)
-        return wanted if by_pattern or same_kind else None
-
-    heads = list(dict.fromkeys(head for use in _uses(plans) for head in use.heads))
-    if required and by_pattern:
-        values = {head[0] for head in heads if head[3] is None}
-        _demand("cast", plans, {p: _globs(p) for p in table}, values)
+    heads = dict.fromkeys(h for c in _catalogs(plans).values() for h in c.heads)
+    tensors = [head for head in heads if head.properties is not None]
+    if required and isinstance(dtype, Mapping):
+        names = {head.name for head in tensors}
+        known = {at: some & names for at, some in _known(plans).items()}
+        _refuse_unmatched("cast", known, plans, {p: _globs(p) for p in dtype})
+    after = {head: new for head in tensors if (new := _cast_head(head, dtype)) != head}
     if not lossy:
-        _refuse_losses([(head, wanted) for head in heads if (wanted := target(head))])
+        _refuse_losses(after)
+    return _edit(plans, lambda head: after.get(head, head))
 
-    def edit(head: Head) -> Head:
-        wanted, properties = target(head), head[3]
-        if wanted is None or properties is None:
-            return head
-        return (*head[:3], attrs.evolve(properties, dtype=wanted), head[4])
 
-    return _edit(plans, edit)
+def _cast_head(head: Head, dtype: str | Mapping[str, str]) -> Head:
+    """Return a tensor's row with another dtype, if it is meant."""
+    assert head.properties is not None
+    if isinstance(dtype, str):
+        wanted = dtype if _kind(dtype) == _kind(head.properties.dtype) else None
+    else:
+        wanted = next((d for p, d in dtype.items() if fnmatchcase(head.name, p)), None)
+    if wanted is None:
+        return head
+    return head._replace(properties=attrs.evolve(head.properties, dtype=wanted))
 
 
 def _kind(dtype: str) -> str:
@@ -199,27 +196,24 @@ def _kind(dtype: str) -> str:
     return {"uint": "int", "float8fnuz": "float"}.get(family(dtype), family(dtype))
 
 
-def _tests(what: str, patterns: Sequence[Pattern]) -> Tests:
-    for p in patterns:
-        if not isinstance(p, str) and not callable(p):
-            raise TypeError(f"{what} takes patterns (strings) or functions, not {p!r}")
-    return {p if isinstance(p, str) else repr(p): _globs(p) for p in patterns}
+def _check_patterns(what: str, patterns: Sequence[Pattern]) -> None:
+    for pattern in patterns:
+        if not isinstance(pattern, str) and not callable(pattern):
+            raise TypeError(f"{what} takes patterns (strings) or functions, not {pattern!r}")
 
 
-def _matches(head: Head, tests: Tests) -> bool:
-    return any(test(head[0]) for test in tests.values())
+def _matcher(
+    what: str, plans: Sequence[SavePlan], patterns: Sequence[Pattern], required: bool
+) -> Test:
+    """Return what tests whether a name matches a pattern; all must match something if required."""
+    tests = {p if isinstance(p, str) else repr(p): _globs(p) for p in patterns}
+    if required:
+        _refuse_unmatched(what, _known(plans), plans, tests)
+    return lambda name: any(test(name) for test in tests.values())
 
 
 def _globs(pattern: Pattern) -> Test:
     return pattern if callable(pattern) else partial(fnmatchcase, pat=pattern)
-
-
-def _searches(pattern: str) -> Test:
-    return lambda name: re.search(pattern, name) is not None
-
-
-def _same(key: str) -> Test:
-    return lambda name: name == key
 
 
 def _renamed(how: Renaming, name: str) -> str:
@@ -232,63 +226,23 @@ def _renamed(how: Renaming, name: str) -> str:
     return name
 
 
-@attrs.frozen(eq=False)
-class _Use:
-    """Plans that use the same rows of one catalog: what is done to one is done to all.
-
-    Attributes:
-        catalog: Their catalog.
-        mask: Which of its rows they have items of.
-        ranks: Their positions.
-    """
-
-    catalog: Catalog
-    mask: npt.NDArray[np.bool_]
-    ranks: list[int] = attrs.field(factory=list)
-
-    @property
-    def heads(self) -> list[Head]:
-        """The rows that they have items of."""
-        return [self.catalog.heads[row] for row in np.flatnonzero(self.mask).tolist()]
-
-    @property
-    def names(self) -> set[str]:
-        """The names that they have items of."""
-        return {self.catalog.names[row] for row in np.flatnonzero(self.mask).tolist()}
+def _catalogs(plans: Sequence[SavePlan]) -> dict[int, Catalog]:
+    """Return the distinct catalogs, by identity: ranks share them."""
+    return {id(plan.items.catalog): plan.items.catalog for plan in plans}
 
 
-def _uses(plans: Sequence[SavePlan]) -> list[_Use]:
-    """Group plans by their catalog, by identity, and by which of its rows they use."""
-    uses: dict[tuple[int, bytes], _Use] = {}
-    for position, plan in enumerate(plans):
-        catalog = plan.items.catalog
-        mask = np.zeros(len(catalog), bool)
-        mask[plan.items.row] = True
-        uses.setdefault((id(catalog), mask.tobytes()), _Use(catalog, mask)).ranks.append(position)
-    return list(uses.values())
-
-
-def _known(plans: Sequence[SavePlan]) -> set[str]:
-    """Name all that ranks know of, also tensors of which they hold an empty part."""
-    return {name for names in _known_by(plans).values() for name in names}
-
-
-def _known_by(plans: Sequence[SavePlan]) -> dict[int, tuple[str, ...]]:
-    """Return the names of each catalog, by its identity."""
-    return {id(plan.items.catalog): plan.items.catalog.names for plan in plans}
-
-
-def _demand(
-    what: str, plans: Sequence[SavePlan], tests: Tests, without: Set[str] = frozenset()
-) -> None:
-    """Refuse patterns that match none of a rank's names, all of them together."""
-    known = {at: set(names) - without for at, names in _known_by(plans).items()}
-    _refuse_unmatched(what, known, plans, tests)
+def _known(plans: Sequence[SavePlan]) -> dict[int, set[str]]:
+    """Return the names of each catalog, by its identity, held or not."""
+    return {at: set(catalog.names) for at, catalog in _catalogs(plans).items()}
 
 
 def _refuse_unmatched(
-    what: str, known: Mapping[int, set[str]], plans: Sequence[SavePlan], tests: Tests
+    what: str,
+    known: Mapping[int, set[str]],
+    plans: Sequence[SavePlan],
+    tests: Mapping[str, Callable[[str], Any]],
 ) -> None:
+    """Refuse patterns that match none of a rank's names, all of them together."""
     issues = []
     for pattern, test in tests.items():
         lacking = {at for at, names in known.items() if not any(map(test, names))}
@@ -303,114 +257,123 @@ def _refuse_unmatched(
         raise PlanError(issues)
 
 
-def _demand_renames(
-    how: Mapping[str, str] | Sequence[tuple[str, str]], plans: Sequence[SavePlan]
-) -> None:
-    """Refuse names and expressions that match nothing, each tried on what the ones before made."""
-    if isinstance(how, Mapping):
-        _demand("rename", plans, {key: _same(key) for key in how})
-        return
-    known = {at: set(names) for at, names in _known_by(plans).items()}
-    for pattern, replacement in how:
-        _refuse_unmatched("rename", known, plans, {pattern: _searches(pattern)})
-        known = {
-            at: {re.sub(pattern, replacement, name) for name in names}
-            for at, names in known.items()
-        }
-
-
-def _refuse_collisions(new: Mapping[str, str]) -> None:
+def _refuse_collisions(new: Mapping[str, str], plans: Sequence[SavePlan]) -> None:
+    """Refuse to give one name to several values of one rank."""
     owners: dict[str, list[str]] = {}
-    for old, name in sorted(new.items()):
+    for old, name in new.items():
         owners.setdefault(name, []).append(old)
-    clashes = {name: old for name, old in owners.items() if len(old) > 1}
-    if clashes:
-        raise PlanError(
-            Issue(
-                "conflict",
-                name,
-                f"rename gives {listed(old)} one name: `{name}`",
-            )
-            for name, old in clashes.items()
-        )
+    clashes = {name: several for name, several in owners.items() if len(several) > 1}
+    issues: dict[str, Issue] = {}
+    for plan in plans if clashes else ():
+        names = plan.items.catalog.names
+        used = {names[row] for row in distinct(plan.items.row).tolist()}
+        for name, several in clashes.items():
+            mine = [old for old in several if old in used]
+            if len(mine) > 1:
+                text = f"rename gives {listed(mine)} one name: `{name}`"
+                issues.setdefault(name, Issue("conflict", name, text))
+    if issues:
+        raise PlanError(issues.values())
 
 
-def _refuse_losses(casts: Sequence[tuple[Head, str]]) -> None:
+def _refuse_losses(after: Mapping[Head, Head]) -> None:
     issues = []
-    for (name, _, _, properties, _), wanted in casts:
-        have = properties.dtype if properties is not None else wanted
+    for old, new in after.items():
+        assert old.properties is not None
+        assert new.properties is not None
+        have, wanted = old.properties.dtype, new.properties.dtype
         rounds = _kind(have) == _kind(wanted) and _kind(have) in ("float", "complex")
         if not rounds and not is_exact_cast(have, wanted):
-            text = f"cast: `{name}` loses values from {have} to {wanted}; lossy=True allows that"
-            issues.append(Issue("lossy", name, text))
+            text = f"cast: `{old.name}` loses values from {have} to {wanted}; lossy=True allows it"
+            issues.append(Issue("lossy", old.name, text))
     if issues:
         raise PlanError(issues)
 
 
+@attrs.frozen(eq=False)
+class _Edited:
+    """A catalog after an edit.
+
+    Attributes:
+        catalog: The new one.
+        row: Each old row's number in it (-1: gone).
+        names: The new name of each old one; None for names that are gone.
+    """
+
+    catalog: Catalog
+    row: Ints
+    names: Mapping[str, str | None]
+
+    @classmethod
+    def of(cls, catalog: Catalog, edit: Edit) -> _Edited:
+        """Edit a catalog."""
+        heads: dict[Head, int] = {}
+        rows: list[int] = []
+        names: dict[str, str | None] = {}
+        for head in catalog.heads:
+            after = edit(head)
+            rows.append(-1 if after is None else heads.setdefault(after, len(heads)))
+            names[head.name] = None if after is None else after.name
+        return cls(Catalog.of(heads), column(rows), names)
+
+
 def _edit(plans: tuple[SavePlan, ...], edit: Edit) -> tuple[SavePlan, ...]:
     """Rewrite every catalog once; items of rows that are gone go with them."""
-    uses = _uses(plans)
-    used: dict[int, Any] = {}  # per catalog, by identity, the rows that any plan uses
-    for use in uses:
-        used[id(use.catalog)] = used.get(id(use.catalog), False) | use.mask
-    edited = {id(u.catalog): u.catalog for u in uses}
-    catalogs = {at: _edit_catalog(c, used[at], edit) for at, c in edited.items()}
-    done = list(plans)
-    for use in uses:
-        new, number = catalogs[id(use.catalog)]
-        gone = use.names - _unchanged(use, new, number)
-        pairs = zip(use.catalog.names, number.tolist(), strict=True)
-        names = {name: new.names[at] if at >= 0 else None for name, at in pairs}
-        datas: dict[int, Any] = {}  # ranks share their data, by identity
-        for position in use.ranks:
-            plan = plans[position]
-            if id(plan.planner_data) not in datas:
-                data = _without_paths(plan.planner_data, gone)
-                datas[id(plan.planner_data)] = _with_names(data, names)
-            row = number[plan.items.row]
-            items = plan.items if (row >= 0).all() else plan.items.take(row >= 0)
-            items = items.recatalog(new, readonly(row[row >= 0]))
-            data = datas[id(plan.planner_data)]
-            done[position] = attrs.evolve(plan, items=items, planner_data=data)
+    edited = {at: _Edited.of(catalog, edit) for at, catalog in _catalogs(plans).items()}
+    datas: dict[tuple[int, int], Any] = {}  # ranks share their data, by identity
+    done = []
+    for plan in plans:
+        new = edited[id(plan.items.catalog)]
+        key = id(plan.items.catalog), id(plan.planner_data)
+        if key not in datas:
+            datas[key] = _renest(plan.planner_data, new.names)
+        row = new.row[plan.items.row]
+        items = plan.items if (row >= 0).all() else plan.items.take(row >= 0)
+        items = items.recatalog(new.catalog, readonly(row[row >= 0]))
+        done.append(attrs.evolve(plan, items=items, planner_data=datas[key]))
     return tuple(done)
 
 
-def _unchanged(use: _Use, new: Catalog, number: Ints) -> set[str]:
-    """Return the names that are in use and stay as they are."""
-    pairs = [(use.catalog.names[row], int(number[row])) for row in np.flatnonzero(use.mask)]
-    return {name for name, at in pairs if at >= 0 and new.names[at] == name}
+def _renest(data: Any, names: Mapping[str, str | None]) -> Any:
+    """Rename empty dicts, and drop the paths of changed names: these have no nested place."""
+    if not isinstance(data, Mapping):
+        return data
+    paths = data.get("paths", {})
+    empty = {names.get(name, name) for name in empty_names(data)}
+    nesting = {
+        "paths": {name: path for name, path in paths.items() if names.get(name, name) == name},
+        "empty": sorted(name for name in empty if name is not None),
+    }
+    rest = {key: part for key, part in data.items() if key not in nesting}
+    return FrozenDict({**rest, **{key: part for key, part in nesting.items() if part}}) or None
 
 
-def _edit_catalog(
-    catalog: Catalog, mask: npt.NDArray[np.bool_], edit: Edit
-) -> tuple[Catalog, Ints]:
-    """Return the new catalog, and each old row's number in it (-1: gone).
+def annotate(note: Callable[[SavePlan], Mapping[str, Any]]) -> Step[SavePlan]:
+    """Have every rank add data of its own, which `global_plan` collects.
 
-    Rows in use come first; those that are only known of come after them.
+    The data of all ranks, in rank order, becomes ``metadata.planner_data["ranks"]``.
+
+    Args:
+        note: Given a rank's plan, returns what to add to its ``planner_data``.
+
+    >>> from shardplan.planning import global_plan, local_plan
+    >>> passes = [annotate(lambda plan: {"rank": plan.rank})]
+    >>> global_plan([local_plan({"a": 1}), local_plan({"b": 2})], passes)[1].planner_data["ranks"]
+    (FrozenDict({'rank': 0}), FrozenDict({'rank': 1}))
     """
-    heads: dict[Head, int] = {}
-    number = np.full(len(catalog), -1, np.int64)
-    for row in np.argsort(~mask, kind="stable").tolist():
-        after = edit(catalog.heads[row])
-        if after is not None:
-            number[row] = heads.setdefault(after, len(heads))
-    return Catalog.of(tuple(heads)), number
+    return Step(annotate, (note,), {}, "rank", _annotate, shows_rank=True)
 
 
-def _without_paths(data: Any, gone: set[str]) -> Any:
-    """Drop the paths of names that are gone; a renamed key has no nested place."""
-    if not isinstance(data, Mapping) or "paths" not in data:
-        return data
-    paths = {name: path for name, path in data["paths"].items() if name not in gone}
-    rest = {k: v for k, v in data.items() if k != "paths"}
-    return FrozenDict({**rest, **({"paths": paths} if paths else {})}) or None
+def _annotate(
+    plans: tuple[SavePlan, ...], note: Callable[[SavePlan], Mapping[str, Any]]
+) -> tuple[SavePlan, ...]:
+    return tuple(_noted(plan, note(plan)) for plan in plans)
 
 
-def _with_names(data: Any, names: Mapping[str, str | None]) -> Any:
-    """Call empty dicts by their new names, if they have one; those that are dropped are gone."""
-    if not empty_names(data):
-        return data
-    renamed = {names.get(name, name) for name in empty_names(data)}
-    empty = sorted(name for name in renamed if name is not None)
-    rest = {k: v for k, v in data.items() if k != "empty"}
-    return FrozenDict({**rest, **({"empty": empty} if empty else {})}) or None
+def _noted(plan: SavePlan, extra: Mapping[str, Any]) -> SavePlan:
+    if not isinstance(extra, Mapping):
+        raise TypeError(f"annotate needs a mapping of names to data, not {extra!r}")
+    for taken in ("paths", "empty"):
+        if taken in extra:
+            raise ValueError(f'planner_data["{taken}"] is about nested keys; use another name')
+    return attrs.evolve(plan, planner_data=FrozenDict({**(plan.planner_data or {}), **extra}))

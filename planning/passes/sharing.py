@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Ints, readonly
+from ..columns.arrays import Ints, group_rows, readonly
 from ..columns.catalog import Catalog, Head, column
 from ..columns.items import WriteItems
 from ..columns.reads import ReadItems, Transfers
-from ..columns.uniques import group_rows
 from ..columns.world import Rows, World
 from ..geometry.overlap import overlap_many, self_overlaps
 from ..geometry.tilings import Grid, Tiling, pad
-from ..items import LoadItemType, WriteItemType
 from ..metadata import Metadata, TensorMetadata
-from ..records import LoadPlan, SavePlan
+from ..plans import LoadPlan, SavePlan
+from ..records import LoadItemType, WriteItemType
 from ..storage.blocks import BLOCK_BYTES, cut_blocks
 from ..storage.located import Located, locate_reads
 from ..storage.ranges import fetched, has_narrow_gaps, lies_together
-from .balance import assign
 from .base import Step
+from .chunks import assign
 
 __all__ = ["read_on", "share_reads", "split_reads"]
 
@@ -37,7 +36,7 @@ def share_reads(
     block_bytes: int = BLOCK_BYTES,
     max_gap: int = 0,
 ) -> Step[LoadPlan]:
-    """Have bytes that several ranks need read by one of them, and say who sends what to whom.
+    """Have bytes that several ranks need read by one of them, which sends them to the others.
 
     Reads that overlap in part are cut first, so that no byte is read twice. Readers are chosen so
     that bytes read per rank come out even, each among those who need the piece. A block that some
@@ -61,23 +60,22 @@ def share_reads(
     >>> len(a.items), len(b.items), b.transfers[0].source, b.transfers[0].target
     (1, 0, 0, 1)
     """
-    run = partial(_share_reads, metadata, min_readers, min_bytes, block_bytes, max_gap)
     options = {
         "min_readers": min_readers,
         "min_bytes": min_bytes,
         "block_bytes": block_bytes,
         "max_gap": max_gap,
     }
-    return Step(share_reads, (metadata,), options, "world", run)
+    return Step(share_reads, (metadata,), options, "world", _share_reads)
 
 
 def _share_reads(
+    plans: tuple[LoadPlan, ...],
     metadata: Metadata,
     min_readers: int,
     min_bytes: int,
     block_bytes: int,
     max_gap: int,
-    plans: tuple[LoadPlan, ...],
 ) -> tuple[LoadPlan, ...]:
     catalog = _catalog(metadata)
     rows = _regions(plans, metadata, catalog)
@@ -113,12 +111,12 @@ def split_reads(metadata: Metadata, max_bytes: int, *, max_gap: int = 0) -> Step
     """
     if max_bytes < 1:
         raise ValueError(f"max_bytes must be at least 1, not {max_bytes}")
-    run = partial(_split_reads, metadata, max_bytes, max_gap)
-    return Step(split_reads, (metadata, max_bytes), {"max_gap": max_gap}, "rank", run)
+    options = {"max_gap": max_gap}
+    return Step(split_reads, (metadata, max_bytes), options, "rank", _split_reads)
 
 
 def _split_reads(
-    metadata: Metadata, max_bytes: int, max_gap: int, plans: tuple[LoadPlan, ...]
+    plans: tuple[LoadPlan, ...], metadata: Metadata, max_bytes: int, max_gap: int
 ) -> tuple[LoadPlan, ...]:
     entries = metadata.state_dict_metadata
     width = column([*(p.itemsize for p in entries.props), 0])[entries.prop]
@@ -147,14 +145,7 @@ def _split_items(
         offsets=np.where(aligned, offsets, 0),
         extents=np.where(aligned, extents, lengths),
     )
-    shift = blocks.offsets[:, :axes]
-    taken = reads.take(blocks.box)
-    return attrs.evolve(
-        taken,
-        dest_offsets=readonly(taken.dest_offsets + shift),
-        storage_offsets=readonly(taken.storage_offsets + shift),
-        lengths=readonly(blocks.sizes[:, :axes]),
-    )
+    return reads.take(blocks.box).boxes(blocks.offsets[:, :axes], blocks.sizes[:, :axes])
 
 
 def read_on(reader: int) -> Step[LoadPlan]:
@@ -166,10 +157,10 @@ def read_on(reader: int) -> Step[LoadPlan]:
     >>> [len(plan.items) for plan in read_on(1)(loads)]
     [0, 1]
     """
-    return Step(read_on, (reader,), {}, "world", partial(_read_on, reader))
+    return Step(read_on, (reader,), {}, "world", _read_on)
 
 
-def _read_on(reader: int, plans: tuple[LoadPlan, ...]) -> tuple[LoadPlan, ...]:
+def _read_on(plans: tuple[LoadPlan, ...], reader: int) -> tuple[LoadPlan, ...]:
     if not 0 <= reader < len(plans):
         raise ValueError(f"rank {reader} is not one of the {len(plans)} that load")
     counts = [len(plan.items) for plan in plans]
@@ -181,13 +172,12 @@ def _read_on(reader: int, plans: tuple[LoadPlan, ...]) -> tuple[LoadPlan, ...]:
 
 def _catalog(metadata: Metadata) -> Catalog:
     """List the saved tensors as plans do, so that reads can be compared as chunks are."""
-    heads: list[Head] = []
-    for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorMetadata):
-            heads.append((name, name, WriteItemType.SHARD, entry.properties, entry.size))
-        else:
-            heads.append((name, name, WriteItemType.BYTE_IO, None, ()))
-    return Catalog.of(tuple(heads))
+    return Catalog.of(
+        Head(name, name, WriteItemType.SHARD, entry.properties, entry.size)
+        if isinstance(entry, TensorMetadata)
+        else Head.value(name)
+        for name, entry in metadata.state_dict_metadata.items()
+    )
 
 
 def _regions(plans: Sequence[LoadPlan], metadata: Metadata, catalog: Catalog) -> Rows:
@@ -233,17 +223,17 @@ def _readers(
         max_gap: Bytes between two ranges that are sooner fetched than left out.
 
     Returns:
-        The reader, and how many bytes the row's block has, if it is read whole for ranks of which
-        none needs all of it; else 0.
+        The reader; and the bytes of the row's block, if it is read whole though no rank needs all
+        of it, else 0.
     """
     reads = ReadItems.concat([plan.items for plan in plans]).take(rows.flat)
-    spots = locate_reads(metadata, reads, block_bytes)
-    _, block = group_rows([spots.entry, spots.chunk, spots.number])
-    whole = _holds_whole(rows, group, block, spots, reads.numel, len(plans))
+    located = locate_reads(metadata, reads, block_bytes)
+    _, block = group_rows([located.entry, located.chunk, located.number])
+    whole = _holds_whole(rows, group, block, located, reads.numel, len(plans))
     first = np.diff(group, prepend=-1) != 0  # the first row of each region
     several, held = (np.bincount(block[first]) > 1)[block], (np.bincount(block, whole) > 0)[block]
-    nbytes = rows.nbytes // np.maximum(reads.numel, 1) * spots.numel  # of the block
-    woven = several & ~held & _is_woven(rows, first, block, spots, reads, max_gap)
+    nbytes = rows.nbytes // np.maximum(reads.numel, 1) * located.numel  # of the block
+    woven = several & ~held & _is_woven(rows, first, block, located, reads, max_gap)
     together = (several & held) | woven
     unit = np.where(together, len(group) + block, group)  # what one rank reads
     weight = np.where(together, nbytes, rows.nbytes)
@@ -261,30 +251,30 @@ def _is_woven(
     rows: Rows,
     first: npt.NDArray[np.bool_],
     block: Ints,
-    spots: Located,
+    located: Located,
     reads: ReadItems,
     max_gap: int,
 ) -> npt.NDArray[np.bool_]:
-    """Tell which rows are of a block of which no less is fetched region by region than whole."""
+    """Return which rows are of a block that is sooner fetched whole than region by region."""
     if not max_gap:
         return np.zeros(len(block), bool)
     itemsize = rows.nbytes // np.maximum(reads.numel, 1)
-    lengths = pad(reads.lengths, spots.extents.shape[1], 1)
-    numel = fetched(lengths, spots.extents, itemsize, max_gap)
+    lengths = pad(reads.lengths, located.extents.shape[1], 1)
+    numel = fetched(lengths, located.extents, itemsize, max_gap)
     wide = np.bincount(block, numel > reads.numel)[block] > 0  # some have narrow gaps
-    total = np.bincount(block, np.where(first & spots.inside, numel, 0))[block]
-    woven: npt.NDArray[np.bool_] = spots.inside & wide & (total >= spots.numel)
+    total = np.bincount(block, np.where(first & located.inside, numel, 0))[block]
+    woven: npt.NDArray[np.bool_] = located.inside & wide & (total >= located.numel)
     return woven
 
 
 def _holds_whole(
-    rows: Rows, group: Ints, block: Ints, spots: Located, numel: Ints, ranks: int
+    rows: Rows, group: Ints, block: Ints, located: Located, numel: Ints, ranks: int
 ) -> npt.NDArray[np.bool_]:
-    """Tell which rows are of a rank that needs all of the block that the row lies in."""
+    """Return which rows are of a rank that needs all of the block that the row lies in."""
     _, pair = np.unique(block * ranks + rows.rank, return_inverse=True)
     again = (np.diff(group, prepend=-1) == 0) & (np.diff(rows.rank, prepend=-1) == 0)
-    held = np.bincount(pair, np.where(again | ~spots.inside, 0, numel))[pair]
-    whole: npt.NDArray[np.bool_] = (held == spots.numel) & spots.inside & (numel > 0)
+    held = np.bincount(pair, np.where(again | ~located.inside, 0, numel))[pair]
+    whole: npt.NDArray[np.bool_] = (held == located.numel) & located.inside & (numel > 0)
     return whole
 
 
@@ -332,23 +322,10 @@ def _cut(
     numbers, which = np.unique(row[hit], return_inverse=True)
     used = [grids[catalog.names[number]] for number in numbers.tolist()]
     pieces = overlap_many(used, which, offsets[hit], sizes[hit])
-    # The untouched reads keep their place; a cut one is followed by its pieces, in order.
-    whole = np.setdiff1d(np.arange(len(reads)), hit)
-    taken = reads.take(np.concatenate([whole, hit[pieces.box]]))
-    width = reads.lengths.shape[1]
-    shift = (pieces.offsets - offsets[hit][pieces.box])[:, :width]
-    moved = {
-        name: np.concatenate([getattr(reads, name)[whole], now])
-        for name, now in {
-            "dest_offsets": reads.dest_offsets[hit][pieces.box] + shift,
-            "storage_offsets": reads.storage_offsets[hit][pieces.box] + shift,
-            "lengths": pieces.sizes[:, :width],
-        }.items()
-    }
-    cut = attrs.evolve(
-        taken,
-        dest_offsets=readonly(moved["dest_offsets"]),
-        storage_offsets=readonly(moved["storage_offsets"]),
-        lengths=readonly(moved["lengths"]),
-    )
-    return cut.take(np.argsort(np.concatenate([whole, hit[pieces.box]]), kind="stable"))
+    # The untouched reads keep their place; a cut one is replaced by its pieces, in order.
+    whole, width = np.setdiff1d(np.arange(len(reads)), hit), reads.lengths.shape[1]
+    at = np.concatenate([whole, hit[pieces.box]])
+    shift = np.zeros((len(at), width), np.int64)
+    shift[len(whole) :] = (pieces.offsets - offsets[hit][pieces.box])[:, :width]
+    lengths = np.concatenate([reads.lengths[whole], pieces.sizes[:, :width]])
+    return reads.take(at).boxes(shift, lengths).take(np.argsort(at, kind="stable"))

@@ -10,9 +10,9 @@ import attrs
 
 from ..columns.items import Columns
 from ..columns.reads import Transfer
-from ..items import ReadItem, TensorWriteData, WriteItem
 from ..metadata import BytesMetadata, Entries, Metadata, TensorMetadata
-from ..records import LoadPlan, Plan, SavePlan
+from ..plans import LoadPlan, Plan, SavePlan
+from ..records import ReadItem, TensorWriteData, WriteItem
 from ..text import Sheet, listing
 
 __all__ = ["Difference", "PlanDiff", "plan_diff"]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ..errors import span
 from ..mesh.worlds import WorldPlans
 from ..metadata import Metadata
-from ..records import LoadPlan, SavePlan
+from ..plans import LoadPlan, SavePlan
 from ..text import Sheet, Table, counted, human_bytes, human_seconds
 from .reshard import reshard_traffic
 from .traffic import FileCosts, RankCosts, Traffic, load_traffic, save_traffic

@@ -20,18 +20,16 @@ from typing import Final
 import attrs
 import numpy as np
 
-from ..columns.arrays import Ints, readonly
+from ..columns.arrays import Ints, group_rows, numbered, readonly
 from ..columns.catalog import column
-from ..columns.uniques import group_rows, numbered
 from ..errors import NotFoundError, PlanError
 from ..geometry.overlap import overlap_many
 from ..geometry.tilings import Grid, Tiling, tile
 from ..load import load_plan
 from ..matching import match_entries
-from ..mesh.placed import SpecLayout
-from ..mesh.worlds import WorldPlans
+from ..mesh.worlds import SpecLayout, WorldPlans
 from ..metadata import Metadata
-from ..records import LoadPlan, SavePlan
+from ..plans import LoadPlan, SavePlan
 from .traffic import FileCosts, RankCosts, Traffic, add_up, count_runs, itemsizes, load_pieces
 from .writers import Writers, writers_by_plans
 

@@ -16,17 +16,17 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Ints
+from ..columns.arrays import Ints, group_rows
 from ..columns.catalog import column
 from ..columns.items import Columns, Index
-from ..columns.uniques import group_rows
+from ..columns.reads import ReadItems
 from ..columns.world import World
 from ..errors import Issue, NotFoundError, PlanError
 from ..geometry.overlap import gaps, self_overlaps
 from ..geometry.tilings import Grid, Tiling, pad, tile
-from ..items import LoadItemType
 from ..metadata import Entries, Metadata
-from ..records import LoadPlan, ReadItems, SavePlan
+from ..plans import LoadPlan, SavePlan
+from ..records import LoadItemType
 from ..storage.located import ChunkTable
 from .writers import Writers
 

@@ -14,11 +14,11 @@ from ..columns.catalog import column
 from ..columns.reads import ReadItems
 from ..errors import NotFoundError, span
 from ..geometry.tilings import Chunk, as_ints, pad
-from ..items import LoadItemType, MetadataIndex, ReadItem
 from ..load import resolve_overlaps
 from ..mesh.worlds import WorldPlans
 from ..metadata import BytesMetadata
-from ..records import LoadPlan, SavePlan
+from ..plans import LoadPlan, SavePlan
+from ..records import LoadItemType, MetadataIndex, ReadItem
 from ..text import Sheet, listing
 from .explain import Report
 

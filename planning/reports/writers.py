@@ -13,10 +13,10 @@ from ..columns.arrays import Ints, readonly
 from ..columns.catalog import column
 from ..columns.world import World
 from ..errors import Issue, NotFoundError, PlanError
-from ..items import MetadataIndex
 from ..mesh.worlds import WorldPlans
 from ..metadata import Entries, Metadata
-from ..records import SavePlan
+from ..plans import SavePlan
+from ..records import MetadataIndex
 from ..storage.located import ChunkTable, look_up
 from ..text import counted
 

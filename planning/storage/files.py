@@ -14,7 +14,7 @@ import numpy as np
 from ..columns.arrays import Ints, readonly
 
 if TYPE_CHECKING:
-    from ..records import SavePlan
+    from ..plans import SavePlan
 
 __all__ = ["FileAssignment", "assign_files", "file_name", "file_numbers", "save_id_of"]
 

@@ -1,7 +1,7 @@
-"""In which block of which saved chunk does a read lie?
+"""The saved chunk, and the block of it, that a read lies in.
 
 Chunks are found by where they start. Blocks are what checksums are made of: what is read
-whole, block by block, can be checked, whoever reads which block.
+whole, block by block, can be checked, whichever rank reads which block.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Ints
+from ..columns.arrays import Ints, distinct, group_rows, numbered, readonly
 from ..columns.catalog import column
 from ..columns.reads import ReadItems
-from ..columns.uniques import distinct, group_rows
+from ..errors import Issue, PlanError
 from ..geometry.tilings import Boxes, pad
 from ..metadata import Layout, Metadata
 from .blocks import BLOCK_BYTES, reach_of
 
-__all__ = ["ChunkTable", "Located", "entries_of", "locate_reads", "look_up"]
+__all__ = ["ChunkTable", "Located", "entries_of", "find_chunks", "locate_reads", "look_up"]
 
 _VALUE: Final = Layout((), Boxes(column([], 1, 0), column([], 1, 0)))
 
@@ -30,7 +30,7 @@ _VALUE: Final = Layout((), Boxes(column([], 1, 0), column([], 1, 0)))
 class ChunkTable:
     """Every chunk of some layouts of a checkpoint, laid end to end.
 
-    Values that are no tensors have the layout -1, which is also the last: one chunk, no axes.
+    Non-tensor values have the layout -1, which is also the last: one chunk, no axes.
 
     Attributes:
         layouts: The layouts.
@@ -97,9 +97,9 @@ class Located:
     """The block in which each read begins; one row a read.
 
     Attributes:
-        entry: Which of the checkpoint's entries is read.
-        chunk: Which chunk of it; -1 if there is none such.
-        number: Which block of the chunk.
+        entry: The number of the checkpoint's entry that is read.
+        chunk: The number of the chunk of it; -1 if there is no such chunk.
+        number: The number of the block of the chunk.
         start: Where the block starts in the chunk, in elements.
         sizes: How large it is, in elements.
         extents: How large the chunk is.
@@ -122,7 +122,7 @@ class Located:
 
     @property
     def keys(self) -> Ints:
-        """What tells one block from another: entry, chunk, number."""
+        """What identifies a block: entry, chunk, number."""
         return np.stack([self.entry, self.chunk, self.number], axis=1)
 
 
@@ -133,12 +133,50 @@ def entries_of(metadata: Metadata, reads: ReadItems) -> tuple[Ints, Ints]:
     return entry, column([*entries.layout.tolist(), -1])[entry]
 
 
+def find_chunks(metadata: Metadata, items: ReadItems) -> Ints:
+    """Return the number of the chunk, among its tensor's, that each read is of.
+
+    The hint of a read is tried first: plans that were just made have right ones. But a plan may
+    come from anywhere, or from a time at which the tensor was cut differently.
+
+    Args:
+        metadata: The checkpoint.
+        items: Reads of tensors.
+
+    Raises:
+        PlanError: There is no such tensor, no chunk that starts there, or the read reaches past it.
+    """
+    entries = metadata.state_dict_metadata
+    used, _, layout = numbered(entries_of(metadata, items)[1])
+    layout -= used[0] < 0  # -1 where there is no tensor
+    table = ChunkTable.of(entries.layouts[n] for n in used.tolist() if n >= 0)
+    found = np.where(layout < 0, -1, table.find(layout, items.storage_anchor, items.storage_hint))
+    axes = max(items.lengths.shape[1], table.sizes.shape[1])
+    room = pad(table.sizes, axes, 1)[table.first[layout] + np.maximum(found, 0)]
+    ends = pad(items.storage_offsets, axes, 0) + pad(items.lengths, axes, 1)
+    wrong = (found < 0) | (ends > room).any(axis=1) | (items.storage_offsets < 0).any(axis=1)
+    if wrong.any():
+        raise PlanError(_no_chunk(items, row) for row in np.flatnonzero(wrong).tolist())
+    return readonly(found)
+
+
+def _no_chunk(items: ReadItems, row: int) -> Issue:
+    read = items.record(row)
+    name, at = read.storage_index.fqn, list(read.storage_index.offset or ())
+    text = (
+        f"the plan reads {list(read.lengths)} elements from {list(read.storage_offsets)} on of a "
+        f"chunk of `{name}` at {at}, and the checkpoint has no such chunk; was the plan made for "
+        "another one? plan again with load_plan"
+    )
+    return Issue("missing", name, text)
+
+
 def locate_reads(metadata: Metadata, reads: ReadItems, max_bytes: int = BLOCK_BYTES) -> Located:
     """Find the block in which each read begins.
 
     Args:
         metadata: The checkpoint.
-        reads: The reads; names that the checkpoint does not have are no chunks of it.
+        reads: The reads; one of a name that the checkpoint does not have gets the chunk -1.
         max_bytes: The most bytes of a block.
 
     >>> from shardplan.planning import TensorSpec, global_plan, load_plan, local_plan

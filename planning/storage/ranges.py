@@ -1,10 +1,12 @@
-"""Reads as byte ranges: which bytes of a file a read needs, and which ranges to fetch as one.
+"""Boxes of saved chunks as byte ranges: where they lie, and which to fetch as one.
 
-A saved chunk lies row-major in its file. A box out of it is one range if it spans the chunk's
-trailing axes, and several otherwise. Storage only ever executes what is decided here.
+A saved chunk lies row-major in its file. A box of it is one range if it spans the chunk's trailing
+axes, and several otherwise. `shardplan.planning.storage.fetch` plans whole loads with these.
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 import attrs
 import numpy as np
@@ -23,8 +25,20 @@ __all__ = [
     "filled",
     "has_narrow_gaps",
     "lies_together",
+    "range_axis",
+    "spread",
+    "steps",
     "whole_blocks",
 ]
+
+Flags = npt.NDArray[np.bool_]
+
+SMALL: Final = 1 << 12
+"""Ranges shorter than this many bytes are worth reading together and picking apart."""
+WIDE_GAP: Final = 1 << 16
+"""The widest gap to read over where the bytes on both sides are ten times as many."""
+WASTE: Final = 0.1
+"""The largest share of the bytes on both sides that such a gap may be."""
 
 
 @attrs.frozen(eq=False)
@@ -32,10 +46,10 @@ class ByteRanges:
     """Bytes that lie together in a file; one row a range, in order of read, then of place.
 
     Attributes:
-        read: Which read the range belongs to.
+        read: The read that the range belongs to.
         start: Where it starts in the file, in bytes.
         length: How long it is, in bytes.
-        into: Where it goes in the read's own box, laid out row-major, in bytes.
+        into: Where it goes in what is fetched for the read, laid end to end, in bytes.
     """
 
     read: Ints
@@ -50,13 +64,13 @@ class ByteRanges:
 def byte_ranges(
     offsets: Ints, lengths: Ints, extents: Ints, itemsize: Ints, begin: Ints
 ) -> ByteRanges:
-    """Return the byte ranges of some boxes of saved chunks.
+    """Return the byte ranges of some boxes of saved chunks, without any other byte.
 
     Args:
         offsets: Where each box starts, relative to its chunk; one row a box.
         lengths: How large each box is.
-        extents: How large the chunk is that it lies in.
-        itemsize: Bytes an element takes.
+        extents: How large its chunk is.
+        itemsize: Bytes of an element.
         begin: Where the chunk begins in its file, in bytes.
 
     >>> one = lambda *n: np.array([n])
@@ -67,28 +81,74 @@ def byte_ranges(
     >>> r.start.tolist(), r.length.tolist(), r.into.tolist()
     ([124, 140], [8, 8], [0, 8])
     """
-    boxes, axes = lengths.shape
-    run = np.ones(boxes, np.int64)  # elements that lie together
-    strides = np.ones((boxes, axes), np.int64)  # elements of the chunk that one step skips
-    counts = np.ones((boxes, axes), np.int64)  # steps along each axis from run to run
-    whole = np.ones(boxes, bool)  # whether all later axes are spanned
-    step = np.ones(boxes, np.int64)
-    for axis in reversed(range(axes)):
-        strides[:, axis] = step
-        step = step * extents[:, axis]
-        counts[:, axis] = np.where(whole, 1, lengths[:, axis])
-        run = np.where(whole, run * lengths[:, axis], run)
-        whole = whole & (lengths[:, axis] == extents[:, axis])
-    empty = (lengths == 0).any(axis=1, keepdims=True)
-    read, cell = expand(np.where(empty, 0, counts))
-    place = ((offsets[read] + cell) * strides[read]).sum(axis=1)
-    length = run[read] * itemsize[read]
+    strides = steps(extents)
+    first = begin + (offsets * strides).sum(axis=1) * itemsize
+    return spread(first, lengths, strides, range_axis(lengths, strides, itemsize), itemsize)
+
+
+def spread(first: Ints, lengths: Ints, strides: Ints, axis: Ints, itemsize: Ints) -> ByteRanges:
+    """Return the byte ranges of boxes, each of which is one range from some axis on.
+
+    Args:
+        first: Where the first element of each box lies in its file, in bytes.
+        lengths: How many elements each box has along each axis.
+        strides: How many elements of the file a step along each axis skips.
+        axis: The axis from which on a box is fetched as one range, gaps and all.
+        itemsize: Bytes of an element.
+    """
+    outside = np.arange(lengths.shape[1]) < axis[:, None]
+    counts = np.where(outside, lengths, np.minimum(lengths, 1))  # none of an empty box
+    read, cell = expand(counts)
+    place = (cell * strides[read]).sum(axis=1) * itemsize[read]
+    span = (np.where(outside, 0, (lengths - 1) * strides).sum(axis=1) + 1) * itemsize
     number = np.arange(len(read)) - np.searchsorted(read, read)  # of a range among its read's
-    return ByteRanges(read, begin[read] + place * itemsize[read], length, number * length)
+    length = span[read]
+    return ByteRanges(read, first[read] + place, length, number * length)
+
+
+def range_axis(
+    lengths: Ints, strides: Ints, itemsize: Ints, max_gap: int = 0, max_waste: float = 0.0
+) -> Ints:
+    """Return the axis from which on each box is fetched as one range, gaps and all.
+
+    Gaps are read over where that is cheaper than another range. Long ranges go straight to where
+    they belong, so they are not joined here unless they touch.
+
+    Args:
+        lengths: How many elements each box has along each axis; one row a box.
+        strides: How many elements of the file a step along each axis skips.
+        itemsize: Bytes of an element.
+        max_gap: The widest gap to read over, in bytes.
+        max_waste: The largest share of a range that a wider gap may be.
+
+    Returns:
+        The first such axis; the number of axes if every element is a range of its own.
+
+    Of a tensor of 8-byte elements, one column of 4, one of 1,000, and all rows but the last:
+
+    >>> lengths, strides = (
+    ...     np.array([[50, 1], [50, 1], [49, 4]]),
+    ...     np.array([[4, 1], [1000, 1], [4, 1]]),
+    ... )
+    >>> range_axis(lengths, strides, np.array([8, 8, 8]), 512).tolist()
+    [0, 1, 0]
+    """
+    rows, axes = lengths.shape
+    span, needed = itemsize.copy(), itemsize.copy()  # bytes of a range; wanted bytes of it
+    axis, together = np.full(rows, axes, np.int64), np.ones(rows, bool)
+    for at in reversed(range(axes)):
+        gap = strides[:, at] * itemsize - span
+        cheap = (gap <= max_gap) | ((gap <= WIDE_GAP) & (gap <= max_waste * span))
+        staged = (span < SMALL) | (span > needed)
+        together = together & ((lengths[:, at] == 1) | (gap == 0) | (cheap & staged))
+        span = np.where(together, span + (lengths[:, at] - 1) * strides[:, at] * itemsize, span)
+        needed = np.where(together, needed * lengths[:, at], needed)
+        axis = np.where(together, at, axis)
+    return axis
 
 
 def steps(extents: Ints) -> Ints:
-    """Return how many elements of a row-major box one step along each axis skips.
+    """Return how many elements of a row-major box a step along each axis skips.
 
     >>> steps(np.array([[6, 4, 2]])).tolist()
     [[8, 2, 1]]
@@ -99,26 +159,24 @@ def steps(extents: Ints) -> Ints:
     return step
 
 
-def lies_together(lengths: Ints, extents: Ints) -> npt.NDArray[np.bool_]:
-    """Tell which boxes, none of them empty, are a single range of the chunks they lie in.
+def lies_together(lengths: Ints, extents: Ints) -> Flags:
+    """Return True for boxes, none of them empty, that are a single range of their chunk.
 
     >>> lies_together(np.array([[2, 4], [1, 3], [2, 3]]), np.array([[6, 4]] * 3)).tolist()
     [True, True, False]
     """
     span = ((lengths - 1) * steps(extents)).sum(axis=1) + 1  # from first to last element
-    together: npt.NDArray[np.bool_] = span == lengths.prod(axis=1)
+    together: Flags = span == lengths.prod(axis=1)
     return together
 
 
-def has_narrow_gaps(
-    lengths: Ints, extents: Ints, itemsize: Ints, max_gap: int
-) -> npt.NDArray[np.bool_]:
-    """Tell which boxes are several ranges of their chunks, none far from the next.
+def has_narrow_gaps(lengths: Ints, extents: Ints, itemsize: Ints, max_gap: int) -> Flags:
+    """Return True for boxes that are several ranges of their chunk, none far from the next.
 
     Args:
         lengths: How large each box is, in elements; none is empty.
         extents: How large its chunk is.
-        itemsize: Bytes an element takes.
+        itemsize: Bytes of an element.
         max_gap: The most bytes from the end of a range to the next one.
 
     Of rows of 4 bytes, two columns; two rows; and every column but the last of 9:
@@ -137,7 +195,7 @@ def has_narrow_gaps(
 
 
 def fetched(lengths: Ints, extents: Ints, itemsize: Ints, max_gap: int) -> Ints:
-    """Count the elements that come with each box: its own, and those in gaps that are narrow.
+    """Count the elements fetched for each box: its own, and those in narrow gaps.
 
     Arguments are those of `has_narrow_gaps`; boxes may be empty.
 
@@ -150,11 +208,11 @@ def fetched(lengths: Ints, extents: Ints, itemsize: Ints, max_gap: int) -> Ints:
     return numel
 
 
-def filled(chunk: Ints, offsets: Ints, lengths: Ints, extents: Ints) -> npt.NDArray[np.bool_]:
-    """Tell which boxes are part of a chunk that one range after another makes up, each box one.
+def filled(chunk: Ints, offsets: Ints, lengths: Ints, extents: Ints) -> Flags:
+    """Return True for boxes of chunks that one range after another makes up, each box one range.
 
     Args:
-        chunk: Which chunk each box lies in; boxes come in any order, and none is empty.
+        chunk: The chunk that each box lies in; boxes come in any order, and none is empty.
         offsets: Where each starts in its chunk, in elements.
         lengths: How large each is.
         extents: How large its chunk is.
@@ -185,17 +243,17 @@ def filled(chunk: Ints, offsets: Ints, lengths: Ints, extents: Ints) -> npt.NDAr
 
 def whole_blocks(
     chunk: Ints, offsets: Ints, lengths: Ints, extents: Ints, itemsize: Ints, max_bytes: int
-) -> npt.NDArray[np.bool_]:
-    """Tell which boxes are one range that begins and ends where blocks of their chunk do.
+) -> Flags:
+    """Return True for boxes that are one range which begins and ends where blocks do.
 
     Of boxes that share elements, only one counts: a block is hashed once.
 
     Args:
-        chunk: Which chunk each box lies in; boxes come in any order, and none is empty.
+        chunk: The chunk that each box lies in; boxes come in any order, and none is empty.
         offsets: Where each starts in its chunk, in elements.
         lengths: How large each is.
         extents: How large its chunk is.
-        itemsize: Bytes an element takes.
+        itemsize: Bytes of an element.
         max_bytes: The most bytes of a block.
 
     Of a chunk of 5 elements in blocks of 2, the last two blocks are read, and half of the first:
@@ -206,7 +264,7 @@ def whole_blocks(
     [True, False]
     """
     reach, ends = reach_of(extents, itemsize, max_bytes), offsets + lengths
-    right: npt.NDArray[np.bool_] = lies_together(lengths, extents)
+    right: Flags = lies_together(lengths, extents)
     right &= (offsets % reach == 0).all(axis=1)
     right &= ((ends % reach == 0) | (ends == extents)).all(axis=1)
     begin = (offsets * steps(extents)).sum(axis=1)
@@ -224,9 +282,9 @@ class Requests:
     """Ranges to fetch in one go each; one row a request.
 
     Attributes:
-        file: Which file it fetches from.
-        start, length: Which bytes, in the file's frame.
-        members: Per range (in the order given), which request brings it.
+        file: The file that it fetches from.
+        start, length: Its bytes, in the file's frame.
+        members: The request that brings each range, in the order given.
     """
 
     file: Ints
@@ -243,14 +301,14 @@ def coalesce(
     start: Ints,
     length: Ints,
     *,
-    max_gap: int = 1 << 16,
-    max_waste: float = 0.1,
+    max_gap: int = WIDE_GAP,
+    max_waste: float = WASTE,
     max_bytes: int = 1 << 26,
 ) -> Requests:
     """Join ranges of the same file where a request costs more than the gap between them.
 
     Args:
-        file: Which file each range lies in; ranges come in any order.
+        file: The file that each range lies in; ranges come in any order.
         start: Where each starts, in bytes.
         length: How long each is, in bytes.
         max_gap: The widest gap to read over, in bytes.

@@ -1,10 +1,8 @@
-"""Is a plan right? Asked element by element, with nothing clever: oracles for tests.
+"""Oracles for tests: they check plans element by element, with nothing clever.
 
-Every function here walks all elements one at a time and trusts only the records themselves, so that
-it shares no code, and no mistake, with the planning it judges. Use small tensors.
-
-An *element* is a tuple of indices in the tensor's global frame; a value that is no tensor has the
-single element ``()``.
+They trust only the records themselves, so that they share no code, and no mistake, with the
+planning that they judge. Use small tensors. An *element* is a tuple of indices in the tensor's
+global frame; a non-tensor value has the single element ``()``.
 """
 
 from __future__ import annotations
@@ -18,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..geometry.tilings import Chunk
-from ..items import LoadItemType, MetadataIndex, ReadItem, WriteItem
 from ..metadata import BytesMetadata, Metadata, TensorMetadata
-from ..records import LoadPlan, SavePlan
+from ..plans import LoadPlan, SavePlan
+from ..records import LoadItemType, MetadataIndex, ReadItem, WriteItem
 
 __all__ = [
     "Element",
@@ -58,13 +56,7 @@ def _axes(chunk: Chunk) -> list[tuple[int, int]]:
 
 
 def count_writes(plans: Iterable[SavePlan]) -> dict[str, npt.NDArray[np.int64]]:
-    """Count how often each element of each tensor is written.
-
-    Args:
-        plans: One plan per rank, in rank order.
-
-    Returns:
-        Per name an array of the tensor's global shape; a value that is no tensor has no axes.
+    """Count how often each element is written: per name, an array of the tensor's global shape.
 
     >>> from shardplan.planning import TensorSpec, local_plan
     >>> plan = local_plan({"w": TensorSpec((3,)), "step": 7})
@@ -92,10 +84,6 @@ def count_writes(plans: Iterable[SavePlan]) -> dict[str, npt.NDArray[np.int64]]:
 def assert_written_once(plans: Iterable[SavePlan], metadata: Metadata) -> None:
     """Assert that every element is written by one rank, and where the metadata says it lies.
 
-    Args:
-        plans: What each rank writes, in rank order: the plans that `global_plan` returned.
-        metadata: The metadata that it returned.
-
     >>> from shardplan.planning import TensorSpec, global_plan, local_plan
     >>> plan = local_plan({"w": TensorSpec((3,))})
     >>> plans, metadata = global_plan([plan, plan])
@@ -103,9 +91,6 @@ def assert_written_once(plans: Iterable[SavePlan], metadata: Metadata) -> None:
     >>> assert_written_once([plan, plan], metadata)
     Traceback (most recent call last):
     AssertionError: `w`: element (0,) is written 2 times, by ranks 0, 1
-
-    Raises:
-        AssertionError: One is not; the message names the key, the element and the ranks.
     """
     plans = tuple(plans)
     for name, count in count_writes(plans).items():
@@ -154,10 +139,6 @@ def assert_all_saved(held: Iterable[SavePlan], plans: Iterable[SavePlan]) -> tup
     A tensor or value is dropped if no rank writes any of it. An element that several ranks hold
     under one name counts as written if one of them writes it.
 
-    Args:
-        held: What each rank holds, in rank order: its `local_plan`, before any pass.
-        plans: What each rank writes, in rank order.
-
     Returns:
         The names in the state dicts of what was dropped.
 
@@ -168,9 +149,6 @@ def assert_all_saved(held: Iterable[SavePlan], plans: Iterable[SavePlan]) -> tup
     >>> assert_all_saved([plan], [SavePlan([*plan.items, *plan.items])])
     Traceback (most recent call last):
     AssertionError: `step` of rank 0: element () is written 2 times
-
-    Raises:
-        AssertionError: One is not; the message names the key, the element and the rank.
     """
     held, plans = tuple(held), tuple(plans)
     shards: dict[tuple[int, str], dict[Element, MetadataIndex]] = {}  # of each held element
@@ -193,9 +171,8 @@ def assert_all_saved(held: Iterable[SavePlan], plans: Iterable[SavePlan]) -> tup
             counts.setdefault((rank, name), Counter())[element] += 1
     for (rank, name), count in counts.items():
         for element, times in count.items():
-            assert times == 1, (
-                f"`{name}` of rank {rank}: element {element} is written {times} times"
-            )
+            where = f"`{name}` of rank {rank}: element {element}"
+            assert times == 1, f"{where} is written {times} times"
     written = {
         (name, shapes[rank, name], element)
         for (rank, name), count in counts.items()
@@ -214,8 +191,7 @@ def assert_all_saved(held: Iterable[SavePlan], plans: Iterable[SavePlan]) -> tup
 def _read(item: WriteItem) -> Iterator[Element]:
     """Yield each element of the state dict's tensor that an item is made of.
 
-    Its chunk is in the frame of the checkpoint's tensor, and shards are in that of the state
-    dict's. Today these coincide: a pass may rename and cut a tensor, and not move its elements.
+    The frames of the checkpoint and of the state dict coincide: no pass moves elements.
     """
     return cells(_written(item)[1])
 
@@ -226,11 +202,6 @@ def trace_reads(
     reads: LoadPlan | Iterable[ReadItem],
 ) -> Trace:
     """Follow every read, element by element, from the saved chunk into the state dict.
-
-    Args:
-        metadata: The checkpoint.
-        target: What is to be filled: a rank's plan, or chunks by name.
-        reads: A load plan, or its items.
 
     Returns:
         Per shard of the target, per element, where it is read from: nowhere, once, or too often.
@@ -271,8 +242,8 @@ def assert_read_once(
     Args:
         metadata: The checkpoint.
         target: What is to be filled: a rank's plan, or chunks by name.
-        reads: A load plan, or its items. What others read for this rank counts, if `rank` is given.
-        rank: Whose reads these are.
+        reads: A load plan, or its items.
+        rank: The rank that reads; if given, what others read for it counts.
 
     >>> from shardplan.planning import TensorSpec, global_plan, load_plan, local_plan
     >>> plan = local_plan({"w": TensorSpec((3,))})
@@ -281,9 +252,6 @@ def assert_read_once(
     >>> assert_read_once(metadata, plan, [], rank=5)
     Traceback (most recent call last):
     AssertionError: `w`: element (0,) of the shard at (0,) is read 0 times on rank 5, expected once
-
-    Raises:
-        AssertionError: One is not; the message names the key, the element and the rank.
     """
     if isinstance(reads, LoadPlan):
         reads = [*reads.items, *(t.read for t in reads.transfers if t.target == rank)]
@@ -296,12 +264,10 @@ def assert_read_once(
             text = f"`{name}`: element {element}{where} is read"
             sources = f" (from {', '.join(map(str, origins))})" if origins else ""
             assert len(origins) == 1, f"{text} {len(origins)} times{whose}, expected once{sources}"
-            (saved, number, position) = origins[0]
+            (saved, number, home) = origins[0]
             entry = metadata.state_dict_metadata[saved]
-            home = position
             if isinstance(entry, TensorMetadata):
-                anchor = entry.chunks[number].offsets
-                home = tuple(a + p for a, p in zip(anchor, position, strict=True))
+                home = _sum(entry.chunks[number].offsets, home)
             assert (saved, home) == (name, element), f"{text} from {home} of `{saved}`{whose}"
 
 

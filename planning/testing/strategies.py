@@ -1,6 +1,4 @@
-"""Random plans for tests: Hypothesis strategies that are valid by construction and shrink well.
-
-They answer "does it hold for any shape, any mesh, any way of cutting?" in your own tests:
+"""Hypothesis strategies for plans, for your own tests; all are valid by construction.
 
     from hypothesis import given
     from shardplan.planning import global_plan
@@ -10,11 +8,8 @@ They answer "does it hold for any shape, any mesh, any way of cutting?" in your 
     def test_my_pass_loses_nothing(plans):
         assert_written_once(*global_plan(plans, passes=[my_pass(), dedup_replicas()]))
 
-Tensors stay small, because the oracles (`assert_written_once`, `assert_read_once` and their kin,
-from `planning.testing.oracles`) look at every element. Everything shrinks towards one small
-tensor, all of it on one rank.
-
-Needs the extra ``shardplan[hypothesis]``.
+Tensors stay small, because the oracles of `planning.testing.oracles` look at every element, and
+everything shrinks towards one small tensor on one rank. Needs the extra ``shardplan[hypothesis]``.
 """
 
 from __future__ import annotations
@@ -28,9 +23,8 @@ from typing import Any, Final
 import numpy as np
 
 from ..dtypes import ITEMSIZE, Dtype
-from ..extras import named_extras
+from ..errors import named_extras
 from ..geometry.tilings import Chunk, Tiling, tile_chunks
-from ..items import MetadataIndex, TensorProperties, TensorWriteData, WriteItem, WriteItemType
 from ..mesh.placements import (
     Mesh,
     Placement,
@@ -38,9 +32,10 @@ from ..mesh.placements import (
     Shard,
     StridedShard,
     TensorSpec,
-    local_chunks,
 )
-from ..records import SavePlan
+from ..mesh.runs import local_chunks
+from ..plans import SavePlan
+from ..records import MetadataIndex, TensorProperties, TensorWriteData, WriteItem, WriteItemType
 from .oracles import (
     assert_all_saved,
     assert_read_once,
@@ -80,21 +75,14 @@ _COMMON: Final = ("float32", "float64", "float16", "int64", "int8", "uint8", "bo
 def shapes(
     *, min_dims: int = 0, max_dims: int = 3, min_side: int = 0, max_side: int = 6
 ) -> SearchStrategy[tuple[int, ...]]:
-    """Generate the shapes of small tensors: no axes, long ones, empty ones.
-
-    Args:
-        min_dims: The least number of axes.
-        max_dims: The greatest number of axes.
-        min_side: The least length of an axis; 0 allows empty tensors.
-        max_side: The greatest length of an axis.
+    """Generate the shapes of small tensors, also without axes, or empty (``min_side=0``).
 
     >>> from hypothesis import find
     >>> find(shapes(), lambda shape: len(shape) > 1)
     (0, 0)
     """
-    return st.lists(st.integers(min_side, max_side), min_size=min_dims, max_size=max_dims).map(
-        tuple
-    )
+    sides = st.integers(min_side, max_side)
+    return st.lists(sides, min_size=min_dims, max_size=max_dims).map(tuple)
 
 
 def dtypes() -> SearchStrategy[str]:
@@ -109,11 +97,7 @@ def dtypes() -> SearchStrategy[str]:
 
 
 def chunks(shape: Sequence[int], *, allow_empty: bool = False) -> SearchStrategy[Chunk]:
-    """Generate boxes that lie inside a tensor.
-
-    Args:
-        shape: The tensor's global shape.
-        allow_empty: Whether boxes without elements come too. Those of an empty tensor always do.
+    """Generate boxes that lie inside a tensor; empty ones if allowed, or if the tensor is empty.
 
     >>> from hypothesis import find
     >>> find(chunks((4, 4)), lambda chunk: chunk.numel == 16)
@@ -135,11 +119,7 @@ def tilings(shape: Sequence[int], *, max_chunks: int = 12) -> SearchStrategy[Til
     """Generate ways to cut a tensor so that each element lies in exactly one chunk.
 
     One chunk, grids with uneven cuts, and boxes from repeated splits that form no grid, in any
-    order.
-
-    Args:
-        shape: The tensor's global shape. An empty tensor has one empty chunk.
-        max_chunks: The most chunks a tiling has.
+    order. An empty tensor has one empty chunk.
 
     >>> from hypothesis import find
     >>> find(tilings((2, 3)), lambda tiling: len(tiling) == 1)
@@ -197,22 +177,14 @@ def _grids(draw: st.DrawFn, shape: tuple[int, ...], max_chunks: int) -> list[Chu
     ]
 
 
-def meshes(*, max_ranks: int = 6, max_axes: int = 3) -> SearchStrategy[Mesh]:
-    """Generate meshes of a few ranks.
-
-    Args:
-        max_ranks: The most ranks a mesh has.
-        max_axes: The most axes a mesh has, up to five; there is always one.
+@st.composite
+def meshes(draw: st.DrawFn, *, max_ranks: int = 6, max_axes: int = 3) -> Mesh:
+    """Generate meshes of a few ranks, on one to five axes.
 
     >>> from hypothesis import find
     >>> find(meshes(), lambda mesh: len(mesh) > 1)
     Mesh(dp=2)
     """
-    return _meshes(max_ranks, max_axes)
-
-
-@st.composite
-def _meshes(draw: st.DrawFn, max_ranks: int, max_axes: int) -> Mesh:
     sizes: dict[str, int] = {}
     for name in _AXES[: draw(st.integers(1, max_axes))]:
         sizes[name] = draw(st.integers(1, max_ranks // math.prod(sizes.values())))
@@ -221,10 +193,6 @@ def _meshes(draw: st.DrawFn, max_ranks: int, max_axes: int) -> Mesh:
 
 def placements(mesh: Mesh, shape: Sequence[int]) -> SearchStrategy[tuple[Placement, ...]]:
     """Generate one placement for each axis of a mesh: Replicate, Shard or StridedShard.
-
-    Args:
-        mesh: Where the tensor lies.
-        shape: The tensor's global shape; one without axes can only be replicated.
 
     >>> from hypothesis import find
     >>> find(placements(Mesh(dp=2, tp=2), (4,)), lambda placed: placed == (Shard(0), Shard(0)))
@@ -248,12 +216,7 @@ def tensor_specs(
     shape: SearchStrategy[tuple[int, ...]] | None = None,
     dtype: SearchStrategy[Dtype] | None = None,
 ) -> SearchStrategy[TensorSpec]:
-    """Generate tensors that nobody has allocated.
-
-    Args:
-        mesh: Where they are placed; without one they are whole on every rank.
-        shape: Which shapes to use; `shapes()` if left out.
-        dtype: Which dtypes to use; `dtypes()` if left out.
+    """Generate `TensorSpec`s; without a mesh they are whole on every rank.
 
     >>> from hypothesis import find
     >>> find(tensor_specs(), lambda spec: len(spec.shape) == 2)
@@ -274,13 +237,9 @@ def values() -> SearchStrategy[Any]:
     >>> find(values(), lambda value: isinstance(value, tuple) and len(value) == 2)
     (None, None)
     """
-    plain = st.one_of(
-        st.none(),
-        st.booleans(),
-        st.integers(),
-        st.floats(allow_nan=False),
-        st.text(max_size=4),
-        st.binary(max_size=4),
+    numbers = st.booleans() | st.integers() | st.floats(allow_nan=False)
+    plain: SearchStrategy[Any] = st.one_of(
+        st.none(), numbers, st.text(max_size=4), st.binary(max_size=4)
     )
     lists = st.lists(plain, max_size=3)
     return plain | lists | lists.map(tuple) | st.just({})
@@ -289,39 +248,28 @@ def values() -> SearchStrategy[Any]:
 def state_dicts(*, mesh: Mesh | None = None, max_leaves: int = 8) -> SearchStrategy[dict[Any, Any]]:
     """Generate state dicts as training scripts have them: nested, mixed, with keys of any type.
 
-    Dicts, lists and tuples hold numpy arrays of several dtypes (without axes and empty ones too),
-    `TensorSpec`s and other values. No two leaves ever flatten to the same name.
-
-    Args:
-        mesh: Where `TensorSpec`s are placed; without one they are whole on every rank.
-        max_leaves: About how many leaves there are at most.
+    Dicts, lists and tuples hold numpy arrays of several dtypes, `TensorSpec`s and other values. No
+    two leaves ever flatten to the same name.
 
     >>> from hypothesis import find
     >>> sorted(map(len, [find(state_dicts(), bool), find(state_dicts(), lambda sd: not sd)]))
     [0, 1]
     """
     leaves = values() | _arrays() | tensor_specs(mesh=mesh)
-    nested = st.recursive(
-        leaves,
-        lambda inner: (
-            _dicts(inner) | st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple)
-        ),
-        max_leaves=max_leaves,
-    )
-    return _dicts(nested)
+
+    def nested(inner: SearchStrategy[Any]) -> SearchStrategy[Any]:
+        lists = st.lists(inner, max_size=3)
+        return _dicts(inner) | lists | lists.map(tuple)
+
+    return _dicts(st.recursive(leaves, nested, max_leaves=max_leaves))
 
 
 def _dicts(inner: SearchStrategy[Any]) -> SearchStrategy[dict[Any, Any]]:
     """Generate dicts whose names differ before the first dot, so that none can run into another."""
     words = st.text("abw_0", max_size=3)
-    keys = st.one_of(
-        words,
-        st.integers(0, 9),
-        st.tuples(words, words).map(".".join),
-        st.booleans(),
-        st.none(),
-        st.tuples(st.integers(0, 9)),
-    )
+    digits = st.integers(0, 9)
+    dotted = st.tuples(words, words).map(".".join)
+    keys = st.one_of(words, digits, dotted, st.booleans(), st.none(), st.tuples(digits))
     pairs = st.lists(
         st.tuples(keys, inner),
         max_size=4,
@@ -331,7 +279,7 @@ def _dicts(inner: SearchStrategy[Any]) -> SearchStrategy[dict[Any, Any]]:
 
 
 def _arrays() -> SearchStrategy[Any]:
-    """Generate numpy arrays whose elements differ as far as the dtype can tell them apart."""
+    """Generate numpy arrays whose elements differ as far as the dtype allows."""
     return st.builds(
         lambda shape, dtype: np.arange(math.prod(shape)).reshape(shape).astype(dtype),
         shapes(max_side=3),
@@ -339,23 +287,26 @@ def _arrays() -> SearchStrategy[Any]:
     )
 
 
+@st.composite
 def save_plans(
+    draw: st.DrawFn,
     *,
     mesh: Mesh | SearchStrategy[Mesh] | None = None,
     tensors: Mapping[str, Any] | None = None,
     max_tensors: int = 3,
-) -> SearchStrategy[tuple[SavePlan, ...]]:
+) -> tuple[SavePlan, ...]:
     """Generate the local plans of all ranks of a world, which `global_plan` accepts.
 
     Each tensor is placed on the mesh, or whole on some ranks, or cut in any way with each chunk on
-    any ranks: replicas abound. Values that are no tensors are on some ranks. A plan's items are in
-    any order, and a rank may hold nothing.
+    any ranks: replicas abound. Non-tensor values are on some ranks. A plan's items are in any
+    order, and a rank may hold nothing.
 
     Args:
+        draw: Given by Hypothesis.
         mesh: Which ranks there are; `meshes()` if left out.
         tensors: What the world holds, by name: a `TensorSpec`, of which shape and dtype are used,
-            or anything else for a value that is no tensor. Give it to lay the same tensors out in
-            a second world, as a load does. Any if left out.
+            or anything else for a non-tensor value. Give it to lay the same tensors out in a
+            second world, as a load does. Any if left out.
         max_tensors: The most tensors and values there are if ``tensors`` is left out.
 
     >>> from hypothesis import find
@@ -363,23 +314,12 @@ def save_plans(
     >>> {item.index.fqn for plan in plans for item in plan.items}
     {'w'}
     """
-    where = meshes() if mesh is None else mesh
-    what: SearchStrategy[Mapping[str, Any]] = st.dictionaries(
-        st.text("abw.", min_size=1, max_size=3), tensor_specs() | st.none(), max_size=max_tensors
-    )
-    return _save_plans(
-        where if isinstance(where, SearchStrategy) else st.just(where),
-        what if tensors is None else st.just(tensors),
-    )
-
-
-@st.composite
-def _save_plans(
-    draw: st.DrawFn, mesh: SearchStrategy[Mesh], tensors: SearchStrategy[Mapping[str, Any]]
-) -> tuple[SavePlan, ...]:
-    where = draw(mesh)
+    where = mesh if isinstance(mesh, Mesh) else draw(meshes() if mesh is None else mesh)
+    if tensors is None:
+        names = st.text("abw.", min_size=1, max_size=3)
+        tensors = draw(st.dictionaries(names, tensor_specs() | st.none(), max_size=max_tensors))
     plans: list[list[WriteItem]] = [[] for _ in range(len(where))]
-    for name, what in draw(tensors).items():
+    for name, what in tensors.items():
         index = MetadataIndex(name)
         if not isinstance(what, TensorSpec):
             for rank in draw(_some_ranks(len(where))):

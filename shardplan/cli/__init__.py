@@ -1,15 +1,12 @@
 """The command line: ``shardplan inspect | plan | verify | diff | cat | convert | prune | demo``.
 
-- Which commands are there? `app`; one module each: `inspecting`, `plans`, `checking` (verify and
-  diff), `reading` (cat), `converting`, `pruning`, `demos`
-- What do they share? `options`, `screen` (tables and JSON), `waiting` (progress), `failing` (errors
-  and exit codes), `placing` (meshes and placements as text), `contents` (any checkpoint, without
-  torch), `choosing` (names by pattern), `tree` (names, like layers together)
-- How are answers drawn? `pages` (inspect), `costs` (plan), `findings` (verify, diff), `elements`
-  (cat)
+Each command is a function in the module of its name (`diff` in `verify`); its docstring is its
+help. They share `app` (the program, errors, exit codes), `options`, `screen` (tables, JSON,
+progress), `contents` (what a checkpoint of any format holds), `names` (patterns and trees of names)
+and `placements` (meshes and placements as text).
 
-Starting costs a tenth of a second: a command is made when it is asked for, imports what it needs
-when it runs, and torch only if it touches tensors.
+Starting takes a tenth of a second: a command is imported when it is called, and torch only if it
+needs tensors.
 """
 
 import gc
@@ -23,7 +20,7 @@ def main() -> None:
     """Run the program with the arguments it was started with, and exit."""
     # Nothing here needs numpy's linear algebra, whose threads take long to start.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    gc.disable()  # modules stay: to look for garbage in them takes a tenth of a short command
+    gc.disable()  # collecting while modules are imported takes a tenth of a short command
     try:
         try:
             from .app import app
@@ -35,7 +32,7 @@ def main() -> None:
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="replace")  # a terminal without × shows a question mark
-        if "inspect" not in sys.argv[1:2]:  # which is over before there is any garbage
+        if "inspect" not in sys.argv[1:2]:  # it ends before there is any garbage
             gc.freeze()
             gc.enable()
         app(prog_name="shardplan")

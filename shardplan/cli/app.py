@@ -1,57 +1,73 @@
-"""Which commands are there? The program `shardplan`, put together."""
+"""The program `shardplan`: its commands, its error messages and its exit codes."""
 
 from __future__ import annotations
 
+import os
+import re
+import sys
+import traceback
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import import_module
 from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperGroup
 
-from .failing import BAD, EXIT_CODES, Group, told
-from .options import Debug, Verbose
+from shardplan.planning import EXTRAS
 
-__all__ = ["app"]
+from .options import BAD, Debug, Verbose
 
-# The module of each command, what its help is called there, and what it does in a line.
+__all__ = ["app", "message"]
+
+_INTERRUPTED: Final = 130
+_NO_READER: Final = 141
+_EXIT_CODES: Final = (
+    "Exit codes: 0 fine; 1 diff found differences, or verify damage; 2 wrong usage, bad input, or "
+    "it could not be done; 130 interrupted."
+)
+# The commands, in the order of the help, each with a short description.
 _COMMANDS: Final = {
-    "inspect": ("inspecting", "HELP", "Show what a checkpoint holds."),
-    "plan": ("plans", "HELP", "What would loading it on other ranks cost?"),
-    "verify": ("checking", "VERIFY_HELP", "Check every byte."),
-    "diff": ("checking", "DIFF_HELP", "Compare two checkpoints."),
-    "cat": ("reading", "HELP", "Show elements of a tensor, or a value."),
-    "convert": ("converting", "HELP", "Write another format, or cut in another way."),
-    "prune": ("pruning", "HELP", "Remove all but the newest checkpoints."),
-    "demo": ("demos", "HELP", "See what this is about."),
+    "inspect": "Show what a checkpoint holds.",
+    "plan": "Show what loading it on other ranks would cost.",
+    "verify": "Check every byte.",
+    "diff": "Compare two checkpoints.",
+    "cat": "Show elements of a tensor, or a value.",
+    "convert": "Write another format, or shard in another way.",
+    "prune": "Remove all but the newest checkpoints.",
+    "demo": "Train, save, reshard, convert and verify a small model.",
 }
+_MODULES: Final = {"diff": "verify"}  # commands that share the module of another one
 _COMPLETIONS: Final = ("--install-completion", "--show-completion")
+# Arguments in messages of the library, and the options that stand for them here.
+_OPTIONS: Final = {
+    "overwrite=True": "--overwrite",
+    "`mesh`": "--mesh",
+    "mesh exclude": "--mesh exclude",
+    "max_shard_size": "--max-shard-size",
+    "max_memory": "--max-memory",
+    "`placements`": "--placements",
+}
+_WORDS: Final = re.compile("|".join(rf"(?<![\w.]){re.escape(word)}" for word in _OPTIONS))
+_SHOWN: Final = 3  # reasons of one error that fit a line
+# Typer's base class of all usage errors, wherever the installed version keeps it.
+_USAGE: Final[Any] = typer.BadParameter.__mro__[2]
 
 
 @cache
 def _command(name: str) -> Any:
-    """Make one command."""
-    home, text, short = _COMMANDS[name]
-    module = import_module(f".{home}", __package__)
+    """Import and build one command; its docstring is its help."""
+    short = _COMMANDS[name]
+    run = getattr(import_module(f".{_MODULES.get(name, name)}", __package__), name)
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    text = f"{getattr(module, text)}\n\n{EXIT_CODES}"
-    alone.command(name, short_help=short, help=text)(getattr(module, name))
+    text = f"{run.__doc__}\n\n{_EXIT_CODES}"
+    alone.command(name, short_help=short, help=text)(run)
     return typer.main.get_command(alone)
 
 
-def _complete(ctx: Any, option: str, shell: str, *rest: str) -> None:
-    """Install or show completion for a shell by name: typer takes none, and guesses the shell."""
-    completion: Any = import_module("typer.completion")
-    *most, last = (known.value for known in completion.Shells)
-    if shell not in (*most, last) or rest:
-        shells = f"{', '.join(most)} or {last}"
-        raise ValueError(f"{option} takes {shells}, or nothing: your shell is found")
-    does = completion.install_callback if "install" in option else completion.show_callback
-    does(ctx, None, shell)
-
-
 class _Commands(Mapping[str, Any]):
-    """The commands by name, each made when it is asked for: typer takes a while to make one."""
+    """The commands by name, each built when it is called: typer takes a while to build one."""
 
     def __getitem__(self, name: str) -> Any:
         return _command(name)
@@ -63,8 +79,8 @@ class _Commands(Mapping[str, Any]):
         return len(_COMMANDS)
 
 
-class _Program(Group):
-    """The program, which knows its commands' names without making them."""
+class _Program(TyperGroup):
+    """The program: any exception becomes one line on stderr and an exit code."""
 
     commands: Any
 
@@ -73,15 +89,95 @@ class _Program(Group):
         self.commands = _Commands()
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the arguments before the command; a shell may follow what installs completion."""
-        if len(args) > 1 and args[0] in _COMPLETIONS and not args[1].startswith("-"):
-            with told(ctx):
+        """Parse the arguments before the command; a shell may follow a completion option."""
+        with _exit_codes(ctx):
+            if len(args) > 1 and args[0] in _COMPLETIONS and not args[1].startswith("-"):
                 _complete(ctx, *args)
-        return super().parse_args(ctx, args)
+            return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Name the commands, in the order in which help shows them."""
+        """Return the names of the commands, in the order of the help."""
         return list(self.commands)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        with _exit_codes(ctx):
+            done = super().invoke(ctx)
+            sys.stdout.flush()
+            return done
+
+
+def _complete(ctx: Any, option: str, shell: str, *rest: str) -> None:
+    """Install or show completion for a named shell: typer only guesses the current one."""
+    completion: Any = import_module("typer.completion")
+    *most, last = (known.value for known in completion.Shells)
+    if shell not in (*most, last) or rest:
+        shells = f"{', '.join(most)} or {last}"
+        raise ValueError(f"{option} takes {shells}; without one, it detects your shell")
+    does = completion.install_callback if "install" in option else completion.show_callback
+    does(ctx, None, shell)
+
+
+@contextmanager
+def _exit_codes(ctx: Any) -> Iterator[None]:
+    """Turn exceptions into a line on stderr and an exit code."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Exit(_INTERRUPTED) from None
+    except BrokenPipeError:
+        with suppress(OSError, ValueError):  # nobody reads any more: discard the rest
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(_NO_READER) from None
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as error:
+        if ctx.meta.get("shardplan.debug"):
+            traceback.print_exc()
+            print(getattr(error, "tracebacks", ""), end="", file=sys.stderr)  # of other ranks
+        print(f"shardplan: error: {message(error)}", file=sys.stderr)
+        raise typer.Exit(BAD) from None
+
+
+def message(error: Exception) -> str:
+    r"""Return an error's message as one line.
+
+    >>> message(ValueError("no such mesh:\n  dp"))
+    'no such mesh: dp'
+    >>> message(ZeroDivisionError("division by zero"))
+    'unexpected ZeroDivisionError: division by zero (--debug shows where)'
+    >>> message(ValueError("there is one; pass overwrite=True to replace it"))
+    'there is one; pass --overwrite to replace it'
+    >>> message(ModuleNotFoundError("No module named 'torch'", name="torch"))
+    "this needs torch: pip install 'shardplan[torch]'"
+    """
+    if isinstance(error, _USAGE):
+        return _usage(error)
+    issues = list(dict.fromkeys(map(str, getattr(error, "issues", ()))))
+    if len(issues) > 1:
+        more = f"; and {len(issues) - _SHOWN:,} more" if len(issues) > _SHOWN else ""
+        text = f"{len(issues):,} reasons: {'; '.join(issues[:_SHOWN])}{more}"
+    elif isinstance(error, KeyError) and error.args:
+        text = str(error.args[0])  # str() of a KeyError is a repr
+    else:
+        text = str(error) or type(error).__name__
+    text = "; ".join([text, *getattr(error, "__notes__", ())])
+    text = _WORDS.sub(lambda found: _OPTIONS[found[0]], " ".join(text.split()))
+    if isinstance(error, ModuleNotFoundError) and "pip " not in text:
+        package = (error.name or "").partition(".")[0]
+        return (
+            f"this needs {package}: pip install '{EXTRAS[package]}'" if package in EXTRAS else text
+        )
+    known = (ValueError, OSError, LookupError, TypeError, ImportError)
+    if isinstance(error, known) or type(error).__module__.startswith("shardplan."):
+        return text
+    return f"unexpected {type(error).__name__}: {text} (--debug shows where)"
+
+
+def _usage(error: Any) -> str:
+    text = " ".join(error.format_message().split()).rstrip(".")
+    ctx = getattr(error, "ctx", None)
+    return f"{text}; see {ctx.command_path} --help" if ctx is not None else text
 
 
 app = typer.Typer(
@@ -92,9 +188,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
     help=(
-        "Look into, check, compare, convert and plan sharded checkpoints.\n\n"
+        "Inspect, verify, compare, convert and plan sharded checkpoints.\n\n"
         "Any format, on a disk or in s3://, gs:// and az://. Answers go to stdout, the rest to "
-        f"stderr; --json is for programs; NO_COLOR and COLUMNS count.\n\n{EXIT_CODES}"
+        f"stderr; --json is for programs; NO_COLOR and COLUMNS count.\n\n{_EXIT_CODES}"
     ),
 )
 
@@ -117,7 +213,7 @@ def _everything(
     verbose: Verbose = False,
     debug: Debug = False,
 ) -> None:
-    """Take the options that stand before the command."""
+    """Handle the options before the command."""
     if ctx.invoked_subcommand is None:
         print(ctx.get_help())
         raise typer.Exit(BAD)

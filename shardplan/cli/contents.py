@@ -1,4 +1,4 @@
-"""What does a checkpoint hold, as far as what describes it tells? Any format, without torch."""
+"""What a checkpoint of any format holds, read from its metadata alone, without torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from shardplan.io.formats import Source, open_source
 from shardplan.planning import Entries, Grid
 from shardplan.planning.columns import Ints, column
 
-from .choosing import choose, hint
-from .waiting import spinning
+from .names import choose, hint
+from .screen import waiting
 
 __all__ = ["Contents", "Total", "open_contents"]
 
-_SMALL: Final = 4096  # bytes of a value that are read only to be shown
+_SMALL: Final = 4096  # bytes of a value that is read only to be shown
 _FEW: Final = 64  # values that are read only to be shown, a request each
 _log = logging.getLogger("shardplan.cli")
 
@@ -40,12 +40,12 @@ class Total:
 
 @attrs.frozen(eq=False, slots=False)
 class Contents:
-    """The tensors and values of a checkpoint, or those that were asked for.
+    """The tensors and values of a checkpoint, or some of them.
 
     Attributes:
-        path: The checkpoint, as it was asked for.
-        source: Where it lies.
-        rows: Which rows of its entries are meant.
+        path: The checkpoint, as the user named it.
+        source: The opened checkpoint.
+        rows: The rows of its entries that are meant: tensors first, each kind by name.
     """
 
     path: str
@@ -58,151 +58,74 @@ class Contents:
         return self.source.metadata.state_dict_metadata
 
     @cached_property
-    def manifest(self) -> Any:
-        """The manifest of a checkpoint of ours; None for other formats."""
-        return getattr(self.source, "manifest", None)
-
-    @cached_property
     def tensors(self) -> list[int]:
-        """The rows that are tensors."""
+        """The rows of tensors."""
         return [row for row in self.rows if self.entries.layout[row] >= 0]
 
     @cached_property
     def values(self) -> list[int]:
-        """The rows that are no tensors."""
+        """The rows of non-tensor values."""
         return [row for row in self.rows if self.entries.layout[row] < 0]
 
     @cached_property
-    def _volumes(self) -> list[int]:
-        """How many elements the chunks of each layout have."""
-        return [layout.tiling.volume() for layout in self.entries.layouts]
-
-    @cached_property
     def nbytes(self) -> Ints:
-        """The bytes of each row's chunks; 0 for what is no tensor."""
+        """The bytes of each row's chunks; 0 for values."""
         width = column([*(p.itemsize for p in self.entries.props), 0])
-        return column([*self._volumes, 0])[self.entries.layout] * width[self.entries.prop]
+        volume = column([*(layout.tiling.volume() for layout in self.entries.layouts), 0])
+        return volume[self.entries.layout] * width[self.entries.prop]
 
     @cached_property
     def _counts(self) -> list[int]:
         return [len(layout.tiling) for layout in self.entries.layouts]
 
     def count(self, row: int) -> int:
-        """How many chunks a tensor has."""
+        """Return how many chunks a tensor has."""
         return self._counts[int(self.entries.layout[row])]
 
     def total(self, rows: Sequence[int]) -> Total:
         """Add up some rows."""
         numbers = column(rows)
-        return Total(
-            int((self.entries.layout[numbers] >= 0).sum()), int(self.nbytes[numbers].sum())
-        )
+        tensors = (self.entries.layout[numbers] >= 0).sum()
+        return Total(int(tensors), int(self.nbytes[numbers].sum()))
 
     def dtype(self, row: int) -> str:
-        """What a tensor is stored as."""
+        """Return the dtype of a tensor."""
         return self.entries.props[int(self.entries.prop[row])].dtype
 
     def shape(self, row: int) -> tuple[int, ...]:
-        """A tensor's shape."""
+        """Return the shape of a tensor."""
         return self.entries.layouts[int(self.entries.layout[row])].size
 
     def grid(self, row: int) -> list[int] | None:
-        """Into how many parts each axis was cut; None if the chunks form no grid."""
+        """Return how many parts each axis is cut into; None if the chunks do not form a grid."""
         tiling = self.entries.layouts[self.entries.layout[row]].tiling
         return [len(cut) - 1 for cut in tiling.cuts] if isinstance(tiling, Grid) else None
 
-    @cached_property
-    def _places(self) -> list[int]:
-        return [len(set(place.tolist())) for place in self.manifest.places]
+    def file_numbers(self, row: int) -> Sequence[int] | None:
+        """Return which of the files holds each chunk of a tensor; None if that is not recorded."""
+        return self.source.file_numbers(self.entries.names[row])
 
-    def files(self, row: int) -> int | None:
-        """In how many files a tensor lies; None if what describes the checkpoint is silent."""
-        if self.manifest is not None:
-            return self._places[int(self.manifest.place[row])]
-        numbers = self._file_numbers(row)
-        return None if numbers is None else len(set(numbers))
+    def file_sizes(self) -> Mapping[str, int]:
+        """Return the size of each file: as it was saved, or as the folder lists them."""
+        if self.source.file_sizes:
+            return self.source.file_sizes
+        return {entry.name: entry.size for entry in self.source.store.entries(recursive=False)}
 
-    def file_names(self, row: int) -> list[str] | None:
-        """The file of each chunk of a tensor; None likewise."""
-        numbers = self._file_numbers(row)
-        return None if numbers is None else [self.source.files[number] for number in numbers]
-
-    def _file_numbers(self, row: int) -> list[int] | None:
-        name = self.entries.names[row]
-        if self.manifest is not None:
-            numbers: list[int] = self.manifest.files_of(name).tolist()
-            return numbers
-        match self.source.format:
-            case "torch":
-                return [0] * self.count(row)  # there is one file
-            case "dcp":
-                return self._described(row)
-            case _:
-                chunks = [(name, chunk) for chunk in range(self.count(row))]
-                return [spot.file for spot in self.source.spots(chunks)]
-
-    def _described(self, row: int) -> list[int] | None:
-        """The file of each chunk as `.metadata` tells it; None if it lacks one."""
-        places = self._foreign.described.places
-        name = self.entries.names[row]
-        offsets = self.entries.layouts[int(self.entries.layout[row])].tiling.offsets.tolist()
-        found = [places.get((name, tuple(offset))) for offset in offsets]
-        return None if None in found else [place.file for place in found]
-
-    def values_at_hand(self, rows: Iterable[int]) -> dict[int, Any]:
-        """Return values by row: those that are small, and take neither torch nor much reading."""
+    def small_values(self, rows: Iterable[int]) -> dict[int, Any]:
+        """Return values by row: those that need neither torch nor much reading."""
         found: dict[int, Any] = {}
         for row in rows:
-            with suppress(ValueError):  # whoever asks for this one learns what is wrong
-                match self.source.format:
-                    case "safetensors" if self._is_inline(row):
-                        found[row] = self.source.value(self.entries.names[row])
-                    case "dcp" if len(found) < _FEW and self._is_small(row):
-                        found[row] = self._foreign.plain_value(self.entries.names[row])
-                    case "torch":
-                        value = self._foreign.plain_value(self.entries.names[row])
-                        if len(repr(value)) <= _SMALL:
-                            found[row] = value
+            name = self.entries.names[row]
+            with suppress(ValueError):  # a damaged value is reported when it is loaded
+                nbytes = self.source.value_bytes(name)
+                if nbytes <= _SMALL and (not nbytes or len(found) < _FEW):
+                    value = self.source.plain_value(name)
+                    if len(repr(value)) <= _SMALL:
+                        found[row] = value
         return found
 
-    @property
-    def _foreign(self) -> Any:
-        """The source, as one of another format, which reads plain values."""
-        return self.source
-
-    def _is_inline(self, row: int) -> bool:
-        return bool(self.manifest.values[self.entries.names[row]][0] == "inline")
-
-    def _is_small(self, row: int) -> bool:
-        place = self._foreign.described.places.get((self.entries.names[row], None))
-        return place is None or place.length <= _SMALL
-
-    @property
-    def by_dtype(self) -> dict[str, Total]:
-        """The totals of each dtype, the largest first."""
-        groups: dict[str, list[int]] = {}
-        for row in self.tensors:
-            groups.setdefault(self.dtype(row), []).append(row)
-        return self._totals(groups)
-
-    @property
-    def by_prefix(self) -> dict[str, Total]:
-        """The totals of each beginning of a name, where names first part; the largest first."""
-        names = [self.entries.names[row].split(".") for row in self.tensors]
-        shared = 0
-        while names and all(len(n) > shared + 1 and n[shared] == names[0][shared] for n in names):
-            shared += 1
-        groups: dict[str, list[int]] = {}
-        for row, steps in zip(self.tensors, names, strict=True):
-            groups.setdefault(".".join(steps[: shared + 1]), []).append(row)
-        return self._totals(groups)
-
-    def _totals(self, groups: Mapping[str, Sequence[int]]) -> dict[str, Total]:
-        found = {name: self.total(rows) for name, rows in groups.items()}
-        return dict(sorted(found.items(), key=lambda pair: (-pair[1].nbytes, pair[0])))
-
     def matching(self, pattern: str | None) -> Contents:
-        """Keep what a pattern means; see `choose`.
+        """Keep what a pattern matches; see `choose`.
 
         Raises:
             ValueError: Nothing matches.
@@ -215,82 +138,18 @@ class Contents:
             raise ValueError(f"no name in {self.path} matches {pattern!r}{hint(pattern, names)}")
         return attrs.evolve(self, rows=chosen)
 
-    def as_json(self, *, chunks: bool = False) -> dict[str, Any]:
-        """Return all of this as plain data."""
-        manifest, sizes = self.manifest, self._file_sizes()
-        return {
-            "path": self.path,
-            "format": self.source.format,
-            "save_id": None if manifest is None else manifest.save_id,
-            "created": None if manifest is None else manifest.created or None,
-            "bytes": self.total(self.rows).nbytes,
-            "chunks": sum(map(self.count, self.tensors)),
-            "files": [{"name": name, "bytes": sizes.get(name)} for name in self.source.files],
-            "tensors": [self._tensor(row, chunks) for row in self.tensors],
-            "values": self._values(),
-            "by_dtype": _plain(self.by_dtype),
-            "by_prefix": _plain(self.by_prefix),
-        }
-
-    def _file_sizes(self) -> Mapping[str, int]:
-        """The size of each file: as the manifest says, or as a listing of the folder does."""
-        if self.manifest is not None:
-            files = self.manifest.files
-            return dict(zip(files.names, files.sizes.tolist(), strict=True))
-        return {entry.name: entry.size for entry in self.source.store.entries(recursive=False)}
-
-    def _values(self) -> list[dict[str, Any]]:
-        from .screen import plain
-
-        told = self.values_at_hand(self.values)
-        return [
-            {"name": self.entries.names[row]} | ({"value": plain(told[row])} if row in told else {})
-            for row in self.values
-        ]
-
-    def _tensor(self, row: int, chunks: bool) -> dict[str, Any]:
-        told: dict[str, Any] = {
-            "name": self.entries.names[row],
-            "shape": list(self.shape(row)),
-            "dtype": self.dtype(row),
-            "bytes": int(self.nbytes[row]),
-            "chunks": self.count(row),
-            "grid": self.grid(row),
-            "files": self.files(row),
-        }
-        if chunks:
-            tiling = self.entries.layouts[self.entries.layout[row]].tiling
-            width = self.entries.props[self.entries.prop[row]].itemsize
-            files: Sequence[str | None] = self.file_names(row) or [None] * len(tiling)
-            told["chunk_list"] = [
-                {"offsets": offsets, "sizes": sizes, "bytes": volume * width, "file": file}
-                for offsets, sizes, volume, file in zip(
-                    tiling.offsets.tolist(),
-                    tiling.sizes.tolist(),
-                    tiling.sizes.prod(axis=1).tolist(),
-                    files,
-                    strict=True,
-                )
-            ]
-        return told
-
-
-def _plain(totals: Mapping[str, Total]) -> dict[str, dict[str, int]]:
-    return {name: {"tensors": t.tensors, "bytes": t.nbytes} for name, t in totals.items()}
-
 
 def open_contents(path: str) -> Contents:
-    """Open a checkpoint of any format, reading only what describes it.
+    """Open a checkpoint of any format, reading only its metadata.
 
     Raises:
-        FormatError: There is none, or what describes it is damaged.
+        FormatError: There is none, or its metadata is damaged.
     """
     start = time.perf_counter()
-    with spinning(f"opening {path}"):
+    with waiting(f"opening {path}"):
         source = open_source(path)
         entries = source.metadata.state_dict_metadata
     took = time.perf_counter() - start
     _log.info("opened %s in %.3f s: %s, %d entries", path, took, source.format, len(entries))
-    # Tensors before values, each by name, whatever order they were saved in.
     order = sorted(range(len(entries)), key=lambda n: (entries.layout[n] < 0, entries.names[n]))
     return Contents(path, source, order)

@@ -1,4 +1,4 @@
-"""What do all commands take? Arguments and options that several of them share."""
+"""Arguments, options and exit codes that several commands share."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Annotated, Final
 import typer
 
 __all__ = [
+    "BAD",
+    "FOUND",
     "Ckpt",
     "Debug",
     "Json",
@@ -18,11 +20,13 @@ __all__ = [
     "Overwrite",
     "Placements",
     "Verbose",
-    "is_there",
-    "names_to_come",
+    "complete_name",
+    "exists",
     "parse_bytes",
 ]
 
+FOUND: Final = 1  # the exit code if there are differences, or damage
+BAD: Final = 2  # the exit code if the command could not be carried out
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
     "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40,
 }  # fmt: skip
@@ -45,28 +49,25 @@ def _verbose(value: bool) -> bool:
     return value
 
 
-def is_there(path: str) -> str:
-    """Refuse a path on a disk at which nothing is, alike for all commands.
-
-    >>> is_there("s3://bucket/step-100")  # whoever opens it will see
-    's3://bucket/step-100'
+def exists(path: str) -> str:
+    """Return a path if something is there, or if it is a URL, which is checked when it is opened.
 
     Raises:
-        ValueError: There is nothing.
+        ValueError: There is nothing at a local path.
     """
     if "://" not in path and not os.path.lexists(path):
         raise ValueError(f"{path} does not exist")
     return path
 
 
-def names_to_come(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Tell the shell which names of the checkpoint can follow; none if it cannot be opened."""
-    from .choosing import continuations
+def complete_name(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Return how names of the checkpoint go on, for the shell; none if it cannot be opened."""
     from .contents import open_contents
+    from .names import continuations
 
     try:
         names = open_contents(ctx.params["ckpt"]).entries.names
-    except Exception:  # a half-typed line is no place for errors
+    except Exception:  # nobody wants an error while typing
         return []
     return continuations(incomplete, names)
 
@@ -77,7 +78,7 @@ Ckpt = Annotated[
         metavar="CKPT",
         help="A checkpoint of any format: a folder or a file, local, s3://, gs:// or az://.",
         show_default=False,
-        callback=is_there,
+        callback=exists,
     ),
 ]
 Json = Annotated[
@@ -97,15 +98,12 @@ Verbose = Annotated[
         is_eager=True,
     ),
 ]
-Mesh = Annotated[
-    str,
-    typer.Option(
-        "--mesh",
-        metavar="AXIS=N,…",
-        help="The ranks, by named axes; the last axis runs fastest: dp=96,tp=2.",
-        show_default=False,
-    ),
-]
+Mesh = typer.Option(
+    "--mesh",
+    metavar="AXIS=N,…",
+    help="The ranks, by named axes; the last axis runs fastest: dp=96,tp=2.",
+    show_default=False,
+)
 Placements = Annotated[
     list[str],
     typer.Option(
@@ -127,10 +125,10 @@ def parse_bytes(text: str) -> int:
     (1073741824, 1500000, 4096)
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not one.
     """
     found = _SIZE.fullmatch(text.strip())
     size = int(float(found[1]) * _UNITS[(found[2] or "").lower()]) if found else 0
     if size < 1:
-        raise ValueError(f"{text!r} is no number of bytes; write 1GiB, 500MB or 4096")
+        raise ValueError(f"{text!r} is not a number of bytes; write 1GiB, 500MB or 4096")
     return size

@@ -1,7 +1,7 @@
-"""What does an answer look like? Tables as wide as the terminal, or one JSON object.
+"""What commands print: text and tables as wide as the terminal, JSON, and progress on stderr.
 
-Names come from files that a stranger may have written, so nothing in them is taken for markup, and
-what cannot be printed is spelled out.
+Names come from files that anyone may have written, so characters that cannot be printed are
+escaped. Nothing is written to stderr unless it is a terminal, so that logs and pipes stay clean.
 """
 
 from __future__ import annotations
@@ -9,87 +9,104 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import sys
+import threading
+import time
 from binascii import b2a_base64
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from textwrap import wrap
 from typing import Any, Final
 
-from rich.cells import cell_len
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from shardplan.planning import shape_text
+import attrs
+import typer
+from rich.cells import cell_len, set_cell_size
 
 __all__ = [
-    "Lines",
-    "console",
-    "fits",
+    "counting",
+    "cut",
     "plain",
     "print_json",
-    "room",
+    "record_json",
     "safe",
-    "shape_text",
     "show",
     "table",
-    "unbroken",
+    "waiting",
+    "width",
 ]
 
-_UNLIMITED: Final = 100_000
-_MANY: Final = 500  # rows from which on a table is plain text
-_BARE: Final = None  # no lines around cells
-_GAP: Final = 2  # spaces between columns
+_UNLIMITED: Final = 100_000  # characters of a line in a pipe
+
+_PATIENCE: Final = 1.0  # seconds before progress is shown
 
 
-def console(*, stderr: bool = False) -> Console:
-    """Return a console for answers, or for what is said beside them.
+def width() -> int:
+    """Return how many characters a line may have.
 
-    It is as wide as the terminal, or as COLUMNS says. Where neither is known, as in a pipe, lines
-    are as long as they need to be, so that ``grep`` sees whole names.
+    That is the terminal's width, or COLUMNS. In a pipe lines are as long as they need to be, so
+    that ``grep`` sees whole names.
     """
-    file = sys.stderr if stderr else sys.stdout
-    piped = not file.isatty() and not os.environ.get("COLUMNS")
-    return Console(
-        file=file,
-        markup=False,
-        highlight=False,
-        emoji=False,
-        width=_UNLIMITED if piped else None,
-        soft_wrap=False,
-        # Bold and dim are drawn with escape codes, too: who wants no color wants none of these.
-        color_system=None if os.environ.get("NO_COLOR") else "auto",
-    )
+    piped = not sys.stdout.isatty() and not os.environ.get("COLUMNS")
+    return _UNLIMITED if piped else shutil.get_terminal_size().columns
 
 
-class Lines(list[str]):
-    """Text that is printed as it is, line by line."""
+def show(text: str, **style: Any) -> None:
+    """Print text, its long lines wrapped at spaces.
+
+    Args:
+        text: The lines.
+        style: What `typer.style` takes: ``bold=True``, ``fg="red"``.
+    """
+    wide = width()
+    wanted = sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
+    colored = style and wanted and not os.environ.get("NO_COLOR")
+    for line in text.split("\n"):
+        if len(line) > wide:
+            line = "\n    ".join(
+                wrap(line, wide - 4, break_long_words=False, break_on_hyphens=False)
+            )
+        print(typer.style(line, **style) if colored else line)
 
 
-def show(*parts: Text | Table | Lines | str) -> None:
-    """Print an answer's parts, one below the other."""
-    screen = console()
-    for part in parts:
-        if isinstance(part, Lines):
-            sys.stdout.writelines(f"{line}\n" for line in part)
-            continue
-        whole = isinstance(part, Text) and bool(part.no_wrap)  # which `print` would forget
-        if screen.is_terminal:
-            screen.print(part, soft_wrap=whole)
-        else:
-            with screen.capture() as captured:
-                screen.print(part, soft_wrap=whole)
-            for line in captured.get().splitlines():  # a table fills its cells up with spaces
-                print(line.rstrip())
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[str] = ()
+) -> str:
+    """Return a table as text; empty columns are left out.
+
+    Args:
+        head: The names of the columns.
+        rows: The cells.
+        right: The columns that are aligned to the right, as numbers are.
+
+    >>> print(table(("name", "files", "bytes"), [("w", "", 8), ("bias", "", 64)], right=["bytes"]))
+    name  bytes
+    w         8
+    bias     64
+    """
+    columns = zip(head, *([safe(cell) for cell in row] for row in rows), strict=True)
+    to_right = set(right)
+    padded = []
+    for column in columns:
+        if any(column[1:]):
+            widest = max(map(cell_len, column))
+            spaces = [" " * (widest - cell_len(cell)) for cell in column]
+            sides = (spaces, column) if column[0] in to_right else (column, spaces)
+            padded.append([f"{a}{b}" for a, b in zip(*sides, strict=True)])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*padded, strict=True))
 
 
-def print_json(answer: dict[str, Any]) -> None:
-    """Print one JSON object, on one line if it is piped."""
-    indent = 2 if sys.stdout.isatty() else None
-    print(json.dumps(answer, indent=indent, allow_nan=False))
+def cut(text: str, wide: int) -> str:
+    """Shorten text to some characters.
+
+    >>> cut("layernorm", 6), cut("norm", 6)
+    ('layer…', 'norm')
+    """
+    return text if cell_len(text) <= wide else f"{set_cell_size(text, max(wide - 1, 0))}…"
 
 
 def safe(text: object) -> str:
-    r"""Spell out what cannot be printed: control characters, lone surrogates.
+    r"""Escape what cannot be printed: control characters, lone surrogates.
 
     >>> safe("a\x1b[31mb")
     'a\\x1b[31mb'
@@ -100,117 +117,26 @@ def safe(text: object) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in word)
 
 
-def unbroken(*parts: str | tuple[str, str]) -> Text:
-    """Return text whose lines are never broken, as those with a path in them should not be."""
-    return Text.assemble(*parts, no_wrap=True, overflow="ignore")
+def print_json(answer: Mapping[str, Any]) -> None:
+    """Print one JSON object, on one line in a pipe."""
+    indent = 2 if sys.stdout.isatty() else None
+    print(json.dumps(plain(answer), indent=indent, allow_nan=False))
 
 
-def table(
-    head: Sequence[str],
-    rows: Iterable[Iterable[object]],
-    *,
-    right: Iterable[str] = (),
-    keep: Iterable[str] = (),
-    without: Iterable[str] = (),
-    title: str = "",
-) -> Table | Lines:
-    """Make a table without lines; columns in which nothing stands are left out.
-
-    One of very many rows, or in a pipe, is plain text, which takes no time to make.
+def record_json(record: Any, **names: str) -> dict[str, Any]:
+    """Return the fields of a record by name; ``nbytes`` is called bytes.
 
     Args:
-        head: The names of the columns.
-        rows: The cells: text, or anything that ``str`` makes text of.
-        right: The columns that are set to the right, as numbers are.
-        keep: The columns that are never wrapped; others are, where the terminal is narrow.
-        without: The columns that are left out.
-        title: A line above it.
+        record: An attrs record.
+        names: Other names for fields.
     """
-    made = Table(
-        box=_BARE,
-        pad_edge=False,
-        padding=(0, _GAP, 0, 0),
-        header_style="bold",
-        title=Text(title, style="bold") if title else None,
-        title_justify="left",
-    )
-    to_right, kept, body = set(right), set(keep), [list(row) for row in rows]
-    dropped = set(without)
-    used = [
-        i for i, name in enumerate(head) if name not in dropped and any(str(row[i]) for row in body)
-    ]
-    if len(body) > _MANY or _is_free(console()):
-        return Lines([*([title] if title else []), *_lines(head, body, used, to_right)])
-    for name in (head[i] for i in used):
-        made.add_column(
-            name,
-            justify="right" if name in to_right else "left",
-            no_wrap=name in to_right or name in kept,
-            overflow="ellipsis" if name in kept else "fold",
-        )
-    for row in body:
-        cells = [row[i] for i in used]
-        made.add_row(*(cell if isinstance(cell, Text) else safe(cell) for cell in cells))
-    return made
-
-
-def _lines(
-    head: Sequence[str], body: Sequence[Sequence[object]], used: Sequence[int], right: set[str]
-) -> Iterator[str]:
-    cells = [[head[i] for i in used], *([_line(row[i]) for i in used] for row in body)]
-    widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
-    aligned = [head[i] in right for i in used]
-    for row in cells:
-        padded = map(_pad, row, widths, aligned)
-        yield (" " * _GAP).join(padded).rstrip()
-
-
-def _line(cell: object) -> str:
-    """Return a cell as one line, so that ``grep`` finds all of it; lines of ours are joined."""
-    return "; ".join(map(safe, cell.plain.split("\n"))) if isinstance(cell, Text) else safe(cell)
-
-
-def _pad(cell: str, width: int, right: bool) -> str:
-    spaces = " " * (width - cell_len(cell))  # which some characters take two of
-    return spaces + cell if right else cell + spaces
-
-
-def _is_free(screen: Console) -> bool:
-    """Tell whether lines may be as long as they like, and have no colors."""
-    return screen.width == _UNLIMITED and not screen.is_terminal
-
-
-def fits(made: Table | Lines, *, first: int | None = None) -> bool:
-    """Tell whether a table is no wider than the terminal.
-
-    Args:
-        made: The table.
-        first: The characters to which its first column may be cut; None if it may not be.
-    """
-    if isinstance(made, Lines):
-        return max(map(len, made)) <= console().width
-    spare = 0 if first is None else max(0, _column_width(made, 0) - first)
-    return _left(made) + spare >= 0
-
-
-def room(made: Table | Lines) -> int:
-    """Tell how wide the last column of a table can be on this terminal, or has to be."""
-    return _UNLIMITED if isinstance(made, Lines) else _column_width(made, -1) + max(0, _left(made))
-
-
-def _left(made: Table) -> int:
-    """Return how much narrower than the terminal a table is; negative if it is wider."""
-    widths = [_column_width(made, number) for number in range(len(made.columns))]
-    return console().width - sum(widths) - _GAP * (len(widths) - 1)
-
-
-def _column_width(made: Table, number: int) -> int:
-    column = made.columns[number]
-    return max(cell_len(str(cell)) for cell in (column.header, *column.cells))
+    renamed = {"nbytes": "bytes", **names}
+    fields = attrs.asdict(record)
+    return {renamed.get(name, name): value for name, value in fields.items()}
 
 
 def plain(value: Any) -> Any:
-    """Return a value as JSON can carry it: bytes in base64, and what it cannot at all as text.
+    """Return a value as JSON can carry it: bytes in base64, and other types as text.
 
     >>> plain({"lr": float("inf"), "betas": (0.9, 0.95), 3: b"x"})
     {'lr': 'inf', 'betas': [0.9, 0.95], '3': {'base64': 'eA=='}}
@@ -224,7 +150,76 @@ def plain(value: Any) -> Any:
     if isinstance(value, (bytes, bytearray)):
         return {"base64": b2a_base64(value, newline=False).decode()}
     if isinstance(value, Mapping):
-        return {str(key): plain(one) for key, one in value.items()}
+        return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(one) for one in value]
+        return [plain(inner) for inner in value]
     return repr(value)
+
+
+class _Bar:
+    """A progress bar that appears when something takes longer than a second."""
+
+    def __init__(self, label: str) -> None:
+        self._label, self._start = label, time.monotonic()
+        self._display: Any = None
+        self._task: Any = None
+
+    def update(self, done: int, total: int) -> None:
+        """Show how many bytes are done."""
+        if self._display is None:
+            if time.monotonic() - self._start < _PATIENCE or done >= total:
+                return
+            self._open(total)
+        self._display.update(self._task, completed=done, total=total)
+
+    def _open(self, total: int) -> None:
+        from rich import progress
+        from rich.console import Console
+
+        self._display = progress.Progress(
+            progress.TextColumn("{task.description}", markup=False),
+            progress.BarColumn(),
+            progress.DownloadColumn(),
+            progress.TransferSpeedColumn(),
+            progress.TimeRemainingColumn(compact=True),
+            console=Console(file=sys.stderr),
+            transient=True,
+        )
+        self._task = self._display.add_task(self._label, total=total)
+        self._display.start()
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._display is not None:
+            self._display.stop()
+
+
+@contextmanager
+def counting(label: str) -> Iterator[Callable[[int, int], None] | None]:
+    """Show a progress bar; yield the function to call with the bytes done and in all.
+
+    >>> with counting("verify") as progress:  # stderr is not a terminal here
+    ...     print(progress)
+    None
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
+    bar = _Bar(label)
+    try:
+        yield bar.update
+    finally:
+        bar.close()
+
+
+@contextmanager
+def waiting(label: str) -> Iterator[None]:
+    """Say on stderr what is going on if it takes longer than a second."""
+    timer = threading.Timer(_PATIENCE, print, [f"{label} …"], {"file": sys.stderr})
+    timer.daemon = True
+    if sys.stderr.isatty():
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from shardplan.io import Pool, ValueRefusedError
 from shardplan.io.execute import Kept
-from shardplan.io.formats import NativeWriter
+from shardplan.io.formats import find_writer
 from shardplan.io.stores import Store, open_store
 from shardplan.planning import (
     Chunk,
@@ -84,7 +84,7 @@ class _StorageWriter(StorageWriter):
     ) -> None:
         self.checkpoint_id = path
         self._overwrite, self._pool = overwrite, pool
-        self._writer = NativeWriter()
+        self._writer = find_writer("safetensors")
         self.save_id, self._begun = secrets.token_hex(6), False
         self._plans: tuple[SavePlan, ...] = ()
         self._metadata = Metadata({})

@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardplan
-from shardplan import _agreement as agreement
 from shardplan import _async as background
-from shardplan._agreement import PlanCache, agree
+from shardplan import _offers as offers
+from shardplan._agree import agree
+from shardplan._offers import Begun, PlanCache
 from shardplan._report import Stopwatch
 from shardplan.dist import CheckpointError, torch_comm
 from shardplan.io.stores.base import open_store
@@ -82,24 +83,23 @@ def meshes():
 
 def ways():
     told = {}
-    derive = agreement.whole_layout
+    derive = offers.described_plans
     for name, sd in meshes().items():
         found, given, cache = [], [], PlanCache()
         for way in ("derived", "gathered", "cached"):
-            agreement.whole_layout = (lambda *args: None) if way == "gathered" else derive
+            offers.described_plans = (lambda *args: None) if way == "gathered" else derive
             comm = parts.SpyComm(torch_comm(timeout=60))
             fresh = PlanCache() if way == "gathered" else cache
-            _, agreed, _ = agree(
-                comm, lambda sd=sd: sd, planner=None, watch=Stopwatch(), cache=fresh
-            )
-            found.append(agreed)
+            begun = Begun(sd, "here")
+            options = {"planner": None, "watch": Stopwatch(), "cache": fresh}
+            found.append(agree(comm, lambda begun=begun: begun, **options).agreement)
             given.append(comm.nbytes())
-        agreement.whole_layout = derive
+        offers.described_plans = derive
         first, *others = found
         same = all(one.plan == first.plan for one in others)
         if dist.get_rank() == 0:
-            same &= all(tuple(one.plans) == tuple(first.plans) for one in others)
-            same &= all(one.metadata == first.metadata for one in others)
+            same &= all(tuple(one.whole.plans) == tuple(first.whole.plans) for one in others)
+            same &= all(one.whole.metadata == first.whole.metadata for one in others)
         told[name] = [one.how for one in found], same, given
     return told
 

@@ -5,7 +5,7 @@ import math
 import torch
 
 from shardplan.planning import Chunk, Replicate, Shard, StridedShard
-from shardplan.planning.mesh.placements import local_chunks
+from shardplan.planning.mesh import local_chunks
 
 WORLDS = (1, 2, 3, 4, 8)
 

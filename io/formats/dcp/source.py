@@ -8,23 +8,22 @@ archives need only a comparison of these bytes. Torch is needed only for values 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from typing import Any, Final
 
 import attrs
 
-from shardplan.planning import BytesMetadata, flatten
-from shardplan.planning.storage import BLOCK_BYTES
+from shardplan.planning import BytesMetadata, TensorMetadata, flatten
 
-from ...checksums import CRC32, Sums
-from ...crc import sum_crc
+from ...checksums import CRC32, sum_crc
 from ...errors import FormatError
 from ...limits import read_whole
 from ...pool import Pool, default_pool
 from ...stores.base import MissingFileError, Store
+from ..base import Fault, Source, Spot
 from ..headers import Header, header_length, parse_header
-from ..sources import Spot
+from ..torch_save.check import Stored, file_size
 from ..torch_save.names import load_tensor
 from ..torch_save.standins import StorageRef, StoredTensor, row_major
 from ..torch_save.torch_values import load_archive, load_torch
@@ -116,7 +115,7 @@ class _Item:
     sizes: tuple[int, ...]
 
 
-class DcpSource:
+class DcpSource(Source):
     """A checkpoint of torch.distributed.checkpoint; a `Source`.
 
     Attributes:
@@ -125,7 +124,6 @@ class DcpSource:
     """
 
     format = "dcp"
-    block_bytes = BLOCK_BYTES
     checksum = CRC32
 
     def __init__(self, store: Store, described: Described, pool: Pool | None = None) -> None:
@@ -272,10 +270,6 @@ class DcpSource:
 
     # Checksums
 
-    def sums_of(self, name: str) -> Sums | None:
-        """Return None: no checksums are known before reading."""
-        return None
-
     def chunk_sums(self, chunks: Sequence[Chunk]) -> list[int | None]:
         """Return the checksum of each chunk that fills its record; see `Source.chunk_sums`.
 
@@ -299,6 +293,41 @@ class DcpSource:
         read_ranges(self.inner, file, list(zip(ends, views, strict=True)))
         pairs = zip(items, views, strict=True)
         return {chunk: described_crc(bytes(view), spot.nbytes) for (chunk, spot), view in pairs}
+
+    def file_numbers(self, name: str) -> Sequence[int] | None:
+        """Return the file of each chunk as the metadata has it; see `Source.file_numbers`."""
+        entry = self.metadata.state_dict_metadata[name]
+        assert isinstance(entry, TensorMetadata)
+        offsets = map(tuple, entry.chunks.offsets.tolist())
+        found = [self.described.places.get((name, offset)) for offset in offsets]
+        numbers = [place.file for place in found if place is not None]
+        return numbers if len(numbers) == len(found) else None
+
+    def missing(self) -> Sequence[Fault]:
+        """Return what is not all there, by the sizes of files; see `Source.missing`."""
+        return [found for found in self._stored() if isinstance(found, Fault)]
+
+    def archives(self) -> Sequence[Stored]:
+        """Return the archives that are all there, and were written without extensions."""
+        return [found for found in self._stored() if isinstance(found, Stored)]
+
+    def _stored(self) -> Iterator[Stored | Fault]:
+        """Yield every archive that the metadata names, or why it is not all there."""
+        described = self.described
+        sizes = {file: file_size(self.inner, file) for file in described.files}
+        copies = [(key, place) for key, found in described.copies.items() for place in found]
+        for (name, _), place in [*described.places.items(), *copies]:
+            file = described.files[place.file]
+            size, end = sizes[file], place.offset + place.length
+            if isinstance(size, Fault):
+                yield attrs.evolve(size, key=name)
+            elif end > size:
+                reason = (
+                    f"it has {size:,} bytes, and `{name}` ends at byte {end:,}: it was cut short"
+                )
+                yield Fault("size", file, reason, name, place.offset, end)
+            elif not place.transforms:
+                yield Stored(file, place.offset, place.length, name)
 
     def _compare_chunks(self, item: _Item) -> None:
         """Refuse a chunk whose content differs between the ranks that saved it."""

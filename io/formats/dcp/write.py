@@ -1,8 +1,7 @@
 """Writing DCP checkpoints: archives one after another, and `.metadata` last of all.
 
 Torch uses the names and places in `.metadata` alone, so it is written last and replaced atomically.
-The files of each save have names of their own, so that two saves into one folder do not collide. A
-checkpoint of another format in the folder is removed then; see `replacing`.
+The files of each save have names of their own, so that two saves into one folder do not collide.
 """
 
 from __future__ import annotations
@@ -27,21 +26,22 @@ from shardplan.planning import (
 )
 from shardplan.planning.columns import DAMAGE
 
-from ...errors import ValueRefusedError
+from ...errors import FormatError, ValueRefusedError
 from ...execute.cleanup import tidy
+from ...execute.commit import committing, put_in_place, refuse_folder, remove
 from ...execute.copying import Content, FileContents, Seal, literal, threads_for, write_file
 from ...execute.pieces import Piece, blocks_of, collect
-from ...execute.replacing import Older, committing, put_in_place, refuse_folder, remove, retire
 from ...limits import check_size, read_whole
 from ...pool import Pool, default_pool
 from ...progress import Progress
 from ...stores.base import Store
+from ..base import Part, Writer
 from ..torch_save.torch_values import dump_values, pickle_tensor
 from ..torch_save.zip_read import ALIGNMENT
 from ..torch_save.zip_write import Frame, frame_of
-from ..writers import Part, Writer
 from .metadata import METADATA, OWN_EMPTY, OWN_PATHS, Item, pack_path, parse_metadata
 from .ranks import FIRST_RANK, rank_metadata
+from .source import source
 
 __all__ = ["DcpWriter"]
 
@@ -59,10 +59,6 @@ class DcpWriter(Writer):
     def refuse(self, store: Store, overwrite: bool) -> None:
         """Refuse to save over a checkpoint; see `Writer.refuse`."""
         refuse_folder(store, "dcp", overwrite)
-
-    def prepare(self, plans: Sequence[SavePlan]) -> tuple[SavePlan, ...]:
-        """Return the plans as they are; see `Writer.prepare`."""
-        return tuple(plans)
 
     def write(
         self,
@@ -115,8 +111,7 @@ class DcpWriter(Writer):
         store.sync()
         with committing(self._unsure, save_id):
             put_in_place(store, METADATA, data, overwrite=overwrite)
-            left = retire(store, "dcp", new)
-        left = (*left, *remove(store, [name for name in old if name not in new]))
+        left = remove(store, [name for name in old if name not in new])
         tidy(store, {*new, *left})
         return left
 
@@ -339,7 +334,10 @@ def _older(store: Store) -> tuple[str, ...]:
     """Name the files of the DCP checkpoint that is to be replaced, except `.metadata`."""
     if not store.exists(METADATA) and not store.exists(FIRST_RANK):
         return ()
-    return *Older("dcp", ()).files(store), *rank_metadata(store.list(recursive=False))
+    files: Sequence[str] = ()
+    with suppress(FormatError):  # files that damaged metadata names are left alone
+        files = source(store).files
+    return *files, *rank_metadata(store.list(recursive=False))
 
 
 def _published(store: Store) -> str | None:

@@ -1,7 +1,7 @@
-"""Which safetensors files make up a checkpoint of Hugging Face tools, and what they say of that.
+"""The safetensors files that make up a checkpoint of Hugging Face tools, and what they say of that.
 
-It is settled as those tools settle it: ``model.safetensors`` if it is there; else the files that
-the one ``*.safetensors.index.json`` names; else all safetensors files of the folder.
+They are chosen as those tools choose them: ``model.safetensors`` if it is there; else the files
+that the one ``*.safetensors.index.json`` names; else all safetensors files of the folder.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
+
+import attrs
 
 from shardplan.planning.storage import save_id_of
 
@@ -26,6 +28,7 @@ __all__ = [
     "SINGLE",
     "SUFFIX",
     "TIED",
+    "Chosen",
     "choose_files",
     "indices",
     "is_part",
@@ -57,13 +60,36 @@ _OURS: Final = re.compile(r"model-(?:[0-9a-f]+-)?\d{5}-of-\d{5}\.safetensors")
 _FIRST: Final = 1 << 16  # bytes that are read of a file at first: most headers fit
 
 
-def choose_files(store: Store, name: str = "") -> tuple[dict[str, str], list[str], str | None]:
-    """Return which key the index has in which file, all files to read, and the index."""
+@attrs.frozen
+class Chosen:
+    """The files of a checkpoint.
+
+    Attributes:
+        files: All files to read.
+        index: The file that names them; None if there is none.
+        weights: Which tensor is in which file, as the index says.
+    """
+
+    files: Sequence[str]
+    index: str | None = None
+    weights: Mapping[str, str] = attrs.Factory(dict)
+
+
+def choose_files(store: Store, name: str = "") -> Chosen:
+    """Choose the files of a checkpoint.
+
+    Args:
+        store: The folder.
+        name: A single file, or an index; empty for whatever is in the folder.
+
+    Raises:
+        FormatError: There are several checkpoints, or the index is damaged.
+    """
     if name and not name.endswith(INDEX_SUFFIX):
-        return {}, [name], None
+        return Chosen([name])
     found = () if name else store.list(recursive=False)
     if SINGLE in found:
-        return {}, [SINGLE], None
+        return Chosen([SINGLE])
     named = [name] if name else indices(found)
     if len(named) > 1 and INDEX not in named:
         raise FormatError(
@@ -71,10 +97,10 @@ def choose_files(store: Store, name: str = "") -> tuple[dict[str, str], list[str
             f"it holds several models: {', '.join(named)}; give the path of one of these",
         )
     if not named:
-        return {}, plain_files(found), None
+        return Chosen(plain_files(found))
     index = INDEX if INDEX in named else named[0]
     weights = read_index(store, index)
-    return weights, sorted(set(weights.values())), index
+    return Chosen(sorted(set(weights.values())), index, weights)
 
 
 def indices(found: Iterable[str]) -> list[str]:
@@ -88,25 +114,25 @@ def plain_files(found: Iterable[str]) -> list[str]:
 
 
 def missing_parts(files: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Name the files that are lacking of those that belong together, by their names; and say why.
+    """Yield the files that are missing of those that belong together by their names, and why.
 
     >>> [name for name, _ in missing_parts(["a-00002-of-00003.safetensors"])]
     ['a-00001-of-00003.safetensors', 'a-00003-of-00003.safetensors']
     """
-    told = set(files)
+    known = set(files)
     for file in files:
         match = _NUMBERED.fullmatch(file)
         if match is None:
             continue
         stem, count = match[1], int(match[3])
         for name in (f"{stem}-{i + 1:05d}-of-{match[3]}{SUFFIX}" for i in range(count)):
-            if name not in told:
-                told.add(name)
+            if name not in known:
+                known.add(name)
                 yield name, f"it is missing; {file} is one of {count} files"
 
 
 def uncommitted(store: Store, file: str) -> bool:
-    """Say whether a file belongs to a save that was never committed: one that needs an index.
+    """Return whether a file belongs to a save that was never committed: one that needs an index.
 
     A file named as such a save names it counts as one, too, if it has no header yet.
     """
@@ -117,7 +143,7 @@ def uncommitted(store: Store, file: str) -> bool:
 
 
 def _peek(store: Store, file: str) -> Mapping[str, str]:
-    """Return what a file's header says of the file; the file may well be cut short."""
+    """Return the ``__metadata__`` of a file's header; the file may well be cut short."""
     first = bytearray(min(8, store.size(file)))
     store.read(file, [(0, memoryview(first))])
     data = bytearray(header_length(bytes(first), file, store.size(file)))
@@ -130,12 +156,12 @@ def _peek(store: Store, file: str) -> Mapping[str, str]:
 
 
 def is_part(metadata: Mapping[str, str]) -> bool:
-    """Say whether a file counts only together with an index, given what its header says of it."""
+    """Return whether a file counts only together with an index, by what its header says."""
     return PART_OF in own_words(metadata)
 
 
 def own_words(metadata: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return what a file of ours says of itself; nothing if it is none, or that is damaged."""
+    """Return what a file of ours says of itself; nothing if it is not ours, or damaged."""
     try:
         own = json.loads(metadata.get("shardplan", "{}"))
     except (ValueError, TypeError, RecursionError):
@@ -170,7 +196,7 @@ def read_index(store: Store, index: str) -> dict[str, str]:
     except FormatError:
         raise
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise FormatError(index, f"it is no index of safetensors files: {error!r}") from None
+        raise FormatError(index, f"it is not an index of safetensors files: {error!r}") from None
     if not isinstance(weights, dict) or not weights:
         raise FormatError(index, "its `weight_map` names no files")
     for name, file in weights.items():
@@ -185,5 +211,6 @@ def _check_inside(index: str, name: str, file: Any) -> None:
         inside = False
     if not inside or not file.endswith(SUFFIX):
         raise FormatError(
-            index, f"it has `{name}` in {str(file)[:80]!r}, which is no safetensors file beside it"
+            index,
+            f"it has `{name}` in {str(file)[:80]!r}, which is not a safetensors file beside it",
         )

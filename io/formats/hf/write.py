@@ -5,51 +5,56 @@ A model that fits into one file becomes ``model.safetensors``; a larger one beco
 
 Commit. Files are written under names that carry the save id, so that two saves into one folder do
 not meet. Several files count only together with the index, which is written last and replaced
-atomically; until then their headers tell `hf_index` that they are not a checkpoint. They get the
-usual names just before, if these are free and the store can rename; else they keep their own, as an
-index may name any file: so an older checkpoint stays whole until the new index is there. A single
-file is renamed at the commit; in a store that cannot, it appears when it is complete.
+atomically; until then their headers say that they are not a checkpoint. They get the usual names
+just before, if these are free and the store can rename; else they keep their own, as an index may
+name any file: so an older checkpoint stays whole until the new index is there. A single file is
+renamed at the commit; in a store that cannot, it appears when it is complete.
 
 Tools that find ``model.safetensors`` prefer it to an index, and so does our reader: where an older
 checkpoint was that file, it is its removal that shows the new one. So at any moment the old
-checkpoint or the new one loads, on any store; see `replacing` for older ones of other formats.
+checkpoint or the new one loads, on any store.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
 import attrs
 
-from shardplan.planning import CodecError, Metadata, SavePlan, flatten
+from shardplan.planning import CodecError, Metadata, RefusedError, SavePlan, flatten, itemsize
+from shardplan.planning.storage import (
+    MAX_SHARD_SIZE,
+    assign_shards,
+    number_shards,
+    parse_size,
+    refuse_split,
+    shards_of,
+)
 
 from ...errors import ExistsError, FormatError, ValueRefusedError
-from ...execute.commit import unsure_commit
-from ...execute.copying import threads_for
-from ...execute.pieces import Piece, collect, tied_pieces
-from ...execute.replacing import (
+from ...execute.commit import (
     committing,
     put_file,
     put_in_place,
     refuse_folder,
     remove,
-    retire,
     take_name,
+    unsure_commit,
 )
+from ...execute.copying import Content, FileContents, literal, threads_for, write_file
+from ...execute.pieces import Piece, blocks_of, collect, tied_pieces
 from ...limits import check_size
 from ...pool import Pool, default_pool
 from ...progress import Progress
 from ...stores.base import Store
 from ...stores.local_files import TEMPORARY
-from ..headers import file_entry, refused_name
-from ..writers import Part, Writer
-from .file import HfFile
-from .index import INDEX, RESERVED, SINGLE, read_index, uncommitted
-from .shards import MAX_SHARD_SIZE, assign_shards, parse_size, refuse_split, tensor_sizes
+from ..base import Part, Writer
+from ..headers import file_entry, framed, refused_name
+from .index import INDEX, PART_OF, RESERVED, SINGLE, TIED, read_index, uncommitted
 
 __all__ = ["HfWriter"]
 
@@ -58,45 +63,54 @@ _OWN: Final = re.compile(r"model-(?:[0-9a-f]+-)?\d{5}-of-\d{5}\.safetensors")
 _STRAY: Final = re.compile(rf"model\.safetensors\.[0-9a-f]+{re.escape(TEMPORARY)}")
 
 
+@attrs.frozen(eq=False)
+class _File:
+    """One file to write.
+
+    Attributes:
+        name: Its name while it is written.
+        pieces: Its tensors, as they lie in it: the widest elements first, so that all are aligned.
+        header: What comes before them.
+    """
+
+    name: str
+    pieces: Sequence[Piece]
+    header: bytes
+
+    @property
+    def size(self) -> int:
+        """How many bytes it has."""
+        return len(self.header) + sum(piece.nbytes for piece in self.pieces)
+
+    def write(self, store: Store, threads: int) -> None:
+        """Write it."""
+        contents = FileContents(
+            lambda local: [literal(self.header), *map(Content, blocks_of(self.pieces, local))],
+            threads,
+        )
+        write_file(store, self.name, contents, nbytes=self.size, atomic=self.name == SINGLE)
+
+
 class HfWriter(Writer):
     """Writes Hugging Face checkpoints.
 
     Args:
         max_shard_size: How many bytes of tensors a file holds, as a number or as ``"5GB"``.
-        leave_out: Whether values that are no tensors are left out; else they are refused.
-        tied: Names whose tensor is that of another name, for tensors that are not in memory.
+        leave_out: Whether non-tensor values are left out; else they are refused.
 
     Attributes:
-        remarks: What else to put into the ``__metadata__`` of every file.
-        left_out: The names that were left out so far.
-        ties: Names that were not stored because they are tied to another, and that other.
         max_ranks: How many ranks may save; a conversion may have more, as it knows what is whole.
     """
 
     max_ranks = 1
 
     def __init__(
-        self,
-        *,
-        max_shard_size: int | str = MAX_SHARD_SIZE,
-        leave_out: bool = False,
-        tied: Mapping[str, str] | None = None,
+        self, *, max_shard_size: int | str = MAX_SHARD_SIZE, leave_out: bool = False
     ) -> None:
-        self.max_shard_size = parse_size(max_shard_size)
-        self.leave_out, self.tied = leave_out, tied or {}
-        self._unsure: set[str] = set()  # saves of which nobody can tell whether they were committed
-        self.remarks: Mapping[str, str] = {}
-        self.left_out: list[str] = []
-        self.ties: dict[str, str] = {}
-
-    @property
-    def tied(self) -> Mapping[str, str]:
-        """Names whose tensor is that of another name; never words that a header has for itself."""
-        return self._tied
-
-    @tied.setter
-    def tied(self, tied: Mapping[str, str]) -> None:
-        self._tied = {name: kept for name, kept in tied.items() if name not in RESERVED}
+        self.max_shard_size, self.leave_out = parse_size(max_shard_size), leave_out
+        self._tied: Mapping[str, str] = {}
+        self._remarks: Mapping[str, str] = {}
+        self._unsure: set[str] = set()  # saves that may have been committed
 
     def refuse(self, store: Store, overwrite: bool) -> None:
         """Refuse to save where a checkpoint is; see `Writer.refuse`.
@@ -110,20 +124,19 @@ class HfWriter(Writer):
         refuse_folder(store, "hf", overwrite)
 
     def prepare(self, plans: Sequence[SavePlan]) -> tuple[SavePlan, ...]:
-        """Number the files of all ranks, in each plan's ``storage_data``; see `Shards`.
+        """Number the files of all ranks; see `number_shards`."""
+        return number_shards(plans, self.max_shard_size, self._tied)
 
-        Raises:
-            RefusedError: Some tensor is not whole on a rank.
-        """
-        refuse_split(plans)
-        sizes = [
-            {n: b for n, b in tensor_sizes(plan).items() if self.tied.get(n, n) == n}
-            for plan in plans
-        ]
-        shards = assign_shards(sizes, self.max_shard_size)
-        data = [{"hf": (s.first, s.count, s.names)} for s in shards]
-        return tuple(
-            attrs.evolve(plan, storage_data=d) for plan, d in zip(plans, data, strict=True)
+    def carry_over(self, tied: Mapping[str, str], remarks: Mapping[str, str]) -> None:
+        """Store tied names once, keep remarks, and leave out values; see `Writer.carry_over`."""
+        self._tied, self._remarks, self.leave_out = tied, remarks, True
+
+    def write_order(self, plan: SavePlan, rank: int) -> Iterable[int]:
+        """Return the widest elements first, then by name; see `Writer.write_order`."""
+        rows, catalog = plan.items.row.tolist(), plan.items.catalog
+        return sorted(
+            range(len(rows)),
+            key=lambda i: (-int(catalog.itemsize[rows[i]]), catalog.names[rows[i]]),
         )
 
     def write(
@@ -141,43 +154,41 @@ class HfWriter(Writer):
 
         Several ranks need plans that `prepare` has numbered.
         """
-        data = plan.storage_data
-        numbered = isinstance(data, Mapping) and "hf" in data
-        if not numbered:
-            refuse_split((plan,), rank)
+        shards = shards_of(plan)
+        if shards is None:
+            refuse_split((plan,))
+            if rank:
+                raise RefusedError(
+                    "several ranks write an `hf` checkpoint only from plans that "
+                    "`HfWriter.prepare` has numbered"
+                )
         pieces, ties = self._collect(sd, plan, progress)
-        if numbered:
-            first, count, names = data["hf"]
-        else:
+        if shards is None:
             sizes = {name: pieces[name].nbytes for name in sorted(pieces)}
             (shards,) = assign_shards([sizes], self.max_shard_size)
-            first, count, names = shards.first, shards.count, shards.names
-        jobs = [
-            HfFile(*_name(first + i, count), [pieces[n] for n in held if n in pieces])
-            for i, held in enumerate(names)
-        ]
-        if count > 1 or store.can_rename:
-            jobs = [attrs.evolve(job, name=_own_name(job.name, save_id)) for job in jobs]
-        headers = [job.header(self.remarks, ties, save_id) for job in jobs]
+        own = shards.count > 1 or store.can_rename
+        files = []
+        for number, held in enumerate(shards.names, shards.first):
+            name = _name(number, shards.count)
+            name = _own_name(name, save_id) if own else name
+            kept = [pieces[n] for n in held if n in pieces]
+            kept.sort(key=lambda piece: (-itemsize(piece.dtype), piece.name))
+            part = {"file": name, "save_id": save_id, PART_OF: INDEX} if shards.count > 1 else {}
+            files.append(_File(name, kept, _header(name, kept, ties, self._remarks, part)))
         pool = pool or default_pool()
-        threads = threads_for(pool, len(jobs))
+        threads = threads_for(pool, len(files))
         try:
-            pool.map(
-                lambda pair: pair[0].write(store, pair[1], threads),
-                zip(jobs, headers, strict=True),
-                nbytes=_STAGED + store.staging,
-            )
+            pool.map(lambda file: file.write(store, threads), files, nbytes=_STAGED + store.staging)
         except BaseException:
             with suppress(Exception):
-                store.delete([job.name for job in jobs if job.name != SINGLE])
+                store.delete([file.name for file in files if file.name != SINGLE])
             raise
-        nbytes = sum(len(h) + job.nbytes for h, job in zip(headers, jobs, strict=True))
         report = {
-            "files": [job.name for job in jobs],
-            "weights": {piece.name: job.name for job in jobs for piece in job.pieces},
-            "nbytes": sum(job.nbytes for job in jobs),
+            "files": [file.name for file in files],
+            "weights": {piece.name: file.name for file in files for piece in file.pieces},
+            "nbytes": sum(piece.nbytes for file in files for piece in file.pieces),
         }
-        return Part(len(jobs), nbytes, json.dumps(report).encode())
+        return Part(len(files), sum(file.size for file in files), json.dumps(report).encode())
 
     def _collect(
         self, sd: Mapping[Any, Any], plan: SavePlan, progress: Progress | None
@@ -193,15 +204,15 @@ class HfWriter(Writer):
         for name, piece in pieces.items():
             if file_entry(piece.dtype, piece.shape) is None:
                 refused[name] = f"is {piece.dtype}, which safetensors has no name for; cast it"
-        if values and not self.leave_out:
-            why = "is no tensor, and an `hf` checkpoint holds only tensors; leave it out with drop"
+        if not self.leave_out:
+            why = (
+                "is not a tensor, and an `hf` checkpoint holds only tensors; leave it out with drop"
+            )
             refused.update(dict.fromkeys(values, why))
         if refused:
             raise ValueRefusedError(refused)
-        self.left_out += sorted(values)
         free = {name: piece for name, piece in pieces.items() if name not in RESERVED}
-        ties = tied_pieces(free) | {n: k for n, k in self.tied.items() if k in pieces}
-        self.ties.update(ties)
+        ties = tied_pieces(free) | {n: k for n, k in self._tied.items() if k in pieces}
         return {n: p for n, p in pieces.items() if n not in ties}, ties
 
     def commit(
@@ -232,11 +243,10 @@ class HfWriter(Writer):
                 new = {SINGLE}
             else:
                 new = self._put_index(store, parts, save_id, overwrite)
-        with committing(self._unsure, save_id):
-            left = retire(store, "hf", new)
-            if SINGLE in old - new:
+        if SINGLE in old - new:
+            with committing(self._unsure, save_id):
                 _remove_single(store)
-        return (*left, *_tidy(store, old, new))
+        return _tidy(store, old, new)
 
     def _put_index(
         self, store: Store, parts: Sequence[Mapping[str, Any]], save_id: str, overwrite: bool
@@ -272,10 +282,32 @@ class HfWriter(Writer):
             store.delete([name for name in _decode(report)["files"] if name not in committed])
 
 
-def _name(number: int, count: int) -> tuple[str, bool]:
-    if count == 1:
-        return SINGLE, False
-    return f"model-{number + 1:05d}-of-{count:05d}.safetensors", True
+def _header(
+    file: str,
+    pieces: Sequence[Piece],
+    ties: Mapping[str, str],
+    remarks: Mapping[str, str],
+    own: Mapping[str, Any],
+) -> bytes:
+    """Return the bytes of a file before its tensors; ``own`` is what we say of the file."""
+    names = {piece.name for piece in pieces}
+    tied = {name: kept for name, kept in ties.items() if kept in names}
+    own = {**own, TIED: sorted(tied)} if tied else own
+    metadata = {"format": "pt", **remarks, **tied}
+    if own:
+        metadata["shardplan"] = json.dumps({"version": 1, **own}, separators=(",", ":"))
+    table: dict[str, Any] = {"__metadata__": metadata}
+    at = 0
+    for piece in pieces:
+        entry = file_entry(piece.dtype, piece.shape)
+        assert entry is not None
+        span = [at, at := at + piece.nbytes]
+        table[piece.name] = {"dtype": entry[0], "shape": entry[1], "data_offsets": span}
+    return framed(json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode(), file)
+
+
+def _name(number: int, count: int) -> str:
+    return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def _own_name(name: str, save_id: str) -> str:
@@ -300,10 +332,10 @@ def _check_there(store: Store, files: set[str]) -> None:
 
 
 def _is_taken(store: Store, count: int) -> bool:
-    """Say whether a checkpoint may be using some of the names that a new one would have."""
+    """Return whether a checkpoint may be using some of the names that a new one would have."""
     if store.exists(INDEX) or store.exists(SINGLE):
         return True
-    names = (_name(number, count)[0] for number in range(count))
+    names = (_name(number, count) for number in range(count))
     return any(store.exists(name) and not uncommitted(store, name) for name in names)
 
 
@@ -341,7 +373,7 @@ def _tidy(store: Store, old: set[str], new: set[str]) -> tuple[str, ...]:
     except Exception:  # a store may fail as it likes: the checkpoint is committed
         return tuple(sorted(old - new))
     doomed = (old | strays) - new - kept - {SINGLE}
-    # The index goes first: without it, nobody misses the files that it names.
+    # The index goes first: without it, the files that it names are not missed.
     if INDEX in doomed and remove(store, [INDEX]):
         return tuple(sorted(doomed))
     return remove(store, sorted(doomed - {INDEX}))

@@ -5,17 +5,15 @@ from typing import TYPE_CHECKING
 from shardplan.planning.door import door
 
 if TYPE_CHECKING:
-    from .manifest import MANIFEST, FileTable, Manifest, decode_manifest
-    from .scan import Fault
+    from .commit import NativeWriter
+    from .manifest import MANIFEST, Manifest, decode_manifest, find_manifest, read_manifest
     from .source import NativeSource
-    from .verify import Findings, check_files, check_manifest
 
 __getattr__, __dir__ = door(
     __name__,
     {
-        "manifest": "FileTable MANIFEST Manifest decode_manifest",
-        "scan": "Fault",
+        "commit": "NativeWriter",
+        "manifest": "MANIFEST Manifest decode_manifest find_manifest read_manifest",
         "source": "NativeSource",
-        "verify": "Findings check_files check_manifest",
     },
 )

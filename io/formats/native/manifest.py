@@ -1,4 +1,4 @@
-"""The manifest: all that is global about a checkpoint, in one JSON file.
+"""The manifest's text: all that is global about a checkpoint, in one JSON file.
 
 It is written last and replaced atomically: a checkpoint exists from the instant that its manifest
 does. Equal tilings, properties and columns of file numbers are written once, so that half a million
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -32,32 +32,31 @@ from shardplan.planning.geometry import Boxes, Tiling, shape_fault
 
 from ...checksums import Sums, sums_from_hex, sums_to_hex, xxhash
 from ...errors import FormatError
-from ...limits import MAX_BYTES
-from ...stores.base import StoreError, check_path
+from ...limits import LIMITS, MAX_BYTES, check_size, read_whole
+from ...stores.base import MissingFileError, Store, StoreError, check_path
 from ...values import RAW
 from .manifest_record import FileTable, Manifest
 
 __all__ = [
-    "HEAD_BYTES",
     "MANIFEST",
-    "MISFIT",
     "VERSIONS",
     "FileTable",
     "Manifest",
-    "check_head",
     "decode_manifest",
     "encode_manifest",
-    "fits_head",
+    "find_manifest",
+    "read_manifest",
+    "sign",
     "version_of",
 ]
 
 MANIFEST: Final = "shardplan.json"
 VERSIONS: Final = (1, 2)
 """The versions that are read; see `version_of`."""
-HEAD_BYTES: Final = 128
-"""How much of a manifest `check_head` has to see."""
-MISFIT: Final = "its checksum does not fit its text: it was damaged or edited"
-"""What is said of a manifest whose text is not that of which it tells the checksum."""
+_MISFIT: Final = "its checksum does not fit its text: it was damaged or edited"
+_USUAL: Final = 64 << 20  # up to here a manifest is read before anything is known of it
+_PIECE: Final = 16 << 20  # bytes of a larger one that are looked at, at a time
+_HEAD_BYTES: Final = 128  # at the beginning: format, version, checksum
 _FORMAT: Final = "shardplan"
 _LAST_SECOND: Final = 1 << 36  # in the year 4147
 _KINDS: Final = ("dict", "list", "tuple")
@@ -71,7 +70,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     """Return the manifest's JSON text, which starts with a checksum of what follows it.
 
     Raises:
-        FormatError: Its names are those of no state dict, so that nobody could open it.
+        FormatError: No state dict has such names, so that it could not be opened.
     """
     entries = manifest.entries
     try:
@@ -131,58 +130,96 @@ def sign(body: bytes, version: int = VERSIONS[0]) -> bytes:
     return head.encode("ascii") + body
 
 
-def check_head(data: bytes, file: str = MANIFEST) -> None:
-    """Refuse a file that does not begin as a manifest does.
-
-    >>> check_head(sign(b'"save_id":"x"}'))
+def read_manifest(store: Store) -> Manifest:
+    """Read the manifest of the checkpoint that a store holds.
 
     Raises:
-        FormatError: It is something else, or of a newer version.
+        FormatError: There is none, or it is damaged.
     """
-    head = _HEAD.match(data)
-    if head is None:
-        raise FormatError(file, "it is no manifest: it does not begin as one")
-    _check_version(int(head[1]), file)
+    data = find_manifest(store)
+    if data is None:
+        raise FormatError(
+            MANIFEST, f"there is no checkpoint in {store.url}: no save was ever committed there"
+        )
+    return decode_manifest(data)
 
 
-def fits_head(head: bytes, pieces: Iterable[bytes]) -> bool:
-    """Say whether a text has the checksum that its beginning tells; ends early if no text is that.
+def find_manifest(store: Store) -> bytes | None:
+    """Return the text of a checkpoint's manifest, all of it of one version; None if there is none.
 
-    Args:
-        head: Its beginning; see `check_head`.
-        pieces: All of it, in pieces of some size.
+    An unusually large one is validated before it is read in full.
 
-    >>> text = sign(b'"save_id":"x"}')
-    >>> fits_head(text, [text]), fits_head(text, [text, b" "]), fits_head(text, [text, bytes(9)])
-    (True, False, False)
+    Raises:
+        FormatError: It is larger than any manifest, or a folder.
     """
+    try:
+        try:
+            return store.read_all(MANIFEST, limit=min(_USUAL, LIMITS["manifest"]))
+        except StoreError as error:
+            if error.kind != "long":
+                raise
+        size = store.size(MANIFEST)
+        check_size(MANIFEST, size, "manifest")
+        _validate(store, size)
+        return read_whole(store, MANIFEST, "manifest")
+    except MissingFileError:
+        return None
+    except StoreError as error:
+        if error.kind in ("long", "path"):
+            raise FormatError(MANIFEST, error.reason) from None
+        raise
+
+
+def _validate(store: Store, size: int) -> None:
+    """Refuse a large file that is not a manifest, or damaged, before all of it is in memory."""
+    head = _piece(store, 0, _HEAD_BYTES)
     found = _HEAD.match(head)
-    assert found is not None
-    state, skip = xxhash.xxh3_64(), found.end()
-    for piece in pieces:
-        if piece.translate(None, _TEXT):
+    if found is None:
+        raise FormatError(MANIFEST, "it is not a manifest: it does not begin as one")
+    _check_version(int(found[1]), MANIFEST)
+    try:
+        if _has_digest(store, size, found):
+            return
+    except StoreError as error:
+        if error.kind != "short":
+            raise
+    if _piece(store, 0, _HEAD_BYTES) == head:  # else another save has just replaced it
+        raise FormatError(MANIFEST, _MISFIT)
+
+
+def _has_digest(store: Store, size: int, head: re.Match[bytes]) -> bool:
+    """Return whether the text after its head has the checksum that the head says."""
+    state = xxhash.xxh3_64()
+    for at in range(head.end(), size, _PIECE):
+        piece = _piece(store, at, min(_PIECE, size - at))
+        if piece.translate(None, _TEXT):  # no manifest has such characters
             return False
-        state.update(piece[skip:])
-        skip = max(skip - len(piece), 0)
-    return state.hexdigest() == found[2].decode()
+        state.update(piece)
+    return state.hexdigest() == head[2].decode()
+
+
+def _piece(store: Store, offset: int, nbytes: int) -> bytes:
+    data = bytearray(nbytes)
+    store.read(MANIFEST, [(offset, memoryview(data))])
+    return bytes(data)
 
 
 def decode_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
     """Read a manifest's text; see `encode_manifest`.
 
     Raises:
-        FormatError: It is no manifest, of a newer version, or anything in it is impossible.
+        FormatError: It is not a manifest, of a newer version, or anything in it is impossible.
     """
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise FormatError(file, f"it is not JSON: {error}") from None
     if not isinstance(body, dict) or body.get("format") != _FORMAT:
-        raise FormatError(file, f'it is no manifest: it does not say "format":"{_FORMAT}"')
+        raise FormatError(file, f'it is not a manifest: it does not say "format":"{_FORMAT}"')
     _check_version(body.get("version"), file)
     head = _HEAD.match(data)
     if head is None or xxhash.xxh3_64_hexdigest(memoryview(data)[head.end() :]) != head[2].decode():
-        raise FormatError(file, MISFIT)
+        raise FormatError(file, _MISFIT)
     try:
         return _decode(body)
     except (ArithmeticError, CodecError, MemoryError, RecursionError, StoreError, *DAMAGE) as error:
@@ -191,8 +228,8 @@ def decode_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
 
 def _check_version(version: Any, file: str) -> None:
     if type(version) is not int or version < 1:
-        told = json.dumps(version)[:20]
-        raise FormatError(file, f"its version should be a whole number from 1 on, and is {told}")
+        text = json.dumps(version)[:20]
+        raise FormatError(file, f"its version should be a whole number from 1 on, and is {text}")
     if version not in VERSIONS:
         known = f"{VERSIONS[0]} to {VERSIONS[-1]}"
         raise FormatError(
@@ -215,7 +252,7 @@ def _decode(body: dict[str, Any]) -> Manifest:
     if len(set(columns[1].tolist())) != len(layouts):  # np.unique would import numpy.ma
         raise ValueError("no tensor has some of its layouts")
     if not all(type(name) is str for name in names):
-        raise ValueError("a name is no text")
+        raise ValueError("a name is not text")
     stored = {name: _decode_value(value, len(places)) for name, value in values.items()}
     planner_data = from_json(body["planner_data"])
     _check_paths(planner_data, names)
@@ -250,7 +287,7 @@ def _decode_files(table: dict[str, Any]) -> FileTable:
     names = tuple(table["names"])
     for name in names:
         if type(name) is not str or not _FILE.fullmatch(check_path(name)):
-            raise ValueError(f"{str(name)[:200]!r} is no name of a file inside the checkpoint")
+            raise ValueError(f"{str(name)[:200]!r} does not name a file inside the checkpoint")
     sizes = _column(table["sizes"], MAX_BYTES, "a file's size")
     headers = _column(table["headers"], MAX_BYTES, "a header's length")
     digests = tuple(int(_text(d), 16) for d in table["xxh3_64"])
@@ -359,7 +396,7 @@ def _time(value: Any) -> float:
 def _column(values: Sequence[int], end: int, what: str) -> Ints:
     """Return whole numbers as an array, all of them at least 0 and less than ``end``."""
     if not isinstance(values, list) or not set(map(type, values)) <= {int}:
-        raise ValueError(f"{what} is no whole number")
+        raise ValueError(f"{what} is not a whole number")
     array = column(values)
     if not within(array, end):
         raise ValueError(f"{what} is impossible: {array.min()} to {array.max()}, of {end}")

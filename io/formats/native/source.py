@@ -1,29 +1,33 @@
-"""Where do the bytes of our own checkpoints lie? The manifest says in which file, headers where."""
+"""Our own checkpoints: the manifest says in which file a chunk lies, that file's header where."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from shardplan.planning import Metadata, find_issues
+from shardplan.planning import find_issues
 from shardplan.planning.columns import Ints, column
+from shardplan.planning.storage import save_id_of
 
-from ...checksums import XXH3, Sums, combine, hash_views
+from ...checksums import XXH3, Sums
 from ...errors import FormatError, listed
-from ...execute.commit import read_manifest
 from ...pool import Pool, default_pool
+from ...progress import Tell
 from ...stores.base import MissingFileError, Store
 from ...values import RAW, StoredValue, load_value
+from ..base import Fault, FileColumns, Findings, Format, Source, Spot
 from ..headers import parse_header
-from ..sources import Spot
-from .expected import Expected, header_cost
-from .manifest import MANIFEST, Manifest
+from .manifest import MANIFEST, Manifest, decode_manifest, find_manifest, read_manifest
+from .manifest_record import Expected
 
-__all__ = ["NativeSource", "find", "source"]
+if TYPE_CHECKING:
+    from .commit import NativeWriter
+
+__all__ = ["NativeFormat", "NativeSource"]
 
 _REMEDY: Final = (
     "; copy the checkpoint whole, or if it was overwritten or pruned meanwhile, open it again"
@@ -31,27 +35,51 @@ _REMEDY: Final = (
 _DECODED: Final = 4  # how many times its own size a value takes while it is decoded
 
 
-def find(store: Store, name: str = "") -> bool:
-    """Say whether a checkpoint of ours is there; ``name`` is empty, or that of its manifest."""
-    return name in ("", MANIFEST) and store.exists(MANIFEST)
+class NativeFormat(Format):
+    """Safetensors files and one manifest."""
+
+    name = "safetensors"
+    marks = (MANIFEST,)
+
+    def detect(self, store: Store, name: str = "") -> bool:
+        """Return whether there is a manifest; see `Format.detect`."""
+        return name in ("", MANIFEST) and store.exists(MANIFEST)
+
+    def open(self, store: Store, name: str = "", pool: Pool | None = None) -> NativeSource:
+        """Open a checkpoint; only its manifest is read. See `Format.open`."""
+        manifest = read_manifest(store)
+        issues = find_issues(manifest.metadata)  # which no save of ours has
+        if issues:
+            more = f", and {len(issues) - 1:,} more; see verify" if len(issues) > 1 else ""
+            raise FormatError(MANIFEST, f"it is damaged: {issues[0].message}{more}")
+        return NativeSource(store, manifest, pool)
+
+    def writer(self) -> NativeWriter:
+        """Return what writes this format; see `Format.writer`."""
+        from .commit import NativeWriter  # which needs torch
+
+        return NativeWriter()
+
+    def verify(
+        self, store: Store, name: str = "", *, tell: Tell | None = None, pool: Pool | None = None
+    ) -> Findings:
+        """Check every byte; see `Format.verify`."""
+        from .verify import verify_native
+
+        return verify_native(store, tell, pool)
+
+    def made(self, store: Store) -> float | None:
+        """Return when the checkpoint was made, as its manifest says; see `Format.made`."""
+        data = find_manifest(store)
+        return None if data is None else decode_manifest(data).created
+
+    def save_of(self, file: str) -> str | None:
+        """Return which save wrote a file; see `Format.save_of`."""
+        return save_id_of(file)
 
 
-def source(store: Store, name: str = "", pool: Pool | None = None) -> NativeSource:
-    """Open a checkpoint of ours; only its manifest is read.
-
-    Raises:
-        FormatError: There is none, or its manifest is damaged.
-    """
-    manifest = read_manifest(store)
-    issues = find_issues(manifest.metadata)  # which no save of ours has
-    if issues:
-        more = f", and {len(issues) - 1:,} more; see verify" if len(issues) > 1 else ""
-        raise FormatError(MANIFEST, f"it is damaged: {issues[0].message}{more}")
-    return NativeSource(store, manifest, pool)
-
-
-class NativeSource:
-    """A checkpoint of ours; a `Source`. Of headers that were read, only places are kept.
+class NativeSource(Source):
+    """A checkpoint of ours. Of headers that were read, only places are kept.
 
     Args:
         store: Where it lies.
@@ -62,10 +90,18 @@ class NativeSource:
     format = "safetensors"
 
     def __init__(self, store: Store, manifest: Manifest, pool: Pool | None = None) -> None:
-        self.store, self.manifest = store, manifest
+        self.manifest, self.metadata = manifest, manifest.metadata
+        self.block_bytes, self.created = manifest.block_bytes, manifest.created
+        self.file_columns = FileColumns(manifest.places, manifest.place)
+        self._store = store
         self._pool = pool or default_pool()
         self._known: set[int] = set()  # the files whose headers were read
         self._begins = np.full(int(manifest.start[-1]), -1, np.int64)  # one row a chunk
+
+    @property
+    def store(self) -> Store:
+        """Where it lies."""
+        return self._store
 
     @property
     def files(self) -> Sequence[str]:
@@ -73,14 +109,15 @@ class NativeSource:
         return self.manifest.files.names
 
     @property
-    def metadata(self) -> Metadata:
-        """What it holds."""
-        return self.manifest.metadata
+    def file_sizes(self) -> Mapping[str, int]:
+        """The size of each file, in bytes."""
+        files = self.manifest.files
+        return dict(zip(files.names, files.sizes.tolist(), strict=True))
 
-    @property
-    def block_bytes(self) -> int:
-        """The most bytes of a block."""
-        return self.manifest.block_bytes
+    def file_numbers(self, name: str) -> Sequence[int]:
+        """Return the file of each chunk of a tensor; see `Source.file_numbers`."""
+        numbers: list[int] = self.manifest.files_of(name).tolist()
+        return numbers
 
     def spots(self, chunks: Sequence[tuple[str, int]]) -> list[Spot]:
         """Find chunks; see `Source.spots`. Only the headers of their files are read."""
@@ -91,8 +128,6 @@ class NativeSource:
     def sums_of(self, name: str) -> Sums:
         """Return the checksum of each chunk of one entry; see `Source.sums_of`."""
         return self.manifest.sums_of(name)
-
-    checksum = XXH3
 
     def chunk_sums(self, chunks: Sequence[tuple[str, int]]) -> list[int | None]:
         """Return the checksum of each chunk; see `Source.chunk_sums`."""
@@ -110,7 +145,7 @@ class NativeSource:
         return int(size) * (1 if kind == "bytes" else 2 if kind in RAW else _DECODED)
 
     def value(self, name: str, *, verify: bool = True) -> Any:
-        """Return a value that is no tensor; see `Source.value`."""
+        """Return a non-tensor value; see `Source.value`."""
         kind, data = self.manifest.values[name]
         if kind == "inline":
             return load_value(StoredValue("inline", data), MANIFEST, name)
@@ -118,20 +153,34 @@ class NativeSource:
         file = self.files[spot.file]
         buffer = io.BytesIO(bytes(spot.extents[0]))  # which gives away its bytes without a copy
         with buffer.getbuffer() as view:
-            self.store.read(file, [(spot.begin, view)])
-            if verify and self._digest(view) != int(self.sums_of(name)[0]):
+            self._store.read(file, [(spot.begin, view)])
+            if verify and XXH3.of_blocks(view, self.block_bytes) != int(self.sums_of(name)[0]):
                 raise FormatError(file, f"the value of `{name}` does not fit its checksum")
         return load_value(StoredValue(kind, buffer.getvalue()), file, name)
-
-    def _digest(self, view: memoryview) -> int:
-        """Return the checksum of a value that is stored in a file."""
-        step = self.block_bytes
-        return combine([hash_views([view[i : i + step]]) for i in range(0, len(view) or 1, step)])
 
     def value_bytes(self, name: str) -> int:
         """Return how many bytes `value` reads; see `Source.value_bytes`."""
         kind, data = self.manifest.values[name]
         return 0 if kind == "inline" else int(data)
+
+    def plain_value(self, name: str) -> Any:
+        """Return a value that the manifest holds; see `Source.plain_value`."""
+        if self.manifest.values[name][0] != "inline":
+            raise ValueError(f"the value of `{name}` lies in a file")
+        return self.value(name)
+
+    def value_key(self, name: str) -> object:
+        """Return the checksum of a value that lies in a file; see `Source.value_key`."""
+        sums = self.sums_of(name)
+        if not len(sums):
+            return None
+        return self.manifest.values[name], self.block_bytes, int(sums[0])
+
+    def missing(self) -> Sequence[Fault]:
+        """Return the files that are not there in their full sizes; see `Source.missing`."""
+        sizes = {entry.name: entry.size for entry in self._store.entries(recursive=False)}
+        wrong = ((n, size) for n, size in self.file_sizes.items() if sizes.get(n) != size)
+        return [size_fault(name, size, sizes.get(name)) for name, size in wrong]
 
     @cached_property
     def _expected(self) -> Expected:
@@ -146,11 +195,11 @@ class NativeSource:
         new = [number for number in dict.fromkeys(numbers) if number not in self._known]
         if not new:
             return
-        _ = self._expected
+        expected, staging = self._expected, self._store.staging
         found = self._pool.map(
             self._header,
             new,
-            nbytes=lambda number: header_cost(self.manifest, number, self.store),
+            nbytes=lambda number: expected.header_cost(number) + staging,
             here=len(new) == 1,
         )
         for at, begins in found:
@@ -162,11 +211,11 @@ class NativeSource:
         files, expected = self.manifest.files, self._expected
         name, size = files.names[number], int(files.sizes[number])
         try:
-            found = self.store.size(name)
+            found = self._store.size(name)
             if found != size:
                 raise self._bad(number, f"it has {found:,} bytes and was saved with {size:,}")
             data = bytearray(expected.header_bytes(number, size))
-            self.store.read(name, [(0, memoryview(data))])
+            self._store.read(name, [(0, memoryview(data))])
         except MissingFileError:
             raise self._bad(number, "it is missing", _REMEDY) from None
         if not expected.fits(number, data):
@@ -191,10 +240,8 @@ class NativeSource:
     def _spot(self, name: str, chunk: int, number: int) -> Spot:
         """Return where a chunk lies, once the header of its file was read."""
         row = self.manifest.entries.row_of[name]
-        slot, begin = (
-            self._expected.slot(row, chunk),
-            int(self._begins[self.manifest.start[row] + chunk]),
-        )
+        slot = self._expected.slot(row, chunk)
+        begin = int(self._begins[self.manifest.start[row] + chunk])
         if begin < 0:
             raise FormatError(
                 self.files[number],
@@ -202,3 +249,12 @@ class NativeSource:
                 f"{list(slot.shape)} at {list(slot.offsets)}); see verify",
             )
         return Spot(number, begin, slot.dtype, slot.shape)
+
+
+def size_fault(name: str, size: int, found: int | None) -> Fault:
+    """Describe a file that is not there in its full size; ``found`` is None if it is missing."""
+    if found is None:
+        return Fault("missing", name, "it is not there", None, 0, size)
+    what = "it was cut short" if found < size else "something was added"
+    reason = f"it has {found:,} bytes and was saved with {size:,}: {what}"
+    return Fault("size", name, reason, None, min(size, found), max(size, found))

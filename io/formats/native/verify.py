@@ -1,35 +1,40 @@
-"""Is every byte of a checkpoint what was saved? All faults are found, not only the first.
+"""Checking every byte of a checkpoint of ours; all faults are found, not only the first.
 
-First each file is opened and its header compared with the manifest, which tells where the chunks
-lie that can be checked at all. Then those are streamed through small buffers, many at once, and
-hashed block by block. Nothing is kept but checksums, so a chunk may be of any size.
+1. Each file is opened, and its header compared with the manifest (`_Scanner`). This finds the
+   chunks that can be checked at all, and where their blocks lie.
+2. The blocks are streamed through small buffers, many at once, and hashed (`_Hasher`).
+3. The checksums of each chunk's blocks are combined and compared (`_judge`).
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice, pairwise
 from typing import Final
 
 import attrs
 import numpy as np
 
-from shardplan.planning import find_issues
+from shardplan.planning import find_issues, itemsize
+from shardplan.planning.columns import Ints, column, padded
+from shardplan.planning.storage import cut_blocks, save_id_of
 
 from ...buffers import byte_view
-from ...checksums import combine, xxhash
+from ...checksums import Sums, combine, xxhash
 from ...errors import FormatError
 from ...pool import Pool, default_pool
-from ...progress import Progress
-from ...stores.base import Store, StoreError
+from ...progress import Progress, Tell
+from ...stores.base import MissingFileError, Store, StoreError
 from ...values import StoredValue, load_value
-from .expected import header_cost
-from .manifest import MANIFEST, Manifest
-from .scan import Fault, Files, Scan, chunk_fault
+from ..base import Fault, FaultKind, Findings
+from ..headers import Header, Slot, header_length, parse_header
+from .manifest import MANIFEST, Manifest, decode_manifest, find_manifest
+from .manifest_record import Expected
+from .source import size_fault
 
-__all__ = ["Findings", "check_files", "check_manifest"]
+__all__ = ["verify_native"]
 
 _TASK: Final = 16 << 20  # bytes that are worth a thread's while
 _TASK_BLOCKS: Final = 1 << 12
@@ -37,133 +42,294 @@ _PIECE: Final = 1 << 20  # bytes read and hashed at a time, while they are in th
 _FAR_PIECE: Final = 16 << 20  # the same where each read is a request
 
 
-@attrs.frozen
-class Findings:
-    """What checking the data files found.
+def verify_native(store: Store, tell: Tell | None = None, pool: Pool | None = None) -> Findings:
+    """Check a checkpoint of ours; see `Format.verify`.
 
-    Attributes:
-        faults: All that is wrong, by file, then by place.
-        keys: Names of which some bytes are damaged, lost or could not be checked.
-        nbytes: How many bytes were read and checked.
-        chunks: How many chunks were found to fit their checksums.
+    Raises:
+        FormatError: There is none.
     """
+    try:
+        data = find_manifest(store)
+        if data is None:
+            raise FormatError(store.url, "there is no checkpoint")
+        manifest = decode_manifest(data)
+    except (FormatError, StoreError) as error:
+        if not store.exists(MANIFEST):
+            raise
+        Progress(0, tell)
+        return Findings((Fault("manifest", MANIFEST, error.reason),))
+    progress = Progress(len(data) + int(manifest.files.sizes.sum()), tell)
+    contradictions = tuple(_contradictions(manifest))
+    progress.add(len(data))
+    found = _check_files(store, manifest, progress, pool or default_pool())
+    progress.finish()
+    return attrs.evolve(
+        found,
+        faults=contradictions + found.faults,
+        nbytes=len(data) + found.nbytes,
+        save_id=manifest.save_id,
+    )
 
-    faults: tuple[Fault, ...]
-    keys: frozenset[str]
-    nbytes: int
-    chunks: int
 
-
-def check_manifest(manifest: Manifest) -> tuple[Fault, ...]:
-    """Look for what a manifest that could be read still gets wrong: gaps, overlaps, bad values."""
-    faults = [
-        Fault("manifest", MANIFEST, issue.message, issue.fqn)
-        for issue in find_issues(manifest.metadata)
-    ]
+def _contradictions(manifest: Manifest) -> Iterator[Fault]:
+    """Yield what a manifest that could be read still gets wrong: gaps, overlaps, bad values."""
+    for issue in find_issues(manifest.metadata):
+        yield Fault("manifest", MANIFEST, issue.message, issue.fqn)
     for name, (kind, data) in manifest.values.items():
         try:
             if kind == "inline":
                 load_value(StoredValue("inline", data), MANIFEST, name)
         except FormatError as error:
-            faults.append(Fault("manifest", MANIFEST, error.reason, name))
-    return tuple(faults)
+            yield Fault("manifest", MANIFEST, error.reason, name)
 
 
-def check_files(
-    store: Store, manifest: Manifest, progress: Progress, pool: Pool | None = None
-) -> Findings:
-    """Check every byte of every data file.
-
-    Args:
-        store: Where the checkpoint lies.
-        manifest: What it should be.
-        progress: Is told of all bytes that the files should have, damaged or not.
-        pool: The threads and the memory budget to use.
-    """
-    pool = pool or default_pool()
-    files = Files(store, manifest, progress)
+def _check_files(store: Store, manifest: Manifest, progress: Progress, pool: Pool) -> Findings:
+    """Check every byte of every data file."""
+    scanner = _Scanner(store, manifest, Expected(manifest), progress)
     scans = pool.map(
-        files.scan,
+        scanner.scan,
         range(len(manifest.files)),
-        nbytes=lambda number: header_cost(manifest, number, store),
+        nbytes=lambda number: scanner.expected.header_cost(number) + store.staging,
     )
-    hasher = _Hasher(store, progress, pool)
-    cost = hasher.piece + store.staging
-    pool.map(hasher.run, (task for scan in scans for task in _tasks(scan)), nbytes=cost)
-    damaged = [_judge(scan) for scan in scans]
+    # Local reads keep a processor busy each, and more threads than these slow each other down.
+    turns = pool.max_workers if store.staging else (os.cpu_count() or 1) + 1
+    piece = _FAR_PIECE if store.staging else _PIECE
+    hasher = _Hasher(store, progress, piece, threading.Semaphore(turns))
+    tasks = (task for scan in scans for task in _tasks(scan))
+    hashed = chain.from_iterable(pool.map(hasher.run, tasks, nbytes=piece + store.staging))
+    judged = [_judge(scan, list(islice(hashed, len(scan.lengths)))) for scan in scans]
     return Findings(
-        tuple(f for scan, bad in zip(scans, damaged, strict=True) for f in (*scan.faults, *bad)),
-        frozenset(f.key for bad in damaged for f in bad if f.key is not None).union(
-            *(scan.lost for scan in scans)
+        tuple(
+            f for scan, (bad, _) in zip(scans, judged, strict=True) for f in (*scan.faults, *bad)
         ),
-        sum(scan.header_bytes for scan in scans) + hasher.nbytes,
-        sum(len(scan.slots) for scan in scans) - sum(map(len, damaged)),
+        len(manifest.files),
+        sum(len(scan.slots) - len(bad) for scan, (bad, _) in zip(scans, judged, strict=True)),
+        sum(scan.header_bytes for scan in scans) + sum(nbytes for _, nbytes in judged),
+        lost=frozenset[str]().union(*(scan.lost for scan in scans)),
     )
 
 
 @attrs.frozen(eq=False)
+class _Scan:
+    """What one file's header says.
+
+    Attributes:
+        file: The file.
+        faults: What is wrong so far.
+        lost: Names of its chunks that cannot be checked.
+        header_bytes: How many bytes were read for it.
+        slots: The chunks that can be checked, in order of place, and ``sums``, their checksums.
+        lengths: The bytes of each block of these, ``chunk``, which of them it is a block of, and
+            ``starts``, where it lies in the file.
+    """
+
+    file: str
+    faults: tuple[Fault, ...]
+    lost: frozenset[str]
+    header_bytes: int = 0
+    slots: Sequence[Slot] = ()
+    sums: Sums = attrs.Factory(lambda: np.zeros(0, np.uint64))
+    lengths: Ints = attrs.Factory(lambda: column([]))
+    chunk: Ints = attrs.Factory(lambda: column([]))
+    starts: Ints = attrs.Factory(lambda: column([]))
+
+
+@attrs.frozen(eq=False)
+class _Opened:
+    """A file's size, its header if chunks can be found by it, and what is wrong so far."""
+
+    size: int
+    header: Header | None
+    faults: Sequence[Fault]
+
+
+@attrs.frozen(eq=False)
+class _Scanner:
+    """Compares files and their headers with the manifest."""
+
+    store: Store
+    manifest: Manifest
+    expected: Expected
+    progress: Progress
+
+    def scan(self, number: int) -> _Scan:
+        """Look at one file; its data is not read."""
+        files = self.manifest.files
+        opened = self._open(number, files.names[number], int(files.sizes[number]))
+        wanted = {slot.name: (slot, at) for at, slot in self.expected.slots(number)}
+        if opened.header is None:
+            scan = _Scan(files.names[number], tuple(opened.faults), frozenset(wanted))
+        else:
+            scan = self._match(files.names[number], wanted, opened, opened.header)
+        self.progress.add(int(files.sizes[number]) - int(scan.lengths.sum()))
+        return scan
+
+    def _open(self, number: int, name: str, size: int) -> _Opened:
+        try:
+            return self._header(number, name, size, self.store.size(name))
+        except MissingFileError:
+            return _Opened(0, None, (size_fault(name, size, None),))
+        except StoreError as error:
+            return _Opened(0, None, (Fault("unreadable", name, str(error), None, 0, size),))
+
+    def _header(self, number: int, name: str, size: int, found: int) -> _Opened:
+        length = int(self.manifest.files.headers[number])
+        data = self._read(name, self.expected.header_bytes(number, found))
+        genuine = self.expected.fits(number, data)
+        faults = [] if found == size else [size_fault(name, size, found)]
+        try:
+            if not genuine:
+                data = self._read(name, header_length(data[:8], name, found))
+            header = parse_header(data, name, size if genuine else found)
+        except FormatError as error:
+            if found >= length:  # else it is cut short, and no more can be said
+                faults.append(Fault("header", name, error.reason, None, 0, length))
+            return _Opened(found, None, faults)
+        own = self.expected.wrote(number, header)
+        stranger = None if own else self._stranger(name, header, found)
+        if stranger is not None:
+            return _Opened(found, None, (stranger,))
+        if not genuine or not own:
+            reason = "its header does not fit its checksum"
+            faults.append(Fault("header", name, reason, None, 0, length))
+        return _Opened(found, header, faults)
+
+    def _stranger(self, name: str, header: Header, found: int) -> Fault | None:
+        """Return a fault if a file was written under another name, by another save or program."""
+        save_id = self.manifest.save_id
+        if header.save_id is None:
+            return Fault("foreign", name, "another program wrote it", None, 0, found)
+        if header.save_id == save_id and header.name in self.manifest.files.names:
+            return Fault("swapped", name, f"it was written as {header.name}", None, 0, found)
+        own = None if header.name is None else save_id_of(header.name)
+        if own != header.save_id or own == save_id:
+            return None  # no save wrote that: it is the header that is damaged
+        reason = f"save {header.save_id} wrote it as {header.name}; this is save {save_id}"
+        return Fault("foreign", name, reason, None, 0, found)
+
+    def _read(self, name: str, nbytes: int) -> bytes:
+        data = bytearray(nbytes)
+        self.store.read(name, [(0, memoryview(data))])
+        return bytes(data)
+
+    def _match(
+        self, file: str, wanted: Mapping[str, tuple[Slot, int]], opened: _Opened, header: Header
+    ) -> _Scan:
+        """Compare the chunks of a header with those of the manifest, and cut them into blocks."""
+        good, bad = list[tuple[Slot, int]](), list[Fault]()
+        for name, (slot, at) in wanted.items():
+            there = header.slots.get(name)
+            fault = _slot_fault(file, slot, there, opened.size)
+            if there is not None and fault is None:
+                good.append((there, at))
+            elif fault is not None:
+                bad.append(fault)
+        lost = frozenset(fault.key for fault in bad if fault.key is not None)
+        for name in sorted(header.slots.keys() - wanted.keys()):
+            reason = "the header has it, and the manifest does not"
+            bad.append(_chunk_fault("disagrees", file, reason, header.slots[name]))
+        good.sort(key=lambda pair: pair[0].begin)
+        slots = [slot for slot, _ in good]
+        width = column([itemsize(slot.dtype) for slot in slots])
+        blocks = cut_blocks(padded([s.shape for s in slots], 1), width, self.manifest.block_bytes)
+        lengths = blocks.sizes.prod(axis=1) * width[blocks.box]
+        before = np.cumsum(lengths) - lengths
+        first = np.searchsorted(blocks.box, blocks.box)  # the first block of the same chunk
+        begin = column([slot.begin for slot in slots])
+        return _Scan(
+            file,
+            (*opened.faults, *bad),
+            lost,
+            header.length,
+            slots,
+            self.manifest.sums[column([at for _, at in good])],
+            lengths,
+            blocks.box,
+            begin[blocks.box] + before - before[first],
+        )
+
+
+def _slot_fault(file: str, wanted: Slot, there: Slot | None, size: int) -> Fault | None:
+    """Return what is wrong with a chunk, given what the header has of it."""
+    if there is None or there.place != wanted.place:
+        says = "does not have it" if there is None else f"says {_described(there)}"
+        reason = f"the manifest says {_described(wanted)}, and the header {says}"
+        return _chunk_fault("disagrees", file, reason, there or wanted)
+    if there.begin + there.nbytes > size:
+        return _chunk_fault("size", file, "its bytes are cut off", there)
+    return None
+
+
+def _described(slot: Slot) -> str:
+    return f"{slot.dtype} {list(slot.shape)} at {list(slot.offsets)}"
+
+
+def _chunk_fault(kind: FaultKind, file: str, reason: str, slot: Slot) -> Fault:
+    end = slot.begin + slot.nbytes if slot.begin else 0
+    return Fault(kind, file, reason, slot.name, slot.begin, end)
+
+
+@attrs.frozen(eq=False)
 class _Task:
-    """Some blocks of one file that lie one after the other."""
+    """Some blocks that lie one after the other in a file: its name, where, and their lengths."""
 
-    scan: Scan
-    first: int
-    last: int
+    file: str
+    start: int
+    lengths: Sequence[int]
 
 
-def _tasks(scan: Scan) -> Iterator[_Task]:
+def _tasks(scan: _Scan) -> Iterator[_Task]:
+    """Group the blocks of a file, in order, into what a thread does at a time."""
     if not len(scan.lengths):
         return
     group = (np.cumsum(scan.lengths) - scan.lengths) // _TASK
     group += np.arange(len(group)) // _TASK_BLOCKS
     apart = scan.starts[1:] != (scan.starts + scan.lengths)[:-1]
     edges = np.flatnonzero((np.diff(group) != 0) | apart) + 1
-    bounds = [0, *edges.tolist(), len(group)]
-    yield from (_Task(scan, a, b) for a, b in pairwise(bounds))
+    for low, high in pairwise([0, *edges.tolist(), len(group)]):
+        yield _Task(scan.file, int(scan.starts[low]), scan.lengths[low:high].tolist())
 
 
+@attrs.frozen(eq=False)
 class _Hasher:
-    """Reads blocks and notes their checksums, on any number of threads.
+    """Reads blocks and hashes them, on any number of threads.
 
     Attributes:
+        store: Where the files are.
+        progress: Counts the bytes.
         piece: How many bytes a thread holds.
-        nbytes: How many were read.
+        turn: Limits how many threads are at work.
     """
 
-    def __init__(self, store: Store, progress: Progress, pool: Pool) -> None:
-        self._store, self._progress = store, progress
-        self._buffers = threading.local()
-        self._lock = threading.Lock()
-        # Local reads keep a processor busy each, and more threads than these slow each other down.
-        turns = pool.max_workers if store.staging else (os.cpu_count() or 1) + 1
-        self._turn = threading.Semaphore(turns)
-        self.piece = _FAR_PIECE if store.staging else _PIECE
-        self.nbytes = 0
+    store: Store
+    progress: Progress
+    piece: int
+    turn: threading.Semaphore
 
-    def run(self, task: _Task) -> None:
-        """Hash some blocks; where reading fails, each by itself, to tell which one is to blame."""
-        scan, blocks = task.scan, slice(task.first, task.last)
-        lengths = scan.lengths[blocks].tolist()
-        with self._turn:
+    def run(self, task: _Task) -> Sequence[int | StoreError]:
+        """Return the checksum of each block; where reading fails, the error of each that fails."""
+        with self.turn:
             try:
-                found = list(self._digests(scan.file, int(scan.starts[task.first]), lengths))
+                found = list(self._digests(task))
             except StoreError as error:
-                if len(lengths) == 1:
-                    scan.errors[task.first] = str(error)
-                    self._progress.add(sum(lengths))
-                    return
-            else:
-                scan.digests[blocks] = np.array(found, np.uint64)
-                with self._lock:
-                    self.nbytes += sum(lengths)
-                self._progress.add(sum(lengths))
-                return
-        for block in range(task.first, task.last):
-            self.run(_Task(scan, block, block + 1))
+                if len(task.lengths) > 1:
+                    found = None
+                else:
+                    found = [error]
+        if found is None:  # each block by itself, to find the one to blame
+            starts = np.cumsum([task.start, *task.lengths]).tolist()
+            alone = (
+                _Task(task.file, start, [length])
+                for start, length in zip(starts, task.lengths, strict=False)
+            )
+            return [result for block in alone for result in self.run(block)]
+        self.progress.add(sum(task.lengths))
+        return found
 
-    def _digests(self, file: str, start: int, lengths: Sequence[int]) -> Iterator[int]:
-        pieces = self._pieces(file, start, sum(lengths))
+    def _digests(self, task: _Task) -> Iterator[int | StoreError]:
+        pieces = self._pieces(task.file, task.start, sum(task.lengths))
         view = memoryview(b"")
-        for left in lengths:
+        for left in task.lengths:
             state = xxhash.xxh3_64()
             while left:
                 view = view or next(pieces)
@@ -174,28 +340,25 @@ class _Hasher:
 
     def _pieces(self, file: str, start: int, nbytes: int) -> Iterator[memoryview]:
         """Yield a range of a file piece by piece; each is overwritten by the next."""
+        buffer = byte_view(np.empty(min(self.piece, nbytes), np.uint8))
         for at in range(start, start + nbytes, self.piece):
-            view = self._buffer()[: min(self.piece, start + nbytes - at)]
-            self._store.read(file, [(at, view)])
+            view = buffer[: min(self.piece, start + nbytes - at)]
+            self.store.read(file, [(at, view)])
             yield view
 
-    def _buffer(self) -> memoryview:
-        if not hasattr(self._buffers, "view"):
-            self._buffers.view = byte_view(np.empty(self.piece, np.uint8))
-        view: memoryview = self._buffers.view
-        return view
 
-
-def _judge(scan: Scan) -> list[Fault]:
-    """Compare the checksums of a file's chunks, once all of its blocks were read."""
+def _judge(scan: _Scan, hashed: Sequence[int | StoreError]) -> tuple[list[Fault], int]:
+    """Compare the checksums of a file's chunks; return faults, and how many bytes were read."""
     faults = []
     edges = np.searchsorted(scan.chunk, np.arange(len(scan.slots) + 1)).tolist()
-    failed = {int(scan.chunk[block]): reason for block, reason in scan.errors.items()}
-    digests, sums = scan.digests.tolist(), scan.sums.tolist()
-    for number, slot in enumerate(scan.slots):
-        if number in failed:
-            faults.append(chunk_fault("unreadable", scan.file, failed[number], slot))
-        elif combine(digests[edges[number] : edges[number + 1]]) != sums[number]:
+    for slot, wanted, (low, high) in zip(
+        scan.slots, scan.sums.tolist(), pairwise(edges), strict=True
+    ):
+        error = next((one for one in hashed[low:high] if isinstance(one, StoreError)), None)
+        if error is not None:
+            faults.append(_chunk_fault("unreadable", scan.file, str(error), slot))
+        elif combine([one for one in hashed[low:high] if isinstance(one, int)]) != wanted:
             reason = "its bytes do not fit their checksum"
-            faults.append(chunk_fault("checksum", scan.file, reason, slot))
-    return faults
+            faults.append(_chunk_fault("checksum", scan.file, reason, slot))
+    lengths = zip(hashed, scan.lengths.tolist(), strict=True)
+    return faults, sum(length for one, length in lengths if isinstance(one, int))

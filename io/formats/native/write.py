@@ -1,8 +1,8 @@
-"""How does one rank write its part? Straight out of tensor memory, one pass, hashed on the way."""
+"""Writing one rank's files: straight out of tensor memory, in one pass, hashed on the way."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -55,8 +55,8 @@ class Written:
     Attributes:
         files: Its data files.
         sums: The checksum of each of its plan's items; 0 for an inline value.
-        values: Its values that are no tensors, by name: kind (see `StoredValue`), and the JSON data
-            of an inline one, or how many bytes another takes.
+        values: Its non-tensor values, by name: kind (see `StoredValue`), and the JSON data of an
+            inline one, or how many bytes another takes.
     """
 
     files: tuple[WrittenFile, ...]
@@ -109,8 +109,8 @@ def write_rank(
         save_id: A name for this save, part of every file's name.
         rank: Which rank it is.
         pool: The threads and the memory budget to use.
-        block_bytes: The most bytes of a block; `assemble` must be told the same.
-        progress: Is told of the bytes of tensors.
+        block_bytes: The most bytes of a block; `assemble` must be given the same.
+        progress: Counts the bytes of tensors.
 
     Returns:
         What was written. All of it has reached the disk, the names of the files included.
@@ -119,28 +119,26 @@ def write_rank(
         ValueRefusedError: Some values cannot be stored; nothing was written then.
         StoreError: The store failed; what was written is removed again.
     """
-    flat, _ = flatten(sd)
-    pieces, values = _collect(flat, plan, progress)
-    files = assign_files(plan, rank, save_id)
-    sums = np.zeros(len(plan.items), np.uint64)
-    jobs = [
-        _Job(n, files, plan, pieces, values, sums, block_bytes) for n in range(len(files.names))
-    ]
-    jobs = [job for job in jobs if job.rows]
-    headers = [build_header(job.name, job.slots, save_id) for job in jobs]
+    pieces, values = _collect(flatten(sd)[0], plan, progress)
+    files = _files(plan, assign_files(plan, rank, save_id), pieces, values)
+    headers = [build_header(file.name, file.slots, save_id) for file in files]
     try:
         written = (pool or default_pool()).map(
-            lambda pair: _write_file(store, *pair),
-            zip(jobs, headers, strict=True),
+            lambda pair: pair[0].write(store, pair[1], block_bytes),
+            zip(files, headers, strict=True),
             nbytes=lambda pair: pair[0].staged(store.staging) + len(pair[1]),
         )
-        store.sync()  # whoever commits may do so elsewhere, and cannot sync what it did not write
+        store.sync()  # another process may commit, and cannot sync what it did not write
     except BaseException:
         with suppress(Exception):
-            store.delete([job.name for job in jobs])
+            store.delete([file.name for file in files])
         raise
-    told = {k: (v.kind, v.data if v.kind == "inline" else len(v.data)) for k, v in values.items()}
-    return Written(tuple(written), sums, told)
+    sums = np.zeros(len(plan.items), np.uint64)
+    for file, digests in zip(files, written, strict=True):
+        sums[file.rows] = digests
+    kinds = {k: (v.kind, v.data if v.kind == "inline" else len(v.data)) for k, v in values.items()}
+    made = (file.described(header) for file, header in zip(files, headers, strict=True))
+    return Written(tuple(made), sums, kinds)
 
 
 def _collect(
@@ -159,69 +157,92 @@ def _collect(
     return pieces, stored
 
 
-class _Job:
-    """One file to write: its items in order, and where their bytes come from."""
+@attrs.frozen(eq=False)
+class _File:
+    """One file to write.
 
-    def __init__(
-        self,
-        number: int,
-        files: FileAssignment,
-        plan: SavePlan,
-        pieces: Mapping[int, Piece],
-        values: Mapping[str, StoredValue],
-        sums: Sums,
-        block_bytes: int,
-    ) -> None:
-        self.number, self.name = number, files.names[number]
-        self.plan, self.pieces, self.sums = plan, pieces, sums
-        self.block_bytes = block_bytes
-        names, of = plan.items.catalog.names, plan.items.row
-        self.payloads = {
-            row: values[names[of[row]]].data
-            for row in np.flatnonzero(plan.items.catalog.is_bytes[of]).tolist()
-            if values[names[of[row]]].kind != "inline"
-        }
-        rows = files.order[files.file[files.order] == number].tolist()
-        self.rows = [row for row in rows if row in pieces or row in self.payloads]
-        self.slots = [self._slot(row) for row in self.rows]
+    Attributes:
+        number: Which of the rank's files it is.
+        name: Its name.
+        rows: The plan's items that lie in it, in order.
+        contents: The bytes of each: a piece of a tensor, or those of a value.
+        slots: What the header says of each.
+    """
 
-    def _slot(self, row: int) -> Slot:
-        if row in self.pieces:
-            piece = self.pieces[row]
-            return Slot(piece.name, piece.dtype, piece.shape, piece.offsets)
-        name = self.plan.items.catalog.names[self.plan.items.row[row]]
-        return Slot(name, "uint8", (len(self.payloads[row]),), (0,))
+    number: int
+    name: str
+    rows: Sequence[int]
+    contents: Sequence[Piece | bytes]
+    slots: Sequence[Slot]
 
     def staged(self, by_store: int) -> int:
         """Return how many bytes of memory it takes to write, given what the store may take."""
-        pieces = (self.pieces[row] for row in self.rows if row in self.pieces)
+        pieces = (one for one in self.contents if isinstance(one, Piece))
         rough = sum(piece.nbytes for piece in pieces if not piece.is_plain)
         nbytes = sum(slot.nbytes for slot in self.slots)
         return min(_COPIES * rough, _STAGED) + min(2 * nbytes, by_store)
 
-    def parts(self, header: bytes) -> Iterator[memoryview]:
-        """Yield the file's bytes in order, noting the checksum of each item on the way."""
+    def described(self, header: bytes) -> WrittenFile:
+        """Return what is known of the file once it was written."""
+        size = len(header) + sum(slot.nbytes for slot in self.slots)
+        digest = hash_views([memoryview(header)])
+        return WrittenFile(self.number, self.name, size, len(header), digest)
+
+    def write(self, store: Store, header: bytes, block_bytes: int) -> list[int]:
+        """Write it, and return the checksum of each item."""
+        sums: list[int] = []
+        size = len(header) + sum(slot.nbytes for slot in self.slots)
+        store.write(self.name, self._parts(header, block_bytes, sums), nbytes=size)
+        return sums
+
+    def _parts(self, header: bytes, block_bytes: int, sums: list[int]) -> Iterator[memoryview]:
+        """Yield the file's bytes in order; each item's checksum is appended once it was yielded."""
         yield memoryview(header)
-        for row in self.rows:
+        for content in self.contents:
             digests = []
-            for block in self._blocks(row):
+            for block in _blocks(content, block_bytes):
                 state = xxhash.xxh3_64()
                 for start in range(0, len(block), _PIECE):
                     check_stopped()
                     state.update(block[start : start + _PIECE])
                     yield block[start : start + _PIECE]
                 digests.append(state.intdigest())
-            self.sums[row] = combine(digests)
-
-    def _blocks(self, row: int) -> Iterator[memoryview]:
-        """Yield the bytes of one item, block by block."""
-        if row in self.pieces:
-            return self.pieces[row].blocks(self.block_bytes)
-        payload, step = memoryview(self.payloads[row]), self.block_bytes
-        return (payload[i : i + step] for i in range(0, len(payload) or 1, step))
+            sums.append(combine(digests))
 
 
-def _write_file(store: Store, job: _Job, header: bytes) -> WrittenFile:
-    size = len(header) + sum(slot.nbytes for slot in job.slots)
-    store.write(job.name, job.parts(header), nbytes=size)
-    return WrittenFile(job.number, job.name, size, len(header), hash_views([memoryview(header)]))
+def _blocks(content: Piece | bytes, block_bytes: int) -> Iterator[memoryview]:
+    """Yield the bytes of one item, block by block."""
+    if isinstance(content, Piece):
+        yield from content.blocks(block_bytes)
+        return
+    view = memoryview(content)
+    for at in range(0, len(view) or 1, block_bytes):
+        yield view[at : at + block_bytes]
+
+
+def _files(
+    plan: SavePlan,
+    files: FileAssignment,
+    pieces: Mapping[int, Piece],
+    values: Mapping[str, StoredValue],
+) -> list[_File]:
+    """Return the files to write; inline values lie in none."""
+    catalog, row_of = plan.items.catalog, plan.items.row
+    contents: dict[int, tuple[Piece | bytes, Slot]] = {}
+    for row, piece in pieces.items():
+        slot = Slot(piece.name, piece.dtype, piece.shape, piece.offsets)
+        contents[row] = (piece, slot)
+    for row in np.flatnonzero(catalog.is_bytes[row_of]).tolist():
+        name = catalog.names[row_of[row]]
+        if values[name].kind != "inline":
+            data = values[name].data
+            contents[row] = (data, Slot(name, "uint8", (len(data),), (0,)))
+    found = []
+    for number, file in enumerate(files.names):
+        mine = files.order[files.file[files.order] == number].tolist()
+        rows = [row for row in mine if row in contents]
+        held = [contents[row] for row in rows]
+        if rows:
+            slots = [slot for _, slot in held]
+            found.append(_File(number, file, rows, [data for data, _ in held], slots))
+    return found

@@ -5,19 +5,15 @@ from typing import TYPE_CHECKING
 from shardplan.planning.door import door
 
 if TYPE_CHECKING:
-    from .source import find
     from .torch_values import explain_name, load_archive
     from .unpickler import PickleError, RefusedName
-    from .write import TorchWriter
     from .zip_read import in_memory, read_archive
 
 __getattr__, __dir__ = door(
     __name__,
     {
-        "source": "find",
         "torch_values": "explain_name load_archive",
         "unpickler": "PickleError RefusedName",
-        "write": "TorchWriter",
         "zip_read": "in_memory read_archive",
     },
 )

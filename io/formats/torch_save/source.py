@@ -21,14 +21,13 @@ from shardplan.planning import (
     is_tensor,
     local_plan,
 )
-from shardplan.planning.storage import BLOCK_BYTES
 
-from ...checksums import CRC32, Sums
+from ...checksums import CRC32
 from ...errors import FormatError, listed
 from ...limits import LIMITS
 from ...pool import Pool
 from ...stores.base import MissingFileError, Store, StoreError
-from ..sources import Spot
+from ..base import Source, Spot
 from .names import Nested, load_nested
 from .standins import Later, Named, OddTensor, TensorLeaf, build_value, needs_torch
 from .torch_values import explain_name
@@ -176,7 +175,7 @@ def _old_storages(
     return begins
 
 
-class TorchSource:
+class TorchSource(Source):
     """A `torch.save` file; a `Source`.
 
     Args:
@@ -190,7 +189,6 @@ class TorchSource:
     """
 
     format = "torch"
-    block_bytes = BLOCK_BYTES
     checksum = CRC32
 
     def __init__(self, store: Store, file: str, saved: _Saved) -> None:
@@ -234,9 +232,9 @@ class TorchSource:
         keys = {name: leaf.stored.storage.key for name, leaf in self._tensors.items()}
         return tuple(name for name, key in keys.items() if f"data/{key}" == record)
 
-    def sums_of(self, name: str) -> Sums | None:
-        """Return None: no checksums are known before reading."""
-        return None
+    def file_numbers(self, name: str) -> Sequence[int]:
+        """Return the one file, for the one chunk of a tensor; see `Source.file_numbers`."""
+        return [0]
 
     def chunk_sums(self, chunks: Sequence[tuple[str, int]]) -> list[int | None]:
         """Return the checksum of each tensor that fills its record; see `Source.chunk_sums`."""
@@ -270,14 +268,6 @@ class TorchSource:
         if needs_torch(self._flat[name]):
             raise PickleError(f"the value of `{name}` needs torch")
         return self.value(name)
-
-    def value_bytes(self, name: str) -> int:
-        """Return 0: values are known once the file is opened."""
-        return 0
-
-    def value_cost(self, name: str) -> int:
-        """Return 0: values are held already."""
-        return 0
 
     def _read_storage(self, key: str) -> memoryview:
         nbytes, begin = self._saved.nested.storages[key], self._saved.begin(key)

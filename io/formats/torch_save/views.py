@@ -22,7 +22,7 @@ from shardplan.planning import ITEMSIZE
 from ...buffers import copy_into
 from ...stores.base import Store
 from ...stores.folders import WrappedStore
-from ..sources import Spot
+from ..base import Spot
 from .standins import StoredTensor
 from .zip_read import read_ranges
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -21,15 +21,14 @@ from ...progress import Progress
 from ...stores.base import Store
 from ...tensors import dump, empty, window
 from ...tensors import store as fill
-from ..dcp.metadata import METADATA
-from ..native.manifest import MANIFEST
-from ..writers import Part, Writer
+from ..base import Part, Writer
+from ..registry import known_formats
 from .torch_values import Leaf, explain_refusal, explain_value, pickle_nested, why_unsafe
 from .zip_write import lay_out
 
 __all__ = ["TorchWriter"]
 
-_TAKEN: Final = (".safetensors", ".safetensors.index.json", ".distcp")
+_TAKEN: Final = (".safetensors", ".safetensors.index.json", ".distcp")  # endings of others' files
 
 
 class TorchWriter(Writer):
@@ -54,7 +53,8 @@ class TorchWriter(Writer):
         """Refuse to save where a file is; see `Writer.refuse`."""
         if not self.file:
             raise ValueError("a torch checkpoint is a file: open it with `open_target`")
-        if self.file in (MANIFEST, METADATA) or self.file.endswith(_TAKEN):
+        marks = {mark for format in known_formats() for mark in format.marks}
+        if self.file in marks or self.file.endswith(_TAKEN):
             raise ValueError(
                 f"a torch checkpoint called {self.file} would be taken for one of another format; "
                 "call it model.pt, say"
@@ -67,6 +67,15 @@ class TorchWriter(Writer):
         if len(plans) != 1:
             raise _too_many()
         return tuple(plans)
+
+    def carry_over(self, tied: Mapping[str, str], remarks: Mapping[str, str]) -> None:
+        """Store tied names once; see `Writer.carry_over`."""
+        self.tied = tied
+
+    def write_order(self, plan: SavePlan, rank: int) -> Iterable[int]:
+        """Return the items in order, without names that are tied; see `Writer.write_order`."""
+        names, rows = plan.items.catalog.names, plan.items.row.tolist()
+        return [item for item, row in enumerate(rows) if names[row] not in self.tied]
 
     def write(
         self,

@@ -17,7 +17,7 @@ from typing import IO, Any, Final, cast
 
 import attrs
 
-from ...crc import sum_crc
+from ...checksums import sum_crc
 from ...errors import FormatError
 from ...limits import LIMITS
 from ...stores.base import MissingFileError, Store, StoreError

@@ -1,0 +1,458 @@
+"""What a checkpoint format is: `Source` reads one, `Writer` writes one, `Format` names both.
+
+Whatever wrote it, a checkpoint's chunks lie in files, row-major, at known places. A `Source` knows
+where; `Reader` does the rest, alike for all formats. Derive formats of your own from these three
+classes, and pass the format to `register_format`. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+
+import attrs
+
+from shardplan.planning import Metadata, TensorMetadata, itemsize
+from shardplan.planning.columns import Ints
+from shardplan.planning.storage import BLOCK_BYTES
+
+from ..checksums import XXH3, Checksum, Sums
+from ..errors import FormatError
+from ..pool import Pool
+from ..progress import Progress, Tell
+from ..stores.base import Store
+
+if TYPE_CHECKING:  # reading needs no plans of what to save
+    from shardplan.planning import SavePlan
+
+__all__ = [
+    "Fault",
+    "FaultKind",
+    "FileColumns",
+    "Findings",
+    "Format",
+    "Part",
+    "Source",
+    "Spot",
+    "Writer",
+]
+
+
+@attrs.frozen
+class Spot:
+    """Where one chunk lies.
+
+    Attributes:
+        file: The number of its file, in `Source.files`.
+        begin: Where its first element lies there, in bytes.
+        dtype: What it is stored as.
+        extents: The sizes of the row-major array that it is the first corner of, in elements and
+            in the order in which its axes are stored; mostly the chunk's own sizes.
+        axes: Which of the chunk's axes each of these is; None if they are stored in order.
+    """
+
+    file: int
+    begin: int
+    dtype: str
+    extents: tuple[int, ...]
+    axes: tuple[int, ...] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes that array has."""
+        return math.prod(self.extents) * itemsize(self.dtype)
+
+
+@attrs.frozen(eq=False)
+class FileColumns:
+    """The file of every chunk of a checkpoint; entries that are cut alike share a column.
+
+    Attributes:
+        columns: Columns of file numbers, one number per chunk.
+        entry: Per entry of the metadata, which column it has; -1 for a value outside the files.
+    """
+
+    columns: tuple[Ints, ...]
+    entry: Ints
+
+
+FaultKind = Literal[
+    "manifest",
+    "missing",
+    "size",
+    "swapped",
+    "foreign",
+    "header",
+    "disagrees",
+    "checksum",
+    "unreadable",
+]
+
+
+@attrs.frozen
+class Fault:
+    """One thing that is wrong with a checkpoint.
+
+    Attributes:
+        kind: ``manifest`` (it cannot be read, or contradicts itself), ``missing`` (no such file),
+            ``size`` (cut short, or longer than it was), ``swapped`` (another file of this
+            checkpoint under its name), ``foreign`` (a file of another save or program),
+            ``header`` (damaged), ``disagrees`` (header and manifest contradict each other),
+            ``checksum`` (a chunk's bytes were changed) or ``unreadable`` (the store fails).
+        file: The file, by its name inside the checkpoint.
+        reason: What was expected and what was found.
+        key: The tensor or value concerned; None where it is the whole file.
+        begin, end: The bytes of the file concerned.
+    """
+
+    kind: FaultKind
+    file: str
+    reason: str
+    key: str | None = None
+    begin: int = 0
+    end: int = 0
+
+
+@attrs.frozen
+class Findings:
+    """What a check of a whole checkpoint found.
+
+    Attributes:
+        faults: All that is wrong, by file, then by place.
+        files: How many data files there should be.
+        chunks: How many chunks were found to fit their checksums.
+        nbytes: How many bytes were read and checked.
+        notes: What could not be checked, and why.
+        unchecked: How many bytes there are that have no checksums.
+        lost: Names that cannot be loaded whole, beside those of the faults.
+        save_id: The save that made the checkpoint; None if that is not known.
+    """
+
+    faults: tuple[Fault, ...]
+    files: int = 0
+    chunks: int = 0
+    nbytes: int = 0
+    notes: tuple[str, ...] = ()
+    unchecked: int = 0
+    lost: frozenset[str] = frozenset()
+    save_id: str | None = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Names of which some bytes are damaged, lost or could not be checked, sorted."""
+        # Names on which header and manifest disagree may not be names of the checkpoint at all.
+        named = {f.key for f in self.faults if f.key is not None and f.kind != "disagrees"}
+        return tuple(sorted(self.lost | named))
+
+
+class Source(Protocol):
+    """A checkpoint that can be read.
+
+    Attributes:
+        format: The name of its format.
+        metadata: What it holds.
+        block_bytes: The most bytes of a block that was hashed; see `planning.storage`.
+        checksum: How the checksums of its chunks are made.
+        created: When it was made, in seconds since 1970; None if it does not say.
+        remarks: Text about the model that files of some formats carry, by key.
+        notes: What is odd about it and yet no error, as text.
+        file_columns: The file of every chunk; None if that is not recorded in one place.
+    """
+
+    format: str
+    metadata: Metadata
+    block_bytes: int = BLOCK_BYTES
+    checksum: Checksum = XXH3
+    created: float | None = None
+    remarks: Mapping[str, str] = {}
+    notes: tuple[str, ...] = ()
+    file_columns: FileColumns | None = None
+
+    @property
+    def store(self) -> Store:
+        """Where its files are."""
+        ...
+
+    @property
+    def files(self) -> Sequence[str]:
+        """Their names there."""
+        ...
+
+    def spots(self, chunks: Sequence[tuple[str, int]]) -> list[Spot]:
+        """Find chunks, each given by its tensor's name and its number among the tensor's chunks.
+
+        Raises:
+            FormatError: What the files say of themselves does not fit the metadata.
+        """
+        ...
+
+    def value(self, name: str, *, verify: bool = True) -> Any:
+        """Return a non-tensor value.
+
+        Raises:
+            FormatError: It is damaged, or of a type that is not safe to load.
+        """
+        raise FormatError(self.store.url, f"`{name}` is not there: {self.format} has only tensors")
+
+    # What follows need not be written for a new format.
+
+    @property
+    def save_id(self) -> str | None:
+        """The save that made it; None if it does not say."""
+        meta = self.metadata.storage_meta
+        return None if meta is None else meta.save_id
+
+    @property
+    def file_sizes(self) -> Mapping[str, int]:
+        """The size of each file when it was saved, in bytes, as far as that is recorded."""
+        return {}
+
+    def file_numbers(self, name: str) -> Sequence[int] | None:
+        """Return the file of each chunk of a tensor, in `files`; None if that is not known."""
+        entry = self.metadata.state_dict_metadata[name]
+        count = len(entry.chunks) if isinstance(entry, TensorMetadata) else 0
+        return [spot.file for spot in self.spots([(name, number) for number in range(count)])]
+
+    def sums_of(self, name: str) -> Sums | None:
+        """Return the checksum of each chunk of one entry, as far as is known without any reading.
+
+        None if there are no checksums; no rows for a value that is not stored in a file.
+        """
+        return None
+
+    def chunk_sums(self, chunks: Sequence[tuple[str, int]]) -> list[int | None]:
+        """Return the checksum of each chunk, None where there is none; see `spots`.
+
+        A few bytes of each may have to be read. These checksums are for comparing with the bytes
+        that lie where `spots` says, in their order.
+        """
+        return [None] * len(chunks)
+
+    def has_value_sum(self, name: str) -> bool:
+        """Return True if a value that was read has a checksum, or is known without reading."""
+        return False
+
+    def value_bytes(self, name: str) -> int:
+        """Return how many bytes `value` reads; 0 for one that is known once this is opened."""
+        return 0
+
+    def value_cost(self, name: str) -> int:
+        """Return about how many bytes of memory `value` takes, beside what is held already."""
+        return 0
+
+    def plain_value(self, name: str) -> Any:
+        """Return a non-tensor value, if reading it takes no torch.
+
+        Raises:
+            ValueError: It takes torch, or is damaged.
+        """
+        return self.value(name)
+
+    def value_key(self, name: str) -> object:
+        """Return a key that is equal for two values only if they are stored as the same bytes.
+
+        None if there is no such key without reading the value.
+        """
+        return None
+
+    def missing(self) -> Sequence[Fault]:
+        """Return what is missing or was cut short, by the sizes of its files; none is read."""
+        return ()
+
+
+@attrs.frozen
+class Part:
+    """What one rank wrote.
+
+    Attributes:
+        files: How many files.
+        nbytes: Their size, in bytes.
+        report: What the writer's `commit` has to know of it, in bytes that may travel.
+    """
+
+    files: int
+    nbytes: int
+    report: bytes
+
+
+class Writer(Protocol):
+    """Writes checkpoints of one format; writers derive from this class.
+
+    Attributes:
+        file: The file's name in the store, if the format is a single file; see `open_target`.
+            None if it is a folder.
+        max_ranks: How many ranks may save; None if any number may.
+    """
+
+    file: str | None = None
+    max_ranks: int | None = None
+
+    def refuse(self, store: Store, overwrite: bool) -> None:
+        """Refuse to save where a checkpoint is, unless asked to; see `refuse_folder`.
+
+        Raises:
+            ExistsError: There is one that must not be replaced, or is of another format.
+        """
+
+    def write(
+        self,
+        store: Store,
+        sd: Mapping[Any, Any],
+        plan: SavePlan,
+        *,
+        save_id: str,
+        rank: int,
+        pool: Pool | None = None,
+        progress: Progress | None = None,
+    ) -> Part:
+        """Write one rank's part, which does not count as a checkpoint until it is committed.
+
+        ``progress`` counts the bytes of tensors. If it fails, what it wrote is removed again.
+        """
+        ...
+
+    def commit(
+        self,
+        store: Store,
+        metadata: Metadata,
+        plans: Sequence[SavePlan],
+        reports: Sequence[bytes],
+        *,
+        save_id: str,
+        overwrite: bool,
+    ) -> tuple[str, ...]:
+        """Make a checkpoint of what all ranks wrote: it exists from one instant on.
+
+        Args:
+            store: Where to.
+            metadata: The checkpoint, as `global_plan` described it.
+            plans: The plans that were written, in rank order.
+            reports: Every rank's `Part.report`, in rank order.
+            save_id: The name of the save.
+            overwrite: Whether an older checkpoint may be replaced.
+
+        Returns:
+            Files of the older checkpoint that could not be removed.
+
+        Raises:
+            ExistsError: There is a checkpoint, and it was not to be overwritten.
+            UnsureCommitError: It may have happened nevertheless, or may still.
+        """
+        ...
+
+    def discard(self, store: Store, report: bytes, save_id: str) -> None:
+        """Remove one rank's part, unless it was committed after all, or may have been.
+
+        Call it on no rank after an `UnsureCommitError` of any.
+        """
+
+    # What follows need not be written for a new format.
+
+    def prepare(self, plans: Sequence[SavePlan]) -> tuple[SavePlan, ...]:
+        """Add to the plans of all ranks what this format has to know; before they go out.
+
+        Raises:
+            RefusedError: The format cannot be written from such plans.
+        """
+        return tuple(plans)
+
+    def carry_over(self, tied: Mapping[str, str], remarks: Mapping[str, str]) -> None:
+        """Take over what a conversion knows, before anything is written.
+
+        Args:
+            tied: Names that share another's elements, and those others.
+            remarks: What `Source.remarks` says.
+        """
+        return
+
+    def write_order(self, plan: SavePlan, rank: int) -> Iterable[int]:
+        """Return the order in which `write` asks for the items of a plan."""
+        return range(len(plan.items))
+
+
+class Format(Protocol):
+    """A checkpoint format: how to detect, open, write and verify it.
+
+    Attributes:
+        name: What users call it: ``format="hf"``.
+        marks: Files by which a folder is known to hold such a checkpoint; they are put in place
+            when it is committed.
+        is_file: Whether a checkpoint is a single file, not a folder.
+        whole_tensors: Whether every tensor lies in one piece.
+        has_values: Whether it can hold values other than tensors.
+        reserved: Names whose tensors are never tied to another's, as files say something else
+            under them.
+    """
+
+    name: str
+    marks: tuple[str, ...] = ()
+    is_file: bool = False
+    whole_tensors: bool = False
+    has_values: bool = True
+    reserved: tuple[str, ...] = ()
+
+    def detect(self, store: Store, name: str = "") -> bool:
+        """Return whether a checkpoint of this format is there.
+
+        Args:
+            store: The folder.
+            name: A single file there; empty for the folder.
+        """
+        ...
+
+    def open(self, store: Store, name: str = "", pool: Pool | None = None) -> Source:
+        """Open a checkpoint, reading only what describes it; see `detect`.
+
+        Raises:
+            FormatError: There is none, or what describes it is damaged.
+        """
+        ...
+
+    # What follows need not be written for a new format.
+
+    def writer(self, *_: Any, **options: Any) -> Writer:
+        """Return what writes this format; options are keyword arguments of its own.
+
+        Raises:
+            ValueError: It can only be read.
+        """
+        raise ValueError(f"the format {self.name!r} can be read, but not written")
+
+    def verify(
+        self, store: Store, name: str = "", *, tell: Tell | None = None, pool: Pool | None = None
+    ) -> Findings:
+        """Check all that can be checked of a checkpoint.
+
+        Args:
+            store: The folder.
+            name: A single file there; empty for the folder.
+            tell: Called with the bytes done and the bytes in all.
+            pool: The threads and the memory budget to use.
+
+        Raises:
+            FormatError: What describes it is damaged, and that is all there is to say.
+        """
+        source = self.open(store, name, pool)
+        Progress(0, tell)
+        return Findings(
+            tuple(source.missing()),
+            len(source.files),
+            notes=(_UNKNOWN,),
+            unchecked=int(sum(source.file_sizes.values())),
+            save_id=source.save_id,
+        )
+
+    def made(self, store: Store) -> float | None:
+        """Return when the checkpoint in a folder was made, in seconds since 1970, cheaply.
+
+        None if there is none, or such checkpoints are not steps of a run for `latest` to choose.
+        """
+        return None
+
+    def save_of(self, file: str) -> str | None:
+        """Return which save wrote a file, by the file's name; None if the name does not say."""
+        return None
+
+
+_UNKNOWN: Final = "this format has no check of its own: only what describes it was read"

@@ -1,0 +1,261 @@
+"""The known formats, and opening a checkpoint of any of them, to be read or to be written.
+
+Formats of other packages join by a call of `register_format`, or by an entry point in the group
+``shardplan.formats`` whose name is the format's and whose object is a `Format`. They are asked
+after our own, in the order in which they came.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import cache
+from importlib import import_module
+from typing import Any, Final
+
+from shardplan.planning import nearest_hint, nearest_names
+
+from ..errors import FormatError, listed
+from ..pool import Pool
+from ..stores.base import Store, open_store
+from .base import Format, Source, Writer
+
+__all__ = [
+    "detect",
+    "find_any",
+    "find_format",
+    "find_writer",
+    "format_names",
+    "known_formats",
+    "locate",
+    "open_located",
+    "open_source",
+    "open_target",
+    "register_format",
+]
+
+_OWN: Final = {
+    "safetensors": "shardplan.io.formats.native.source:NativeFormat",
+    "hf": "shardplan.io.formats.hf.source:HfFormat",
+    "dcp": "shardplan.io.formats.dcp.format:DcpFormat",
+    "torch": "shardplan.io.formats.torch_save.format:TorchFormat",
+}
+_registered: Final[dict[str, Format]] = {}
+
+
+def register_format(format: Format) -> None:
+    """Make a format known: `save`, `load`, `convert`, `verify` and all others then take it.
+
+    Raises:
+        ValueError: Another format has its name.
+    """
+    if format.name in _OWN or _registered.get(format.name, format) is not format:
+        raise ValueError(f"there is a format {format.name!r} already; choose another name")
+    _registered[format.name] = format
+
+
+def known_formats() -> Iterator[Format]:
+    """Yield all formats, in the order in which `detect` asks them; each is loaded when asked."""
+    for name in _OWN:
+        yield _own(name)
+    _load_plugins()
+    yield from tuple(_registered.values())
+
+
+def format_names() -> tuple[str, ...]:
+    """Name all formats, in order."""
+    _load_plugins()
+    return (*_OWN, *_registered)
+
+
+def find_format(name: str) -> Format:
+    """Return the format of a name.
+
+    >>> find_format("hf").whole_tensors, find_format("dcp").marks
+    (True, ('.metadata', '__0.metadata'))
+
+    Raises:
+        ValueError: There is none.
+    """
+    if name in _OWN:
+        return _own(name)
+    names = format_names()
+    if name not in _registered:
+        raise ValueError(f"unknown format {name!r}; known formats are {', '.join(names)}")
+    return _registered[name]
+
+
+@cache
+def _own(name: str) -> Format:
+    module, _, kind = _OWN[name].partition(":")
+    made: Format = getattr(import_module(module), kind)()
+    return made
+
+
+@cache
+def _load_plugins() -> None:
+    from importlib.metadata import entry_points  # opening a checkpoint of ours does without
+
+    for point in entry_points(group="shardplan.formats"):
+        register_format(point.load())
+
+
+def open_source(
+    path: str | os.PathLike[str] | Store, *, format: str | None = None, pool: Pool | None = None
+) -> Source:
+    """Open a checkpoint of any format, reading only what describes it.
+
+    Args:
+        path: Its folder, or its file if it is a single one.
+        format: The name of its format; detected if left out.
+        pool: The threads and the memory budget to use.
+
+    Raises:
+        FormatError: There is no checkpoint, or what describes it is damaged.
+    """
+    return open_located(*locate(path), format=format, pool=pool)
+
+
+def open_located(
+    store: Store, name: str, *, format: str | None = None, pool: Pool | None = None
+) -> Source:
+    """Open a checkpoint, given what `locate` has found; see `open_source`."""
+    return find_format(format or detect(store, name)).open(store, name, pool)
+
+
+def detect(store: Store, name: str = "") -> str:
+    """Return the name of the format of the checkpoint in a folder, or of a single file.
+
+    Raises:
+        FormatError: There is no checkpoint.
+    """
+    found = find_any(store, name)
+    if found is None:
+        raise FormatError(name or store.url, _why_none(store, name))
+    return found.name
+
+
+def find_any(store: Store, name: str = "") -> Format | None:
+    """Return the format of the checkpoint in a folder, or of a single file; None without one."""
+    return next((one for one in known_formats() if one.detect(store, name)), None)
+
+
+def _why_none(store: Store, name: str) -> str:
+    """Explain why there is no checkpoint."""
+    names = ", ".join(format_names())
+    if name:
+        return _why_no_file(store, name) or f"it is not a checkpoint of a known format ({names})"
+    found = store.list(recursive=False)
+    if not found:
+        return f"there is no checkpoint: {_why_empty(store.url)}"
+    inside = [folder for folder in found if folder.endswith("/") and _is_marked(store, folder)]
+    if inside:
+        url = store.url.rstrip("/")
+        these = listed([f"{url}/{folder.rstrip('/')}" for folder in inside], quote="")
+        return f"there is no checkpoint in it, but in folders of it; give one: {these}"
+    return (
+        f"there is no checkpoint: no save was ever committed in this folder, and it holds none of "
+        f"another format ({names}); it holds {listed(found, quote='')}"
+    )
+
+
+def _why_no_file(store: Store, name: str) -> str | None:
+    """Explain that a file is a part of a checkpoint that is a folder, if it is."""
+    writer = next((one for one in known_formats() if one.save_of(name) is not None), None)
+    if writer is None:
+        return None
+    if writer.detect(store):
+        return f"it is a part of a checkpoint; give the folder: {store.url}"
+    return "it belongs to no checkpoint: the save that wrote it was never committed"
+
+
+def _why_empty(url: str) -> str:
+    """Explain what is wrong with the path of a folder that holds nothing, or does not exist."""
+    if "://" in url:
+        return "nothing has this prefix; check the URL"
+    if os.path.isdir(url):
+        return "the folder is empty"
+    parent, name = os.path.split(url.rstrip("/"))
+    if not os.path.isdir(parent):
+        return f"{parent} does not exist; check the path"
+    near = nearest_hint(nearest_names(name, sorted(os.listdir(parent))))
+    return f"the folder does not exist{near}"
+
+
+def _is_marked(store: Store, folder: str) -> bool:
+    """Return whether a folder of a store surely is a checkpoint: by a file, so that it is cheap."""
+    return any(store.exists(f"{folder}{mark}") for one in known_formats() for mark in one.marks)
+
+
+def locate(path: str | os.PathLike[str] | Store) -> tuple[Store, str]:
+    """Return the store to look in, and the name of a single file there; empty for a folder.
+
+    >>> locate("memory://runs/step-1")[1]
+    ''
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        return open_store(path), ""
+    path = os.fspath(path)
+    if "://" not in path:
+        if os.path.isfile(path):
+            head, tail = os.path.split(path)
+            return open_store(head or "."), tail
+        return open_store(path), ""
+    head, _, tail = path.rstrip("/").rpartition("/")
+    if os.path.splitext(tail)[1] and not head.endswith(":/"):
+        store = open_store(head)
+        if store.exists(tail):
+            return store, tail
+    return open_store(path), ""
+
+
+def find_writer(format: str, **options: Any) -> Writer:
+    """Return what writes a format.
+
+    Args:
+        format: Its name.
+        **options: What its `Format.writer` takes: ``max_shard_size`` and ``leave_out`` for ``hf``.
+
+    >>> find_writer("hf", max_shard_size="2GB").max_shard_size
+    2000000000
+
+    Raises:
+        ValueError: There is no such format, it cannot be written, or has no such option.
+    """
+    from inspect import signature  # reading does without
+
+    make = find_format(format).writer
+    parameters = signature(make).parameters
+    unknown = sorted(options.keys() - parameters.keys())
+    if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        raise ValueError(f"the format {format!r} has no option {', '.join(unknown)}")
+    return make(**options)
+
+
+def open_target(
+    path: str | os.PathLike[str] | Store, format: str, **options: Any
+) -> tuple[Store, Writer]:
+    """Return where a checkpoint goes, and what writes it there.
+
+    Args:
+        path: Its folder; for a format that is a single file (``"torch"``), that file.
+        format: What to write.
+        **options: Options of the format; see `find_writer`.
+
+    >>> open_target("memory://runs/step-7.pt", "torch")[0].url
+    'memory://runs'
+
+    Raises:
+        ValueError: Nothing writes that format, or it is a file and the path is a folder.
+    """
+    writer = find_writer(format, **options)
+    if not find_format(format).is_file:
+        return open_store(path), writer
+    if not isinstance(path, (str, os.PathLike)):
+        open_store(path)  # refuses what is not a store either
+        raise ValueError(f"a {format} checkpoint is a file: pass its path, not a store")
+    text = os.fspath(path)
+    folder, slash, writer.file = text.rpartition("/")
+    if not writer.file or folder.endswith(":/") or ("://" not in text and os.path.isdir(text)):
+        raise ValueError(f"a {format} checkpoint is a file, such as model.pt; {text} is a folder")
+    return open_store(folder or (slash or ".")), writer

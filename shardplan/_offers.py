@@ -1,0 +1,287 @@
+"""What one rank brings to a save, and the plans that it knows or can make by itself."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from functools import cached_property
+from typing import Any, Final, Generic, Literal, TypeVar
+
+import attrs
+import numpy as np
+
+from shardplan.dist import Comm
+from shardplan.io import store_values
+from shardplan.planning import (
+    Pass,
+    Passes,
+    Path,
+    SavePlan,
+    WholePlan,
+    chain,
+    contents_tag,
+    derive_plans,
+    fingerprint,
+    flatten,
+    is_tensor,
+    local_plan,
+    plan_whole,
+    tag_of_parts,
+)
+from shardplan.planning.columns import WriteItems
+from shardplan.planning.mesh import described_plans, layout_key, on_meta
+from shardplan.planning.passes import Stages
+
+from ._replicas import digests, tag_of
+from ._state import per_rank_names
+
+__all__ = ["Agreement", "Begun", "How", "Local", "Offer", "PlanCache", "Sent"]
+
+T = TypeVar("T")
+How = Literal["alone", "cached", "derived", "gathered"]
+
+_DERIVED_ITEMS: Final = 1 << 22  # items of all ranks together that each rank plans by itself
+_PLAIN: Final = frozenset[type]((str, int, float, bool, type(None)))
+
+
+@attrs.frozen(eq=False)
+class Agreement:
+    """The plan that all ranks agreed on.
+
+    Attributes:
+        plan: What this rank writes.
+        how: How the plan came to be.
+        tag: A fingerprint of the whole plan, the same on all ranks.
+        whole: The plans of all ranks; only the coordinator is sure to have them.
+    """
+
+    plan: SavePlan
+    how: How
+    tag: str
+    whole: WholePlan | None = None
+
+
+@attrs.frozen(eq=False)
+class Begun(Generic[T]):
+    """A rank's state dict, and where to save it: a text that is the same on all ranks."""
+
+    sd: Mapping[Any, Any]
+    target: T
+
+
+class PlanCache:
+    """The plans of the last few layouts.
+
+    A key holds everything that a plan depends on, so no entry can be out of date: a layout, or,
+    with a planner, the plan that it made of the layout.
+
+    Args:
+        entries: How many are kept.
+    """
+
+    def __init__(self, entries: int = 8) -> None:
+        self._entries = entries
+        self._plans: OrderedDict[Hashable, Agreement] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable) -> Agreement | None:
+        """Return what is known under a key."""
+        with self._lock:
+            if key in self._plans:
+                self._plans.move_to_end(key)
+            return self._plans.get(key)
+
+    def put(self, key: Hashable, agreement: Agreement) -> None:
+        """Remember an agreement."""
+        with self._lock:
+            self._plans[key] = agreement
+            self._plans.move_to_end(key)
+            while len(self._plans) > self._entries:
+                self._plans.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._plans.clear()
+
+
+@attrs.frozen(eq=False, slots=False)
+class Local(Generic[T]):
+    """What a rank brings, and the plans of it; each is made when it is first needed."""
+
+    begun: Begun[T]
+    comm: Comm
+    planner: Passes[SavePlan] | None
+
+    @cached_property
+    def stages(self) -> Stages[SavePlan]:
+        """The passes, cut where they first need the plans of all ranks."""
+        return Stages.of(self.planner)
+
+    @cached_property
+    def flattened(self) -> tuple[Mapping[str, Any], Mapping[str, Path]]:
+        return flatten(self.begun.sd)
+
+    @property
+    def flat(self) -> Mapping[str, Any]:
+        return self.flattened[0]
+
+    @cached_property
+    def own(self) -> SavePlan:
+        """The plan before any pass."""
+        plan = local_plan(self.begun.sd)
+        return attrs.evolve(plan, rank=self.comm.rank, world_size=self.comm.world_size)
+
+    @cached_property
+    def passed(self) -> SavePlan:
+        """The plan after the passes that look at it alone."""
+        return chain(*self.stages.own)((self.own,))[0]
+
+    @cached_property
+    def present(self) -> SavePlan:
+        """The same without tensors on the meta device: this rank does not hold them."""
+        plan = self.passed
+        if not self.meta:
+            return plan
+        items, held = (part.take(~self._on_meta(part)) for part in (plan.items, plan.holds))
+        return attrs.evolve(plan, items=items, held=held)
+
+    @cached_property
+    def meta(self) -> frozenset[str]:
+        """Tensors on the meta device here: other ranks may hold their elements."""
+        if self.comm.world_size == 1:
+            return frozenset()  # refused when they are written
+        return frozenset(name for name, value in self.flat.items() if on_meta(value))
+
+    @property
+    def saved_meta(self) -> list[str]:
+        """Those of them that are to be saved."""
+        items = self.passed.items
+        rows = items.row[self._on_meta(items)].tolist() if self.meta else ()
+        return sorted({items.catalog.sources[row] for row in rows})
+
+    def _on_meta(self, items: WriteItems) -> Any:
+        return np.array([source in self.meta for source in items.catalog.sources], bool)[items.row]
+
+
+@attrs.frozen(cache_hash=True)
+class _Key:
+    """All that a plan depends on."""
+
+    layout: Hashable
+    ranks: Hashable
+
+
+@attrs.frozen(eq=False)
+class Offer(Generic[T]):
+    """What one rank offers.
+
+    Attributes:
+        local: What it brings.
+        passed: What `run_together` made of its plan, if there are such passes.
+        key: The key of the plan in the cache; None if it cannot be cached.
+        cached, derived: The plan that was made before, or that the rank derived.
+        table: The digests of what must be the same on all ranks that hold it.
+    """
+
+    local: Local[T]
+    passed: tuple[SavePlan, SavePlan] | None = None
+    key: _Key | None = None
+    cached: Agreement | None = None
+    derived: Agreement | None = None
+    table: Mapping[str, int] = attrs.field(factory=dict)
+
+    @property
+    def plans(self) -> tuple[SavePlan, SavePlan]:
+        """The plan after all passes that were run so far, and what of it to compare."""
+        return self.passed or (self.local.present, self.local.present)
+
+    @property
+    def last(self) -> tuple[Pass[SavePlan], ...]:
+        """The passes that are left for the coordinator."""
+        return self.local.stages.rest if self.passed is None else ()
+
+    @property
+    def early(self) -> bool:
+        """Whether passes that need the plans of all ranks are still to be run."""
+        return self.local.stages.needs_all and self.passed is None
+
+    def looked_up(self, cache: PlanCache) -> Offer[T]:
+        """Add the plan that was made before, if there is one."""
+        comm = self.local.comm
+        if self.early:
+            return self
+        if self.local.planner is None:
+            layout = layout_key(self.local.begun.sd)
+        else:  # a planner may look at anything, so it is run every time
+            made = (fingerprint(plan) for plan in (self.plans[0], self.local.own))
+            layout = (*made, *map(repr, self.last))
+        if layout is None:
+            return self
+        key = _Key(layout, (tuple(comm.ranks), comm.rank, comm.coordinator))
+        return attrs.evolve(self, key=key, cached=cache.get(key))
+
+    def with_derived(self) -> Offer[T]:
+        """Add the whole plan that this rank can make from what it knows of the others."""
+        local, comm = self.local, self.local.comm
+        if local.stages.needs_all or local.meta:
+            return self
+        world = described_plans(local.flat, local.own, comm.rank, comm.world_size)
+        if world is None:
+            return self
+        parts = [repr((world.mesh, dict(world.specs), world.values, world.planner_data))]
+        if local.planner is None:
+            whole = WholePlan(*derive_plans(world))
+        elif len(world) * len(local.own.items) > _DERIVED_ITEMS:
+            return self  # a pass may do anything: every rank's plan would have to be made
+        else:
+            whole = plan_whole(chain(*local.stages.own)(tuple(world)), self.last)
+            parts.append(contents_tag(whole.plans))
+        tag = tag_of_parts([*parts, fingerprint(whole.metadata)])
+        known = whole if comm.rank == comm.coordinator else None
+        derived = Agreement(whole.plans[comm.rank], "derived", tag, known)
+        return attrs.evolve(self, derived=derived)
+
+    def with_table(self, everything: bool) -> Offer[T]:
+        """Add the digests of what must be the same on all ranks that hold it."""
+        flat, paths = self.local.flattened
+        # Without a planner, small tensors and values are stored as they are.
+        plan = self.plans[1] if everything or self.local.planner is not None else None
+        own = per_rank_names(self.local.begun.sd, paths)
+        return attrs.evolve(self, table=digests(flat, plan, own=own, everything=everything))
+
+    def refuse_values(self) -> None:
+        """Refuse values that cannot be stored, also those that another rank will write."""
+        flat = self.local.flat
+        kinds = {type(value): value for value in flat.values()}
+        # Whether an array is a tensor depends on its dtype; for others the type decides.
+        skipped = {k for k, v in kinds.items() if not issubclass(k, np.ndarray) and is_tensor(v)}
+        if self.cached is not None:
+            skipped |= _PLAIN  # can be stored, as when the plan was made
+        rest = {name: value for name, value in flat.items() if type(value) not in skipped}
+        store_values({name: value for name, value in rest.items() if not is_tensor(value)})
+
+    def sent(self) -> Sent:
+        """Return what the coordinator is sent."""
+        return Sent(
+            secrets.token_hex(6),
+            "" if self.cached is None else self.cached.tag,
+            "" if self.derived is None else self.derived.tag,
+            str(self.local.begun.target),
+            self.local.stages.rest_text,
+            tag_of(self.table),
+        )
+
+
+@attrs.frozen
+class Sent:
+    """An offer as it travels: a name for the save, and the fingerprints of what the rank has."""
+
+    save_id: str
+    cached: str
+    derived: str
+    target: str
+    passes: str
+    held: str

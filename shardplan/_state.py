@@ -1,0 +1,351 @@
+"""What can be saved: state dicts, objects that keep their own state, state that each rank owns.
+
+`expand` asks objects with ``state_dict()`` for their state, and `part` gives the state of a
+`PerRank` the rank's own key; `unpart` and `give_back` undo both after a load. `refusals` collects
+everything in a state dict that cannot be saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, Protocol, cast
+
+import attrs
+
+from shardplan.io import ValueRefusedError, as_tensor, sort_values
+from shardplan.io.execute import Kept
+from shardplan.planning import Path, PlanError, RefusedError, flatten, held, is_tensor, leaves
+
+from ._comm import Place
+from ._nested import at, put, remade, replaced, sort_key
+
+__all__ = [
+    "REFUSALS",
+    "Parted",
+    "PerRank",
+    "State",
+    "Stateful",
+    "by_name",
+    "expand",
+    "give_back",
+    "is_stateful",
+    "part",
+    "parted",
+    "per_rank_names",
+    "unpart",
+    "with_others",
+]
+
+
+# Objects that keep their own state: models, optimizers, schedulers, data loaders
+
+
+class Stateful(Protocol):
+    """An object that returns its state and takes it back, as modules and optimizers do."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: Any, /) -> Any:
+        """Take a state."""
+
+
+State = Mapping[Any, Any] | Stateful
+"""What can be saved and loaded: a state dict, or one object that keeps its own state."""
+
+
+def is_stateful(value: Any) -> bool:
+    """Return True if a value has ``state_dict()`` and ``load_state_dict()``."""
+    if isinstance(value, (Mapping, type)) or is_tensor(value):
+        return False
+    return all(callable(getattr(value, m, None)) for m in ("state_dict", "load_state_dict"))
+
+
+def expand(state_dict: State) -> Mapping[Any, Any]:
+    """Return a state dict with the state of stateful objects in their place.
+
+    Objects are asked in order of their keys, the same on all ranks, since some of them communicate.
+    A state dict without such objects is returned as it is.
+
+    >>> class Counter:
+    ...     def state_dict(self):
+    ...         return {"count": 3}
+    ...
+    ...     def load_state_dict(self, state):
+    ...         print("got", state)
+    >>> expand({"counter": Counter(), "step": 7})
+    {'counter': {'count': 3}, 'step': 7}
+    """
+    try:
+        return cast(Mapping[Any, Any], replaced(state_dict, _state_of))
+    except RecursionError:
+        return cast(Mapping[Any, Any], state_dict)  # planning says what is wrong with it
+    except _RaisedError as raised:
+        raise raised.error from None
+
+
+class _RaisedError(Exception):
+    """An object's own ``state_dict()`` exceeded the recursion limit."""
+
+    def __init__(self, error: RecursionError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+def _state_of(value: Any) -> Any:
+    """Return the state of a stateful object or of a `PerRank`; any other value as it is."""
+    if isinstance(value, PerRank):
+        inner = replaced(value.value, _state_of)
+        return value if inner is value.value else attrs.evolve(value, value=inner)
+    if not is_stateful(value):
+        return value
+    try:
+        return value.state_dict()
+    except RecursionError as error:  # unlike that of a state dict that contains itself
+        raise _RaisedError(error) from error
+
+
+def give_back(state_dict: State, loaded: Mapping[Any, Any]) -> None:
+    """Hand every stateful object its state, after a load has filled what `expand` returned.
+
+    Other values that were replaced inside an expanded copy are put where they came from.
+    """
+    _give(state_dict, loaded)
+
+
+def _give(value: Any, new: Any) -> Any:
+    """Hand over what was loaded for a value, and return what replaces the value."""
+    if value is new:
+        return value
+    if is_stateful(value):
+        value.load_state_dict(new)
+        return value
+    if isinstance(value, PerRank):
+        return attrs.evolve(value, value=_give(value.value, new.value))
+    if not _holds_stateful(value):
+        return new
+    if not isinstance(value, Mapping):
+        entries = [_give(*pair) for pair in zip(value, new, strict=True)]
+        if not isinstance(value, list):
+            return remade(value, entries)
+        value[:] = entries
+        return value
+    for key in sorted(value, key=sort_key):
+        old = value[key]
+        got = _give(old, new[key])
+        if got is not old:
+            value[key] = got  # type: ignore[index]
+    return value
+
+
+def _holds_stateful(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_holds_stateful(inner) for inner in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(_holds_stateful(inner) for inner in value)
+    return isinstance(value, PerRank) or is_stateful(value)
+
+
+# State that each rank owns: random states, data loaders
+
+Resize = Callable[[tuple[Any, ...], int, int], Any]
+"""Makes a rank's state of all saved ones: ``resize(values, rank, ranks)``."""
+
+
+@attrs.frozen(eq=False)
+class PerRank:
+    """State that is meant to differ between ranks: each saves its own, and is given it back.
+
+    It stands anywhere in a state dict. In the checkpoint, rank 3 of 8 has its state under the key
+    ``rank_3_of_8``, so that any tool can read it, and `restore` without a target gives all of it.
+    After a load, a `PerRank` with the loaded value stands in its place.
+
+    Attributes:
+        value: This rank's state: any values, tensors, or objects with ``state_dict()`` and
+            ``load_state_dict()``, nested in any way.
+        resize: What to do if the number of ranks has changed, which is otherwise an error. It is
+            called on every rank as ``resize(values, rank, ranks)``, with the states of all ranks
+            that saved, by rank (None for one that saved none), and returns this rank's state.
+
+    >>> import tempfile
+    >>> from shardplan import load, restore, save
+    >>> from shardplan.dist import run_ranks
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> def train(comm):
+    ...     save({"step": 7, "seed": PerRank(100 + comm.rank)}, folder.name, comm=comm)
+    ...     state = {"step": 0, "seed": PerRank(0)}
+    ...     load(state, folder.name, comm=comm)
+    ...     return state["seed"].value
+    >>> run_ranks(2, train)
+    [100, 101]
+    >>> restore(folder.name)["seed"]
+    {'rank_0_of_2': 100, 'rank_1_of_2': 101}
+    >>> state = {"seed": PerRank(0, resize=lambda seeds, rank, ranks: sum(seeds) + rank)}
+    >>> _ = load(state, folder.name)
+    >>> state["seed"].value
+    201
+    >>> folder.cleanup()
+    """
+
+    value: Any
+    resize: Resize | None = None
+
+
+class Parted(dict[str, Any]):
+    """What a `PerRank` is saved as: a dict with one rank's value under its label.
+
+    Attributes:
+        source: The `PerRank`.
+        label: The label.
+    """
+
+    def __init__(self, source: PerRank, label: str) -> None:
+        super().__init__({label: source.value})
+        self.source, self.label = source, label
+
+
+def part(state: Mapping[Any, Any], place: Place) -> Mapping[Any, Any]:
+    """Return a state dict in which each `PerRank` is a dict with this rank's value.
+
+    A state dict without any is returned as it is.
+
+    >>> part({"rng": PerRank(7), "step": 1}, Place(0, 2))
+    {'rng': {'rank_0_of_2': 7}, 'step': 1}
+    """
+
+    def change(value: Any) -> Any:
+        return Parted(value, place.label) if isinstance(value, PerRank) else value
+
+    try:
+        return cast(Mapping[Any, Any], replaced(state, change))
+    except RecursionError:
+        return state  # planning says what is wrong with it
+
+
+def unpart(state: Any, like: Mapping[Any, Any]) -> None:
+    """Put a `PerRank` with the loaded value wherever `part` had found one, in place.
+
+    Args:
+        state: What was loaded.
+        like: What `part` returned; it may be the same.
+
+    >>> state = part({"rng": PerRank(7)}, Place(0, 2))
+    >>> state["rng"]["rank_0_of_2"] = 8
+    >>> unpart(state, state)
+    >>> state["rng"].value
+    8
+    """
+    for path, node in list(parted(like)):
+        with suppress(LookupError, TypeError):  # it was not asked for
+            put(state, path, attrs.evolve(node.source, value=at(state, path)[node.label]))
+
+
+def parted(value: Any, path: Path = ()) -> Iterator[tuple[Path, Parted]]:
+    """Yield each `Parted` of a state dict, and its path.
+
+    >>> [(path, node.label) for path, node in parted(part({"a": [PerRank(7)]}, Place(0, 2)))]
+    [((('dict', 'a'), ('list', 0)), 'rank_0_of_2')]
+    """
+    if isinstance(value, Parted):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from parted(inner, (*path, ("dict", key)))
+    elif isinstance(value, (list, tuple)):
+        kind = "list" if isinstance(value, list) else "tuple"
+        for number, inner in enumerate(value):
+            yield from parted(inner, (*path, (kind, number)))
+
+
+def per_rank_names(state: Mapping[Any, Any], paths: Mapping[str, Path]) -> frozenset[str]:
+    """Return which names of a state dict come from a `PerRank`.
+
+    Args:
+        state: What `part` returned.
+        paths: The path of each of its values, by name; see `flatten`.
+
+    >>> state = part({"rng": PerRank(7), "like": {"rank_0_of_2": 7}}, Place(0, 2))
+    >>> sorted(per_rank_names(state, flatten(state)[1]))
+    ['rng.rank_0_of_2']
+    """
+    nodes = {path for path, _ in parted(state)}
+    if not nodes:
+        return frozenset()
+    return frozenset(
+        name
+        for name, path in paths.items()
+        if any(path[:depth] in nodes for depth in range(len(path)))
+    )
+
+
+# What cannot be saved: each step of a save finds only what concerns it
+
+REFUSALS = (PlanError, RefusedError, ValueRefusedError)
+"""Errors that say that a state dict cannot be saved."""
+
+
+def with_others(error: Exception, sd: Mapping[Any, Any]) -> Exception:
+    """Return an error that names everything that cannot be saved, given the first error met.
+
+    >>> sd = {"a": {1: 2, "1": 3}, "f": len}
+    >>> try:
+    ...     flatten(sd)
+    ... except PlanError as error:
+    ...     print(with_others(error, sd))
+    `a.1` names two values, ['a'][1] and ['a']['1']; rename one of these keys; `f` is a ...
+    """
+    reasons = _reasons(sd)
+    named = len(getattr(error, "reasons", ()) or getattr(error, "issues", ()))
+    return error if len(reasons) < 2 or named >= len(reasons) else ValueRefusedError(reasons)
+
+
+def by_name(error: Exception, sd: Mapping[Any, Any]) -> Exception:
+    """Return an error that names what cannot be saved; the given one if nothing is found.
+
+    >>> by_name(RuntimeError("no data pointer"), {"f": len, "w": 1})
+    ValueRefusedError('`f` is a builtin_function_or_method, ...')
+    """
+    reasons = _reasons(sd)
+    return ValueRefusedError(reasons) if reasons else error
+
+
+def _reasons(sd: Mapping[Any, Any]) -> dict[str, str]:
+    """Return by name why something cannot be saved; nothing if that cannot be found out."""
+    try:
+        leaf_of: dict[str, Any] = {}
+        for name, leaf in leaves(sd):
+            leaf_of.setdefault(name, leaf)
+        tensors = {name: leaf for name, leaf in leaf_of.items() if is_tensor(leaf)}
+        refused = _name_clashes(sd) | _refused_tensors(tensors)
+        values = {
+            name: leaf.value if isinstance(leaf, Kept) else leaf
+            for name, leaf in leaf_of.items()
+            if name not in tensors
+        }
+        unnamed = {
+            n: t.removeprefix(f"`{n}`").removeprefix(":").strip() for n, t in refused.items()
+        }
+        return unnamed | sort_values(values)[1]
+    except Exception:  # the state dict is too odd to be looked through
+        return {}
+
+
+def _name_clashes(sd: Mapping[Any, Any]) -> dict[str, str]:
+    try:
+        flatten(sd)
+    except PlanError as error:
+        return {issue.fqn: str(issue) for issue in error.issues}
+    return {}
+
+
+def _refused_tensors(tensors: Mapping[str, Any]) -> dict[str, str]:
+    refused: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        try:
+            held(name, tensor)
+            if getattr(tensor, "is_meta", False):
+                as_tensor(tensor)
+        except (RefusedError, TypeError) as error:
+            refused[name] = str(error)
+    return refused
