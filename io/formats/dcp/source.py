@@ -26,7 +26,7 @@ from ..headers import Header, header_length, parse_header
 from ..torch_save.check import Stored, file_size
 from ..torch_save.names import load_tensor
 from ..torch_save.standins import StorageRef, StoredTensor, row_major
-from ..torch_save.torch_values import load_archive, load_torch
+from ..torch_save.torch_values import load_archive, load_summed
 from ..torch_save.unpickler import PickleError
 from ..torch_save.views import Overlay
 from ..torch_save.zip_read import (
@@ -361,8 +361,8 @@ class DcpSource(Source):
         if name in self._inline:
             return deepcopy(self._inline[name])
         file, data = self._value(name)
-        value = load_torch(data, file, name)
-        if read_archive(in_memory(data, file)).is_summed:
+        value, is_summed = load_summed(data, file, name)
+        if is_summed:
             self._summed_values.add(name)
         return value
 
