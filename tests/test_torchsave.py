@@ -28,7 +28,7 @@ from shardplan.io.formats.registry import find_writer, open_source, open_target
 from shardplan.io.formats.torch_save import source as torchsave
 from shardplan.io.formats.torch_save import views as view_module
 from shardplan.io.formats.torch_save.zip_read import Window, read_archive
-from shardplan.io.formats.torch_save.zip_write import Member, lay_out
+from shardplan.io.formats.torch_save.zip_write import lay_out
 from shardplan.io.stores.base import StoreError, open_store
 from shardplan.io.stores.testing import CountingStore, FaultyStore, InjectedError
 from shardplan.planning import (
@@ -416,7 +416,7 @@ def test_more_than_four_gib_need_longer_numbers(tmp_path):
 
     tail = torch.arange(5, dtype=torch.uint8)
     leaves = {"z": Leaf("0", "uint8", (large,)), "t": Leaf("1", "uint8", (5,))}
-    storages = [Member("data/0", large), Member("data/1", 5)]
+    storages = [large, 5]
     layout = lay_out(pickle_nested(leaves)[0], storages)
     held = [[Block(list(blocks(large)))], [Block([memoryview(tail.numpy())])]]
     size = 0
@@ -632,7 +632,7 @@ def test_a_tensor_larger_than_its_storage_is_told_and_takes_no_memory(tmp_path):
 
     for nbytes in (0, 16):
         pickled = pickle_nested({"w": Leaf("0", "float32", (1 << 40,))})[0]
-        layout = lay_out(pickled, [Member("data/0", nbytes)])
+        layout = lay_out(pickled, [nbytes])
         blocks = [Block([memoryview(bytes(nbytes))])]
         (tmp_path / "x.pt").write_bytes(b"".join(archive_parts(layout, [blocks])))
         with pytest.raises(FormatError, match=r"x\.pt: .*bytes"):

@@ -24,7 +24,7 @@ from ...tensors import fill_from_bytes as fill
 from ..base import Part, Writer
 from ..registry import known_formats
 from .torch_values import Leaf, explain_refusal, explain_value, pickle_nested, why_unsafe
-from .zip_write import Member, lay_out
+from .zip_write import lay_out
 
 __all__ = ["TorchWriter"]
 
@@ -99,8 +99,7 @@ class TorchWriter(Writer):
         leaves = _leaves(flat, plan, tensors, ties, list(stored))
         pickle, hidden = _pickle(flat, plan, leaves, values, refused)
         held = [*stored.values(), *map(_storage_piece, hidden)]
-        storages = [Member(f"data/{n}", piece.nbytes) for n, piece in enumerate(held)]
-        layout = lay_out(pickle, storages)
+        layout = lay_out(pickle, [piece.nbytes for piece in held])
         contents = FileContents(
             lambda local: layout.contents(blocks_of(held, local)),
             threads_for(pool or default_pool(), 1),
