@@ -230,11 +230,7 @@ def _is_plain(held: _Boxes, moved: _Boxes) -> bool:
 class _Work:
     """The boxes that are held, and those that are moved.
 
-    Attributes:
-        plans, sources: Their origin.
-        held, moved: The boxes.
-        held_shard, moved_shard: The shard number (of a rank and source) of each box.
-        verb: The verb for the messages.
+    ``held_shard`` and ``moved_shard`` number the shard (of a rank and source) of each box.
     """
 
     plans: Sequence[SavePlan]

@@ -72,12 +72,7 @@ class StorageMeta:
 
 @attrs.frozen
 class Layout:
-    """A global shape and its tiling; a thousand layers with the same sharding share one.
-
-    Attributes:
-        size: The global shape, in elements.
-        tiling: The chunks.
-    """
+    """A global shape and its tiling; a thousand layers with the same sharding share one."""
 
     size: tuple[int, ...]
     tiling: Tiling

@@ -63,11 +63,9 @@ class Rule:
 
 @attrs.frozen
 class Renames:
-    """A mapping of missing names to saved ones; prints as the code to write.
+    """Rules, applied in order, and the saved name of each missing name that they find.
 
-    Attributes:
-        rules: The rules, applied in order.
-        names: The saved name of each missing name that the rules find.
+    Prints as the code to write.
     """
 
     rules: tuple[Rule, ...]

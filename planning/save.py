@@ -179,12 +179,9 @@ def _with_hints(world: World) -> tuple[SavePlan, ...]:
 
 @attrs.frozen
 class _Nesting:
-    """The nested keys of all ranks.
+    """The ``planner_data`` of nested keys, and the conflicts between ranks.
 
-    Attributes:
-        data: The metadata's ``planner_data``.
-        issues: Keys that ranks nest differently.
-        filled: Names of dicts that are empty on some ranks and have contents on others.
+    ``filled`` names dicts that are empty on some ranks and have contents on others.
     """
 
     data: Any

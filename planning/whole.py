@@ -24,13 +24,7 @@ _META: Final = "it on the meta device, without elements: materialise it first, o
 
 @attrs.frozen(eq=False)
 class WholePlan:
-    """The plans of all ranks.
-
-    Attributes:
-        plans: What each rank writes, by rank.
-        metadata: The checkpoint that results.
-        dropped: The names, in the state dict, that the planner left out on all ranks.
-    """
+    """What each rank writes, the metadata, and the names that the planner dropped on all ranks."""
 
     plans: Sequence[SavePlan]
     metadata: Metadata
@@ -42,15 +36,10 @@ def plan_whole(
     passes: Sequence[Pass[SavePlan]] = (),
     meta: Sequence[Sequence[str]] = (),
 ) -> WholePlan:
-    """Decide who writes what.
+    """Decide who writes what, after running the remaining passes.
 
-    Args:
-        plans: The plan of each rank.
-        passes: The passes that have not been run yet.
-        meta: By rank, the names of its tensors on the meta device.
-
-    Raises:
-        PlanError: There is no correct plan, or no rank holds the elements of a tensor.
+    ``meta`` has, by rank, the names of its tensors on the meta device; it explains why no rank
+    holds their elements.
     """
     holders = _holders(meta)
     why = {

@@ -42,7 +42,7 @@ from shardplan.planning import (
 from shardplan.planning.columns import pack, unpack
 from shardplan.planning.passes import Stages
 
-from ._comm import Kept, fail_alike, keep_step, told_apart
+from ._comm import Kept, fail_alike, keep_step, ranks_by_value
 from ._offers import Agreement, Begun, How, Local, Offer, PlanCache, Sent
 from ._replicas import differences, tag_of
 from ._report import Stopwatch
@@ -77,18 +77,8 @@ def agree(
 ) -> Agreed[T]:
     """Agree on one plan for a save, on all ranks.
 
-    Args:
-        comm: The ranks.
-        begin: Returns this rank's state dict and target; called once. If it raises on any rank, all
-            ranks raise.
-        planner: The passes to apply, if any. Rank passes before the first world pass run on each
-            rank; the others run on the coordinator.
-        watch: Gets the seconds of the phases plan, verify and exchange.
-        cache: Plans of earlier saves; by default those of this process.
-        verify_replicas: Whether to compare all chunks that several ranks hold.
-
-    Raises:
-        CheckpointError: Any rank failed; a single rank raises the error itself.
+    ``begin`` returns this rank's state dict and target; it is called once. If anything fails on any
+    rank, all raise a CheckpointError; a single rank raises the error itself.
     """
     planning = _Planning(comm, cache or _default_cache, watch, verify_replicas)
     stages = Stages.of(planner)
@@ -135,7 +125,7 @@ def _compare(offers: Sequence[Sent], comm: Comm) -> _Verdict:
         "save to different places": [offer.target for offer in offers],
         "were given different passes over the plans of all ranks": [o.passes for o in offers],
     }
-    apart = {what: told_apart(comm.ranks, texts) for what, texts in given.items()}
+    apart = {what: ranks_by_value(comm.ranks, texts) for what, texts in given.items()}
     conflicts = [f"ranks {what} ({who}); give all the same" for what, who in apart.items() if who]
     return _Verdict(
         offers[comm.coordinator].save_id,

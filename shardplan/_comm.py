@@ -39,7 +39,7 @@ __all__ = [
     "own_place",
     "place_of",
     "take_step",
-    "told_apart",
+    "ranks_by_value",
     "world_group",
 ]
 
@@ -131,11 +131,7 @@ def _named_step(step: str) -> Iterator[None]:
 
 
 def _behind(calls: list[int]) -> tuple[int, list[tuple[int, int]]]:
-    """Return the largest number of calls, and for each rank behind, its position and the lag.
-
-    >>> _behind([3, 2, 3])
-    (3, [(1, 1)])
-    """
+    """Return the largest number of calls, and the position and lag of each rank behind it."""
     most = max(calls)
     return most, [(place, most - made) for place, made in enumerate(calls) if made < most]
 
@@ -219,12 +215,10 @@ class Kept(Generic[M]):
 
 @attrs.frozen(eq=False)
 class Taken(Generic[M, W]):
-    """A step that succeeded on all ranks.
+    """The result of a step that succeeded on all ranks.
 
-    Attributes:
-        mine: What ``map`` kept on this rank.
-        whole: What ``reduce`` kept on the coordinator; None on other ranks.
-        got: The coordinator's message to this rank.
+    ``mine`` is what ``map`` kept, ``whole`` what ``reduce`` kept (None except on the coordinator),
+    and ``got`` the coordinator's message to this rank.
     """
 
     mine: M
@@ -243,19 +237,11 @@ def keep_step(
 ) -> Taken[M, W]:
     """Run a step in which ranks keep more than they send.
 
-    Args:
-        comm: The ranks.
-        step: The step's name, for errors.
-        map: Called on every rank; its message goes to the coordinator.
-        reduce: Called on the coordinator with the messages of all ranks, by rank.
-        collective: The collective to use: `take_step` or one like it.
-        undo: Called with what ``map`` kept, and the error, if the step fails after ``map``.
+    ``map`` runs on every rank, and ``reduce`` on the coordinator with the messages of all ranks.
+    ``undo`` is called with what ``map`` kept, and the error, if the step fails after ``map``.
 
     >>> keep_step(solo(), "add up", lambda: Kept("mine", 2), lambda sent: Kept("all", sum(sent)))
     Taken(mine='mine', whole='all', got=2)
-
-    Raises:
-        CheckpointError: Any rank failed; a single rank raises the error itself.
     """
     mine: Kept[M] | None = None
     whole: Kept[W] | None = None
@@ -280,10 +266,10 @@ def keep_step(
     return Taken(mine.value, None if whole is None else whole.value, got)
 
 
-def told_apart(ranks: Sequence[int], values: Sequence[str]) -> str:
+def ranks_by_value(ranks: Sequence[int], values: Sequence[str]) -> str:
     """Return which ranks have which of several values, as text; empty if all are equal.
 
-    >>> told_apart((0, 1, 2), ("a", "a", "b"))
+    >>> ranks_by_value((0, 1, 2), ("a", "a", "b"))
     'ranks 0, 1: a; rank 2: b'
     """
     sides: dict[str, list[int]] = {}

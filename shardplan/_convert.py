@@ -28,7 +28,7 @@ from shardplan.planning.storage import (
     share_plans,
 )
 
-from ._comm import Kept, as_comm, keep_step, told_apart
+from ._comm import Kept, as_comm, keep_step, ranks_by_value
 from ._report import Stopwatch, dropped_text, logged, sheet_of, times_text
 
 __all__ = ["ConvertReport", "convert", "dcp_to_torch_save", "torch_save_to_dcp"]
@@ -231,7 +231,7 @@ class _Job:
 
 def _agree(comm: Comm, offers: list[tuple[str, str]]) -> Kept[None]:
     """Return the name of the save, if all processes have the same plans."""
-    apart = told_apart(comm.ranks, [digest for _, digest in offers])
+    apart = ranks_by_value(comm.ranks, [digest for _, digest in offers])
     if apart:
         raise ValueError(
             f"the planner gives processes different plans (digests: {apart}); its passes must "

@@ -50,7 +50,7 @@ from shardplan.planning.passes import Stages
 from shardplan.planning.storage import Need, need_of, plan_bytes, sharing_pays
 
 from ._agree import run_together
-from ._comm import Kept, Place, fail_alike, host_name, keep_step, place_of, told_apart
+from ._comm import Kept, Place, fail_alike, host_name, keep_step, place_of, ranks_by_value
 from ._destinations import Destinations, destinations
 from ._memory import blanks, refuse_fixed, refuse_unfillable, tied_names
 from ._read import Opened, decode_values, encode_values, value_names, values_read
@@ -329,7 +329,7 @@ def _verdict(call: LoadCall, offers: Sequence[Any]) -> Kept[None]:
     lost = set.intersection(*(set(offer["unmatched"]) for offer in offers))
     needs = [Need(*offer["need"]) for offer in offers]
     verdict = {
-        "apart": "" if alike else told_apart(call.comm.ranks, saves),
+        "apart": "" if alike else ranks_by_value(call.comm.ranks, saves),
         "lost": sorted(lost),
         "share": call.share is True or (call.share == "auto" and sharing_pays(needs)),
     }

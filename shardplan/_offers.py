@@ -50,11 +50,8 @@ _PLAIN: Final = frozenset[type]((str, int, float, bool, type(None)))
 class Agreement:
     """The plan that all ranks agreed on.
 
-    Attributes:
-        plan: What this rank writes.
-        how: How the plan was made.
-        tag: A fingerprint of the complete plan, equal on all ranks.
-        whole: The plans of all ranks; may be missing except on the coordinator.
+    ``tag`` is a fingerprint of the complete plan, equal on all ranks. ``whole`` holds the plans of
+    all ranks; it may be None except on the coordinator.
     """
 
     plan: SavePlan

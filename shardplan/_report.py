@@ -234,11 +234,8 @@ def dropped_text(names: Sequence[str], verb: str) -> list[str]:
 def logged(report: T, place: object = "", *, loud: bool = True, left: Sequence[str] = ()) -> T:
     """Log a report's first line and its warnings, and return it.
 
-    Args:
-        report: The report.
-        place: The location, unless the report has it.
-        loud: Whether to log at INFO level; one rank is enough for what all ranks do.
-        left: Files that could be removed but still exist.
+    ``loud`` logs at INFO level: one rank is enough for what all ranks do. ``left`` are files that
+    could be removed but still exist.
     """
     where = place_name(place)
     start = f"{where}: " if where else ""

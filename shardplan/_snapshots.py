@@ -49,11 +49,8 @@ class Buffers:
 class _Copying:
     """A snapshot in progress.
 
-    Attributes:
-        kept: Memory of the previous snapshot, by name, dtype and shape.
-        used: The memory of this one.
-        seen: Finished copies, by the memory of the original.
-        devices: The devices to synchronize with.
+    ``kept`` is the memory of the previous snapshot, by name, dtype and shape; ``seen`` has finished
+    copies by the memory of the original.
     """
 
     kept: Mapping[tuple[Any, ...], torch.Tensor]

@@ -521,7 +521,7 @@ def test_what_needs_torch_says_how_to_get_it(ckpt, tmp_path, arguments):
             ["convert", "CKPT", "x", "--format", "torch", "--max-shard-size", "5GB"],
             "--max-shard-size is for several files",
         ),
-        (["demo", "CKPT"], "that no demo made"),
+        (["demo", "CKPT"], "other files than a demo"),
         (["plan", "CKPT", "--mesh", "dp=2,dp=2"], "two axes named dp"),
         (["plan", "CKPT", "--mesh", "dp=2", "-p", "x"], "write PATTERN=PLACED"),
         (["plan", "CKPT", "--mesh", "dp=2", "-p", "nope*=dp:shard0"], "matches no tensor"),

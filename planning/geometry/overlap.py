@@ -220,12 +220,7 @@ def _sweep(a_low: Ints, a_high: Ints, b_low: Ints, b_high: Ints) -> Iterator[tup
 
 
 class _Candidates(NamedTuple):
-    """Intervals of b that intervals of a may overlap.
-
-    Attributes:
-        order: Some intervals of b, by start.
-        first, counts: Per interval of a, the run of ``order`` that it may overlap.
-    """
+    """Some intervals of b by start, and the run of them that each interval of a may overlap."""
 
     order: Ints
     first: Ints

@@ -294,10 +294,8 @@ def _refuse_losses(after: Mapping[Head, Head]) -> None:
 class _Edited:
     """A catalog after an edit.
 
-    Attributes:
-        catalog: The new catalog.
-        row: The new number of each old row; -1 if it was dropped.
-        names: The new name of each old name; None if it was dropped.
+    ``row`` has the new number of each old row (-1 if dropped), ``names`` the new name of each old
+    one (None if dropped).
     """
 
     catalog: Catalog

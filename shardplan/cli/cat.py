@@ -122,12 +122,9 @@ def _part(text: str, key: str) -> Any:
 
 @attrs.frozen(eq=False)
 class _Elements:
-    """Elements that were read.
+    """Elements that were read, with the shape of the indexed part and the dtype in the checkpoint.
 
-    Attributes:
-        shape: The shape of the indexed part.
-        array: All of it, or its corners plus one element between them, which is not shown.
-        dtype: The dtype in the checkpoint.
+    ``array`` has all of them, or the corners plus one element between, which is not shown.
     """
 
     shape: tuple[int, ...]

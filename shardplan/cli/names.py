@@ -88,10 +88,8 @@ class Branch:
 class _Node:
     """One step of a name, and everything below it.
 
-    Attributes:
-        row: The position of the name that ends here, if any.
-        children: The nodes below, by step.
-        kind: Equal for nodes with equal contents.
+    ``row`` is the position of the name that ends here, if any; ``kind`` is equal for nodes with
+    equal contents.
     """
 
     row: int | None

@@ -102,15 +102,7 @@ def plan(
 
 @attrs.frozen(eq=False)
 class _Reshard:
-    """A load of a checkpoint, planned for other ranks.
-
-    Attributes:
-        contents: The checkpoint.
-        mesh: The ranks.
-        world: The plans of all ranks.
-        totals: The tensors that each pattern places.
-        report: The cost.
-    """
+    """A load of a checkpoint, planned for other ranks, and its cost."""
 
     contents: Contents
     mesh: Ranks

@@ -43,11 +43,7 @@ SHOWN = "model.layers.0.up.weight"
 class Demo:
     """The steps of the demo, in order; each prints its results.
 
-    Attributes:
-        folder: The folder for checkpoints and pictures.
-        console: The stream for text.
-        seconds: Durations by name; torch's names end in " torch".
-        failed: The checks that failed.
+    ``seconds`` has durations by name (torch's end in " torch"), ``failed`` the checks that failed.
     """
 
     def __init__(self, folder: Path, console: Console | None = None) -> None:

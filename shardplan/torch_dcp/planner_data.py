@@ -26,12 +26,7 @@ _THEIRS: Final = "torch"  # in our data: torch's original
 
 
 def data_to_torch(data: Any, names: Collection[str], extra: Mapping[str, Any] | None = None) -> Any:
-    """Return our ``planner_data`` in torch's form.
-
-    Args:
-        data: The data.
-        names: The names in the plan or the checkpoint.
-        extra: Additional data, which `data_from_torch` returns.
+    """Return our ``planner_data`` in torch's form; `data_from_torch` returns ``extra``.
 
     >>> data_to_torch({"paths": {"a.w": (("dict", "a"), ("dict", "w"))}}, ["a.w", "b"])
     {'b': ('b',), 'a.w': ('a', 'w')}

@@ -34,14 +34,7 @@ _KEYS: Final = ("missing", "unexpected", "dropped")  # fields of a key report th
 
 @attrs.frozen
 class StorageInfo:
-    """Where torch's writers put one chunk.
-
-    Attributes:
-        relative_path: The file.
-        offset: The start of the chunk in it, in bytes.
-        length: Its length there, in bytes.
-        transform_descriptors: The transformations of its bytes; None if there are none.
-    """
+    """Where torch's writers put one chunk: the file, the offset and the length in bytes."""
 
     relative_path: str
     offset: int
