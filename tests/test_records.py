@@ -322,7 +322,7 @@ def test_metadata_pickles_equal_tilings_once():
                 WriteItemType.SHARD,
                 TensorWriteData(Chunk((0,), (1,)), TensorProperties(), (1,)),
             ),
-            r"`w`: index says offset \(3,\), its chunk \(0,\)",
+            r"`w`: index has offset \(3,\), its chunk \(0,\)",
         ),
         (
             lambda: ReadItem(
