@@ -314,7 +314,7 @@ def test_metadata_pickles_equal_tilings_once():
         (lambda: Chunk((-1,), (1,)), "negative"),
         (lambda: Chunk((0,), (-1,)), "negative"),
         (lambda: TensorProperties("float33"), "unknown dtype 'float33'; nearest: float32"),
-        (lambda: TensorWriteData(Chunk((0,), (1,)), TensorProperties(), (1, 1)), "other axes"),
+        (lambda: TensorWriteData(Chunk((0,), (1,)), TensorProperties(), (1, 1)), "does not fit a"),
         (lambda: WriteItem(MetadataIndex("w"), WriteItemType.SHARD), "`w`: a SHARD item needs"),
         (
             lambda: WriteItem(

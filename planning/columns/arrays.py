@@ -93,7 +93,7 @@ class Columns(Sequence[T]):
         if isinstance(index, slice):
             return self.take(index)
         if not -len(self) <= index < len(self):
-            raise IndexError(f"there is no item {index}: {type(self).__name__} has {len(self):,}")
+            raise IndexError(f"no item {index}: {type(self).__name__} has {len(self):,}")
         return self.record(int(index) % len(self))
 
     def __iter__(self) -> Iterator[T]:

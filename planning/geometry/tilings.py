@@ -3,7 +3,7 @@
 A tensor's chunks form a *tiling*: a `Grid` (cut points per axis) if possible, else `Boxes`. Both
 are immutable sequences of `Chunk` that compare and hash like tuples of them.
 
-Row ``i`` of ``offsets`` and ``sizes`` is chunk ``i``, each column an axis, in elements of the
+Row ``i`` of ``offsets`` and ``sizes`` is chunk ``i``, one column per axis, in elements of the
 tensor's global frame.
 """
 
