@@ -42,8 +42,8 @@ def local_plan(
 ) -> SavePlan:
     """Return which chunks of which tensors this rank holds.
 
-    One plan serves both directions: `global_plan` turns everybody's into a save, `load_plan` finds
-    what fills the same chunks.
+    One plan serves both directions: `global_plan` turns the plans of all ranks into a save, and
+    `load_plan` finds the saved bytes that fill the same chunks.
 
     Args:
         sd: A state dict, nested or flat: torch tensors, DTensors on any mesh, ShardedTensors,
@@ -64,7 +64,7 @@ def local_plan(
 
     Raises:
         PlanError: Two keys flatten to the same name.
-        RefusedError: A value has no correct plan; every such key is named.
+        RefusedError: Some values have no correct plan; it names all of them.
     """
     flat, paths = flatten(sd, whole=whole)
     boxes: list[tuple[Head, Sequence[Chunk]]] = []

@@ -93,7 +93,7 @@ def held(name: str, value: Any, mesh: Mesh | None = None, rank: int = 0) -> Held
 
 
 Memo = dict[Hashable, Held]
-"""Tensors that were looked at before, by their kind: there are mostly a few."""
+"""Descriptions of tensors by kind; a model has few kinds."""
 
 _SHARDED: Final = ("device_mesh", "local_shards", "__create_chunk_list__")
 

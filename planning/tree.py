@@ -32,7 +32,7 @@ _DEEPEST: Final = 128  # containers in containers: they are walked by recursion
 
 Step = tuple[str, Any]
 Path = tuple[Step, ...]
-"""The way to a leaf: per container its kind ("dict", "list" or "tuple") and the key or position."""
+"""The path of a leaf: per container its kind ("dict", "list" or "tuple") and key or position."""
 
 
 def flatten(

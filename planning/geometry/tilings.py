@@ -37,7 +37,7 @@ __all__ = [
 MAX_AXES: Final = 63
 """The most axes of a tensor; numpy's arrays have 64, and one is needed for an element's bytes."""
 MAX_NUMEL: Final = 1 << 59
-"""The axes of a tensor, but for those of length 0, have a product of less than this.
+"""The product of a tensor's axes, except those of length 0, is less than this.
 
 So every offset in bytes fits into 64 bits.
 """

@@ -44,12 +44,12 @@ __all__ = [
 ]
 
 Params = Mapping[str, Sequence[int]] | Mapping[str, TensorSpec]
-"""Parameters by name: their shapes, or specs that say their dtypes and earlier placements too."""
+"""Parameters by name: their shapes, or specs with dtypes and earlier placements."""
 
 Specs = FrozenDict[str, TensorSpec]
 
 Rule = Literal["colwise", "rowwise", "replicate"] | int
-"""How tensor parallelism cuts a parameter: in the words of torch, or along which axis."""
+"""How tensor parallelism cuts a parameter: torch's name for it, or the axis to cut."""
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
 _EXPERT = re.compile(r"(.*(?:^|\.)experts)\.(\d+)\.")
@@ -151,15 +151,15 @@ def pipeline(
     """Give each stage of a pipeline its own keys: a parameter gets `Only` its stage's coordinate.
 
     Ranks of other stages hold nothing of it, not even an empty chunk, so that the plans of two
-    stages speak of disjoint keys.
+    stages have disjoint keys.
 
     Args:
         params: Shapes or specs by name.
         mesh: The ranks.
         stages: Per coordinate of the axis, the patterns of names that it holds; a name that several
             stages match is tied, and held by all of them. Left out, numbered layers
-            (``layers.7.``) are dealt evenly, in order; names before the first layer go to the first
-            stage, names after it to the last.
+            (``layers.7.``) are spread evenly, in order; names before the first layer go to the
+            first stage, names after it to the last.
         axis: The mesh axis along which the stages lie.
 
     >>> from shardplan.planning import Mesh
@@ -193,10 +193,10 @@ def pipeline(
 def expert_parallel(
     params: Params, mesh: Mesh, experts: str = "*experts*", *, axis: str = "ep"
 ) -> Specs:
-    """Deal the experts of a mixture over one mesh axis; other names stay as they are.
+    """Distribute the experts of a mixture over one mesh axis; other names do not change.
 
-    Experts stacked in one tensor are cut along its leading axis. Experts with keys of their own
-    (``experts.7.w1``) are held whole by `Only` one coordinate, the one that has row 7 of a stack.
+    Experts stacked in one tensor are cut along its leading axis. Experts with separate
+    keys (``experts.7.w1``) are each held by `Only` one coordinate, that of row 7 in a stack.
 
     >>> from shardplan.planning import Mesh
     >>> params = {"experts.w1": (4, 8, 8), "moe.experts.0.w": (8, 8), "moe.experts.1.w": (8, 8)}
@@ -222,7 +222,7 @@ def expert_parallel(
 
 
 def adam(params: Params) -> Specs:
-    """Add the state of Adam: per parameter two float32 moments that lie as it does, and its step.
+    """Add Adam's state: per parameter two float32 moments with the same placements, and a step.
 
     The step is a float32 scalar on every rank that holds the parameter.
 

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 Run = tuple[int, int]
-"""A stretch of indices along one axis: where it starts, and how many there are."""
+"""A run of indices along one axis: its start and its length."""
 
 
 def shard_runs(length: int, cuts: Sequence[tuple[int, int, int]]) -> tuple[Run, ...]:

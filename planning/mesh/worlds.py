@@ -327,7 +327,7 @@ def world_metadata(plans: WorldPlans) -> Metadata:
     w     float32  [13]   Grid(0:3:6:7:9:11:12:13)
 
     Raises:
-        PlanError: The ranks do not hold some tensor whole; every such fault is reported.
+        PlanError: Some tensors are not fully held; it lists all of them.
     """
     described = [Layout(layout.size, _tiling(layout)) for layout in plans.layouts]
     faulty = {n for n, layout in enumerate(described) if not fills(layout.tiling, layout.size)}

@@ -42,8 +42,8 @@ def share_reads(
     one of the ranks that need it, chosen so that the bytes read per rank are even.
 
     Blocks stay together so that checksums can be compared: a block that some rank needs in full is
-    read by one rank. The same holds for a block if ranks need parts of it with narrow gaps between
-    them, such as columns, if reading it in full is not more expensive. Run `split_reads` first.
+    read by one rank. So is a block that ranks need in parts with narrow gaps between them, such as
+    columns, if reading it in full is not more expensive. Run `split_reads` first.
 
     Args:
         metadata: The checkpoint that the plans read.
