@@ -53,7 +53,7 @@ def shape_fault(size: Sequence[int]) -> str | None:
         most = f"a checkpoint holds tensors of at most {MAX_AXES}"
         return f"has {len(size)} axes, and {most}; reshape it"
     if math.prod([max(n, 1) for n in size]) >= MAX_NUMEL:
-        return "is too large for a checkpoint: the product of its axes is 2^59 or more"
+        return "has a shape too large for a checkpoint: the product of its axes is 2^59 or more"
     return None
 
 
