@@ -365,11 +365,11 @@ def test_chunks_behind_each_other_are_one_box_and_the_caption_says_so():
     picture = draw_tiling(plans_of((8, 8, 8), mesh, [Shard(0), Shard(1), Shard(2)]), "w")
     assert len(boxes(picture, "cell")) == 4
     assert "chunks cut along axis 2 lie behind each other" in picture.caption
-    assert tips(picture)[0] == "ranks 0, 1: 2 chunks, [0:4, 0:4]"
+    assert tips(picture)[0] == "ranks 0–1: 2 chunks, [0:4, 0:4]"
 
 
 def test_tensors_without_axes_and_without_elements_are_drawn():
-    assert "ranks 0, 1" in words(shown("no axis"))
+    assert "ranks 0–1" in words(shown("no axis"))
     assert "The tensor is empty." in shown("empty").caption
 
 

@@ -8,7 +8,7 @@ from typing import Final
 
 import attrs
 
-from ..text import counted
+from ..text import counted, runs_text
 from .svg import (
     EDGE,
     EMPTY,
@@ -20,7 +20,6 @@ from .svg import (
     line,
     ramp,
     rect,
-    runs_text,
     text,
     thin,
     width_of,
@@ -246,7 +245,7 @@ def named(who: Sequence[int], unit: str) -> str:
     """Name ranks or chunks in a few words.
 
     >>> named((3,), "rank"), named((0, 4), "rank"), named((0, 3, 6, 9), "chunk")
-    ('rank 3', 'ranks 0, 4', 'chunks 0, 3, … 9')
+    ('rank 3', 'ranks 0, 4', 'chunks 0, 3, …, 9')
     """
     if not who:
         return "nobody"

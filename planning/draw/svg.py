@@ -9,7 +9,6 @@ from __future__ import annotations
 import html
 import unicodedata
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Final
 
 import attrs
@@ -253,26 +252,6 @@ def thin(places: Sequence[float], gap: float) -> list[int]:
         if places[i] - places[kept[-1]] >= gap and places[last] - places[i] >= gap:
             kept.append(i)
     return [*kept, last] if last else kept
-
-
-def runs_text(values: Sequence[int]) -> str:
-    """Write ascending numbers the short way.
-
-    >>> runs_text([0, 1, 2, 3, 8]), runs_text([0, 1]), runs_text([0, 4, 8, 12, 16])
-    ('0–3, 8', '0, 1', '0, 4, … 16')
-    """
-    step = values[1] - values[0] if len(values) > 3 else 1
-    if step > 1 and all(b - a == step for a, b in pairwise(values)):
-        return f"{values[0]}, {values[1]}, … {values[-1]}"
-    runs: list[list[int]] = []
-    for value in values:
-        if runs and value == runs[-1][1] + 1:
-            runs[-1][1] = value
-        else:
-            runs.append([value, value])
-    return ", ".join(
-        str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}–{b}" for a, b in runs
-    )
 
 
 def span_names(count: int, step: int, names: Sequence[str] = ()) -> list[str]:

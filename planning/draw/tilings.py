@@ -13,7 +13,7 @@ from ..mesh.worlds import WorldPlans
 from ..metadata import Metadata, TensorMetadata
 from ..plans import SavePlan
 from ..reports import Writers
-from ..text import counted, human_bytes
+from ..text import counted, human_bytes, runs_text
 from .panels import (
     Colours,
     Panel,
@@ -25,7 +25,7 @@ from .panels import (
     fits,
     readable,
 )
-from .svg import EMPTY, GREYS, INK, MARGIN, PAPER, TOP, Picture, card, rect, runs_text, text
+from .svg import EMPTY, GREYS, INK, MARGIN, PAPER, TOP, Picture, card, rect, text
 from .tensors import Cell, Cut, Plans, Window, cut_by_writers, cut_of, cut_of_chunks, pieces, seen
 
 __all__ = ["draw_reshard", "draw_tiling"]
