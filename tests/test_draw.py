@@ -631,11 +631,11 @@ def test_the_largest_bar_s_colour_is_explained():
 
 
 def test_the_mean_does_not_strike_through_a_bar_s_label():
-    root = ElementTree.fromstring(str(draw_bytes([100, 95, 105, 100])))
-    (mean,) = (float(e.get("y1")) for e in root.iter() if e.get("stroke-dasharray"))
-    labels = [float(e.get("y")) for e in root.iter() if e.get("font-size") == "10"]
+    picture = draw_bytes([100, 95, 105, 100])
+    (mean,) = (float(e.get("y1")) for e in parsed(picture).iter() if e.get("stroke-dasharray"))
+    labels = [float(e.get("y")) for e in parsed(picture).iter() if e.get("font-size") == "10"]
     assert len(labels) == 4
-    assert not [y for y in labels if y - 8 < mean < y + 2]
+    assert min(labels) > max(y + height for _, y, _, height, _ in boxes(picture, "bar")) > mean
 
 
 def test_the_ranks_below_bars_are_evenly_spaced():
@@ -758,7 +758,8 @@ def test_columns_with_room_for_a_number_are_not_drawn_together():
     _, wanted, _ = large(Mesh(dp=128, tp=8), Mesh(dp=192, tp=8))
     cells = boxes(draw_tiling(wanted, "w"), "cell")
     assert len({x for x, *_ in cells}) == 8
-    assert all(f"{rank} …" in words(draw_tiling(wanted, "w")) for rank in range(8))
+    told = " ".join(words(draw_tiling(wanted, "w")))
+    assert all(re.search(rf" {rank}(,| …) ", told) for rank in range(8))
 
 
 def test_pieces_of_many_ranks_say_which_come_first():

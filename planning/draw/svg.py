@@ -125,10 +125,16 @@ def tag(name: str, words: str, **attributes: float | str | None) -> str:
 
 
 def text(
-    x: float, y: float, words: str, *, anchor: str = "start", **more: float | str | None
+    x: float, y: float, words: str, *, anchor: str | None = None, **more: float | str | None
 ) -> str:
     """Write words; ``y`` is their base line."""
-    return tag("text", words, x=x, y=y, text_anchor=None if anchor == "start" else anchor, **more)
+    return tag("text", words, x=x, y=y, text_anchor=anchor, **more)
+
+
+def upright(x: float, y: float, words: str) -> str:
+    """Write words that run upwards, around a point."""
+    turn = f"rotate(-90 {x:.2f} {y:.2f})"
+    return text(x, y, words, anchor="middle", fill=MUTED, transform=turn)
 
 
 def line(x1: float, y1: float, x2: float, y2: float, stroke: str, **more: float | str) -> str:
@@ -147,14 +153,10 @@ def width_of(words: str, size: float) -> float:
 
 def _width(char: str) -> float:
     """Return the width of a character in ems."""
-    if char in _NARROW:
+    if char in " .,:;'|!fijlrt[]()·":
         return 0.38
-    if char in "mwMW@%…→" or unicodedata.east_asian_width(char) in "WF":
-        return 1.0
-    return 0.64
-
-
-_NARROW: Final = frozenset(" .,:;'|!fijlrt[]()·")
+    is_wide = char in "mwMW@%…→" or unicodedata.east_asian_width(char) in "WF"
+    return 1.0 if is_wide else 0.64
 
 
 def elide(words: str, width: float, size: float) -> str:
@@ -166,14 +168,12 @@ def elide(words: str, width: float, size: float) -> str:
     words = clean(words)
     if width_of(words, size) <= width:
         return words
-    keep = min(len(words), int(width / (0.38 * size)) + 2)  # as many of the narrowest as fit
-    while keep > 1 and width_of(short := _shorten(words, keep), size) > width:
-        keep -= 1
-    return short if keep > 1 else "…"
-
-
-def _shorten(words: str, keep: int) -> str:
-    return f"{words[: keep // 2]}…{words[len(words) - (keep - keep // 2) + 1 :]}"
+    most = min(len(words), int(width / (0.38 * size)) + 2)  # as many of the narrowest as fit
+    for keep in range(most, 1, -1):
+        short = f"{words[: keep // 2]}…{words[len(words) - (keep - keep // 2) + 1 :]}"
+        if width_of(short, size) <= width:
+            return short
+    return "…"
 
 
 def wrap(words: str, width: float, size: float) -> list[str]:
