@@ -3,7 +3,7 @@
 1. `cut_of` finds the chunks of a tensor and the rank that holds each.
 2. `window_of` chooses the two axes that are shown.
 3. `seen` projects the chunks onto them: chunks that lie behind each other are one cell.
-4. `merged` joins neighbours if the cells would be too small to read.
+4. `fit` chooses how large they are drawn, and `readable` joins those that would be too small.
 """
 
 from __future__ import annotations
@@ -26,12 +26,26 @@ from ..metadata import Metadata, TensorMetadata
 from ..plans import SavePlan
 from ..records import MetadataIndex, TensorProperties
 from ..reports import Writers
-from .svg import block
+from .svg import block, width_of
 
-__all__ = ["Cell", "Cut", "Plans", "Window", "cut_by_writers", "cut_of", "edges_of", "merged"]
+__all__ = [
+    "Cell",
+    "Cut",
+    "Plans",
+    "Window",
+    "cut_by_writers",
+    "cut_of",
+    "fit",
+    "pieces",
+    "readable",
+]
 
 Plans = SavePlan | Iterable[SavePlan]
+Size = tuple[float, float]
 
+_WIDE, _HIGH = 44.0, 14.0  # room for a short label
+_NARROW, _LOW = 12.0, 11.0  # smaller cells cannot be seen apart
+_CELLS: Final = 400  # more would be too small to read, and too many bytes
 _PIECES: Final = 4096  # more are not listed one by one: they would be joined anyway
 _NOT_A_TENSOR: Final = "`{}` is a non-tensor value: it has no chunks to draw"
 
@@ -274,3 +288,31 @@ def _coarse(edges: Sequence[int], most: int) -> list[int]:
     last = len(edges) - 1
     count = -(-last // block(last, most))
     return [edges[i * last // count] for i in range(count + 1)]
+
+
+def fit(window: Window, cells: Sequence[Cell], room: Size, least: float) -> Size:
+    """Choose how large a tensor is drawn: to scale, unless its cells could then not be read."""
+    rows, columns = window.lengths
+    if rows == 1:
+        return (room[0] if columns > 1 else min(room[0], 160.0)), min(room[1], 60.0)
+    scale = min(room[0] / columns, room[1] / rows)
+    tops, lefts = len({c.top for c in cells}), len({c.left for c in cells})
+    width = max(columns * scale, least, min(room[0], 400.0, _WIDE * lefts))
+    height = max(rows * scale, least, min(room[1], _HIGH * tops))
+    return min(width, room[0]), min(height, room[1])
+
+
+def readable(
+    cells: Sequence[Cell] | None, size: Size, coarse: Sequence[Cell], sources: Sequence[Cell] = ()
+) -> Sequence[Cell]:
+    """Return cells as they are, or, if they would be too many or too small, others merged."""
+    if cells is not None and len(cells) <= _CELLS:
+        rows, columns = len({c.top for c in cells}), len({c.left for c in cells})
+        if rows <= size[1] / _LOW and columns <= size[0] / _NARROW:
+            return cells
+    last = max((cell.holders[-1] for cell in coarse), default=0)
+    short, wide = (max(_WIDE, width_of(words, 11) + 4) for words in (f"{last} …", f"{last}–{last}"))
+    columns = len({cell.left for cell in coarse})
+    if columns > size[0] / short:  # few columns, as of tensor parallelism, are not drawn together
+        columns = max(1, int(size[0] / wide))
+    return merged(coarse, (max(1, int(size[1] / _HIGH)), columns), sources)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import attrs
@@ -202,6 +202,18 @@ def ramp(share: float) -> str:
     low = min(int(at), len(_VIRIDIS) - 2)
     pairs = zip(_channels(_VIRIDIS[low]), _channels(_VIRIDIS[low + 1]), strict=True)
     return "#" + "".join(f"{round(a + (b - a) * (at - low)):02x}" for a, b in pairs)
+
+
+def colours_of(keys: Iterable[int]) -> dict[int, str]:
+    """Give each of the first ranks its own colour of the palette, or many their place on a ramp.
+
+    >>> colours_of([0, 2]), colours_of([8, 16])
+    ({0: '#0072b2', 2: '#009e73'}, {8: '#440154', 16: '#fde725'})
+    """
+    known = sorted(set(keys))
+    if not known or known[-1] < len(PALETTE):
+        return {key: PALETTE[key] for key in known}
+    return {key: ramp(i / max(1, len(known) - 1)) for i, key in enumerate(known)}
 
 
 def ink_on(fill: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, cast
+from typing import cast
 
 import attrs
 
@@ -19,13 +19,15 @@ from .cuts import (
     Cell,
     Cut,
     Plans,
+    Size,
     Window,
     cut_by_writers,
     cut_of,
     cut_of_chunks,
     edges_of,
-    merged,
+    fit,
     pieces,
+    readable,
     seen,
     window_of,
 )
@@ -34,11 +36,6 @@ from .svg import MARGIN, Picture, rect, text, width_of
 __all__ = ["draw_reshard", "draw_tiling"]
 
 Colours = Mapping[int, str]
-Size = tuple[float, float]
-
-_WIDE, _HIGH = 44.0, 14.0  # room for a short label
-_NARROW, _LOW = 12.0, 11.0  # smaller cells cannot be seen apart
-_CELLS: Final = 400  # more would be too small to read, and too many bytes
 
 
 def draw_tiling(source: Metadata | Plans, fqn: str) -> Picture:
@@ -69,12 +66,12 @@ def draw_tiling(source: Metadata | Plans, fqn: str) -> Picture:
     cut = cut_of(source, fqn)
     window = window_of(cut)
     cells = seen(cut, window)
-    size = _fit(window, cells, (560, 320), 80)
-    panel = _panel(cut, window, _readable(cells, size, cells), size)
+    size = fit(window, cells, (560, 320), 80)
+    panel = _panel(cut, window, readable(cells, size, cells), size)
     left, above = panel.margins
     width = max(460.0, 2 * MARGIN + left + size[0])
     panel = attrs.evolve(panel, x=(width + left - size[0]) / 2, y=svg.TOP + above)
-    colours = _colours_of(cell.holders[0] for cell in panel.cells)
+    colours = svg.colours_of(cell.holders[0] for cell in panel.cells)
     legend, bottom = _legend([panel], colours)
     whose = "Colour and number: the rank that holds each chunk."
     if cut.unit == "chunk":
@@ -125,12 +122,12 @@ def draw_reshard(
     # If no cut runs across, the panels lie below each other.
     stacked = all(cell.height == window.lengths[0] for cell in (*olds, *news))
     room = (640.0, 50.0) if stacked else (200.0, 300.0)
-    size = _fit(window, [*olds, *news], room, 46 if stacked else 120)
+    size = fit(window, [*olds, *news], room, 46 if stacked else 120)
     old, between, new = panels = _placed(
         [
-            _panel(saved, window, _readable(olds, size, olds), size),
-            _panel(target, window, _readable(exact, size, news, olds), size),
-            _panel(target, window, _readable(news, size, news), size),
+            _panel(saved, window, readable(olds, size, olds), size),
+            _panel(target, window, readable(exact, size, news, olds), size),
+            _panel(target, window, readable(news, size, news), size),
         ],
         size,
         stacked,
@@ -258,34 +255,6 @@ def _panel(cut: Cut, window: Window, cells: Sequence[Cell], size: Size) -> Panel
     return Panel(cells, cut.unit, shape, (down - cut.lead, across - cut.lead), scale)
 
 
-def _fit(window: Window, cells: Sequence[Cell], room: Size, least: float) -> Size:
-    """Choose how large a tensor is drawn: to scale, unless its cells could then not be read."""
-    rows, columns = window.lengths
-    if rows == 1:
-        return (room[0] if columns > 1 else min(room[0], 160.0)), min(room[1], 60.0)
-    scale = min(room[0] / columns, room[1] / rows)
-    tops, lefts = len({c.top for c in cells}), len({c.left for c in cells})
-    width = max(columns * scale, least, min(room[0], 400.0, _WIDE * lefts))
-    height = max(rows * scale, least, min(room[1], _HIGH * tops))
-    return min(width, room[0]), min(height, room[1])
-
-
-def _readable(
-    cells: Sequence[Cell] | None, size: Size, coarse: Sequence[Cell], sources: Sequence[Cell] = ()
-) -> Sequence[Cell]:
-    """Return cells as they are, or, if they would be too many or too small, others merged."""
-    if cells is not None and len(cells) <= _CELLS:
-        rows, columns = len({c.top for c in cells}), len({c.left for c in cells})
-        if rows <= size[1] / _LOW and columns <= size[0] / _NARROW:
-            return cells
-    last = max((cell.holders[-1] for cell in coarse), default=0)
-    short, wide = (max(_WIDE, width_of(words, 11) + 4) for words in (f"{last} …", f"{last}–{last}"))
-    columns = len({cell.left for cell in coarse})
-    if columns > size[0] / short:  # few columns, as of tensor parallelism, are not drawn together
-        columns = max(1, int(size[0] / wide))
-    return merged(coarse, (max(1, int(size[1] / _HIGH)), columns), sources)
-
-
 def _placed(panels: Iterable[Panel], size: Size, stacked: bool) -> list[Panel]:
     """Place panels below or beside each other."""
     x, y, placed = MARGIN, svg.TOP + 18, []
@@ -398,26 +367,14 @@ def _frame(panel: Panel) -> Iterable[str]:
         yield text(x + columns * wide / 2, y - 26, axis, anchor="middle", fill=svg.MUTED)
 
 
-def _colours_of(keys: Iterable[int]) -> Colours:
-    """Give each of the first ranks its own colour of the palette, or many their place on a ramp.
-
-    >>> _colours_of([0, 2]), _colours_of([8, 16])
-    ({0: '#0072b2', 2: '#009e73'}, {8: '#440154', 16: '#fde725'})
-    """
-    known = sorted(set(keys))
-    if not known or known[-1] < len(svg.PALETTE):
-        return {key: svg.PALETTE[key] for key in known}
-    return {key: svg.ramp(i / max(1, len(known) - 1)) for i, key in enumerate(known)}
-
-
 def _two_colours(saved: Panel, between: Panel, wanted: Panel) -> tuple[Colours, Colours]:
     """Return the colours of saved and of wanted chunks: one rank has one, on both sides."""
     origins = {c.holders[0] for c in saved.cells}
     origins |= {c.sources[0] for c in between.cells if c.sources}
     goals = {c.holders[0] for c in (*between.cells, *wanted.cells)}
     if saved.unit == "chunk":
-        return {key: svg.GREYS[key % 2] for key in origins}, _colours_of(goals)
-    colours = _colours_of(goals | origins)
+        return {key: svg.GREYS[key % 2] for key in origins}, svg.colours_of(goals)
+    colours = svg.colours_of(goals | origins)
     return colours, colours
 
 
