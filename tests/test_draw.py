@@ -400,7 +400,7 @@ def test_any_chunks_at_all_can_be_drawn(data, shape):
             assert y + h <= height
 
 
-def test_gaps_and_overlaps_are_told():
+def test_the_caption_names_gaps_and_overlaps():
     holed = metadata_of((8, 4), [Chunk((0, 0), (3, 4)), Chunk((4, 0), (4, 4))])
     assert "leave gaps or overlap" in draw_tiling(holed, "w").caption
     assert "leave gaps or overlap" not in draw_tiling(ROWS, "w").caption
@@ -758,15 +758,15 @@ def test_columns_with_room_for_a_number_are_not_drawn_together():
     _, wanted, _ = large(Mesh(dp=128, tp=8), Mesh(dp=192, tp=8))
     cells = boxes(draw_tiling(wanted, "w"), "cell")
     assert len({x for x, *_ in cells}) == 8
-    told = " ".join(words(draw_tiling(wanted, "w")))
-    assert all(re.search(rf" {rank}(,| …) ", told) for rank in range(8))
+    labels = " ".join(words(draw_tiling(wanted, "w")))
+    assert all(re.search(rf" {rank}(,| …) ", labels) for rank in range(8))
 
 
 def test_pieces_of_many_ranks_say_which_come_first():
     metadata, wanted, writers = large(Mesh(dp=2048, tp=8), Mesh(dp=1536, tp=8))
     picture = draw_reshard(metadata, wanted, "w", writers=writers)
-    told = [w for w in words(picture) if re.fullmatch(r"\d+…", w)]
-    assert len(told) == 2 * len(boxes(picture, "piece")) > 0
+    labels = [w for w in words(picture) if re.fullmatch(r"\d+…", w)]
+    assert len(labels) == 2 * len(boxes(picture, "piece")) > 0
 
 
 def test_writers_are_found_whatever_the_order_of_the_chunks():
@@ -778,7 +778,7 @@ def test_writers_are_found_whatever_the_order_of_the_chunks():
     assert len(pictures) == 1
 
 
-def test_the_ends_of_an_axis_are_told_even_if_no_chunk_reaches_them():
+def test_the_ends_of_an_axis_are_labelled_even_if_no_chunk_reaches_them():
     holed = metadata_of((9, 7), [Chunk((2, 1), (5, 4))])
     assert {"0", "1", "2", "5", "7", "9"} <= set(words(draw_tiling(holed, "w")))
 

@@ -156,13 +156,13 @@ def _matrix(traffic: Any, writers: Writers | Iterable[SavePlan] | None) -> npt.N
 def _cells(heat: _Heat) -> Iterator[str]:
     """Draw the cells, with their bytes if these fit everywhere."""
     words = [[byte_tick(v) for v in row] for row in heat.sums.tolist()]
-    (wide, high), most = heat.pitch, float(heat.sums.max())
+    (left, top), (wide, high), most = heat.at, heat.pitch, float(heat.sums.max())
     labelled = max(width_of(w, 10) for row in words for w in row) <= wide - 6
     gap = 1.0 if wide >= 20 else 0.5
     for (i, j), value in np.ndenumerate(heat.sums):
         fill = ramp(0.97 - 0.97 * value / most) if value else EMPTY
         ends = f"{heat.units[0]} {heat.names[0][i]} → {heat.units[1]} {heat.names[1][j]}"
-        x, y = heat.at[0] + j * wide, heat.at[1] + i * high
+        x, y = left + j * wide, top + i * high
         tip = f"{ends}: {words[i][j]}" if value else ""
         yield rect(x, y, wide - gap, high - gap, fill, tip, class_="cell")
         if labelled and value:
