@@ -5,10 +5,10 @@ process group of torch.distributed, and `run_ranks` runs ranks as threads. On to
 (`reduce_scatter`, `all_reduce`, `all_gather`, `broadcast`) either succeeds on every rank or raises
 the same `CheckpointError` on every rank. Torch is imported only by `torch_comm`.
 
-- What is a group of ranks? `comm`; as threads? `threads`; as torch's processes? `torch_comm`
-- What do they do together? `steps`; how do they meet, and notice who is gone? `meeting`, `wire`,
-  `worker` (calls that may block for ever)
-- What can go wrong? `errors`
+- `comm`: the protocol of a group of ranks; `threads` and `torch/comm` implement it
+- `steps`: what ranks do together
+- `torch/rendezvous`: how processes meet and notice that one is gone; `torch/transport`: messages
+- `errors`: what can go wrong
 
 >>> from shardplan.dist import all_reduce, run_ranks
 >>> run_ranks(4, lambda comm: all_reduce(comm, "add up", lambda: comm.rank, sum))

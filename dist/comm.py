@@ -1,4 +1,4 @@
-"""What a group of ranks can do together: `Comm`, and `solo`, a group of one."""
+"""The protocol of a group of ranks, `Comm`, and a group of one, `solo`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["Comm", "Pending", "Reduce", "solo"]
 
 
 Reduce = Callable[[list[bytes]], bytes]
-"""What a coordinator makes of every rank's bytes, by rank."""
+"""Computes a result from every rank's bytes, by rank, on the coordinator."""
 
 
 class Pending(Protocol):
-    """Bytes under way between two ranks."""
+    """A transfer of bytes between two ranks."""
 
     def wait(self) -> None:
-        """Return once the memory may be used again, or holds what was sent.
+        """Return once the memory can be used again, or was filled.
 
         Raises:
             LostRanksError: The other rank is gone, or took longer than half the comm's timeout.
@@ -28,18 +28,18 @@ class Pending(Protocol):
 class Comm(Protocol):
     """A group of ranks that exchange bytes. Every rank calls the same methods in the same order.
 
-    Each method is a meeting: it returns only if all ranks came to it, and raises `LostRanksError`,
-    which names those that did not, on all that did. After that the comm is of no further use, and
-    says so at once; ranks that live can make another. The topic says what a meeting is for: ranks
-    that come for different things are told so. Only bytes travel, so that nothing received can run
-    code.
+    Each method is a meeting: it returns only if all ranks take part, and raises `LostRanksError`,
+    which names those that do not, on all that do. After that the comm cannot be used any more, and
+    raises at once; the remaining ranks can make another. The topic is the purpose of a meeting:
+    ranks that come for different ones get an error. Only bytes are sent, so that nothing received
+    can run code.
 
     Attributes:
         rank: This rank's place in the group, from 0.
         world_size: How many ranks the group has.
         coordinator: The place of the rank that gathers and scatters.
         ranks: Per place in the group, the rank's number in the whole job; errors use these.
-        lost: Whether ranks were lost, so that the comm is of no further use.
+        lost: Whether ranks were lost, so that the comm cannot be used any more.
     """
 
     @property
@@ -60,7 +60,7 @@ class Comm(Protocol):
 
     @property
     def lost(self) -> bool:
-        """Whether ranks were lost, so that the comm is of no further use."""
+        """Whether ranks were lost, so that the comm cannot be used any more."""
 
     def gather(self, data: bytes, topic: str = "gather") -> list[bytes] | None:
         """Return every rank's bytes, by rank, on the coordinator; None on the others."""
@@ -81,13 +81,13 @@ class Comm(Protocol):
         """Return once all ranks have come."""
 
     def send(self, place: int, data: memoryview) -> Pending:
-        """Begin to send bytes to one rank, which receives as many; no meeting takes place."""
+        """Begin to send bytes to one rank, which receives as many; this is not a meeting."""
 
     def receive(self, place: int, into: memoryview) -> Pending:
         """Begin to fill memory with what one rank sends, in the order in which it sends."""
 
     def leave(self, reason: str) -> None:
-        """Tell the others, without waiting for them, that this rank will come to no meeting."""
+        """Announce, without waiting, that this rank takes part in no further meeting."""
 
 
 @attrs.frozen
@@ -124,15 +124,15 @@ class Solo:
         """Return."""
 
     def send(self, place: int, data: memoryview) -> Pending:
-        """Refuse: there is nobody to send to."""
+        """Refuse: there is no other rank."""
         raise ValueError(f"a group of one rank has no rank {place} to send to")
 
     def receive(self, place: int, into: memoryview) -> Pending:
-        """Refuse: there is nobody to receive from."""
+        """Refuse: there is no other rank."""
         raise ValueError(f"a group of one rank has no rank {place} to receive from")
 
     def leave(self, reason: str) -> None:
-        """Tell nobody."""
+        """Do nothing: there is no other rank."""
 
 
 _SOLO: Final = Solo()
@@ -149,7 +149,7 @@ def solo() -> Comm:
 
 
 def departure(topic: str, error: BaseException) -> str:
-    """Say why a rank leaves, for those that wait for it.
+    """Return why a rank leaves, for those that wait for it.
 
     >>> departure("a step", KeyboardInterrupt())
     'left a step: KeyboardInterrupt'
@@ -159,7 +159,7 @@ def departure(topic: str, error: BaseException) -> str:
 
 
 def as_bytes(data: object) -> bytes:
-    """Return ``data`` as bytes, or raise TypeError: objects do not travel.
+    """Return ``data`` as bytes, or raise TypeError: objects are not sent.
 
     >>> as_bytes(memoryview(b"abc"))
     b'abc'

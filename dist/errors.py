@@ -1,4 +1,4 @@
-"""What can go wrong between ranks, as errors that name the ranks and carry text alone."""
+"""Errors between ranks: they name the ranks, and carry only text."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _SPEAKING = (ValueError, TypeError, LookupError, OSError, ImportError)
 _MUTE = (KeyError, IndexError, UnicodeError)
 
 MOST = 64
-"""Ways to fail that are told in full: thousands of ranks have little to add."""
+"""Ways to fail that are reported in full: thousands of ranks have little to add."""
 
 
 @attrs.frozen
 class Failure:
-    """What happened on one rank, in words: no live exception crosses between ranks.
+    """What happened on one rank, as text: exceptions are not sent between ranks.
 
     Attributes:
         rank: The global rank on which it happened.
@@ -35,8 +35,8 @@ class Failure:
         type: The error's type, such as ``ValueError``; ``LostRank`` if the rank itself is gone.
         text: The error's message.
         traceback: Its traceback as printed on that rank; empty if there is none.
-        expected: Whether it was raised on purpose, with a message that says all: a mistake in what
-            was asked for, a damaged file, a full disk. Its traceback is then not printed.
+        expected: Whether it was raised on purpose, with a full message: a mistake of the caller, a
+            damaged file, a full disk. Its traceback is then not printed.
     """
 
     rank: int
@@ -79,7 +79,7 @@ class Failure:
 def _is_expected(error: BaseException) -> bool:
     """Return whether an error was raised by shardplan on purpose.
 
-    A pass, a ``state_dict()`` or a library may raise the same types: then it matters where.
+    A pass, a ``state_dict()`` or a library may raise the same types, but elsewhere.
     """
     if type(error).__module__.startswith("shardplan."):
         return True
@@ -90,16 +90,15 @@ def _is_expected(error: BaseException) -> bool:
 
 
 class CheckpointError(Exception):
-    """A step that failed on some ranks, told alike on every rank.
+    """A step that failed on some ranks, raised alike on every rank.
 
-    Its text says once what several ranks have in common. Tracebacks are in ``failures``; of errors
-    that nobody expected, the text shows their ends.
+    Its text says once what several ranks have in common, and shows the ends of tracebacks of
+    unexpected errors.
 
     Attributes:
         failures: What happened, one entry per failing rank, by rank. If they failed in very many
-            ways, the first of these are told in full, and the others without tracebacks.
-        own: The error that this rank itself raised, if it did, with all that it carries; it stays
-            in this process.
+            ways, only the first of these have tracebacks.
+        own: The error that this rank itself raised, if it did; it stays in this process.
 
     >>> raise CheckpointError([Failure(r, "write", "OSError", "disk full") for r in range(3)])
     Traceback (most recent call last):
@@ -134,13 +133,13 @@ class CheckpointError(Exception):
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """What happened, a line for each way to fail."""
+        """One line for each way to fail."""
         ways = _ranks_by(self.failures, lambda f: (f.what, f.text))
         return tuple(_few([f"{span(ranks, MOST)}, {what}" for (what, _), ranks in ways.items()]))
 
     @property
     def tracebacks(self) -> str:
-        """The tracebacks of all ranks; those that are the same are there once."""
+        """The tracebacks of all ranks, without repetitions."""
         traces = _ranks_by(self.failures, lambda failure: failure.traceback.rstrip())
         return "\n".join(f"--- {span(ranks)} ---\n{trace}" for trace, ranks in traces.items())
 
@@ -152,7 +151,7 @@ def _few(texts: Sequence[str]) -> list[str]:
 
 
 def _ending(trace: str) -> str:
-    """Return the last lines of a traceback, where it says what happened."""
+    """Return the last lines of a traceback."""
     lines = trace.rstrip().splitlines()
     return "\n".join(lines if len(lines) <= _LINES else ["…", *lines[-_LINES:]])
 
@@ -165,7 +164,7 @@ def _ranks_by(failures: Iterable[Failure], key: Callable[[Failure], T]) -> dict[
 
 
 def thinned(failures: Sequence[Failure]) -> list[Failure]:
-    """Return failures, each once; beyond so many ways to fail, with short texts and no tracebacks.
+    """Drop repeated failures; beyond `MOST` ways to fail, shorten texts and drop tracebacks.
 
     >>> far = thinned([Failure(r, "read", "E", f"{r}" * 999, "Traceback") for r in range(65)])
     >>> len(far[0].text), far[0].traceback, len(far[64].text), far[64].traceback
@@ -183,7 +182,7 @@ def thinned(failures: Sequence[Failure]) -> list[Failure]:
 
 
 class LostRanksError(ConnectionError):
-    """Ranks that did not come to a collective, left it, or died in it.
+    """Ranks that did not take part in a collective, left it, or died in it.
 
     Attributes:
         reasons: Per lost global rank, what is known about it.
@@ -210,7 +209,7 @@ class LostRanksError(ConnectionError):
 
 
 def _cut(text: str) -> str:
-    """Keep both ends of a text too long to send; make it one that UTF-8 can carry."""
+    """Return both ends of a text that is too long to send, valid in UTF-8."""
     text = text.encode("utf-8", "backslashreplace").decode("utf-8")
     if len(text) <= _LONGEST:
         return text

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from .stores import MissingFileError, Store, StoreError, open_store
     from .tensors import (
         as_tensor,
+        box_view,
         can_cast,
-        dump,
-        empty,
-        flip,
-        memory,
+        empty_tensor,
+        fill_from_bytes,
+        flat_memory,
+        flip_axes,
         same_dtype,
-        store,
+        tensor_bytes,
         to_numpy,
         torch_dtype,
-        window,
     )
     from .values import StoredValue, load_value, sort_values, store_values
 
@@ -43,7 +43,8 @@ __getattr__, __dir__ = door(
         "progress": "Progress Tell",
         "stores": "MissingFileError Store StoreError open_store",
         "tensors": (
-            "as_tensor can_cast dump empty flip memory same_dtype store to_numpy torch_dtype window"
+            "as_tensor box_view can_cast empty_tensor fill_from_bytes flat_memory flip_axes "
+            "same_dtype tensor_bytes to_numpy torch_dtype"
         ),
         "values": "StoredValue load_value sort_values store_values",
     },

@@ -325,16 +325,20 @@ def _packed(digests: Mapping[int, int]) -> tuple[bytes, bytes]:
 class Proof:
     """Compares the chunks of a checkpoint that is read piece by piece with their checksums.
 
-    The blocks that are read are hashed on the way. A chunk of which some blocks were not read whole
-    is read again at the end, in small steps: such a chunk may not fit into memory.
+    The blocks that are read are hashed on the way. A chunk with blocks that were not read whole is
+    read again at the end, in small steps: such a chunk may not fit into memory.
 
     Attributes:
         sums: The checksums of the blocks so far, from any number of threads.
+        has_sums: Whether the format has checksums that are known without reading; no others are
+            collected.
     """
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self.sums = BlockSums()
+        first = next(iter(source.metadata.state_dict_metadata), None)
+        self.has_sums = first is not None and source.sums_of(first) is not None
         self._lock = threading.Lock()
         self._begun: set[Key] = set()
         self._whole: set[Key] = set()
@@ -347,10 +351,12 @@ class Proof:
 
     def note(self, items: ReadItems) -> None:
         """Note which chunks were read; those read whole, and blocks in `sums`, are hashed."""
+        if not self.has_sums:
+            return
         kinds, names, axes = items.type.tolist(), items.storage.tolist(), items.ndim.tolist()
         for row, chunk in enumerate(items.storage_hint.tolist()):
             key = items.names[names[row]], chunk
-            if kinds[row] == LoadItemType.TENSOR.value and self._source.sums_of(key[0]) is not None:
+            if kinds[row] == LoadItemType.TENSOR.value:
                 offsets = tuple(items.storage_offsets[row, : axes[row]].tolist())
                 self._begin(key, offsets, tuple(items.lengths[row, : axes[row]].tolist()))
 
@@ -365,14 +371,14 @@ class Proof:
         Returns:
             The function; None if the box is not a block, or has no checksum.
         """
-        if self._source.sums_of(key[0]) is None:
+        if not self.has_sums:
             return None
         self._begin(key, offsets)
         number = self._blocks_of(key).get((offsets, sizes))
         return None if number is None else partial(self._add, key, number)
 
     def settle(self, pool: Pool) -> None:
-        """Compare all chunks of which a read began, reading again those that are incomplete.
+        """Compare all chunks that were begun; read those again that are incomplete.
 
         Raises:
             FormatError: Some do not match; all are named.

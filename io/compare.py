@@ -24,7 +24,7 @@ from shardplan.planning.storage import cut_blocks
 from .errors import FormatError, LoadError
 from .execute.read import Reader
 from .progress import Progress, Tell
-from .tensors import empty, memory, window
+from .tensors import box_view, empty_tensor, flat_memory
 
 __all__ = ["Comparison", "TensorDiff", "compare_tensors", "named_errors", "same_value"]
 
@@ -75,7 +75,7 @@ class Comparison:
     Attributes:
         differing: The tensors that differ, by name.
         bytes_read: Bytes of elements that were read, of both sides.
-        unread: Tensors of which some or all chunks were compared by checksum, and not read.
+        unread: Tensors with chunks that were compared by checksum, and not read.
     """
 
     differing: Mapping[str, TensorDiff]
@@ -213,14 +213,14 @@ def _batches(boxes: Iterable[Box]) -> Iterator[list[Box]]:
 def _read(reader: Reader, batch: Sequence[Box]) -> tuple[list[torch.Tensor], int]:
     """Return the elements of some boxes, and how many bytes were read for them."""
     entries = {name: _entry(reader, name) for name in dict.fromkeys(box.name for box in batch)}
-    tensors = [empty(box.chunk.sizes, entries[box.name].properties.dtype) for box in batch]
+    tensors = [empty_tensor(box.chunk.sizes, entries[box.name].properties.dtype) for box in batch]
     at = {(box.name, box.chunk.offsets): number for number, box in enumerate(batch)}
     items = load_plan(reader.metadata, _plan(entries, batch)).items
 
     def dest(row: int) -> torch.Tensor:
         anchor = items.dest_anchor[row, : items.ndim[row]].tolist()
         tensor = tensors[at[items.names[items.dest[row]], tuple(anchor)]]
-        return window(tensor, items.dest_offsets[row].tolist(), items.lengths[row].tolist())
+        return box_view(tensor, items.dest_offsets[row].tolist(), items.lengths[row].tolist())
 
     with named_errors(reader):
         stats = reader.fill(items, dest)
@@ -274,7 +274,7 @@ def _compare(box: Chunk, a: torch.Tensor, b: torch.Tensor) -> TensorDiff | None:
 
 def _bits(tensor: torch.Tensor) -> npt.NDArray[Any]:
     """Return a tensor's elements as integers; two for each element of sixteen bytes."""
-    view = memory(tensor)
+    view = flat_memory(tensor)
     assert view is not None
     words = np.frombuffer(view, _WORDS[tensor.dtype.itemsize])
     return words.reshape(-1, 2) if tensor.dtype.itemsize == 16 else words
@@ -343,5 +343,5 @@ def _token(value: Any) -> Any:
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    x, y = (memory(t.detach().cpu().contiguous().resolve_conj().resolve_neg()) for t in (a, b))
+    x, y = (flat_memory(t.detach().cpu().contiguous().resolve_conj().resolve_neg()) for t in (a, b))
     return x == y

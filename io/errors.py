@@ -183,7 +183,7 @@ class FormatError(ValueError):
         folder: The checkpoint, where several are read; else empty.
         reason: What is wrong with it.
         filled: If it stopped a load: keys that were filled entirely before.
-        touched: Keys of which some elements may have been overwritten. All others are unchanged.
+        touched: Keys that may have been overwritten in part. All others are unchanged.
 
     >>> raise FormatError("shardplan.json", "it is not JSON")
     Traceback (most recent call last):
@@ -229,7 +229,7 @@ class LoadError(RuntimeError):
 
     Attributes:
         filled: Keys of the state dict that were filled entirely, and verified if that was asked.
-        touched: Keys of which some elements may have been overwritten. All others are unchanged.
+        touched: Keys that may have been overwritten in part. All others are unchanged.
     """
 
     def __init__(self, message: str, filled: Iterable[str], touched: Iterable[str]) -> None:

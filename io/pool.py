@@ -120,7 +120,7 @@ class Pool:
             raise RuntimeError("this pool is closed: make another, or use default_pool()")
         job = _Job(self, work, items, 0 if self.inside else nbytes)
         if here or self.inside or not (self._threads or self._start_thread()):
-            while job.step(lambda: None):
+            while job.step():
                 pass
         else:
             job.run()
@@ -234,11 +234,11 @@ class _Job:
             self._wait()
             raise
 
-    def step(self, hand_on: Callable[[], object]) -> bool:
-        """Take the next item, call ``hand_on`` so that another thread takes the one after, work.
+    def step(self, *, hand_on: bool = False) -> bool:
+        """Take the next item and do its work; return whether there may be another one.
 
-        Returns:
-            Whether there may be another item.
+        Args:
+            hand_on: Whether another thread may take the item after.
         """
         with self._lock:
             if self.failures or self._exhausted:
@@ -247,7 +247,7 @@ class _Job:
         before = _thread.jobs
         try:
             _thread.jobs = (*self._outer, self)
-            self._take(hand_on)
+            self._do_next(hand_on)
         except BaseException as error:
             self.failures.append(error)
         finally:
@@ -257,14 +257,14 @@ class _Job:
                 self._check_done()
         return True
 
-    def _take(self, hand_on: Callable[[], object]) -> None:
+    def _do_next(self, hand_on: bool) -> None:
         for number, item in self._items:
             nbytes = self._nbytes(item) if callable(self._nbytes) else self._nbytes
             with self.pool.reserved(nbytes) if nbytes else nullcontext():
                 if number + 1 == self._count:
                     self._exhausted = True  # so that no thread is woken to find that out
-                else:
-                    hand_on()
+                elif hand_on:
+                    self.pool.enqueue(self)
                 if not self.failures:
                     self.results[number] = self._work(item)
             return
@@ -301,18 +301,15 @@ class _Line(SimpleQueue["_Job | None"]):
 
 def _serve(line: _Line) -> None:
     """Do the work of a thread, until the pool is closed and its line is empty."""
-    while _serve_next(line):
-        pass
-
-
-def _serve_next(line: _Line) -> bool:
-    """Do one item of the next job; a function of its own, so that no idle thread keeps a job."""
-    job = line.take()
-    if job is None:
-        line.put(None)  # for the other threads
-        return line.qsize() > 1
-    job.step(lambda: job.pool.enqueue(job))
-    return True
+    while True:
+        job = line.take()
+        if job is not None:
+            job.step(hand_on=True)
+        else:
+            line.put(None)  # for the other threads
+            if line.qsize() == 1:
+                return
+        del job  # an idle thread keeps nothing alive
 
 
 class _Thread(threading.local):

@@ -23,18 +23,18 @@ __all__ = [
     "block_of_memory",
     "can_cast",
     "can_share",
-    "dump",
-    "empty",
-    "flip",
+    "tensor_bytes",
+    "empty_tensor",
+    "flip_axes",
     "is_plain",
-    "memory",
+    "flat_memory",
     "run_bytes",
     "runs",
     "same_dtype",
-    "store",
+    "fill_from_bytes",
     "to_numpy",
     "torch_dtype",
-    "window",
+    "box_view",
 ]
 
 Bytes = npt.NDArray[np.uint8]
@@ -92,7 +92,7 @@ def as_tensor(value: Any, *, writable: bool = False) -> torch.Tensor:
     if writable:
         raise TypeError(
             "is a numpy array that is read-only, reversed, of foreign byte order, or whose "
-            "elements lie askew, as the fields of a record do"
+            "elements are not aligned, like the fields of a record"
         )
     return torch.from_numpy(np.array(value, value.dtype.newbyteorder("="), order="C"))
 
@@ -115,7 +115,7 @@ class _Unlocked:
         self._value = value  # keeps the memory alive
 
 
-def empty(shape: Sequence[int], dtype: str, device: Any = "cpu") -> torch.Tensor:
+def empty_tensor(shape: Sequence[int], dtype: str, device: Any = "cpu") -> torch.Tensor:
     """Return a new tensor with uninitialised elements."""
     return torch.empty(tuple(shape), dtype=torch_dtype(dtype), device=device)
 
@@ -150,10 +150,10 @@ def can_cast(source: str, target: str) -> bool:
     return True
 
 
-def window(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+def box_view(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
     """Return a box of a tensor, sharing its memory (surplus axes of the box are ignored).
 
-    >>> window(torch.arange(6).reshape(2, 3), (0, 1), (2, 2)).tolist()
+    >>> box_view(torch.arange(6).reshape(2, 3), (0, 1), (2, 2)).tolist()
     [[1, 2], [4, 5]]
     """
     box = zip(offsets, sizes, tensor.shape, strict=False)
@@ -163,10 +163,10 @@ def window(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -
     return tensor
 
 
-def memory(tensor: torch.Tensor) -> memoryview | None:
+def flat_memory(tensor: torch.Tensor) -> memoryview | None:
     """Return a tensor's elements as flat bytes without copying; None if not contiguous in memory.
 
-    >>> memory(torch.tensor([1, 2], dtype=torch.int16)).tolist()
+    >>> flat_memory(torch.tensor([1, 2], dtype=torch.int16)).tolist()
     [1, 0, 2, 0]
     """
     if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
@@ -196,19 +196,19 @@ def is_plain(tensor: torch.Tensor, dtype: str) -> bool:
     )
 
 
-def dump(tensor: torch.Tensor, dtype: str) -> memoryview:
+def tensor_bytes(tensor: torch.Tensor, dtype: str) -> memoryview:
     """Return a tensor's elements, cast to ``dtype``, row-major, as bytes; copies if necessary."""
     target = torch_dtype(dtype)
     if tensor.dtype != target:
         tensor = tensor.resolve_conj().resolve_neg().to(target)
     tensor = tensor.resolve_conj().resolve_neg()
     tensor = _raw(tensor).to("cpu").contiguous()
-    view = memory(tensor)
+    view = flat_memory(tensor)
     assert view is not None
     return view
 
 
-def store(
+def fill_from_bytes(
     tensor: torch.Tensor, data: Bytes, dtype: str, strides: Sequence[int] | None = None
 ) -> None:
     """Fill a tensor from bytes that hold elements of ``dtype``, casting them.
@@ -220,7 +220,7 @@ def store(
         strides: The elements' strides there (surplus axes are ignored); row-major if left out.
 
     >>> column = torch.zeros(2, 1)
-    >>> store(column, np.arange(6, dtype=np.float32).view(np.uint8), "float32", (3, 1))
+    >>> fill_from_bytes(column, np.arange(6, dtype=np.float32).view(np.uint8), "float32", (3, 1))
     >>> column.tolist()
     [[0.0], [3.0]]
     """
@@ -237,10 +237,10 @@ def store(
         tensor.copy_(source)
 
 
-def flip(tensor: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+def flip_axes(tensor: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
     """Return a copy with some axes reversed, for any dtype.
 
-    >>> flip(torch.tensor([1, 2, 3], dtype=torch.uint16), [0]).tolist()
+    >>> flip_axes(torch.tensor([1, 2, 3], dtype=torch.uint16), [0]).tolist()
     [3, 2, 1]
     """
     return _raw(tensor).flip(tuple(axes)).view(tensor.dtype)
@@ -313,6 +313,6 @@ def runs(tensor: torch.Tensor, length: int) -> list[memoryview]:
         if len(starts) * length == tensor.numel() * width:
             break
     span = int(starts.max()) + length
-    whole = memory(tensor.as_strided((span // width,), (1,)))
+    whole = flat_memory(tensor.as_strided((span // width,), (1,)))
     assert whole is not None
     return [whole[start : start + length] for start in starts.tolist()]

@@ -1,4 +1,4 @@
-"""Look into a checkpoint without loading it: names, shapes, and just the elements asked for."""
+"""An open checkpoint: its names and shapes, and the elements that are asked for."""
 
 from __future__ import annotations
 
@@ -6,25 +6,41 @@ import math
 import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from datetime import UTC, datetime
+from typing import Any, Final, NoReturn
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardplan.io import Pool, empty, flip, to_numpy, torch_dtype, window
+from shardplan.io import Pool, box_view, empty_tensor, flip_axes, to_numpy, torch_dtype
 from shardplan.io.execute import Lazy, Reader
-from shardplan.io.formats import open_source
+from shardplan.io.formats import Source, open_source
 from shardplan.io.stores import Store
-from shardplan.planning import Metadata, SavePlan, TensorMetadata, WriteItemType, load_plan
+from shardplan.planning import (
+    Grid,
+    Metadata,
+    SavePlan,
+    Sheet,
+    TensorMetadata,
+    WriteItemType,
+    counted,
+    cut_text,
+    human_bytes,
+    listing,
+    load_plan,
+    shape_text,
+)
 from shardplan.planning.columns import Catalog, Head, ReadItems, WriteItems, column, readonly
 from shardplan.planning.geometry import pad
 
-from ._describing import describe
-from ._freshness import plain_errors
+from ._read_errors import plain_errors
 
-__all__ = ["Checkpoint", "SavedTensor", "open_checkpoint"]
+__all__ = ["Axis", "Checkpoint", "SavedTensor", "normal_index", "open_checkpoint"]
+
+_SHOWN: Final = 12  # entries of a checkpoint that are printed
+_HEAD: Final = ("name", "shape", "dtype", "bytes", "sharding")
 
 
 def open_checkpoint(
@@ -34,11 +50,11 @@ def open_checkpoint(
     verify: bool = True,
     pool: Pool | None = None,
 ) -> Checkpoint:
-    """Open a checkpoint; only what describes it is read.
+    """Open a checkpoint, reading only its metadata.
 
     Args:
         path: The checkpoint.
-        format: What wrote it; found out if left out.
+        format: What wrote it; detected if left out.
         verify: Whether to check chunks that are read whole against their checksums.
         pool: The threads and the memory budget to use.
 
@@ -81,18 +97,18 @@ class Checkpoint(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         entry = self.metadata.state_dict_metadata.get(name)
         if entry is None:
-            raise KeyError(str(self._missing(name)))
+            self._refuse(name)
         if isinstance(entry, TensorMetadata):
             return SavedTensor(self._reader, name, entry, self._verify)
         with plain_errors(self._reader):
             return self._reader.value(name, verify=self._verify)
 
-    def _missing(self, name: str) -> LookupError:
+    def _refuse(self, name: str) -> NoReturn:
         try:
             self.metadata.entry(name)
         except LookupError as error:
-            return error
-        return KeyError(name)
+            raise KeyError(str(error)) from None
+        raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.metadata.state_dict_metadata)
@@ -104,10 +120,10 @@ class Checkpoint(Mapping[str, Any]):
         return name in self.metadata.state_dict_metadata
 
     def __repr__(self) -> str:
-        return describe(self._reader.source).text()
+        return _describe(self._reader.source).text()
 
     def _repr_html_(self) -> str:
-        return describe(self._reader.source).html()
+        return _describe(self._reader.source).html()
 
 
 @attrs.frozen
@@ -116,9 +132,9 @@ class Axis:
 
     Attributes:
         start: The first one.
-        step: How far it is from one to the next; negative to go backwards.
+        step: The distance from one to the next; negative to go backwards.
         count: How many there are.
-        dropped: Whether the axis is left out of the result, as a whole number asks for.
+        dropped: Whether the axis is left out of the result, as for an index of a whole number.
     """
 
     start: int
@@ -128,19 +144,19 @@ class Axis:
 
     @property
     def low(self) -> int:
-        """The least of them."""
+        """The lowest of them."""
         return self.start + min(self.step, 0) * (self.count - 1)
 
     @property
     def reach(self) -> int:
-        """How far it is from the least of them past the greatest."""
+        """The distance from the lowest of them past the highest."""
         return abs(self.step) * (self.count - 1) + 1
 
 
 class SavedTensor(Lazy):
     """A tensor in a checkpoint; indexing it reads the elements asked for.
 
-    What lies between them is read, too, where that is cheaper, and dropped piece by piece.
+    Elements between them are read too, and dropped, where that is cheaper.
     """
 
     def __init__(self, reader: Reader, name: str, entry: TensorMetadata, verify: bool) -> None:
@@ -154,26 +170,26 @@ class SavedTensor(Lazy):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it is stored as."""
+        """The dtype that it is stored as."""
         return torch_dtype(self._entry.properties.dtype)
 
     @property
     def ndim(self) -> int:
-        """How many axes it has."""
+        """The number of its axes."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """How many elements it has, as numpy calls it."""
+        """The number of its elements, as in numpy."""
         return math.prod(self.shape)
 
     def numel(self) -> int:
-        """Return how many elements it has, as torch calls it."""
+        """Return the number of its elements, as in torch."""
         return self.size
 
     @property
     def nbytes(self) -> int:
-        """How many bytes its elements take."""
+        """The bytes of its elements."""
         return self.size * self._entry.properties.itemsize
 
     def read(self) -> torch.Tensor:
@@ -215,7 +231,7 @@ class SavedTensor(Lazy):
         self, dtype: npt.DTypeLike | None = None, copy: bool | None = None
     ) -> npt.NDArray[Any]:
         if copy is False:
-            raise ValueError("elements of a checkpoint can only be had as a copy")
+            raise ValueError("elements of a checkpoint can only be read into a copy")
         try:
             return to_numpy(self.read(), dtype)
         except TypeError as error:
@@ -234,7 +250,7 @@ class SavedTensor(Lazy):
             out = self._read(axes)
         flipped = [i for i, axis in enumerate(axes) if axis.step < 0]
         if flipped:
-            out = flip(out, flipped)
+            out = flip_axes(out, flipped)
         out = out[tuple(0 if axis.dropped else slice(None) for axis in axes)]
         if None not in parts:
             return out
@@ -245,7 +261,7 @@ class SavedTensor(Lazy):
         """Return the elements in ascending order; all is planned before memory is asked for."""
         counts, dtype = [axis.count for axis in axes], self._entry.properties.dtype
         if 0 in counts:
-            return empty(counts, dtype)
+            return empty_tensor(counts, dtype)
         head = Head(self.name, self.name, WriteItemType.SHARD, self._entry.properties, self.shape)
         items = WriteItems(
             Catalog.of((head,)),
@@ -256,11 +272,11 @@ class SavedTensor(Lazy):
         step = [abs(axis.step) if axis.count > 1 else 1 for axis in axes]
         alone = Metadata({self.name: self._entry})  # planning looks at every name
         reads = _every(load_plan(alone, SavePlan(items)).items, step)
-        out, sizes = empty(counts, dtype), reads.lengths[:, : self.ndim]
+        out, sizes = empty_tensor(counts, dtype), reads.lengths[:, : self.ndim]
         at, sizes = (reads.dest_offsets[:, : self.ndim] // column(step), -(-sizes // column(step)))
         self._reader.fill(
             reads,
-            lambda row: window(out, at[row].tolist(), sizes[row].tolist()),
+            lambda row: box_view(out, at[row].tolist(), sizes[row].tolist()),
             step=step,
             verify=self._verify,
         )
@@ -271,11 +287,11 @@ class SavedTensor(Lazy):
         return f"SavedTensor({self.name!r}, shape={list(self.shape)}, dtype={dtype})"
 
     def _repr_html_(self) -> str:
-        return describe(self._reader.source, self.name).html()
+        return _describe(self._reader.source, self.name).html()
 
 
 def _every(reads: ReadItems, step: Sequence[int]) -> ReadItems:
-    """Let each read begin with the first of its elements that counts; drop those without any."""
+    """Start each read at the first of its elements that is wanted; drop those without any."""
     if max(step, default=1) == 1:
         return reads
     along = pad(column([step], 1, len(step)), reads.lengths.shape[1], 1)
@@ -291,7 +307,7 @@ def _every(reads: ReadItems, step: Sequence[int]) -> ReadItems:
 
 
 def spread(parts: Sequence[Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """Put slices in the place of an ellipsis, and of what is not said; new axes stay.
+    """Replace an ellipsis, or the end of a short index, by full slices; new axes stay.
 
     >>> spread((0, ..., None), (4, 5, 6))
     (0, slice(None, None, None), slice(None, None, None), None)
@@ -309,13 +325,13 @@ def spread(parts: Sequence[Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
 
 
 def normal_index(index: Any, shape: tuple[int, ...]) -> tuple[Axis, ...]:
-    """Say what an index means for each axis.
+    """Return what an index selects along each axis.
 
     >>> normal_index((-1, slice(None, None, -2)), (4, 5))
     (Axis(start=3, step=1, count=1, dropped=True), Axis(start=4, step=-2, count=3, dropped=False))
 
     Raises:
-        IndexError: It names an element that is not there, or too many axes.
+        IndexError: It is out of range, or has too many axes.
         TypeError: It is made of anything but whole numbers, slices and an ellipsis.
     """
     parts = spread(index if isinstance(index, tuple) else (index,), shape)
@@ -339,3 +355,52 @@ def _axis(part: Any, length: int, number: int) -> Axis:
     if not -length <= position < length:
         raise IndexError(f"index {position} is out of range for axis {number} of length {length}")
     return Axis(position % length, 1, 1, dropped=True)
+
+
+def _describe(source: Source, name: str | None = None) -> Sheet:
+    """Lay out a checkpoint, or one of its tensors, as ``shardplan inspect`` does.
+
+    >>> import tempfile
+    >>> from shardplan import save
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = save({"w": torch.zeros(4, 3), "step": 7}, folder)
+    ...     print(_describe(open_checkpoint(folder).reader.source, "w").text())
+    Tensor w of ...
+    name  shape  dtype    bytes  sharding
+    w     4 × 3  float32   48 B  whole, 1 file
+    """
+    entries = source.metadata.state_dict_metadata
+    if name is not None:
+        return listing(f"Tensor {name} of {source.store.url}", _HEAD, [_row(source, name)], 1)
+    rows = [_row(source, name) for name in entries.names[:_SHOWN]]
+    return listing(_title(source), _HEAD, rows, len(entries))
+
+
+def _title(source: Source) -> str:
+    entries = source.metadata.state_dict_metadata
+    volumes = [layout.tiling.volume() for layout in entries.layouts]
+    pairs = zip(entries.layout.tolist(), entries.prop.tolist(), strict=True)
+    total = sum(volumes[la] * entries.props[pr].itemsize for la, pr in pairs if la >= 0)
+    tensors = int((entries.layout >= 0).sum())
+    about = [f"format {source.format}"]
+    if source.created:
+        about.append(f"{datetime.fromtimestamp(source.created, UTC):%Y-%m-%d %H:%M} UTC")
+    about.append(counted(tensors, "tensor"))
+    if tensors < len(entries):
+        about.append(counted(len(entries) - tensors, "value"))
+    about.append(f"{human_bytes(total)} in {counted(len(source.files), 'file')}")
+    return f"Checkpoint {source.store.url}: {', '.join(about)}"
+
+
+def _row(source: Source, name: str) -> tuple[str, ...]:
+    entry = source.metadata.entry(name)
+    if not isinstance(entry, TensorMetadata):
+        return name, "value", "", "", ""
+    chunks = entry.chunks
+    grid = [len(cuts) - 1 for cuts in chunks.cuts] if isinstance(chunks, Grid) else None
+    cut = cut_text(len(chunks), grid)
+    files = source.file_numbers(name)
+    if files is not None:
+        cut += f", {counted(len(set(files)), 'file')}"
+    size = human_bytes(math.prod(entry.size) * entry.properties.itemsize)
+    return name, shape_text(entry.size), entry.properties.dtype, size, cut

@@ -1,10 +1,11 @@
-"""What is different between two checkpoints, however each of them was sharded?"""
+"""The differences between two checkpoints, however each of them was sharded."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Final, Literal
 
 import attrs
@@ -35,7 +36,7 @@ from shardplan.planning import (
     human_seconds,
 )
 
-from ._freshness import ATTEMPTS, STOPPED, begins_anew
+from ._read_errors import read_anew
 from ._report import logged
 
 __all__ = ["Change", "CheckpointDiff", "diff", "taken_on_trust"]
@@ -57,8 +58,8 @@ class Change:
         before, after: Both sides: what is there, the shape, the dtype, the value, or the first
             element that differs; None on the side that lacks it, and where it was not read.
         elements: How many elements of a tensor differ; None if only checksums were compared.
-        first: Where the first of these is; None likewise.
-        chunks: How many of the first side's chunks differ; 0 for what is no tensor.
+        first: The index of the first of these; None likewise.
+        chunks: How many of the first side's chunks differ; 0 for non-tensor values.
     """
 
     key: str
@@ -78,10 +79,10 @@ class CheckpointDiff:
         a, b: The checkpoints.
         changes: All differences, by key.
         keys: How many keys both have.
-        bytes_read: How many bytes of tensors were read to tell, of both.
+        bytes_read: How many bytes of tensors were read, of both.
         seconds: How long it took.
-        by_checksum: How many keys were compared by the checksums recorded when they were saved, at
-            least in part: their bytes were not read.
+        by_checksum: How many keys were compared, at least in part, by the checksums recorded when
+            they were saved: their bytes were not read.
         values: Whether values were compared at all, beside names, shapes and dtypes.
     """
 
@@ -109,7 +110,7 @@ class CheckpointDiff:
 
     @property
     def changed(self) -> tuple[Change, ...]:
-        """How names differ that both have."""
+        """Differences of names that both have."""
         return tuple(c for c in self.changes if c.what not in _SIGNS)
 
     def __repr__(self) -> str:
@@ -131,21 +132,22 @@ def diff(
 ) -> CheckpointDiff:
     """Compare two checkpoints by key: names, shapes, dtypes and values.
 
-    Where both were cut alike, the checksums tell that were written down when they were saved, and
-    no tensor is read. All other elements are read from both and compared as bits, a few megabytes
-    at a time. Every file must be there in its full size; beyond that, what is on the disk is taken
-    to be what was saved: ``read=True`` looks, and so does `verify`. If a side is overwritten
-    meanwhile, the new one is compared, from the start.
+    Chunks that both cut alike are compared by the checksums recorded when they were saved, without
+    reading them. All other elements are read from both and compared as bits, a few megabytes at a
+    time. Every file must be there in its full size; that its bytes are those that were saved is
+    checked only with ``read=True``, or by `verify`. If a side is overwritten meanwhile, the new one
+    is compared, from the start.
 
     Args:
         a: The first checkpoint.
         b: The second checkpoint.
         values: Whether to compare values at all.
-        locate: Whether to read what checksums say differs, too: so that the number of differing
-            elements and the place of the first is told of every tensor, at the price of reading.
-        read: Whether to read everything from both, and go by no checksum. Damage is then an error.
+        locate: Whether to read tensors whose checksums differ, to report for each of them how many
+            elements differ and which is the first.
+        read: Whether to read everything from both, and rely on no checksum. Damage is then an
+            error.
         progress: Called as ``progress(done_bytes, total_bytes)``, from one thread at a time, with
-            ever more bytes done and all of them in the end; bytes of one side.
+            the bytes of one side; with all of them in the end.
         pool: The threads and the memory budget to use.
 
     Returns:
@@ -165,32 +167,17 @@ def diff(
     w values 0.0 5.0 (2, 1)
 
     Raises:
-        FormatError: One of them is no checkpoint, or damage was met.
+        FormatError: One of them is not a checkpoint, or is damaged.
         PlanError: A checkpoint does not hold every element of its tensors.
     """
     start = time.perf_counter()
     pool = pool or default_pool()
-    for left in reversed(range(ATTEMPTS)):
-        sides = [_open(path, pool) for path in (a, b)]
-        try:
-            for side in sides:
-                _check_side(side)
-            found = _compare(*sides, values=values, locate=locate, read=read, tell=progress)
-            break
-        except STOPPED:  # a side that was overwritten meanwhile is compared as it is now
-            if not left or not any(map(begins_anew, sides)):
-                raise
-    ours, theirs = (side.metadata.state_dict_metadata for side in sides)
-    report = CheckpointDiff(
-        _url(a),
-        _url(b),
-        tuple(sorted(found.changes, key=lambda change: change.key)),
-        len(ours.keys() & theirs.keys()),
-        found.bytes_read,
-        time.perf_counter() - start,
-        len(found.by_checksum),
-        values,
+    options: dict[str, Any] = {"values": values, "locate": locate, "read": read, "tell": progress}
+    found = read_anew(
+        lambda: (_open(a, pool), _open(b, pool)),
+        partial(_compare, CheckpointDiff(_url(a), _url(b), (), values=values), **options),
     )
+    report = attrs.evolve(found, seconds=time.perf_counter() - start)
     return logged(report, f"{report.a} and {report.b}")
 
 
@@ -217,7 +204,7 @@ def _url(path: str | os.PathLike[str] | Store) -> str:
 
 
 def _check_sizes(store: Store, files: Mapping[str, int]) -> None:
-    """Refuse a checkpoint of which a file is missing or cut short: checksums would not notice.
+    """Refuse a checkpoint if a file is missing or cut short: recorded checksums cannot show it.
 
     Raises:
         FormatError: There is such a file.
@@ -236,24 +223,26 @@ def _check_sizes(store: Store, files: Mapping[str, int]) -> None:
             )
 
 
-@attrs.frozen
-class _Found:
-    """What differs, the bytes that were read to tell, and the keys that were not all read."""
-
-    changes: list[Change]
-    bytes_read: int = 0
-    by_checksum: frozenset[str] = frozenset()
-
-
 def _compare(
-    a: Reader, b: Reader, *, values: bool, locate: bool, read: bool, tell: Tell | None
-) -> _Found:
+    report: CheckpointDiff,
+    a: Reader,
+    b: Reader,
+    *,
+    values: bool,
+    locate: bool,
+    read: bool,
+    tell: Tell | None,
+) -> CheckpointDiff:
+    """Compare two open checkpoints, and fill in an empty report."""
+    for side in (a, b):
+        _check_side(side)
     changes = list(_structure(a, b))
+    entries = a.metadata.state_dict_metadata
+    report = attrs.evolve(report, keys=len(entries.keys() & b.metadata.state_dict_metadata.keys()))
     if not values:
         Progress(0, tell)
-        return _Found(changes)
+        return attrs.evolve(report, changes=_by_key(changes))
     changed = {change.key for change in changes}
-    entries = a.metadata.state_dict_metadata
     shared = [name for name in entries if name not in changed]
     tensors = [n for n in shared if isinstance(entries[n], TensorMetadata)]
     found = compare_tensors(a, b, tensors, locate=locate, read=read, tell=tell)
@@ -261,25 +250,32 @@ def _compare(
     others = [n for n in shared if isinstance(entries[n], BytesMetadata)]
     alike = set() if read else {name for name in others if _stored_alike(a, b, name)}
     changes += _values(a, b, [name for name in others if name not in alike])
-    return _Found(changes, found.bytes_read, found.unread | alike)
+    by_checksum = len(found.unread | alike)
+    return attrs.evolve(
+        report, changes=_by_key(changes), bytes_read=found.bytes_read, by_checksum=by_checksum
+    )
+
+
+def _by_key(changes: Iterable[Change]) -> tuple[Change, ...]:
+    return tuple(sorted(changes, key=lambda change: change.key))
 
 
 def _structure(a: Reader, b: Reader) -> Iterator[Change]:
     """Compare names, kinds, shapes and dtypes."""
     ours, theirs = a.metadata.state_dict_metadata, b.metadata.state_dict_metadata
     for name in theirs.keys() - ours.keys():
-        yield Change(name, "added", after=_told(theirs[name]))
+        yield Change(name, "added", after=_kind(theirs[name]))
     for name in ours:
         old, new = ours[name], theirs.get(name)
         if new is None:
-            yield Change(name, "removed", before=_told(old))
+            yield Change(name, "removed", before=_kind(old))
         elif isinstance(old, TensorMetadata) and isinstance(new, TensorMetadata):
             if old.size != new.size:
                 yield Change(name, "shape", old.size, new.size)
             if old.properties.dtype != new.properties.dtype:
                 yield Change(name, "dtype", old.properties.dtype, new.properties.dtype)
         elif type(old) is not type(new):
-            yield Change(name, "type", _told(old), _told(new))
+            yield Change(name, "type", _kind(old), _kind(new))
 
 
 def _tensor_change(name: str, found: TensorDiff) -> Change:
@@ -289,13 +285,13 @@ def _tensor_change(name: str, found: TensorDiff) -> Change:
 
 
 def _stored_alike(a: Reader, b: Reader, name: str) -> bool:
-    """Return whether a value is stored as the same bytes on both sides, by its checksum."""
+    """Return True if both sides store a value in a file, with the same checksums."""
     key = a.source.value_key(name)
     return key is not None and key == b.source.value_key(name)
 
 
 def _values(a: Reader, b: Reader, names: list[str]) -> Iterator[Change]:
-    """Compare values that are no tensors."""
+    """Compare non-tensor values."""
     for name in names:
         with named_errors(a):
             old = a.value(name)
@@ -305,14 +301,14 @@ def _values(a: Reader, b: Reader, names: list[str]) -> Iterator[Change]:
             yield Change(name, "values", old, new)
 
 
-def _told(entry: TensorMetadata | BytesMetadata) -> str:
+def _kind(entry: TensorMetadata | BytesMetadata) -> str:
     if isinstance(entry, BytesMetadata):
         return "value"
     return f"{entry.properties.dtype} {list(entry.size)}"
 
 
 def taken_on_trust(found: CheckpointDiff) -> str:
-    """Say what was not read; nothing if all was.
+    """Return a note on what was not read; empty if all was.
 
     >>> taken_on_trust(CheckpointDiff("a", "b", (), keys=3, by_checksum=2))
     '2 of 3 keys compared by recorded checksums: their bytes were not read'

@@ -1,70 +1,36 @@
-"""Load a checkpoint into a state dict, on one rank or on many."""
+"""Load a checkpoint into a state dict, on one rank or on many.
+
+1. Open the checkpoint and plan this rank's reads, on many ranks together: `_load_plan`.
+2. Read, alone or together: `_read`, `_read_shared`. Compare checksums.
+3. Once all ranks have read, put values and new tensors in their places, and hand stateful objects
+   their state.
+4. Report.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from fnmatch import fnmatchcase
-from functools import cached_property, partial
-from typing import Any, Literal, cast
+from functools import partial
+from typing import Any, Literal
 
 import attrs
-import torch
 
-from shardplan.dist import Comm, LostRanksError, all_reduce, reduce_scatter
-from shardplan.io import BlockSums, FormatError, Pool, StoredValue, Tell, ValueRefusedError
+from shardplan.dist import Comm, LostRanksError
+from shardplan.io import BlockSums, FormatError, Pool, Tell, ValueRefusedError
 from shardplan.io.execute import Reader
-from shardplan.io.formats import detect, find_format, locate, open_located
 from shardplan.io.stores import Store
-from shardplan.planning import (
-    LoadPlan,
-    Metadata,
-    Pass,
-    Passes,
-    PlanError,
-    SavePlan,
-    Strict,
-    chain,
-    decode_plan,
-    decode_plans,
-    encode_plan,
-    fingerprint,
-    flatten,
-    global_load_plan,
-    load_plan,
-    local_plan,
-    read_on,
-    split_reads,
-    strict_patterns,
-    whole_names,
-    with_replicas,
-)
-from shardplan.planning import share_reads as share_pass
+from shardplan.planning import Passes, PlanError, SavePlan, Strict
 from shardplan.planning.passes import Stages
-from shardplan.planning.storage import BLOCK_BYTES
 
-from ._agree import run_together
-from ._announcing import announce
-from ._comm import as_comm, counting, host_name, place_of, take_step
-from ._destinations import destinations, refuse_fixed
-from ._fanout import MIN_SHARED
-from ._freshness import ATTEMPTS, STOPPED, begins_anew
-from ._memory import blanks, refuse_unfillable, tied_names
+from ._comm import Kept, Taken, as_comm, counting, keep_step, take_step
+from ._load_plan import LoadCall, Planned, open_reader, plan_alone, plan_together
 from ._nested import put, refilled
-from ._parcels import value_names, values_read
-from ._reading import Outcome, SharedRead, noting, overwritten, read_rank
-from ._report import (
-    LoadReport,
-    RankReport,
-    Stopwatch,
-    logged,
-    place_name,
-    rank_report,
-    slowest_ranks,
-)
-from ._resizing import Resized, resize, without_other_ranks
-from ._state import State, expand, give_back, part, unpart
-from ._wishes import Wish, fetched_bytes, gap_of, heed, judged, named, nbytes_of, tensor_bytes
+from ._read import Outcome, read_rank
+from ._read_errors import naming_place, read_anew, touching
+from ._read_shared import read_shared
+from ._report import LoadReport, RankReport, Stopwatch, logged, rank_report, slowest_ranks
+from ._resize import without_other_ranks
+from ._state import State, give_back, unpart
 
 __all__ = ["load"]
 
@@ -103,17 +69,17 @@ def load(
             reported.
         strict: Whether everything must be filled: True, False, or patterns of names that must be.
             A pattern that matches no name on any rank is a mistake.
-        dtype: ``"same"`` takes another stored dtype for a mistake, ``"cast"`` for a wish to cast.
-        shape: ``"same"`` takes another shape for a mistake; ``"overlap"`` fills what both have.
-        format: What wrote the checkpoint; found out if left out.
+        dtype: ``"same"`` refuses tensors of another stored dtype; ``"cast"`` casts them.
+        shape: ``"same"`` refuses tensors of another shape; ``"overlap"`` fills what both have.
+        format: What wrote the checkpoint; detected if left out.
         comm: The ranks; by default all of torch's process group, or this process alone (which is
             refused under torchrun: pass ``comm=solo()`` if it is meant).
         share_reads: Whether bytes that several ranks need are read by one of them and sent to the
             others. ``"auto"`` does so where that is cheaper: not from a disk of the same machine.
         verify: Whether to check what is read whole against its checksums.
-        progress: Called as ``progress(done_bytes, total_bytes)``, from one thread at a time, with
-            ever more bytes of this process's tensors done, and of what it reads for others, and all
-            of them in the end. What it raises stops the load.
+        progress: Called as ``progress(done_bytes, total_bytes)``, from one thread at a time, for
+            what this process fills and what it reads for others; with all bytes in the end. What
+            it raises stops the load.
         pool: The threads and the memory budget to use.
 
     Returns:
@@ -133,354 +99,168 @@ def load(
         FormatError: The checkpoint is damaged; ``filled`` and ``touched`` say what was changed.
         LoadError: Anything else stopped the load half way; it says what was changed, too.
         StoreError: The checkpoint cannot be read at all; nothing was changed.
-        CheckpointError: On many ranks, any of these; it tells what happened on which rank, and its
+        CheckpointError: On many ranks, any of these; it says what happened on which rank, and its
             ``own`` is this rank's error. A rank without one may have filled all of its tensors or
             none, and where ranks read for each other, with whatever they read.
     """
     comm = as_comm(comm)
     if share_reads not in (True, False, "auto"):
         raise ValueError(f'share_reads must be True, False or "auto", not {share_reads!r}')
-    watch, stages = Stopwatch(), Stages.of(planner, load=True)
-    for left in reversed(range(ATTEMPTS if comm.world_size == 1 else 1)):
-        task = _Load(comm, path, format, pool, watch)
-
-        def plan(task: _Load = task) -> LoadPlan:
-            local = task.local(state_dict, stages)
-            must = task.patterns(strict, local)
-            task.tied = tied_names(local, task.flat, task.metadata)
-            task.resize(local, must, verify)
-            found = load_plan(
-                task.metadata,
-                local,
-                strict=must,
-                dtype=dtype,
-                shape=shape,
-                optional={*task.tied, *task.resized.names},
-            )
-            task.blanks = blanks(task.flat, found)
-            refuse_unfillable(task.parted(state_dict), task.paths, found, task.blanks)
-            names = [dest for dest, _ in value_names(found.items)]
-            refuse_fixed(state_dict, task.paths, [*names, *task.blanks])
-            task.flat = {**task.flat, **task.blanks}
-            task.dest = destinations(task.flat, found.items, task.reader)
-            return found
-
-        try:
-            if stages.rest and comm.world_size > 1:
-                task.run_passes(state_dict, stages)
-            noting(path, task.plan_with)(plan, share_reads)
-            report = task.run(verify, state_dict, progress)
-            break
-        except STOPPED:  # if it was overwritten meanwhile, the new checkpoint is loaded
-            if not left or not begins_anew(task.reader):
-                raise
+    watch = Stopwatch()
+    call = LoadCall(
+        state_dict,
+        path,
+        Stages.of(planner, load=True),
+        strict,
+        dtype,
+        shape,
+        format,
+        "auto" if share_reads == "auto" else bool(share_reads),
+        verify,
+        progress,
+        pool,
+        counting(comm, partial(watch.count, "exchange")),
+        watch,
+    )
+    if comm.world_size == 1:
+        report = read_anew(lambda: (open_reader(call),), partial(_load_alone, call))
+    else:
+        report = _carry_out(call, plan_together(call))
     return logged(report, path, loud=comm.rank == comm.coordinator)
 
 
-class _Load:
-    """A load on all ranks: what this rank does of it."""
+def _load_alone(call: LoadCall, reader: Reader) -> LoadReport:
+    return _carry_out(call, plan_alone(call, reader))
 
-    def __init__(
-        self,
-        comm: Comm,
-        path: str | os.PathLike[str] | Store,
-        format: str | None,
-        pool: Pool | None,
-        watch: Stopwatch,
-    ) -> None:
-        self.comm, self.watch = counting(comm, partial(watch.count, "exchange")), watch
-        self._path, self._format, self._pool = path, format, pool
-        self.reader: Reader | None = None
-        self.metadata = Metadata({})
-        self.told: Mapping[str, StoredValue] | None = None
-        self.sd: Mapping[Any, Any] = {}
-        self.flat: Mapping[str, Any] = {}
-        self.dest: Callable[[int], torch.Tensor] | None = None
-        self.tied: Mapping[str, str] = {}
-        self.resized = Resized((), frozenset())
-        self.blanks: Mapping[str, Any] = {}  # what takes the place of tensors on the meta device
-        self._local: SavePlan | None = None  # once passes that need all plans were run
-        self._alone = False  # whether one rank reads for all
-        self.paths: Mapping[str, Any] = {}
-        self._whole: frozenset[str] = frozenset()
-        self.needed = self._tensor_bytes = 0
-        self._unmatched: tuple[str, ...] = ()
 
-    @property
-    def _mine(self) -> bool:
-        return self.comm.rank == self.comm.coordinator
+def _carry_out(call: LoadCall, planned: Planned) -> LoadReport:
+    """Read on all ranks; once all have read, put what was read in its place; report."""
+    work, reduce = partial(_read, call, planned), partial(_sum_up, call, planned)
+    with call.watch.phase("wait"):  # for the other ranks, as far as it is nothing else
+        done = keep_step(call.comm, "read", work, reduce)
+    _put(planned, done.mine.outcome)
+    if done.got["stateful"]:
+        _hand_over(call, planned)
+    return _report(call, planned, done)
 
-    @cached_property
-    def _located(self) -> tuple[Store, str]:
-        """The store to look in, and the name of a single file there; empty for a folder."""
-        return locate(self._path)
 
-    def open(self) -> str:
-        """Open the checkpoint, and return its format."""
-        with self.watch.phase("open"):
-            source = open_located(*self._located, format=self._format, pool=self._pool)
-            self.reader, self.metadata = Reader(source, self._pool), source.metadata
-            return source.format
+@attrs.frozen
+class _Done:
+    """What this rank has read, and how many chunks it verified that several reads brought."""
 
-    def local(self, state_dict: State, stages: Stages[SavePlan]) -> SavePlan:
-        """Plan what this rank holds, and where that is in the checkpoint."""
-        if self._local is not None:
-            return self._local
-        own = self._own_plan(state_dict, stages)
-        return with_replicas(chain(*stages.rest)((own,)))[0]
+    outcome: Outcome
+    verified: int
 
-    def _own_plan(self, state_dict: State, stages: Stages[SavePlan]) -> SavePlan:
-        """Plan what this rank holds, up to the first pass that needs all plans."""
-        self.sd = self.parted(expand(state_dict))
-        self.flat, self.paths = flatten(self.sd)
-        self._whole = whole = whole_names(self.flat, self.paths, self.metadata)
-        if whole:
-            self.flat, self.paths = flatten(self.sd, whole=whole)
-        plan = local_plan(self.sd, whole=whole)
-        plan = attrs.evolve(plan, rank=self.comm.rank, world_size=self.comm.world_size)
-        return chain(*stages.own)((plan,))[0]
 
-    def run_passes(self, state_dict: State, stages: Stages[SavePlan]) -> None:
-        """Open the checkpoint, and run the passes that need the plans of all ranks."""
+@attrs.frozen
+class _Everyone:
+    """What all ranks did, and how many chunks were verified that several ranks read."""
 
-        def own() -> SavePlan:
-            if not self._alone:
-                self.open()
-            return self._own_plan(state_dict, stages)
+    ranks: tuple[RankReport, ...]
+    verified: int
 
-        with self.watch.phase("exchange"):
-            self._alone = self._open_on_one()
-            _, self._local = run_together(self.comm, stages, noting(self._path, own), self.watch)
 
-    def parted(self, state: Any) -> Any:
-        """Return a state dict with this rank's own of what each rank has its own of."""
-        return part(state, place_of(self.comm))
+def _read(call: LoadCall, planned: Planned) -> Kept[_Done]:
+    """Read what this rank reads; return the outcome, and a summary of it for the coordinator."""
+    sums = BlockSums()
+    with call.watch.phase("read"), naming_place(call.path):
+        outcome = _fill(call, planned, sums)
+        _settle(call, planned, sums)
+    call.watch.count("read", outcome.stats.bytes_read)
+    is_stateful = planned.target.state is not call.state_dict
+    unverified = outcome.stats.unverified - sums.nbytes
+    own = attrs.astuple(_own_report(call, planned, outcome))
+    sent = (is_stateful, own, sums.pack(), unverified)
+    return Kept(_Done(outcome, sums.verified), sent)
 
-    def resize(self, local: SavePlan, strict: Strict, verify: bool) -> None:
-        """Make this rank's own of what was saved on another number of ranks."""
-        place = place_of(self.comm)
-        self.resized = resize(
-            self.sd, local, self.metadata, self.reader, place, strict=strict, verify=verify
-        )
 
-    def patterns(self, strict: Strict, local: SavePlan) -> Strict:
-        """Return what of ``strict`` concerns this rank: others may hold what the rest matches."""
-        if self.comm.world_size == 1 or isinstance(strict, (bool, int)):
-            return strict
-        names = local.items.catalog.names
-        wanted = strict_patterns(strict)
-        here = tuple(p for p in wanted if any(fnmatchcase(name, p) for name in names))
-        self._unmatched = tuple(p for p in wanted if p not in here)
-        return here
+def _fill(call: LoadCall, planned: Planned, sums: BlockSums) -> Outcome:
+    """Fill this rank's tensors, alone or together with other ranks."""
+    opened, plan, into = planned.opened, planned.plan, planned.into
+    options: dict[str, Any] = {"verify": call.verify, "sums": sums, "progress": call.progress}
+    if not len(plan.transfers) and opened.reader is not None:
+        return read_rank(opened.reader, planned.target.flat, plan, into=into, **options)
+    try:
+        return read_shared(call.comm, opened, plan, into, place=str(call.path), **options)
+    except (LostRanksError, PlanError, ValueRefusedError):
+        raise
+    except Exception as error:
+        raise touching(error, planned.wanted.items, together=True) from error
 
-    def plan_with(self, plan: Callable[[], LoadPlan], share: bool | Literal["auto"]) -> None:
-        """Plan on every rank, and together where reads are shared."""
-        if self.comm.world_size == 1:
-            self.open()
-            with self.watch.phase("plan"):
-                self._take(plan())
-            return
 
-        def wish() -> tuple[Any, ...]:
-            with self.watch.phase("plan"):
-                self._take(plan())
-            local = self.reader is not None and not self.reader.store.staging
-            gap = self._gap
-            fetched = fetched_bytes(self.plan, self.metadata, gap) if gap else self._tensor_bytes
-            names, size = named(self.plan, self.metadata)
-            wish = Wish(fetched, names, size, host_name(), local, len(self.plan.items))
-            place = place_name(self._path)
-            return (self._identity(), place, self._unmatched, *attrs.astuple(wish))
-
-        def offer() -> tuple[Any, ...] | None:
-            if self._local is None:
-                if self._is_file():
-                    return None  # let one rank look at it first
-                self.open()
-            return wish()
-
-        def second_offer() -> tuple[Any, ...]:
-            if not self._alone:
-                self.open()
-            return wish()
-
-        def verdict(offers: list[Any]) -> dict[str, Any] | None:
-            if None in offers:
-                return None
-            return judged(self.comm.ranks, offers, share, tensor_bytes(self.metadata))
-
-        with self.watch.phase("exchange"):
-            found = all_reduce(self.comm, "plan", noting(self._path, offer), verdict)
-            if found is None:
-                self._alone = self._open_on_one()
-                found = all_reduce(self.comm, "plan", noting(self._path, second_offer), verdict)
-        heed(self.comm, found)
-        if self._alone:
-            self._share(read_on(self.comm.coordinator))
-        elif found["share"]:
-            least = 1 if share is True else MIN_SHARED
-            blocks = BLOCK_BYTES if self.reader is None else self.reader.source.block_bytes
-            gap = self._gap
-            self._share(share_pass(self.metadata, min_bytes=least, block_bytes=blocks, max_gap=gap))
-
-    def _take(self, plan: LoadPlan) -> None:
-        """Take a plan as this rank's, and count what it needs."""
-        self.plan, self._wanted = plan, plan.items
-        self.needed = self._tensor_bytes = nbytes_of(plan, self.metadata)
-        if self.reader is not None:
-            names = [name for _, name in value_names(plan.items)]
-            self.needed += values_read(self.reader, names).bytes_needed
-
-    def _identity(self) -> str:
-        """Return what tells the checkpoint that this rank has opened from any other."""
-        meta = self.metadata.storage_meta
-        known = None if meta is None else meta.save_id
-        return known or fingerprint(self.metadata)
-
-    @property
-    def _gap(self) -> int:
-        """The bytes between two ranges that are sooner fetched than left out."""
-        return 0 if self.reader is None else gap_of(self.reader)
-
-    def _is_file(self) -> bool:
-        """Return whether the checkpoint may be of a format that is a single file."""
-        return bool(self._located[1]) and (
-            self._format is None or find_format(self._format).is_file
-        )
-
-    def _open_on_one(self) -> bool:
-        """Open a file of `torch.save` on the coordinator, which tells the others what it holds.
-
-        Returns:
-            Whether it is one. Any other checkpoint is opened by every rank.
-        """
-
-        def opened() -> Reader | None:
-            store, name = self._located
-            if not name or not find_format(self._format or detect(store, name)).is_file:
-                return None
-            self.open()
-            return self.reader
-
-        found = announce(self.comm, opened)
-        if found is None:
-            return False
-        self.told = found.values
-        if not self._mine:
-            self.metadata = found.metadata
-        return True
-
-    def _share(self, share: Pass[LoadPlan]) -> None:
-        """Have the coordinator say who reads what for whom."""
-
-        def all_plans(blobs: list[bytes]) -> list[bytes]:
-            with self.watch.phase("plan"):
-                assert self.reader is not None
-                blocks = self.reader.source.block_bytes
-                passes = (split_reads(self.metadata, blocks, max_gap=self._gap), share)
-                plans = cast("tuple[LoadPlan, ...]", decode_plans(blobs))
-                return [encode_plan(plan) for plan in global_load_plan(plans, passes)]
-
-        with self.watch.phase("exchange"):
-            mine = reduce_scatter(
-                self.comm,
-                "share reads",
-                lambda: encode_plan(self.plan),
-                all_plans,
-                encode=bytes,
-                decode=bytes,
-            )
-        self.plan = cast(LoadPlan, decode_plan(mine))
-
-    def run(self, verify: bool, state_dict: State, progress: Tell | None) -> LoadReport:
-        """Read on all ranks; once all have read, hand over what was read; report what each did."""
-        everyone: list[RankReport] = []
-        results: list[Outcome] = []
-        comm, sums, common = self.comm, BlockSums(), BlockSums()
-
-        def read() -> tuple[Any, ...]:
-            with self.watch.phase("read"):
-                results.append(self._read(verify, sums, progress))
-                self._settle(sums)
-            own = attrs.astuple(self._own(results[0]))
-            unverified = results[0].stats.unverified - sums.nbytes
-            return (self.sd is not state_dict, own, sums.pack(), unverified)
-
-        def summary(told: list[tuple[Any, ...]]) -> dict[str, Any]:
-            for _, own, parts, _ in told:
-                everyone.append(RankReport(*own))
-                common.unpack(parts)
-            self._settle(common)
-            slowest = slowest_ranks(everyone) if comm.world_size > 1 else {}
-            total = sum(one.nbytes for one in everyone)
-            return {
-                "total": total,
-                "slowest": slowest,
-                "stateful": any(s for s, *_ in told),
-                "unverified": sum(nbytes for *_, nbytes in told) - common.nbytes,
-            }
-
-        with self.watch.phase("wait"):  # for the other ranks, as far as it is nothing else
-            done = take_step(comm, "read", noting(self._path, read), noting(self._path, summary))
-        for name, value in {**self.blanks, **results[0].values}.items():
-            value = refilled(self.flat[name], value) if name in self._whole else value
-            put(self.sd, self.paths[name], value)
-        self.resized.put(self.sd)
-        if done["stateful"]:
-            self._give_back(state_dict)
-        stats, keys = results[0].stats, self.plan.report
-        return LoadReport(
-            keys.missing,
-            without_other_ranks(keys.unexpected, self.flat),
-            keys.mismatched,
-            self.needed,
-            stats.bytes_read,
-            stats.requests,
-            stats.verified + sums.verified + common.verified,
-            self.watch.seconds,
-            results[0].received,
-            done["total"],
-            {phase: tuple(found) for phase, found in done["slowest"].items()},
-            tuple(everyone) if self._mine else (self._own(results[0]),),
-            phase_bytes=self.watch.nbytes,
-            bytes_sent=results[0].sent,
-            tied=self.tied,
-            dropped=keys.dropped,
-            bytes_unverified=done["unverified"],
-        )
-
-    def _own(self, done: Outcome) -> RankReport:
-        self.watch.nbytes["read"] = done.stats.bytes_read
-        return rank_report(self.comm, self.watch, self.sd, done.stats.bytes_read, done.sent)
-
-    def _read(self, verify: bool, sums: BlockSums, progress: Tell | None) -> Outcome:
-        if not len(self.plan.transfers) and self.reader is not None:
-            options: dict[str, Any] = {"verify": verify, "sums": sums, "progress": progress}
-            dest = self.dest if self.plan.items is self._wanted else None
-            return read_rank(self.reader, self.flat, self.plan, dest=dest, **options)
-        told = (self.comm, self.reader, self.metadata, self.flat, self.plan, self.told)
+def _settle(call: LoadCall, planned: Planned, sums: BlockSums) -> None:
+    """Compare the checksums of chunks that several reads brought."""
+    if planned.opened.reader is not None:
         try:
-            return SharedRead(*told, str(self._path), progress).run(verify=verify, sums=sums)
-        except (LostRanksError, PlanError, ValueRefusedError):
-            raise
-        except Exception as error:
-            raise overwritten(error, self._wanted, together=True) from error
+            sums.settle(planned.opened.reader.source)
+        except FormatError as error:
+            many = call.comm.world_size > 1
+            raise touching(error, planned.wanted.items, together=many) from None
 
-    def _settle(self, sums: BlockSums) -> None:
-        """Compare the checksums of what several reads brought."""
-        if self.reader is not None:
-            try:
-                sums.settle(self.reader.source)
-            except FormatError as error:
-                many = self.comm.world_size > 1
-                raise overwritten(error, self._wanted, together=many) from None
 
-    def _give_back(self, state_dict: State) -> None:
-        """Hand stateful values their state: another step, for any of them may refuse it."""
+def _sum_up(call: LoadCall, planned: Planned, parts: list[tuple[Any, ...]]) -> Kept[_Everyone]:
+    """Put together what the ranks have read, on the coordinator."""
+    stateful, own, digests, unverified = zip(*parts, strict=True)
+    ranks, sums = tuple(RankReport(*one) for one in own), BlockSums()
+    for part in digests:
+        sums.unpack(part)
+    with naming_place(call.path):
+        _settle(call, planned, sums)
+    sent = {
+        "total": sum(one.nbytes for one in ranks),
+        "slowest": slowest_ranks(ranks) if len(ranks) > 1 else {},
+        "stateful": any(stateful),
+        "unverified": sum(unverified) - sums.nbytes,
+    }
+    return Kept(_Everyone(ranks, sums.verified), sent)
 
-        def give() -> None:
-            with self.watch.phase("hand over"):
-                unpart(self.sd, self.sd)
-                give_back(state_dict, self.sd)
 
-        take_step(self.comm, "load_state_dict", give, lambda told: None)
+def _put(planned: Planned, outcome: Outcome) -> None:
+    """Put values and new tensors in their places in the state dict."""
+    target = planned.target
+    for name, value in {**planned.blanks, **outcome.values}.items():
+        new = refilled(target.flat[name], value) if name in target.whole else value
+        put(target.state, target.paths[name], new)
+    planned.resized.put(target.state)
+
+
+def _hand_over(call: LoadCall, planned: Planned) -> None:
+    """Give stateful objects their state: a step of its own, since any of them may refuse it."""
+
+    def give() -> None:
+        with call.watch.phase("hand over"):
+            unpart(planned.target.state, planned.target.state)
+            give_back(call.state_dict, planned.target.state)
+
+    take_step(call.comm, "load_state_dict", give, lambda nothing: None)
+
+
+def _own_report(call: LoadCall, planned: Planned, outcome: Outcome) -> RankReport:
+    nbytes, sent = outcome.stats.bytes_read, outcome.sent
+    return rank_report(call.comm, call.watch, planned.target.state, nbytes, sent)
+
+
+def _report(call: LoadCall, planned: Planned, done: Taken[_Done, _Everyone]) -> LoadReport:
+    keys, outcome, found = planned.plan.report, done.mine.outcome, done.got
+    everyone = done.whole
+    if everyone is None:  # on any rank but the coordinator
+        everyone = _Everyone((_own_report(call, planned, outcome),), 0)
+    return LoadReport(
+        missing=keys.missing,
+        unexpected=without_other_ranks(keys.unexpected, planned.target.flat),
+        mismatched=keys.mismatched,
+        bytes_needed=planned.bytes_needed,
+        bytes_read=outcome.stats.bytes_read,
+        requests=outcome.stats.requests,
+        verified=outcome.stats.verified + done.mine.verified + everyone.verified,
+        seconds=call.watch.seconds,
+        bytes_received=outcome.received,
+        total_read=found["total"],
+        slowest={phase: tuple(rank) for phase, rank in found["slowest"].items()},
+        ranks=everyone.ranks,
+        phase_bytes=call.watch.nbytes,
+        bytes_sent=outcome.sent,
+        tied=planned.tied,
+        dropped=keys.dropped,
+        bytes_unverified=found["unverified"],
+    )

@@ -1,4 +1,4 @@
-"""Tensors of a state dict that share their memory, and tensors on the meta device, without any."""
+"""Tied tensors, tensors on the meta device, and containers that cannot change, in a load."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from shardplan.planning import LoadItemType, LoadPlan, Metadata, SavePlan
 
 from ._state import State, is_stateful
 
-__all__ = ["blank_like", "blanks", "refuse_unfillable", "tied_names"]
+__all__ = ["blank_like", "blanks", "refuse_fixed", "refuse_unfillable", "tied_names"]
 
 
 def tied_names(plan: SavePlan, flat: Mapping[str, Any], metadata: Metadata) -> dict[str, str]:
-    """Find tensors that no checkpoint needs to have: another one of the same memory is in it.
+    """Find tensors that are not in a checkpoint, but share memory with one that is.
 
-    Tools store tied weights once, under one of their names.
+    Many tools store tied weights once, under one of their names.
 
     Args:
         plan: What this rank wants, after any passes.
@@ -26,7 +26,7 @@ def tied_names(plan: SavePlan, flat: Mapping[str, Any], metadata: Metadata) -> d
         metadata: The checkpoint.
 
     Returns:
-        By the name of each such tensor, the name of the one that is in the checkpoint.
+        For each such tensor, the name of the one that is in the checkpoint.
 
     >>> from shardplan.planning import local_plan, metadata_of
     >>> sd = {"embed": torch.zeros(2)}
@@ -52,14 +52,8 @@ def tied_names(plan: SavePlan, flat: Mapping[str, Any], metadata: Metadata) -> d
 def blanks(flat: Mapping[str, Any], plan: LoadPlan) -> dict[str, Any]:
     """Make memory for the tensors on the meta device that a load fills.
 
-    Those that share their storage, as tied weights do, share the new memory.
-
-    Args:
-        flat: The state dict, flattened.
-        plan: The reads.
-
-    Returns:
-        The new tensors, by name in the state dict.
+    Those that share their storage, as tied weights do, share the new memory. The new tensors are
+    returned by name in the state dict.
 
     >>> from shardplan.planning import load_plan, local_plan, metadata_of
     >>> sd = {"w": torch.empty(2, device="meta"), "v": torch.empty(2)}
@@ -67,14 +61,14 @@ def blanks(flat: Mapping[str, Any], plan: LoadPlan) -> dict[str, Any]:
     >>> {name: tensor.device.type for name, tensor in made.items()}
     {'w': 'cpu'}
     """
-    filled = [name for name in _filled(plan) if _is_meta(flat[name])]
-    if not filled:
-        return {}
     made: dict[Hashable, Any] = {}
-    for name in filled:
-        place = _place(flat[name])
-        if place not in made:
-            made[place] = blank_like(flat[name], _default_device())
+    reads = plan.items
+    filled = reads.dest[reads.type == LoadItemType.TENSOR.value]
+    for name in (reads.names[number] for number in dict.fromkeys(filled.tolist())):
+        if _is_meta(flat[name]) and _place(flat[name]) not in made:
+            made[_place(flat[name])] = blank_like(flat[name], _default_device())
+    if not made:
+        return {}
     places = {name: _place(value) for name, value in flat.items() if _is_meta(value)}
     return {name: made[place] for name, place in places.items() if place in made}
 
@@ -82,11 +76,11 @@ def blanks(flat: Mapping[str, Any], plan: LoadPlan) -> dict[str, Any]:
 def refuse_unfillable(
     state_dict: State, paths: Mapping[str, Any], plan: LoadPlan, names: Iterable[str]
 ) -> None:
-    """Refuse tensors on the meta device that would not be whole, or would not be used.
+    """Refuse tensors on the meta device that would be filled in part, or that a module holds.
 
     Args:
-        state_dict: What the load was given; objects in it may keep their own state.
-        paths: The way to each value; see `flatten`.
+        state_dict: What the load was given, stateful objects included.
+        paths: The path to each value; see `flatten`.
         plan: The reads.
         names: The tensors on the meta device that get memory.
 
@@ -112,6 +106,52 @@ def refuse_unfillable(
         raise ValueRefusedError(refused)
 
 
+def refuse_fixed(state_dict: State, paths: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Refuse to replace values in containers that cannot change.
+
+    Args:
+        state_dict: What the load was given, stateful objects included.
+        paths: The path to each value; see `flatten`.
+        names: The values that are to be replaced.
+
+    >>> from types import MappingProxyType
+    >>> from shardplan.planning import flatten
+    >>> fixed = MappingProxyType({"step": 0})
+    >>> refuse_fixed(fixed, flatten(fixed)[1], ["step"])
+    Traceback (most recent call last):
+    shardplan.io.errors.ValueRefusedError: `step` lies in a mappingproxy, which cannot change; ...
+
+    Raises:
+        ValueRefusedError: There are such containers; all values in them are named.
+    """
+    holders = {name: _holder(state_dict, paths[name]) for name in names}
+    refused = {
+        name: f"lies in a {type(holder).__name__}, which cannot change; pass a dict"
+        for name, holder in holders.items()
+        if not hasattr(holder, "__setitem__")
+    }
+    if refused:
+        raise ValueRefusedError(refused)
+
+
+def _holder(state_dict: State, path: Sequence[tuple[str, Any]]) -> Any:
+    """Return the innermost container on the way to a value that must take another entry.
+
+    Tuples are made anew, a `PerRank` is replaced, and a stateful object is given all its state.
+    """
+    holder: Any = state_dict
+    node: Any = state_dict
+    for kind, key in path:
+        if is_stateful(node):
+            return {}
+        if not isinstance(node, (Mapping, list, tuple)):
+            return holder
+        if kind != "tuple":
+            holder = node
+        node = node[key]
+    return holder
+
+
 def blank_like(value: Any, device: Any) -> torch.Tensor:
     """Return a new tensor; a DTensor where its mesh is, with memory for this rank's part."""
     if not hasattr(value, "placements"):
@@ -130,13 +170,6 @@ def blank_like(value: Any, device: Any) -> torch.Tensor:
     return blank
 
 
-def _filled(plan: LoadPlan) -> list[str]:
-    """Name the tensors of the state dict that a plan fills; others read for this rank, too."""
-    reads = plan.items
-    rows = reads.dest[reads.type == LoadItemType.TENSOR.value]
-    return [reads.names[row] for row in dict.fromkeys(rows.tolist())]
-
-
 def _is_meta(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "meta"
 
@@ -148,7 +181,7 @@ def _default_device() -> torch.device:
 
 
 def _place(value: Any) -> Hashable | None:
-    """Return what tensors of the same memory and shape have in common; None if that is not known.
+    """Return a key that is equal for tensors of the same memory and shape; None if unknown.
 
     >>> a = torch.zeros(4)
     >>> _place(a) == _place(a.view(4)) != _place(a.view(2, 2))
@@ -170,7 +203,7 @@ def _place(value: Any) -> Hashable | None:
 
 
 def _keeper(state_dict: State, path: Sequence[tuple[str, Any]]) -> Any:
-    """Return the object on the way to a value that keeps its own state; None if there is none."""
+    """Return the stateful object on the way to a value; None if there is none."""
     node: Any = state_dict
     for _, key in path:
         if is_stateful(node):

@@ -1,4 +1,4 @@
-"""Nested state dicts: one leaf of them put in its place, or some values replaced."""
+"""Nested state dicts: read or replace values inside them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["at", "put", "refilled", "remade", "replaced", "sort_key"]
 
 
 def at(root: Any, path: Sequence[tuple[str, Any]]) -> Any:
-    """Return what lies at the end of a path that `flatten` found.
+    """Return the value at the end of a path that `flatten` found.
 
     >>> at({"a": [1, (2, 3)]}, [("dict", "a"), ("list", 1), ("tuple", 0)])
     2
@@ -25,7 +25,7 @@ def at(root: Any, path: Sequence[tuple[str, Any]]) -> Any:
 
 
 def put(root: Any, path: Sequence[tuple[str, Any]], value: Any) -> None:
-    """Set one leaf in place; tuples on the way, which cannot change, are made anew.
+    """Set one leaf in place; tuples on the path, which cannot change, are made anew.
 
     >>> sd = {"a": [1, (2, 3)]}
     >>> put(sd, [("dict", "a"), ("list", 1), ("tuple", 0)], 9)
@@ -71,10 +71,10 @@ def refilled(old: Any, new: Any) -> Any:
 
 
 def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a nested value in which ``change`` was applied to all that is no tensor.
+    """Return a nested value with ``change`` applied to everything but tensors.
 
-    What it changes is not looked into; dicts are walked in order of their keys. The very value, and
-    the very containers in it, come back if nothing inside changes.
+    What it changes is not searched further; dicts are walked in order of their keys. A value or a
+    container in which nothing changes is returned itself, not a copy.
 
     >>> replaced({"a": [1, (2, "x")]}, lambda value: 9 if value == 2 else value)
     {'a': [1, (9, 'x')]}
@@ -91,7 +91,7 @@ def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def _replaced_in_dict(sd: Mapping[Any, Any], change: Callable[[Any], Any]) -> Mapping[Any, Any]:
     changed: dict[Any, Any] = {}
-    examples = {type(value): value for value in sd.values()}  # there are mostly a few
+    examples = {type(value): value for value in sd.values()}  # few types, many values
     tensors = {kind for kind, value in examples.items() if is_tensor(value)}
     if tensors.issuperset(examples):
         return sd
@@ -104,12 +104,12 @@ def _replaced_in_dict(sd: Mapping[Any, Any], change: Callable[[Any], Any]) -> Ma
 
 
 def sort_key(key: Any) -> tuple[str, str]:
-    """Return what sorts keys of any type, the same on all ranks."""
+    """Return a sort key for dict keys of any type, the same on all ranks."""
     return str(key), type(key).__name__
 
 
 def remade(value: Any, entries: list[Any]) -> Any:
-    """Return a list or tuple of such entries; the very one if it has these already."""
+    """Return a list or tuple like ``value`` with other entries; ``value`` itself if none differ."""
     if all(new is old for new, old in zip(entries, value, strict=True)):
         return value
     if isinstance(value, list):

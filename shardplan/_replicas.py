@@ -22,9 +22,9 @@ from shardplan.io import (
     as_tensor,
     combine,
     default_pool,
-    dump,
+    flat_memory,
     hash_views,
-    memory,
+    tensor_bytes,
 )
 from shardplan.io.execute import Kept, Piece, collect
 from shardplan.planning import (
@@ -236,5 +236,5 @@ def _parts(value: Any) -> list[bytes]:
 def _tensor_digest(value: Any) -> int:
     """Return the checksum of a plain tensor's elements."""
     tensor = as_tensor(value)
-    view = memory(tensor)
-    return hash_views([dump(tensor, dtype_name(tensor.dtype)) if view is None else view])
+    view = flat_memory(tensor)
+    return hash_views([tensor_bytes(tensor, dtype_name(tensor.dtype)) if view is None else view])

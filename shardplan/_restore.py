@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
-from shardplan.io import Pool, Tell, empty
+from shardplan.io import Pool, Tell, empty_tensor
 from shardplan.io.execute import Reader
 from shardplan.io.formats import open_source
 from shardplan.io.stores import Store
@@ -29,11 +30,11 @@ from shardplan.planning import (
 )
 
 from ._comm import own_place
-from ._freshness import ATTEMPTS, STOPPED, begins_anew, plain_errors
 from ._memory import blank_like, tied_names
-from ._reading import read_rank
+from ._read import Opened, read_rank
+from ._read_errors import plain_errors, read_anew
 from ._report import LOG
-from ._resizing import resize
+from ._resize import resize
 from ._state import State, expand, part, unpart
 
 __all__ = ["restore"]
@@ -56,18 +57,18 @@ def restore(
     Args:
         path: The checkpoint.
         target: What to make, nested in any way: meta tensors, `TensorSpec`s, or anything else with
-            a shape and a dtype; other leaves stand for values that are no tensors. A DTensor stands
-            for one on the same mesh, of which this rank reads its own part; an object with
-            ``state_dict()`` and ``load_state_dict()`` for its state, and is not changed. Everything
-            that was saved if left out.
+            a shape and a dtype; other leaves stand for non-tensor values. A DTensor stands for one
+            on the same mesh, and this rank reads its own part; an object with ``state_dict()`` and
+            ``load_state_dict()`` stands for its state, and is not changed. Everything that was
+            saved if left out.
         keys: Shell-style patterns of the flattened names to read; everything if left out.
         device: Where new tensors are made; DTensors are made where their mesh is.
         dtype: Whether tensors of ``target`` may have another dtype than the saved ones: ``"cast"``.
-        format: What wrote the checkpoint; found out if left out.
+        format: What wrote the checkpoint; detected if left out.
         verify: Whether to check what is read whole against its checksums.
         progress: Called as ``progress(done_bytes, total_bytes)``, from one thread at a time, with
-            ever more bytes of this process's tensors done, and all of them in the end. What it
-            raises stops the load.
+            more and more bytes of this process's tensors done, and all of them in the end. What
+            it raises stops the load.
         pool: The threads and the memory budget to use.
 
     >>> import tempfile, torch
@@ -85,22 +86,19 @@ def restore(
     """
     if torch.device(device).type == "meta":
         raise ValueError(
-            "the meta device holds no elements to restore; open_checkpoint tells names, shapes and "
+            "the meta device holds no elements to restore; open_checkpoint gives names, shapes and "
             "dtypes without reading them"
         )
-    for left in reversed(range(ATTEMPTS)):
-        reader = Reader(open_source(path, format=format, pool=pool), pool)
-        try:
-            with plain_errors(reader):
-                return _restore(reader, target, keys, device, dtype, verify, progress)
-        except STOPPED:
-            if not left or not begins_anew(reader):
-                raise
-    raise AssertionError  # the last attempt returns or raises
+    options: dict[str, Any] = {"dtype": dtype, "verify": verify, "progress": progress}
+    return read_anew(
+        lambda: (Reader(open_source(path, format=format, pool=pool), pool),),
+        partial(_restore, target=target, keys=keys, device=device, **options),
+    )
 
 
 def _restore(
     reader: Reader,
+    *,
     target: State | None,
     keys: Iterable[str] | None,
     device: Any,
@@ -109,22 +107,21 @@ def _restore(
     progress: Tell | None,
 ) -> dict[Any, Any]:
     """Make a new state dict of a checkpoint; all is planned before memory is asked for."""
-    metadata = reader.metadata
-    place = own_place()
-    nested = {} if target is None else part(expand(target), place)
-    every, paths = _everything(metadata) if target is None else _flat(nested, metadata)
-    wanted = _matching(every, keys)
-    specs = {name: _spec(leaf) for name, leaf in wanted.items()}
-    local = local_plan(specs)
-    tied = tied_names(local, wanted, metadata)
-    resized = resize(nested, local, metadata, reader, place, strict=True, verify=verify)
-    optional = {*tied, *resized.names}
-    plan = load_plan(metadata, local, dtype=dtype, optional=optional)
-    flat = {name: _blank(spec, device) for name, spec in specs.items() if name not in tied}
-    flat |= {name: flat[kept] for name, kept in tied.items()}
-    done = read_rank(reader, flat, plan, verify=verify, progress=progress)
-    nbytes = done.stats.bytes_read
-    LOG.info("%s: restored %d names, %d bytes", reader.store.url, len(flat), nbytes)
+    metadata, place = reader.metadata, own_place()
+    with plain_errors(reader):
+        nested = {} if target is None else part(expand(target), place)
+        every, paths = _everything(metadata) if target is None else _flat(nested, metadata)
+        wanted = _matching(every, keys)
+        specs = {name: _spec(leaf) for name, leaf in wanted.items()}
+        local = local_plan(specs)
+        tied = tied_names(local, wanted, metadata)
+        opened = Opened(metadata, reader)
+        resized = resize(nested, local, opened, place, strict=True, verify=verify)
+        plan = load_plan(metadata, local, dtype=dtype, optional={*tied, *resized.names})
+        flat = {name: _blank(spec, device) for name, spec in specs.items() if name not in tied}
+        flat |= {name: flat[kept] for name, kept in tied.items()}
+        done = read_rank(reader, flat, plan, verify=verify, progress=progress)
+    LOG.info("%s: restored %d names, %d bytes", reader.store.url, len(flat), done.stats.bytes_read)
     made = unflatten({**flat, **done.values}, paths)
     resized.put(made)
     unpart(made, nested)
@@ -156,7 +153,7 @@ def _spec(leaf: Any) -> Any:
 def _blank(spec: Any, device: Any) -> Any:
     """Return a new tensor, or what stands for a value until it is read."""
     if isinstance(spec, TensorSpec):
-        return empty(spec.shape, spec.dtype, device)
+        return empty_tensor(spec.shape, spec.dtype, device)
     return blank_like(spec, device) if is_tensor(spec) else spec
 
 

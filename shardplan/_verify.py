@@ -14,7 +14,7 @@ from shardplan.io.formats import Fault, Findings, Format, detect, find_format, l
 from shardplan.io.stores import Store, StoreError
 from shardplan.planning import Sheet, Table, counted, human_bytes, human_seconds
 
-from ._freshness import ATTEMPTS, is_another
+from ._read_errors import ATTEMPTS, is_another
 from ._report import logged
 
 __all__ = ["VerifyReport", "verify"]

@@ -36,7 +36,7 @@ from shardplan import (
     to_torch,
 )
 from shardplan._state import expand
-from shardplan.io.tensors import dump
+from shardplan.io.tensors import tensor_bytes
 from shardplan.planning import (
     BytesMetadata,
     Chunk,
@@ -340,7 +340,7 @@ def blank(value):
 def shown(value):
     if isinstance(value, torch.Tensor):
         name = dtype_name(value.dtype)
-        return name, tuple(value.shape), bytes(dump(value, name))
+        return name, tuple(value.shape), bytes(tensor_bytes(value, name))
     return repr(value)
 
 

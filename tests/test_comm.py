@@ -33,7 +33,7 @@ from shardplan.dist import (
 )
 from shardplan.dist.errors import thinned
 from shardplan.dist.torch.rendezvous import Meetings
-from shardplan.dist.torch.worker import Worker
+from shardplan.dist.torch.transport import Worker
 from shardplan.planning import decode_plan, encode_plan, local_plan
 
 FOLDER = Path(__file__).parent / "ranks"

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import shardplan
-from shardplan._reading import read_rank
+from shardplan._read import read_rank
 from shardplan.io.errors import ExistsError, FormatError, UnsureCommitError, ValueRefusedError
 from shardplan.io.execute.read import Reader
 from shardplan.io.formats.dcp import ranks as dcp_ranks

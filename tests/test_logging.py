@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import shardplan
-from shardplan._load import STOPPED
 from shardplan.dist import run_ranks
+from shardplan.io import FormatError
 from shardplan.io.stores.base import StoreError, open_store
 
 
@@ -93,7 +93,7 @@ def test_a_read_that_begins_anew_is_a_worry(tmp_path, log, monkeypatch):
         if not failed:
             failed.append(True)
             saved(tmp_path / "a", overwrite=True)
-            raise STOPPED[0]("shard", "gone")
+            raise FormatError("shard", "gone")
         return read(*args, **kwargs)
 
     read = shardplan.io.execute.read.Reader.fill

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardplan
-from shardplan._reading import read_rank
+from shardplan._read import read_rank
 from shardplan.io.errors import ExistsError, FormatError, LoadError, ValueRefusedError
 from shardplan.io.execute import fetch
 from shardplan.io.execute import read as reading
@@ -419,8 +419,8 @@ def test_loads_into_plain_memory_reserve_none_beside_it(tmp_path):
 def test_a_large_transposed_tensor_is_filled_by_several_threads(tmp_path, monkeypatch):
     tensor = torch.randn(4096, 4096)  # four blocks
     shardplan.save({"w": tensor}, tmp_path)
-    both, store = threading.Barrier(2, timeout=60), fetch.store
-    monkeypatch.setattr(fetch, "store", lambda *args: (both.wait(), store(*args)))
+    both, store = threading.Barrier(2, timeout=60), fetch.fill_from_bytes
+    monkeypatch.setattr(fetch, "fill_from_bytes", lambda *args: (both.wait(), store(*args)))
     target = torch.zeros(4096, 4096).t()
     assert shardplan.load({"w": target}, tmp_path).verified == 1
     assert torch.equal(target, tensor)
@@ -742,7 +742,7 @@ def test_fields_of_records_are_saved_and_refused_as_destinations(tmp_path):
     records["b"] = [1, 2, 3]
     shardplan.save({"w": records["b"]}, tmp_path)
     assert shardplan.restore(tmp_path)["w"].tolist() == [1, 2, 3]
-    with pytest.raises(ValueRefusedError, match=r"`w` is a numpy array .* askew"):
+    with pytest.raises(ValueRefusedError, match=r"`w` is a numpy array .* not aligned"):
         shardplan.load({"w": records["b"]}, tmp_path)
 
 

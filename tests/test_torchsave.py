@@ -28,7 +28,7 @@ from shardplan.io.formats.registry import find_writer, open_source, open_target
 from shardplan.io.formats.torch_save import source as torchsave
 from shardplan.io.formats.torch_save import views as view_module
 from shardplan.io.formats.torch_save.zip_read import Window, read_archive
-from shardplan.io.formats.torch_save.zip_write import Member, lay_out
+from shardplan.io.formats.torch_save.zip_write import lay_out
 from shardplan.io.stores.base import StoreError, open_store
 from shardplan.io.stores.testing import CountingStore, FaultyStore, InjectedError
 from shardplan.planning import (
@@ -177,7 +177,7 @@ def test_slices_read_only_their_bytes(tmp_path):
         torch_save({"w": rows, "t": rows.clone().t()}, tmp_path / file, zipped)
         source = open_source(tmp_path / file)
         store = CountingStore(open_store(tmp_path))
-        counted = Checkpoint(Reader(torchsave.source(store, file)))
+        counted = Checkpoint(Reader(torchsave.TorchFormat().open(store, file)))
         assert store.bytes_read() < 1 << 17
         store.clear()
         assert torch.equal(counted["w"][1000:1010], rows[1000:1010])
@@ -209,7 +209,7 @@ def test_a_value_that_hides_tensors_is_read_with_these_alone(tmp_path, zipped):
     torch_save(sd, tmp_path / "x.pt", zipped)
     store = CountingStore(open_store(tmp_path))
     with torch.serialization.safe_globals([argparse.Namespace]):
-        source = torchsave.source(store, "x.pt")
+        source = torchsave.TorchFormat().open(store, "x.pt")
         store.clear()
         (found,), args = source.value("bag"), source.value("args")
     assert raw(found) == raw(args.t) == raw(hidden)
@@ -223,7 +223,7 @@ def test_a_value_of_another_class_that_hides_none_reads_nothing(tmp_path, zipped
     torch_save(sd, tmp_path / "x.pt", zipped)
     store = CountingStore(open_store(tmp_path))
     with torch.serialization.safe_globals([argparse.Namespace]):
-        source = torchsave.source(store, "x.pt")
+        source = torchsave.TorchFormat().open(store, "x.pt")
         store.clear()
         args = source.value("args")
         args.lr = 7
@@ -416,7 +416,7 @@ def test_more_than_four_gib_need_longer_numbers(tmp_path):
 
     tail = torch.arange(5, dtype=torch.uint8)
     leaves = {"z": Leaf("0", "uint8", (large,)), "t": Leaf("1", "uint8", (5,))}
-    storages = [Member("data/0", large), Member("data/1", 5)]
+    storages = [large, 5]
     layout = lay_out(pickle_nested(leaves)[0], storages)
     held = [[Block(list(blocks(large)))], [Block([memoryview(tail.numpy())])]]
     size = 0
@@ -616,7 +616,7 @@ def test_views_that_do_not_nest_are_read_a_little_at_a_time(tmp_path, monkeypatc
     monkeypatch.setattr(view_module, "_SPAN", limits[1])
     torch_save(VIEWS, tmp_path / "x.pt")
     store = CountingStore(open_store(tmp_path))
-    found = Checkpoint(Reader(torchsave.source(store, "x.pt")))
+    found = Checkpoint(Reader(torchsave.TorchFormat().open(store, "x.pt")))
     for name, view in VIEWS.items():
         plain = view.resolve_conj()
         store.clear()
@@ -632,7 +632,7 @@ def test_a_tensor_larger_than_its_storage_is_told_and_takes_no_memory(tmp_path):
 
     for nbytes in (0, 16):
         pickled = pickle_nested({"w": Leaf("0", "float32", (1 << 40,))})[0]
-        layout = lay_out(pickled, [Member("data/0", nbytes)])
+        layout = lay_out(pickled, [nbytes])
         blocks = [Block([memoryview(bytes(nbytes))])]
         (tmp_path / "x.pt").write_bytes(b"".join(archive_parts(layout, [blocks])))
         with pytest.raises(FormatError, match=r"x\.pt: .*bytes"):

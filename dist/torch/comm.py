@@ -22,8 +22,7 @@ from shardplan.planning import named_extras
 from ..comm import Comm, Pending, Reduce, as_bytes, as_parts, departure
 from ..errors import LostRanksError
 from .rendezvous import Meetings
-from .transport import Trouble, Wire, join, split
-from .worker import StuckError, Worker
+from .transport import StuckError, Trouble, Wire, Worker, join, split
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -36,10 +35,24 @@ SMALL = 4096
 _TAG = 0x5AD0000
 """Tag of the messages of a group's first comm; users have small tags."""
 
-# By group: made once, and shared by all comms of the group.
-_stores: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-_hosted: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-_twins: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+@attrs.define(eq=False)
+class _Shared:
+    """What all comms of a group share.
+
+    Attributes:
+        hosted: The group's own store, which this process may host for the others.
+        store: The same store on our own connection: torch's waits block theirs for as long as they
+            last.
+        connections: Our own gloo connections, once they are made.
+    """
+
+    hosted: Any
+    store: Any
+    connections: Any = None
+
+
+_shared: weakref.WeakKeyDictionary[Any, _Shared] = weakref.WeakKeyDictionary()
 
 
 def torch_comm(
@@ -96,20 +109,19 @@ def torch_comm(
         raise ValueError(f"coordinator {coordinator} is not one of the {len(ranks)} ranks")
     worker, host = Worker(), _host_of_the_store()
     try:
-        store, number = worker.call(lambda: _numbered_store(group, rank), timeout)
+        shared, number = worker.call(lambda: _numbered(group, rank), timeout)
     except StuckError as error:
         lost = ranks[coordinator] if host is None else host
         reason = f"cannot be reached: the store through which the ranks meet gives {error}"
         raise LostRanksError({lost: reason}) from None
-    rooms = dist.PrefixStore(f"shardplan/{number}", store)
+    rooms = dist.PrefixStore(f"shardplan/{number}", shared.store)
     meetings = Meetings(rooms, rank, coordinator, ranks, timeout, host, worker=worker)
     if not fresh and not private and "cpu:gloo" in dist.get_backend_config(group).split(","):
         messages = group
     else:
-        messages = _twin(group, store, meetings, number, fresh)
+        messages = _connect(shared, meetings, number, fresh)
     wire = Wire(messages, _TAG + number, timeout, meetings.check_next)
-    # The comm keeps the group's own store alive, which this process may host for the others.
-    comm = TorchComm(meetings, wire, _hosted[group])
+    comm = TorchComm(meetings, wire, shared.hosted)  # which stays alive with the comm
     weakref.finalize(comm, _close, meetings, wire)
     return comm
 
@@ -120,7 +132,7 @@ def _close(meetings: Meetings, wire: Wire) -> None:
     wire.worker.close()
 
 
-def _twin(group: ProcessGroup, store: Any, meetings: Meetings, number: int, fresh: bool) -> Any:
+def _connect(shared: _Shared, meetings: Meetings, number: int, fresh: bool) -> Any:
     """Return our own gloo connections between the ranks of a group, made once.
 
     They are made through the group's store, by its members alone: torch's new_group would need
@@ -128,42 +140,30 @@ def _twin(group: ProcessGroup, store: Any, meetings: Meetings, number: int, fres
     """
     import torch.distributed as dist
 
-    if group in _twins and not fresh:
-        return _twins[group]
+    if shared.connections is not None and not fresh:
+        return shared.connections
     try:
         meetings.meet("torch_comm", b"", lambda notes: b"")
-        rooms = dist.PrefixStore(f"shardplan/gloo/{number}", store)
+        rooms = dist.PrefixStore(f"shardplan/gloo/{number}", shared.store)
         limit = timedelta(seconds=meetings.timeout)
-        _twins[group] = dist.ProcessGroupGloo(rooms, meetings.rank, len(meetings.ranks), limit)
+        ranks = len(meetings.ranks)
+        shared.connections = dist.ProcessGroupGloo(rooms, meetings.rank, ranks, limit)
     except LostRanksError:
         raise
     except BaseException as error:
         meetings.leave(f"left torch_comm: {type(error).__name__}")
         raise
-    return _twins[group]
+    return shared.connections
 
 
-def _numbered_store(group: ProcessGroup, rank: int) -> tuple[Any, int]:
-    """Return the group's store, and how many comms this rank has made of the group.
-
-    The number is the same on all ranks.
-    """
-    store = _private_store(group)
-    return store, store.add(f"shardplan/comms/{rank}", 1)
-
-
-def _private_store(group: ProcessGroup) -> Any:
-    """Return the group's store on its own connection, made once.
-
-    Torch's waits block their connection for as long as they last; ours must never be blocked.
-    """
+def _numbered(group: ProcessGroup, rank: int) -> tuple[_Shared, int]:
+    """Return what the group's comms share, and the number of the next one, equal on all ranks."""
     from torch.distributed import distributed_c10d
 
-    if group not in _stores:
+    if group not in _shared:
         store = distributed_c10d._get_process_group_store(group)
-        _stores[group] = store.clone() if hasattr(store, "clone") else store
-        _hosted[group] = store
-    return _stores[group]
+        _shared[group] = _Shared(store, store.clone() if hasattr(store, "clone") else store)
+    return _shared[group], _shared[group].store.add(f"shardplan/comms/{rank}", 1)
 
 
 def _host_of_the_store() -> int | None:

@@ -29,7 +29,7 @@ from typing import Protocol, TypeVar
 import attrs
 
 from ..errors import LostRanksError
-from .worker import Worker
+from .transport import Worker
 
 __all__ = ["Meetings", "Store"]
 
@@ -63,7 +63,7 @@ class Store(Protocol):
 
 
 Answer = Callable[[list[bytes | None]], bytes | None]
-"""What the coordinator says when all have come, given their notes; None if it says nothing."""
+"""Computes the coordinator's answer from all notes; None for no answer."""
 
 
 @attrs.define

@@ -23,7 +23,7 @@ from shardplan.planning.storage import (
 
 from ..formats.base import Source
 from ..progress import Progress
-from ..tensors import memory, run_bytes, runs, same_dtype, store, window
+from ..tensors import box_view, fill_from_bytes, flat_memory, run_bytes, runs, same_dtype
 
 __all__ = ["Dest", "Fetch"]
 
@@ -147,7 +147,7 @@ class Fetch:
                 high = int(ranges.start[last] + ranges.length[last])
                 tensor, dtype = _box(plan, self._dests, block)
                 in_file = plan.strides[plan.blocks.box[block]].tolist()
-                store(tensor, found[low - first : high - first], dtype, in_file)
+                fill_from_bytes(tensor, found[low - first : high - first], dtype, in_file)
         self._count(len(blocks), int(plan.nbytes[blocks].sum()))
 
     def _hash(self, blocks: Ints, views: list[Views]) -> None:
@@ -165,7 +165,7 @@ class Fetch:
         """Return the tensors' own memory that plain blocks go into."""
         found = []
         for read, low, size in self._places[blocks].tolist():
-            view = memory(self._dests[read].tensor)
+            view = flat_memory(self._dests[read].tensor)
             assert view is not None
             found.append(view if len(view) == size else view[low : low + size])
         return found
@@ -203,7 +203,7 @@ class _Staged:
         span, nbytes = int(plan.span[block]), int(plan.ranges[block] * plan.span[block])
         strides = plan.staged_strides(block) if nbytes > plan.nbytes[block] else None
         run = 0 if strides is not None else min(span, _direct_bytes(tensor, dtype))
-        whole = memory(tensor) if run else None
+        whole = flat_memory(tensor) if run else None
         if whole is not None:
             return cls(_slices(whole, run), tensor, dtype)
         if run >= SMALL:
@@ -214,14 +214,14 @@ class _Staged:
     def deliver(self) -> None:
         """Bring what was read to where it belongs."""
         if self.staged is not None:
-            store(self.tensor, self.staged, self.dtype, self.strides)
+            fill_from_bytes(self.tensor, self.staged, self.dtype, self.strides)
 
 
 def _box(plan: FetchPlan, dests: Sequence[Dest], block: int) -> tuple[torch.Tensor, str]:
     """Return the part of a tensor that a block fills, and what the block is stored as."""
     dest, blocks = dests[plan.blocks.box[block]], plan.blocks
     offsets, sizes = blocks.offsets[block].tolist(), blocks.sizes[block].tolist()
-    return window(dest.tensor, offsets, sizes), dest.dtype
+    return box_view(dest.tensor, offsets, sizes), dest.dtype
 
 
 def _direct_bytes(tensor: torch.Tensor, dtype: str) -> int:

@@ -1,4 +1,4 @@
-"""What is to be written? The elements of each item of a save plan, as bytes, block by block.
+"""`Piece`: the elements of one item of a save plan as bytes, block by block.
 
 Every format writes `Piece`s. Their elements lie in tensor memory, or, when one checkpoint is
 converted to another, in the checkpoint that they are read from as they are needed.
@@ -17,27 +17,26 @@ import numpy.typing as npt
 import torch
 
 from shardplan.planning import SavePlan, dtype_name, itemsize, shard_finder
-from shardplan.planning.columns import column
-from shardplan.planning.storage import BLOCK_BYTES, cut_blocks
+from shardplan.planning.storage import BLOCK_BYTES, boxes_of, reads_of
 
 from ..pool import check_stopped
 from ..progress import Progress
 from ..tensors import (
     as_tensor,
     block_of_memory,
+    box_view,
     can_cast,
     can_share,
-    dump,
-    empty,
+    empty_tensor,
+    flat_memory,
     is_plain,
-    memory,
     same_dtype,
+    tensor_bytes,
     torch_dtype,
-    window,
 )
 from .copying import Block, Made
 
-__all__ = ["Kept", "Lazy", "Piece", "blocks_of", "boxes_of", "collect", "reads_of", "tied_pieces"]
+__all__ = ["Kept", "Lazy", "Piece", "blocks_of", "collect", "tied_pieces"]
 
 
 @runtime_checkable
@@ -87,7 +86,7 @@ class Piece:
         size: The tensor's global shape.
         source: What holds its elements, and maybe others.
         start: Where it starts there.
-        progress: Is told of its bytes as they are written.
+        progress: Gets its bytes as they are written.
     """
 
     name: str
@@ -109,7 +108,7 @@ class Piece:
         """Whether its bytes are those of tensor memory as it is, so that no copy is made."""
         if not isinstance(self.source, torch.Tensor):
             return False
-        return is_plain(window(self.source, self.start, self.shape), self.dtype)
+        return is_plain(box_view(self.source, self.start, self.shape), self.dtype)
 
     def blocks(self, block_bytes: int = BLOCK_BYTES) -> Iterator[memoryview]:
         """Yield its bytes in row-major order, a block at a time; see `cut_blocks`.
@@ -129,11 +128,11 @@ class Piece:
         """Return the bytes of a block."""
         at = [s + o for s, o in zip(self.start, offsets, strict=False)]
         if isinstance(self.source, torch.Tensor):
-            box = window(self.source, at, sizes)
+            box = box_view(self.source, at, sizes)
         else:
             box = self._read(self.source, at, sizes[: len(at)])
-        view = memory(box) if same_dtype(box, self.dtype) else None
-        return dump(box, self.dtype) if view is None else view
+        view = flat_memory(box) if same_dtype(box, self.dtype) else None
+        return tensor_bytes(box, self.dtype) if view is None else view
 
     def _read(self, source: Lazy, at: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """Return a box of what is somewhere else, cast a part at a time where it has to be."""
@@ -144,7 +143,7 @@ class Piece:
         box = memory.view(torch_dtype(self.dtype)).view(tuple(sizes))
         for offsets, part in reads_of(sizes, self.dtype, own):
             found = source.read_box([a + o for a, o in zip(at, offsets, strict=True)], part)
-            window(box, offsets, part).copy_(found)
+            box_view(box, offsets, part).copy_(found)
         return box
 
     def made_blocks(self) -> list[Block]:
@@ -168,8 +167,8 @@ class Piece:
         if not self.nbytes:
             return []
         if isinstance(self.source, torch.Tensor):
-            box = window(self.source, self.start, self.shape)
-            view = memory(box) if same_dtype(box, self.dtype) else None
+            box = box_view(self.source, self.start, self.shape)
+            view = flat_memory(box) if same_dtype(box, self.dtype) else None
             if view is None:
                 return None
             cut = (view[i : i + BLOCK_BYTES] for i in range(0, len(view), BLOCK_BYTES))
@@ -203,38 +202,6 @@ def blocks_of(pieces: Sequence[Piece], local: bool) -> list[list[Block]]:
     return known if len(known) == len(pieces) else [piece.made_blocks() for piece in pieces]
 
 
-def boxes_of(
-    shape: Sequence[int], dtype: str, block_bytes: int = BLOCK_BYTES
-) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-    """Yield the blocks of a chunk, as offsets and sizes, in the order of its bytes.
-
-    >>> list(boxes_of((3, 4), "float32", 32))
-    [([0, 0], [2, 4]), ([2, 0], [1, 4])]
-    """
-    nbytes = math.prod(shape) * itemsize(dtype)
-    if nbytes <= block_bytes:
-        return iter([([0] * len(shape), shape)])
-    blocks = cut_blocks(column([shape], 1, len(shape)), column([itemsize(dtype)]), block_bytes)
-    return zip(blocks.offsets.tolist(), blocks.sizes.tolist(), strict=True)
-
-
-def reads_of(
-    shape: Sequence[int], dtype: str, stored: str, block_bytes: int = BLOCK_BYTES
-) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-    """Yield the boxes by which a chunk is read that lies somewhere else, perhaps as another dtype.
-
-    They are its blocks; where elements are wider there, parts of these.
-
-    >>> list(reads_of((3, 4), "float32", "float64", 32))
-    [([0, 0], [1, 4]), ([1, 0], [1, 4]), ([2, 0], [1, 4])]
-    """
-    axes = len(shape)
-    for offsets, sizes in boxes_of(shape, dtype, block_bytes):
-        for inner, part in boxes_of(sizes[:axes], stored, block_bytes):
-            at = [o + i for o, i in zip(offsets[:axes], inner[:axes], strict=True)]
-            yield at, part[:axes]
-
-
 @torch.no_grad()  # so that DTensors give their local tensors as they are
 def collect(
     flat: Mapping[str, Any],
@@ -248,10 +215,10 @@ def collect(
         flat: The rank's state dict, flattened.
         plan: What to write of it.
         refused_name: Says why a format cannot carry a tensor of some name; None if it can.
-        progress: Is told of the pieces' bytes as they are written.
+        progress: Gets the pieces' bytes as they are written.
 
     Returns:
-        The pieces by row of the plan's items; the values that are no tensors, by name in the
+        The pieces by row of the plan's items; the non-tensor values, by name in the
         checkpoint; and what cannot be written, by name, with the reason.
     """
     items = plan.items
@@ -279,7 +246,7 @@ def collect(
         try:
             held = holders.get((source, start))
             if held is None and 0 in size:  # which no rank may have any part of
-                held = empty(shape, properties.dtype)
+                held = empty_tensor(shape, properties.dtype)
             elif held is None:
                 held = holders[source, start] = _holder(find(source, start))
         except TypeError as error:
@@ -294,7 +261,7 @@ def collect(
 
 
 def _holder(shard: Any) -> torch.Tensor | Lazy:
-    """Return what holds a shard's elements, none of which are copied yet."""
+    """Return what holds a shard's elements, without copying them."""
     if isinstance(shard, torch.Tensor):
         return as_tensor(shard)
     if isinstance(shard, Lazy):

@@ -37,8 +37,8 @@ __all__ = [
 _OWN: Final = {
     "safetensors": "shardplan.io.formats.native.source:NativeFormat",
     "hf": "shardplan.io.formats.hf.source:HfFormat",
-    "dcp": "shardplan.io.formats.dcp.format:DcpFormat",
-    "torch": "shardplan.io.formats.torch_save.format:TorchFormat",
+    "dcp": "shardplan.io.formats.dcp.source:DcpFormat",
+    "torch": "shardplan.io.formats.torch_save.source:TorchFormat",
 }
 _registered: Final[dict[str, Format]] = {}
 

@@ -105,12 +105,7 @@ class Store(Protocol):
         ...
 
     def write(
-        self,
-        path: str,
-        parts: Iterable[Buffer],
-        *,
-        nbytes: int | None = None,
-        atomic: bool = False,
+        self, path: str, parts: Iterable[Buffer], *, nbytes: int | None = None, atomic: bool = False
     ) -> int:
         """Write a file whole, and return its size in bytes.
 
@@ -351,7 +346,7 @@ def open_store(url: str | os.PathLike[str] | Store, **options: Any) -> Store:
 
 
 def _not_a_path(given: object) -> str:
-    """Say what was passed in the place of a path, and what may have been meant."""
+    """Return the error text for something that is not a path, with what may have been meant."""
     kind = type(given).__name__
     if given is None:
         return (

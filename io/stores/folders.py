@@ -55,12 +55,7 @@ class WrappedStore(Store):
             return self.inner.read(inside, ranges)
 
     def write(
-        self,
-        path: str,
-        parts: Iterable[Buffer],
-        *,
-        nbytes: int | None = None,
-        atomic: bool = False,
+        self, path: str, parts: Iterable[Buffer], *, nbytes: int | None = None, atomic: bool = False
     ) -> int:
         """Write a file whole; see `Store.write`."""
         with self.passing("write", path) as inside:

@@ -1,4 +1,4 @@
-"""Local files: bytes move straight between the disk and the caller's memory."""
+"""Local files: bytes move directly between the disk and the caller's memory."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class LocalStore(Store):
     """A folder on a disk.
 
     Reads are spread over the pool's threads. A file is written by one thread, since file systems
-    let only one write into a file at a time; the disk is kept busy from the first bytes on, so
-    that little is left to wait for in the end. Write several files at once to use more threads.
+    let only one write into a file at a time; the disk starts with the first bytes, so that little
+    is left to wait for at the end. Write several files at once to use more threads.
 
     Symbolic links are followed when reading, as other tools' caches need it. A link is not
     followed when writing: the file takes its place.
@@ -93,7 +93,7 @@ class LocalStore(Store):
         self._lock = threading.Lock()
         self._unsynced: set[str] = set()
         self._made: set[str] = set()  # the root and those above it, if made since the last sync
-        self._rooted = False  # whether the root's own name is among what is to be synced
+        self._rooted = False  # whether the root's own name was added to `_unsynced`
 
     @property
     def url(self) -> str:
@@ -127,7 +127,7 @@ class LocalStore(Store):
         runs = gather(asked, max_bytes=_STEP, max_views=IOV_MAX)
         bundled = list(bundles(runs, _STEP))
         with reported("read", file), opened(file) as fd:
-            check_size(fd, file, asked)
+            check_size(fd, file, ((at, view.nbytes) for at, view in asked))
             if len(bundled) == 1:
                 return read_runs(fd, file, bundled[0])
             pool = self._pool or default_pool()
@@ -141,7 +141,7 @@ class LocalStore(Store):
         with reported("read", file), opened(file) as fd:
             for ranges in groups:
                 asked = wanted(ranges)
-                check_size(fd, file, asked)
+                check_size(fd, file, ((at, view.nbytes) for at, view in asked))
                 yield fill_pieces(fd, file, asked, max_bytes)
 
     @contextmanager
@@ -149,24 +149,17 @@ class LocalStore(Store):
         """Give a file's own pages; see `Store.mapped`."""
         file = self._file(path)
         last = int(np.argmax(starts + lengths))
-        asked = (file, int(starts[last]), int(lengths[last]))
+        start, length = int(starts[last]), int(lengths[last])
         with reported("read", file), opened(file) as fd:
-            size = os.fstat(fd).st_size
-            if asked[1] + asked[2] > size:
-                raise short(*asked, size)
+            check_size(fd, file, [(start, length)])
             try:
                 found = map_ranges(fd, starts, lengths)
             except ValueError:  # the file was longer a moment ago
-                raise short(*asked, os.fstat(fd).st_size) from None
+                raise short(file, start, length, os.fstat(fd).st_size) from None
         yield found
 
     def write(
-        self,
-        path: str,
-        parts: Iterable[Buffer],
-        *,
-        nbytes: int | None = None,
-        atomic: bool = False,
+        self, path: str, parts: Iterable[Buffer], *, nbytes: int | None = None, atomic: bool = False
     ) -> int:
         """Write a file whole; see `Store.write`."""
         nbytes = total_bytes(parts) if nbytes is None else nbytes
@@ -187,7 +180,7 @@ class LocalStore(Store):
 
     @contextmanager
     def _making(self, path: str, *, nbytes: int | None, atomic: bool) -> Iterator[int]:
-        """Make a file that the block writes through a descriptor, in any order; see `write`."""
+        """Give a descriptor of a new file for the block to write to; see `write`."""
         target = self._file(path)
         file = f"{target}.{secrets.token_hex(8)}{TEMPORARY}" if atomic else target
         with reported("write", target), self._created(file) as fd:
@@ -229,7 +222,7 @@ class LocalStore(Store):
                             raise taken("replace", file)
                         os.replace(temporary, file)
             finally:
-                with suppress(OSError):  # a second name does no harm
+                with suppress(OSError):
                     os.unlink(temporary)
             with unsure(file):
                 self.sync()
@@ -241,7 +234,7 @@ class LocalStore(Store):
             return os.stat(file).st_size
 
     def exists(self, path: str) -> bool:
-        """Return whether there is such a file; raise if that cannot be found out."""
+        """Return whether there is such a file; raise if that is not known."""
         file = self._file(path)
         with reported("find", file):
             try:
@@ -267,7 +260,7 @@ class LocalStore(Store):
             return tuple(sorted((e for e in found if e is not None), key=lambda e: e.name))
 
     def delete(self, paths: Iterable[str]) -> None:
-        """Delete files, and folders thereby emptied; see `Store.delete`.
+        """Delete files, and folders that become empty; see `Store.delete`.
 
         The root goes, too, if it is empty and was made since the last `sync`.
         """
@@ -302,8 +295,8 @@ class LocalStore(Store):
     def delete_same(self, path: str, data: bytes) -> bool:
         """Delete a small file if it holds just these bytes; see `Store.delete_same`.
 
-        A concurrent `replace` of that file comes either before, and the file stays, or after, if
-        the disk has locks.
+        If the disk has locks, a concurrent `replace` of that file comes either before (the file
+        stays) or after.
         """
         file = self._file(path)
         try:
@@ -323,7 +316,7 @@ class LocalStore(Store):
             self._made.clear()
         try:
             for folder in sorted(folders):
-                # Who may not list the folder above the root cannot sync it either.
+                # A user who may not list the folder above the root cannot sync it either.
                 forgiven = [PermissionError] if len(folder) < len(self._root) else []
                 with reported("sync", folder), suppress(FileNotFoundError, *forgiven):
                     sync_folder(folder)
@@ -351,7 +344,7 @@ class LocalStore(Store):
                 raise
 
     def _create(self, file: str) -> int:
-        """Open a file that is not there yet: folders are made, an old file is taken away."""
+        """Open a new file: make its folders, and remove an old file."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         folder = os.path.dirname(file)
         for _ in range(_ATTEMPTS):  # a concurrent delete may remove the folder once more
@@ -375,7 +368,7 @@ class LocalStore(Store):
         os.makedirs(folder, exist_ok=True)
         with self._lock:
             self._made |= above
-            if not self._rooted:  # somebody may just have made the root for us
+            if not self._rooted:  # another process may just have made the root
                 made.add(os.path.dirname(self._root))
                 self._rooted = True
             self._unsynced |= made

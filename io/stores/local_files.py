@@ -1,7 +1,6 @@
-"""What `LocalStore` asks of the operating system, for one file or folder at a time.
+"""System calls of `LocalStore`, for one file or folder at a time.
 
-Hints that make large writes faster, durable names and locks quietly do nothing where a file system
-does not know of such a thing.
+Hints for faster writes, durable names and locks do nothing on file systems that lack them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import re
 import stat
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, Final
@@ -57,23 +56,23 @@ IOV_MAX: Final = max(16, os.sysconf("SC_IOV_MAX")) if hasattr(os, "sysconf") els
 """How many buffers one call of preadv or pwritev takes."""
 
 TEMPORARY: Final = ".tmp"
-"""How the name of a file ends that a killed `LocalStore.replace` leaves behind."""
+"""The end of the name of a file that a killed `LocalStore.replace` leaves behind."""
 
-_KEEP_SIZE: Final = 1  # FALLOC_FL_KEEP_SIZE: a file that a kill cuts short looks short
+_KEEP_SIZE: Final = 1  # FALLOC_FL_KEEP_SIZE, so that an unfinished file is short
 _WRITE: Final = 2  # SYNC_FILE_RANGE_WRITE: start, and do not wait
-_PATIENCE: Final = 10.0  # seconds that a lock is waited for
+_PATIENCE: Final = 10.0  # seconds to wait for a lock
 _TICK: Final = 0.01  # seconds between attempts
 _NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 PAGE: Final = mmap.ALLOCATIONGRANULARITY
-"""Bytes that the system reads at least, whatever is asked for."""
+"""The least bytes that the system reads."""
 
 _POPULATE: Final = 22  # MADV_POPULATE_READ, of Linux 5.14
 
 
 @contextmanager
 def reported(operation: str, file: str) -> Iterator[None]:
-    """Make a `StoreError` of what the operating system reports."""
+    """Turn errors of the operating system into `StoreError`."""
     try:
         yield
     except StoreError:
@@ -84,7 +83,7 @@ def reported(operation: str, file: str) -> Iterator[None]:
 
 @contextmanager
 def closing(fd: int) -> Iterator[int]:
-    """Give a descriptor, and close it in the end."""
+    """Give a descriptor, and close it at the end."""
     try:
         yield fd
     finally:
@@ -93,7 +92,7 @@ def closing(fd: int) -> Iterator[int]:
 
 @contextmanager
 def opened(file: str) -> Iterator[int]:
-    """Open a file for reading; what is no file would be waited for, or never end."""
+    """Open a file for reading; refuse pipes and devices, which may block or never end."""
     with closing(os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as fd:
         mode = os.fstat(fd).st_mode
         if stat.S_ISDIR(mode):
@@ -103,16 +102,16 @@ def opened(file: str) -> Iterator[int]:
         yield fd
 
 
-def check_size(fd: int, file: str, asked: Sequence[tuple[int, memoryview]]) -> None:
-    """Refuse ranges that reach past the end of a file."""
+def check_size(fd: int, file: str, ranges: Iterable[tuple[int, int]]) -> None:
+    """Refuse ranges (offsets and lengths) that reach past the end of a file."""
     size = os.fstat(fd).st_size
-    for offset, view in asked:
-        if offset + view.nbytes > size:
-            raise short(file, offset, view.nbytes, size)
+    for offset, length in ranges:
+        if offset + length > size:
+            raise short(file, offset, length, size)
 
 
 def read_runs(fd: int, file: str, runs: Sequence[Run]) -> int:
-    """Fill buffers, run by run; say how many bytes."""
+    """Fill buffers, run by run; return how many bytes were read."""
     total = 0
     for offset, views in runs:
         end = offset + sum([view.nbytes for view in views])
@@ -129,7 +128,7 @@ def read_runs(fd: int, file: str, runs: Sequence[Run]) -> int:
 def fill_pieces(
     fd: int, file: str, asked: Sequence[tuple[int, memoryview]], max_bytes: int
 ) -> Iterator[memoryview]:
-    """Fill buffers a piece at a time, and hand out each piece once it is filled."""
+    """Fill buffers a piece at a time, and yield each piece once it is filled."""
     with reported("read", file):
         for offset, view in asked:
             for low in range(0, len(view), max_bytes):
@@ -141,7 +140,7 @@ def fill_pieces(
 
 
 def read_parts(fd: int, file: str, size: int) -> Iterator[bytes]:
-    """Yield a file's bytes, all of them at once if the system is willing."""
+    """Yield a file's bytes, all of them at once if the system returns them at once."""
     done = 0
     while done < size:
         part = os.pread(fd, size - done, done)
@@ -152,7 +151,7 @@ def read_parts(fd: int, file: str, size: int) -> Iterator[bytes]:
 
 
 def write_run(fd: int, offset: int, views: Sequence[memoryview]) -> int:
-    """Write buffers that follow one another in the file; say how many bytes."""
+    """Write buffers that follow one another in the file; return how many bytes."""
     start = offset
     while views:
         done = os.pwritev(fd, views, offset)
@@ -161,20 +160,20 @@ def write_run(fd: int, offset: int, views: Sequence[memoryview]) -> int:
 
 
 def link(source: str, target: str) -> bool:
-    """Give a file a second name; return False if that is taken, or the disk has no hard links."""
+    """Give a file a second name; return False if it is taken, or the disk has no hard links."""
     try:
         os.link(source, target)
     except FileNotFoundError:
         raise
     except OSError:
-        # A network file system may have done it, lost its answer, and tried again.
+        # A network file system may have linked it, lost the answer, and tried again.
         return os.path.exists(target) and os.path.samefile(source, target)
     return True
 
 
 @contextmanager
 def unsure(file: str, operation: str = "replace") -> Iterator[None]:
-    """Say of an error that the file was replaced, though maybe not for good."""
+    """Report errors as: the file was replaced, but maybe not durably."""
     try:
         yield
     except OSError as error:
@@ -184,7 +183,7 @@ def unsure(file: str, operation: str = "replace") -> Iterator[None]:
 
 
 def entry_of(name: str, entry: os.DirEntry[str]) -> Entry | None:
-    """Return what a listing tells of a file; None if it is gone."""
+    """Return the entry of a file in a listing; None if it is gone."""
     if name.endswith("/"):
         return Entry(name)
     try:
@@ -195,7 +194,7 @@ def entry_of(name: str, entry: os.DirEntry[str]) -> Entry | None:
 
 
 def walk(folder: str, prefix: str, recursive: bool) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Yield the files below a folder, by name; not recursive, the folders in it as well."""
+    """Yield the files below a folder with their names; folders too, if not recursive."""
     try:
         entries = list(os.scandir(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -213,10 +212,10 @@ def walk(folder: str, prefix: str, recursive: bool) -> Iterator[tuple[str, os.Di
 
 @cache
 def can_map() -> bool:
-    """Return whether the system reports pages that cannot be read when it is asked for them.
+    """Return whether the system can report unreadable pages as an error when they are requested.
 
-    Where it does not, touching a page that cannot be read (the disk fails, the file was cut short)
-    would end the process.
+    Where it cannot, touching such a page (the disk fails, the file was cut short) would kill the
+    process.
     """
     try:
         with mmap.mmap(-1, PAGE) as page:
@@ -227,10 +226,10 @@ def can_map() -> bool:
 
 
 def map_ranges(fd: int, starts: Ints, lengths: Ints) -> Bytes:
-    """Map a file's pages from where the first of some ranges starts to where the last ends.
+    """Map a file's pages from the start of the first range to the end of the last.
 
-    All pages are asked for first, so that one that cannot be read is an error. Only the bytes in
-    the ranges may be looked at.
+    All pages of the ranges are requested first, so that an unreadable one is an error. Only the
+    bytes in the ranges may be read.
 
     Args:
         fd: The file.
@@ -252,7 +251,7 @@ def map_ranges(fd: int, starts: Ints, lengths: Ints) -> Bytes:
     order = np.argsort(starts, kind="stable")
     low, ends = starts[order] // PAGE * PAGE, (starts + lengths)[order]
     first, size = int(low[0]), int(ends.max() - low[0])
-    writable = mmap.PROT_READ | mmap.PROT_WRITE  # a copy of our own, if anybody wrote to it
+    writable = mmap.PROT_READ | mmap.PROT_WRITE  # private: a write would not reach the file
     pages = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=writable, offset=first)
     reach = np.maximum.accumulate(-(-ends // PAGE) * PAGE)
     apart = np.flatnonzero(low[1:] > reach[:-1])  # the last range before each gap of whole pages
@@ -274,16 +273,15 @@ def _function(name: str, *types: Any) -> Any:
 
 
 def reserve_space(fd: int, nbytes: int) -> None:
-    """Reserve room for a file that is about to be written, so that a full disk shows at once.
+    """Reserve space for a file that is about to be written, so that a full disk fails at once.
 
     The C library's posix_fallocate is avoided: where a file system cannot reserve, it writes.
 
     Raises:
         OSError: There is not that much space.
     """
-    fallocate = _function(
-        "fallocate64", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64
-    ) or _function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    signature = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    fallocate = _function("fallocate64", *signature) or _function("fallocate", *signature)
     if fallocate and nbytes and fallocate(fd, _KEEP_SIZE, 0, nbytes):
         code = ctypes.get_errno()
         if code in _NO_SPACE:
@@ -291,14 +289,14 @@ def reserve_space(fd: int, nbytes: int) -> None:
 
 
 def start_writeback(fd: int, offset: int, nbytes: int) -> None:
-    """Have the disk begin with these bytes now, while the next are prepared."""
+    """Start writing these bytes to the disk now, while the next are prepared."""
     signature = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     if sync_file_range := _function("sync_file_range", *signature):
         sync_file_range(fd, offset, nbytes, _WRITE)
 
 
 def sync_folder(path: str) -> None:
-    """Make the names in a folder durable, on file systems that know of such a thing."""
+    """Make the names in a folder durable, on file systems that support it."""
     fd = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     try:
         os.fsync(fd)
@@ -311,10 +309,10 @@ def sync_folder(path: str) -> None:
 
 @contextmanager
 def locked_folder(path: str) -> Iterator[None]:
-    """Lock a folder against others who call this, for a moment.
+    """Lock a folder against other callers of this, for a moment.
 
-    On a disk without locks this does nothing. A lock that is held for many seconds is ignored: the
-    process that holds it was stopped.
+    On a disk without locks this does nothing. A lock that is held for many seconds is ignored: its
+    process was stopped.
     """
     fd = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | os.O_CLOEXEC)
     try:
@@ -322,7 +320,7 @@ def locked_folder(path: str) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_UN)  # a process that was forked just now has it, too
+            fcntl.flock(fd, fcntl.LOCK_UN)  # explicitly: a process that was just forked has it, too
         os.close(fd)
 
 
@@ -339,7 +337,7 @@ def _lock(fd: int) -> None:
 
 
 def is_temporary(name: str, file: str) -> bool:
-    """Say whether a name is one that a killed `LocalStore.replace` of a file leaves behind.
+    """Return whether a killed `LocalStore.replace` of a file leaves such a name behind.
 
     >>> is_temporary("m.json.0123456789abcdef.tmp", "m.json"), is_temporary("m.json.tmp", "m.json")
     (True, False)

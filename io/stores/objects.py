@@ -30,17 +30,17 @@ _PART_SIZE: Final = 8 << 20
 _PARTS_IN_FLIGHT: Final = 8
 _MAX_PARTS: Final = 10_000  # S3 takes no more in one upload
 _BUCKET: Final = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._$-]*")
-# By scheme, the variables that say who asks, and the one that says which service is asked.
+# By scheme: the variables with the credentials, and the one with the endpoint.
 _SETTINGS: Final = {
     "s3": ("AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION", "AWS_ENDPOINT"),
     "gs": ("GOOGLE_SERVICE_ACCOUNT (a file) or log in with gcloud", "GOOGLE_BASE_URL"),
     "az": ("AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_ENDPOINT"),
 }
-# Where a machine in a cloud would be told its credentials: asked last, and only for want of others.
+# Where a machine in a cloud gets credentials: asked last, if there are no others.
 _NO_CREDENTIALS: Final = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
 _NOISE: Final = re.compile(r"^Generic \w+ error: |, max_retries: \d+, retry_timeout: \w+")
 
-# What services put into their answers: XML, or JSON.
+# What services send: XML, or JSON.
 _MESSAGE: Final = re.compile(r'<Message>([^<]+)</Message>|"message":\s*"((?:[^"\\]|\\.)+)"')
 _CODE: Final = re.compile(r"<Code>([^<]+)</Code>")
 _STATUS: Final = re.compile(r"status code: (\d{3}(?: [A-Za-z-]+)*)")
@@ -57,7 +57,7 @@ def open_objects(
 ) -> ObjectStore:
     """Open ``s3://``, ``gs://``, ``az://`` or ``memory://``; see `open_store`.
 
-    obstore is told the bucket alone: what follows it is taken letter by letter, as a name is.
+    obstore gets only the bucket: what follows it is a name, in which no character is special.
 
     >>> open_objects("memory://shared").write("a", [b"abc"])
     3
@@ -74,7 +74,7 @@ def open_objects(
             memory = _memories.setdefault(bucket, MemoryStore())
         return ObjectStore(memory, url, prefix=prefix, pool=pool, part_size=part_size)
     if not _BUCKET.fullmatch(bucket):
-        raise ValueError(f"cannot open {url}: {bucket!r} is no name of a bucket")
+        raise ValueError(f"cannot open {url}: {bucket!r} is not the name of a bucket")
     with _reported("open", url):
         inner = from_url(f"{scheme}://{bucket}", **options)
     return ObjectStore(inner, url, prefix=prefix, pool=pool, part_size=part_size)
@@ -83,21 +83,20 @@ def open_objects(
 class ObjectStore(Store):
     """A bucket, or a folder in one.
 
-    Reads ask for the exact ranges and copy them into place; writes go up in parts, several at
-    once, and what was half sent is withdrawn on an error. A file appears when its last byte has
-    arrived, so every write is atomic here, and there is nothing to sync.
+    Reads request the exact ranges and copy them into place; writes are sent in parts, several at
+    once, and aborted on an error. A file appears when its last byte has arrived, so every write is
+    atomic, and there is nothing to sync.
 
     A process that is killed while it sends a large file leaves parts behind that no listing shows
-    and that are paid for. The services have a rule against it: let the bucket's lifecycle abort
-    incomplete multipart uploads after a day.
+    and that cost money: let the bucket's lifecycle abort incomplete multipart uploads after a day.
 
     Args:
         inner: The store, as obstore opened it.
         url: Its name in messages.
         prefix: A folder within ``inner`` that is the root of this store.
         pool: Where reads run, by default the shared one.
-        part_size: How many bytes go into one request. S3 wants at least 5 MiB to write, and at
-            most 10,000 parts, so parts of a file beyond 80 GB are larger.
+        part_size: Bytes of one request. S3 needs at least 5 MiB to write, and at most 10,000
+            parts, so parts of a file beyond 80 GB are larger.
     """
 
     def __init__(
@@ -122,7 +121,7 @@ class ObjectStore(Store):
 
     @property
     def staging(self) -> int:
-        """Bytes on their way are held in memory, a few parts of them."""
+        """A few parts are held in memory while they are in flight."""
         return _PARTS_IN_FLIGHT * self._part_size
 
     def __repr__(self) -> str:
@@ -143,12 +142,7 @@ class ObjectStore(Store):
         return sum(pool.map(fetch, bundled, nbytes=_nbytes))
 
     def write(
-        self,
-        path: str,
-        parts: Iterable[Buffer],
-        *,
-        nbytes: int | None = None,
-        atomic: bool = False,
+        self, path: str, parts: Iterable[Buffer], *, nbytes: int | None = None, atomic: bool = False
     ) -> int:
         """Write a file whole; see `Store.write`. It is always durable and atomic."""
         key, url = self._key(path), self._name(path)
@@ -180,7 +174,7 @@ class ObjectStore(Store):
             return bytes(found.bytes())
 
     def replace(self, path: str, data: bytes, *, overwrite: bool = True) -> None:
-        """Publish a small file at once, by a single request; see `Store.replace`."""
+        """Write a small file by a single request; see `Store.replace`."""
         key, url = self._key(path), self._name(path)
         with _reported("replace", url, lost="unsure"):
             if not overwrite:
@@ -190,7 +184,7 @@ class ObjectStore(Store):
                 except exceptions.AlreadyExistsError:
                     raise taken("replace", url) from None
                 except (exceptions.NotSupportedError, NotImplementedError):
-                    if self.exists(path):  # all that a service without such requests can offer
+                    if self.exists(path):  # the service has no conditional requests
                         raise taken("replace", url) from None
             obstore.put(self._inner, key, data, use_multipart=False)
 
@@ -214,13 +208,13 @@ class ObjectStore(Store):
         with _reported("delete", listed([self._name(path) for path in paths], quote="")):
             try:
                 obstore.delete(self._inner, keys)
-            except FileNotFoundError:  # some services mind, and then leave the others alone
+            except FileNotFoundError:  # some services then keep the others
                 for key in keys:
                     with suppress(FileNotFoundError):
                         obstore.delete(self._inner, key)
 
     def sync(self) -> None:
-        """Do nothing: what was written is durable already."""
+        """Do nothing: all writes are durable."""
 
     def _key(self, path: str) -> str:
         return self._root + check_path(path, root=self._url)
@@ -257,7 +251,7 @@ class ObjectStore(Store):
 
 
 class _Stream:
-    """Pieces on their way, counted, and checked against the size that was announced."""
+    """Pieces to send, counted, and checked against the announced size."""
 
     def __init__(self, pieces: Iterable[memoryview], expected: int | None, url: str) -> None:
         self._pieces, self._expected, self._url = iter(pieces), expected, url
@@ -304,7 +298,7 @@ def _entry(found: Any) -> Entry:
 
 @contextmanager
 def _reported(operation: str, url: str, *, lost: Kind = "other") -> Iterator[None]:
-    """Say in our words what obstore reported; ``lost`` is the kind of what nobody can place."""
+    """Turn errors of obstore into `StoreError`; ``lost`` is the kind of unknown ones."""
     try:
         yield
     except StoreError:
@@ -318,14 +312,14 @@ def _reported(operation: str, url: str, *, lost: Kind = "other") -> Iterator[Non
     except exceptions.BaseError as error:
         if any(code in str(error) for code in _NO_BUCKET):
             raise no_bucket(operation, url, _answer(error)) from error
-        if _DENIED.search(str(error)):  # which a listing that is refused is not told apart by
+        if _DENIED.search(str(error)):  # a refused listing is not a PermissionDeniedError
             raise denied(operation, url, _answer(error)) from error
         reason, remedy = _in_words(error, url, operation)
         raise StoreError(operation, url, reason, remedy=remedy, kind=lost) from error
 
 
 def _in_words(error: BaseException, url: str, operation: str = "") -> tuple[str, str]:
-    """Say what went wrong, and which settings to look at.
+    """Return what went wrong, and which settings to check.
 
     >>> _in_words(OSError("Error performing PUT http://169.254.169.254/latest"), "s3://b/a")[0]
     'no credentials were found'
@@ -345,11 +339,11 @@ def _in_words(error: BaseException, url: str, operation: str = "") -> tuple[str,
         return "no credentials were found", f"set {who}; {where} for a service of your own"
     if "error sending request" in reason or "connect" in reason.lower():
         return f"it cannot be reached ({reason})", f"check the network, and {where}"
-    return reason, f"set {who}" if operation == "open" else ""  # which looks at settings alone
+    return reason, f"set {who}" if operation == "open" else ""  # which depends on settings only
 
 
 def _answer(error: BaseException) -> str:
-    """Return the reason that the service itself gave; if it gave none, what obstore says.
+    """Return the reason that the service gave; if none, that of obstore.
 
     >>> xml = "<Code>NoSuchBucket</Code><Message>The bucket does not exist.</Message>"
     >>> _answer(OSError(f"Error … 404 Not Found: <?xml …?><Error>{xml}</Error>"))
@@ -368,7 +362,7 @@ def _answer(error: BaseException) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """Leave out what obstore adds for its own developers.
+    """Drop what obstore adds for its own developers.
 
     >>> _first_line(
     ...     OSError("Generic S3 error: after 10 retries, max_retries: 10, retry_timeout: 180s")

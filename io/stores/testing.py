@@ -87,12 +87,7 @@ class CountingStore(WrappedStore):
         return done
 
     def write(
-        self,
-        path: str,
-        parts: Iterable[Buffer],
-        *,
-        nbytes: int | None = None,
-        atomic: bool = False,
+        self, path: str, parts: Iterable[Buffer], *, nbytes: int | None = None, atomic: bool = False
     ) -> int:
         """Record a write."""
         done = super().write(path, parts, nbytes=nbytes, atomic=atomic)
@@ -184,12 +179,7 @@ class FaultyStore(WrappedStore):
         yield path
 
     def write(
-        self,
-        path: str,
-        parts: Iterable[Buffer],
-        *,
-        nbytes: int | None = None,
-        atomic: bool = False,
+        self, path: str, parts: Iterable[Buffer], *, nbytes: int | None = None, atomic: bool = False
     ) -> int:
         """Write; or write the first bytes and fail."""
         if not self._fails("write", path):
@@ -239,7 +229,7 @@ class FaultyStore(WrappedStore):
     def _failed(
         self, operation: str, path: str, later: Callable[[], object], now: Callable[[], object]
     ) -> InjectedError:
-        """Do what happens of a failing change, now or when it arrives; return the error."""
+        """Let a failing change happen in part now, or later when it arrives; return the error."""
         if self._mode == "late":
             self._late.append(later)
         else:

@@ -34,7 +34,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 import shardplan
-from shardplan.io import memory, xxhash
+from shardplan.io import flat_memory, xxhash
 from shardplan.planning import flatten
 
 __all__ = ["main"]
@@ -174,7 +174,7 @@ def checksums(state: dict[str, Any]) -> dict[str, str]:
     for name, value in flatten(state)[0].items():
         if isinstance(value, torch.Tensor):
             whole = value.full_tensor() if isinstance(value, DTensor) else value
-            view = memory(whole.detach().contiguous())
+            view = flat_memory(whole.detach().contiguous())
             assert view is not None
             found[name] = xxhash.xxh3_64_hexdigest(view)
     return found

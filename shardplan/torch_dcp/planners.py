@@ -13,7 +13,7 @@ from torch.distributed.checkpoint import planner as torch_plans
 
 from shardplan._memory import blanks, refuse_unfillable, tied_names
 from shardplan._nested import put, refilled
-from shardplan.io import ValueRefusedError, as_tensor, can_cast, torch_dtype, window
+from shardplan.io import ValueRefusedError, as_tensor, box_view, can_cast, torch_dtype
 from shardplan.planning import (
     DEFAULT_PASSES,
     KeyReport,
@@ -186,7 +186,7 @@ class _SavePlanner(torch_plans.SavePlanner):
         if not data.chunk.numel:  # every rank counts as holding an empty tensor
             return shard.new_empty(data.chunk.sizes)
         offsets = [o - s for o, s in zip(data.chunk.offsets, start, strict=True)]
-        return window(shard, offsets, data.chunk.sizes)
+        return box_view(shard, offsets, data.chunk.sizes)
 
 
 def _key(index: MetadataIndex) -> tuple[str, tuple[int, ...] | None]:
@@ -367,4 +367,4 @@ class PipelineLoadPlanner(torch_plans.LoadPlanner):
     def _box(self, item: torch_plans.ReadItem) -> torch.Tensor:
         """Return the memory of the state dict that a read fills."""
         shard = find_shard(self._flat, from_torch(item.dest_index))
-        return window(as_tensor(shard, writable=True), item.dest_offsets, item.lengths)
+        return box_view(as_tensor(shard, writable=True), item.dest_offsets, item.lengths)

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import shardplan
-from shardplan.io.tensors import dump
+from shardplan.io.tensors import tensor_bytes
 from shardplan.planning import (
     annotate,
     cast,
@@ -153,7 +153,7 @@ def here(value):
     if not isinstance(value, torch.Tensor):
         return repr(value)
     name = dtype_name(value.dtype)
-    return name, tuple(value.shape), bytes(dump(value.detach(), name))
+    return name, tuple(value.shape), bytes(tensor_bytes(value.detach(), name))
 
 
 def differing(got, expected):

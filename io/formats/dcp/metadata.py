@@ -1,13 +1,14 @@
-"""What does a `.metadata` file of torch.distributed.checkpoint say? Read without torch.
+"""The `.metadata` file of torch.distributed.checkpoint, read without torch.
 
-The file is a pickle of torch's own records. Here they are stand-ins of the same names; a pickle
-that names anything else is refused.
+The file is a pickle of torch's own records. Here each becomes a `Record`, a stand-in with the same
+name and fields. A pickle that names anything else is refused; `_CLASSES` lists what it may name.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import attrs
@@ -26,19 +27,29 @@ from shardplan.planning import (
     to_json,
 )
 from shardplan.planning.columns import DAMAGE, column
-from shardplan.planning.geometry import MAX_NUMEL, Tiling, shape_fault, tile
+from shardplan.planning.geometry import Tiling, shape_fault, tile
 
 from ...errors import FormatError, ValueRefusedError
 from ...limits import MAX_BYTES
 from ...stores.base import StoreError, check_path
 from ..torch_save.names import PLAIN
-from ..torch_save.unpickler import Call, PickleError, RefusedName, Stateful, calls, load_pickle
+from ..torch_save.standins import whole_numbers
+from ..torch_save.unpickler import (
+    Call,
+    PickleError,
+    RefusedName,
+    Stateful,
+    calls,
+    load_pickle,
+    require,
+)
 
 __all__ = [
     "METADATA",
     "OWN_EMPTY",
     "OWN_PATHS",
     "Described",
+    "Item",
     "Place",
     "pack_path",
     "parse_metadata",
@@ -47,20 +58,19 @@ __all__ = [
 
 METADATA: Final = ".metadata"
 """The file that makes a folder a checkpoint of torch.distributed.checkpoint."""
-
-_PLAIN_KEYS: Final = (str, int, float, bool, bytes, type(None))
-_PLAIN: Final = {str, bool, int, type(None)}
-_WHOLE: Final = frozenset((int,))
 OWN_PATHS: Final = "_shardplan_paths"
-"""An attribute of the pickled metadata: nested keys that torch's own way of telling cannot tell."""
+"""An attribute of the pickled metadata: nested keys that torch's own paths do not describe."""
 OWN_EMPTY: Final = "_shardplan_empty"
-"""Another one: the way to each empty dict, which has no entry. torch saves none, and its loader
-takes an entry for one as a sign of torch 2.3. None for one that holds something on other ranks."""
+"""Another one: the path of each empty dict. It has no entry, because torch's loader takes such an
+entry as a sign of torch 2.3. None for a dict that holds something on other ranks."""
+
+Item = tuple[str, tuple[int, ...] | None]
+"""A name and the offset of a chunk; None for a non-tensor value."""
 
 
 @attrs.frozen
 class Place:
-    """Where one item lies.
+    """The position of one item.
 
     Attributes:
         file: The number of its file.
@@ -81,65 +91,38 @@ class Described:
     Attributes:
         metadata: What it holds.
         files: The files that it names.
-        places: Where each item lies, by name and offset (None for a value that is no tensor).
-        old: Whether torch 2.3 or older wrote it, which kept dicts without tensors whole.
-        copies: Where else an item lies, if several ranks saved it; see `dcp_ranks`.
+        places: Where each item lies.
+        old: Whether torch 2.3 or older wrote it: these kept dicts without tensors whole.
+        copies: Where else an item lies, if several ranks saved it; see `merge_ranks`.
     """
 
     metadata: Metadata
     files: tuple[str, ...]
-    places: Mapping[tuple[str, tuple[int, ...] | None], Place]
+    places: Mapping[Item, Place]
     old: bool
-    copies: Mapping[tuple[str, tuple[int, ...] | None], tuple[Place, ...]] = {}
+    copies: Mapping[Item, tuple[Place, ...]] = {}
 
 
-class _Record(Stateful):
-    """One of torch's records; its state is its fields, by name."""
+class Record(Stateful):
+    """One of torch's records: the name of its class; its fields are its state."""
 
-    __slots__ = ()
+    __slots__ = ("kind",)
 
-    @property
-    def fields(self) -> Mapping[str, Any]:
-        """Its fields.
-
-        Raises:
-            PickleError: It was given none.
-        """
-        if type(self.state) is not dict:
-            raise PickleError(f"a {type(self).__name__.strip('_')} has no fields")
-        return self.state
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
 
 
-class _Metadata(_Record):
-    __slots__ = ()
+def _fields(value: Any, kind: str) -> Mapping[str, Any]:
+    """Return the fields of a record that must be of a kind."""
+    if type(value) is not Record or value.kind != kind or type(value.state) is not dict:
+        shown = value.kind if type(value) is Record else type(value).__name__
+        raise PickleError(f"it holds a {shown} in place of a {kind}")
+    return value.state
 
 
-class _Tensor(_Record):
-    __slots__ = ()
-
-
-class _Bytes(_Record):
-    __slots__ = ()
-
-
-class _Chunk(_Record):
-    __slots__ = ()
-
-
-class _Index(_Record):
-    __slots__ = ()
-
-
-class _Info(_Record):
-    __slots__ = ()
-
-
-class _Meta(_Record):
-    __slots__ = ()
-
-
-class _Properties(_Record):
-    __slots__ = ()
+def _records(module: str, *kinds: str) -> dict[str, Any]:
+    return {f"{module}.{kind}": partial(Record, kind) for kind in kinds}
 
 
 def _member(owner: Any, name: Any) -> None:
@@ -156,23 +139,22 @@ _HOME: Final = "torch.distributed.checkpoint"
 _SHARDED: Final = "torch.distributed._shard.sharded_tensor.metadata"
 _ENUMS: Final = (f"{_HOME}.metadata._MEM_FORMAT_ENCODING", f"{_SHARDED}.MEM_FORMAT_ENCODING")
 _PATHS: Final = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
-_CLASSES: Final = calls(
-    {
-        f"{_HOME}.metadata.Metadata": _Metadata,
-        f"{_HOME}.metadata.TensorStorageMetadata": _Tensor,
-        f"{_HOME}.metadata.BytesStorageMetadata": _Bytes,
-        f"{_HOME}.metadata.ChunkStorageMetadata": _Chunk,
-        f"{_HOME}.metadata.MetadataIndex": _Index,
-        f"{_HOME}.metadata.StorageMeta": _Meta,
-        f"{_HOME}.metadata.TensorProperties": _Properties,
-        f"{_SHARDED}.TensorProperties": _Properties,
-        f"{_HOME}.filesystem._StorageInfo": _Info,
-        **dict.fromkeys(_ENUMS, lambda *_: None),
-        "torch.serialization._get_layout": lambda name: _text(name),
-        "builtins.getattr": _member,
-        **{f"{home}.{kind}": _path for home in ("pathlib", "pathlib._local") for kind in _PATHS},
-    }
-) | {"torch.Size": Call("torch.Size", lambda sizes=(): sizes, free=True)}  # see `_ints`
+_CLASSES: Final[Mapping[str, Call]] = {
+    **calls(
+        {
+            **_records(f"{_HOME}.metadata", "Metadata", "StorageMeta", "MetadataIndex"),
+            **_records(f"{_HOME}.metadata", "TensorStorageMetadata", "BytesStorageMetadata"),
+            **_records(f"{_HOME}.metadata", "ChunkStorageMetadata", "TensorProperties"),
+            **_records(_SHARDED, "TensorProperties"),
+            **_records(f"{_HOME}.filesystem", "_StorageInfo"),
+            **dict.fromkeys(_ENUMS, lambda *_: None),
+            "torch.serialization._get_layout": lambda name: _text(name),
+            "builtins.getattr": _member,
+            **{f"{lib}.{kind}": _path for lib in ("pathlib", "pathlib._local") for kind in _PATHS},
+        }
+    ),
+    "torch.Size": Call("torch.Size", lambda sizes=(): sizes, free=True),  # see `whole_numbers`
+}
 
 
 class _Names(dict[str, Any]):
@@ -181,21 +163,18 @@ class _Names(dict[str, Any]):
     def get(self, key: str, default: Any = None) -> Any:
         found = _CLASSES.get(key) or PLAIN.get(key)
         module, _, name = key.rpartition(".")
-        plain = module == "torch" and name.islower() and any(c.isdigit() for c in name)
-        return name if found is None and (plain or key == "torch.bool") else found
+        is_dtype = module == "torch" and name.islower() and any(c.isdigit() for c in name)
+        return name if found is None and (is_dtype or key == "torch.bool") else found
 
 
 def parse_metadata(data: bytes, file: str = METADATA) -> Described:
-    """Read a `.metadata` file, or another one of the kind.
+    """Read a `.metadata` file, or that of one rank.
 
     Raises:
         FormatError: It is damaged, or names a class that no checkpoint needs; none was called.
     """
     try:
-        found = load_pickle(data, _Names())[0]
-        if not isinstance(found, _Metadata):
-            raise PickleError(f"it holds a {type(found).__name__}, not a checkpoint's metadata")
-        return _describe(found.fields)
+        return _describe(_fields(load_pickle(data, _Names())[0], "Metadata"))
     except RefusedName as error:
         raise FormatError(
             file,
@@ -204,8 +183,6 @@ def parse_metadata(data: bytes, file: str = METADATA) -> Described:
         ) from None
     except PickleError as error:
         raise FormatError(file, str(error)) from None
-    except FormatError:
-        raise
     except (*DAMAGE, OverflowError) as error:
         raise FormatError(file, f"it is damaged: {error}") from error
 
@@ -214,34 +191,32 @@ def _describe(fields: Mapping[str, Any]) -> Described:
     entries, known = _Columns(), fields["state_dict_metadata"]
     for name, entry in known.items():
         entries.add(_text(name), entry)
-    told = fields.get(OWN_EMPTY)
-    empty = told if isinstance(told, dict) else {}
-    bare = {_text(name): way for name, way in empty.items() if way and name not in known}
+    empty = _dict(fields.get(OWN_EMPTY))
+    bare = {_text(name): path for name, path in empty.items() if path and name not in known}
     for name in bare:
         entries.add(name, None)
     files: dict[str, int] = {}
-    places = {}
+    places: dict[Item, Place] = {}
     for index, info in (fields.get("storage_data") or {}).items():
-        if type(index) is not _Index:
-            raise PickleError(f"an item is named by a {type(index).__name__}")
-        offset = index.fields.get("offset")
-        key = _text(index.fields["fqn"]), None if offset is None else _ints(offset)
-        places[key] = _place(key[0], info, files)
-    own = {**(fields.get(OWN_PATHS) or {}), **bare}
-    paths = _paths(entries.names, fields.get("planner_data"), own)
+        item = _fields(index, "MetadataIndex")
+        name, offset = _text(item["fqn"]), item.get("offset")
+        place = _place(name, info, files)
+        places[name, None if offset is None else whole_numbers(offset)] = place
+    own = {**_dict(fields.get(OWN_PATHS)), **bare}
+    paths = _paths(entries.names, _dict(fields.get("planner_data")), own)
     data = {"paths": paths, "empty": tuple(sorted(map(_text, empty)))}
     meta = fields.get("storage_meta")
     metadata = Metadata(
         entries.done(),
         planner_data={key: part for key, part in data.items() if part} or None,
-        storage_meta=None if meta is None else _storage_meta(meta),
+        storage_meta=None if meta is None else _storage_meta(_fields(meta, "StorageMeta")),
         version=_text(fields["version"]) if fields.get("version") else None,
     )
     return Described(metadata, tuple(files), places, "storage_meta" not in fields)
 
 
 class _Columns:
-    """Entries in the making; what a thousand layers have in common is looked at once."""
+    """Collects entries; properties and tilings that many have in common are looked at once."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -252,38 +227,35 @@ class _Columns:
         self._cut: list[Layout] = []
 
     def add(self, name: str, entry: Any) -> None:
-        """Add a tensor or a value; None for a value that has no record."""
+        """Add a tensor or a value; None for a value without a record."""
         self.names.append(name)
-        if entry is None or isinstance(entry, _Bytes):
+        if entry is None or (type(entry) is Record and entry.kind == "BytesStorageMetadata"):
             self._rows.append((-1, -1))
             return
-        if not isinstance(entry, _Tensor):
-            raise PickleError(f"`{name}` is no tensor and no bytes, but a {type(entry).__name__}")
-        fields = entry.fields
         try:
-            prop = self._property(_state(fields["properties"]))
-            self._rows.append((prop, self._layout(_ints(fields["size"]), fields["chunks"])))
+            fields = _fields(entry, "TensorStorageMetadata")
+            size = whole_numbers(fields["size"])
+            prop = self._property(fields["properties"])
+            self._rows.append((prop, self._layout(size, fields["chunks"])))
         except (ValueError, TypeError) as error:
             raise PickleError(f"`{name}`: {error}") from None
 
-    def _property(self, state: tuple[Any, ...]) -> int:
-        if not {type(value) for value in state} <= _PLAIN:  # a tuple may take ages to hash
-            raise ValueError("its properties are no plain values")
-        number = self._props.get(state)
-        if number is None:
+    def _property(self, properties: Any) -> int:
+        state = properties.state if type(properties) is Record else None
+        if type(state) is not tuple or not _PLAIN.issuperset(map(type, state)):
+            raise ValueError("its properties are of an unknown kind")
+        if state not in self._props:
             dtype, layout, grad, _, pinned = state
-            if dtype not in ITEMSIZE:
-                raise ValueError(f"it is of the unknown dtype {dtype}")
+            require(dtype in ITEMSIZE, f"it is of the unknown dtype {dtype}")
             layout = str(layout).removeprefix("torch.")
-            if layout != "strided":
-                raise ValueError(f"it is a {layout} tensor; only dense ones can be read")
+            require(layout == "strided", f"it is a {layout} tensor; only dense ones can be read")
             flags = {"requires_grad": grad is True, "pin_memory": pinned is True}
             self._made.append(TensorProperties(dtype, **flags))
-            number = self._props[state] = len(self._props)
-        return number
+            self._props[state] = len(self._props)
+        return self._props[state]
 
     def _layout(self, size: tuple[int, ...], chunks: Sequence[Any]) -> int:
-        key = size, tuple([_box(chunk) for chunk in chunks])
+        key = size, tuple([_box(_fields(chunk, "ChunkStorageMetadata")) for chunk in chunks])
         number = self._layouts.get(key)
         if number is None:
             fault = shape_fault(size)
@@ -294,38 +266,29 @@ class _Columns:
         return number
 
     def done(self) -> Entries:
-        """Return them."""
+        """Return the entries."""
         rows = column(self._rows, len(self._rows), 2)
         return Entries(
             tuple(self.names), tuple(self._made), rows[:, 0], tuple(self._cut), rows[:, 1]
         )
 
 
-def _state(properties: Any) -> tuple[Any, ...]:
-    if type(properties) is not _Properties or type(properties.state) is not tuple:
-        raise PickleError("its properties are of an unknown kind")
-    return properties.state
+_PLAIN: Final = frozenset((str, bool, int, type(None)))
+_PLAIN_KEYS: Final = (str, int, float, bool, bytes, type(None))
 
 
-def _box(chunk: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    if type(chunk) is not _Chunk:
-        raise PickleError(f"a chunk is a {type(chunk).__name__}")
-    return _ints(chunk.fields["offsets"]), _ints(chunk.fields["sizes"])
+def _box(chunk: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return whole_numbers(chunk["offsets"]), whole_numbers(chunk["sizes"])
 
 
 def _text(name: Any) -> str:
     if type(name) is not str:
-        raise PickleError(f"a name is no text, but a {type(name).__name__}")
+        raise PickleError(f"it holds a {type(name).__name__} in place of text")
     return name
 
 
-def _ints(numbers: Any) -> tuple[int, ...]:
-    """Return whole numbers as they are; anything else may take ages to hash or to print."""
-    if type(numbers) is not tuple or not _WHOLE.issuperset(map(type, numbers)):
-        raise PickleError("a shape or an offset is not made of whole numbers")
-    if numbers and not (min(numbers) >= 0 and max(numbers) < MAX_NUMEL):
-        raise PickleError("a shape or an offset is negative, or impossibly large")
-    return numbers
+def _dict(value: Any) -> dict[Any, Any]:
+    return value if type(value) is dict else {}
 
 
 def _tiling(size: tuple[int, ...], chunks: Sequence[tuple[Any, Any]]) -> Tiling:
@@ -334,7 +297,7 @@ def _tiling(size: tuple[int, ...], chunks: Sequence[tuple[Any, Any]]) -> Tiling:
     if boxes.size and (boxes.dtype.kind != "i" or boxes.shape != (count, 2, axes)):
         raise ValueError("its chunks have other axes than it has")
     boxes = boxes.astype(np.int64).reshape(count, 2, axes)
-    if (boxes < 0).any() or (boxes.sum(axis=1) > np.array(size, np.int64)).any():
+    if (boxes.sum(axis=1) > np.array(size, np.int64)).any():
         raise ValueError(f"a chunk reaches out of its shape {list(size)}")
     if 0 in size:
         boxes = np.array([[[0] * axes, list(size)]], np.int64)
@@ -344,14 +307,13 @@ def _tiling(size: tuple[int, ...], chunks: Sequence[tuple[Any, Any]]) -> Tiling:
 
 
 def _place(name: str, info: Any, files: dict[str, int]) -> Place:
-    if not isinstance(info, _Info):
-        raise PickleError(f"where `{name}` lies is told by a {type(info).__name__}")
-    fields = info.fields
-    file, offset, length = fields["relative_path"], fields["offset"], fields["length"]
+    """Return the position of an item; a file that is new gets the next number."""
+    fields = _fields(info, "_StorageInfo")
+    file, offset, length = _text(fields["relative_path"]), fields["offset"], fields["length"]
     numbers = type(offset) is int and type(length) is int
     if not numbers or not (min(offset, length) >= 0 and max(offset, length) < MAX_BYTES):
-        raise PickleError(f"where `{name}` lies is not said by whole numbers below 2^60")
-    if _text(file) not in files:
+        raise PickleError(f"the position of `{name}` is not given by whole numbers below 2^60")
+    if file not in files:
         try:
             files[check_path(file)] = len(files)
         except StoreError as error:
@@ -360,47 +322,45 @@ def _place(name: str, info: Any, files: dict[str, int]) -> Place:
     return Place(files[file], offset, length, tuple(map(_text, transforms)))
 
 
-def _storage_meta(meta: Any) -> StorageMeta:
-    if type(meta) is not _Meta:
-        raise PickleError(f"its storage_meta is a {type(meta).__name__}")
-    fields = meta.fields
-    for text in (fields.get("checkpoint_id"), fields.get("save_id")):
-        if text is not None:
-            _text(text)
-    return StorageMeta(fields.get("checkpoint_id"), fields.get("save_id"))
+def _storage_meta(fields: Mapping[str, Any]) -> StorageMeta:
+    checkpoint, save = fields.get("checkpoint_id"), fields.get("save_id")
+    for text in (checkpoint, save):
+        require(text is None or type(text) is str, "its storage_meta is not made of text")
+    return StorageMeta(checkpoint, save)
 
 
-def _paths(names: Sequence[str], theirs: Any, ours: Any) -> dict[str, Any]:
-    """Return the way to each nested value; see `shardplan.planning.tree`."""
+def _paths(
+    names: Sequence[str], theirs: Mapping[str, Any], ours: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the path of each nested value; see `shardplan.planning.tree`."""
     paths = {}
-    theirs = theirs if isinstance(theirs, dict) else {}
-    ours = ours if isinstance(ours, dict) else {}
     for name in names:
-        path = (
-            unpack_path(name, ours[name]) if name in ours else _torch_path(name, theirs.get(name))
-        )
-        if path is not None and path != (("dict", name),):
+        if name in ours:
+            path = unpack_path(name, ours[name])
+        elif theirs.get(name) is not None:
+            path = _torch_path(name, theirs[name])
+        else:
+            continue
+        if path != (("dict", name),):
             paths[name] = path
     return paths
 
 
-def _torch_path(name: str, path: Any) -> Any:
-    """Read torch's way of telling: keys of dicts are text, positions in lists whole numbers."""
-    if path is None:
-        return None
+def _torch_path(name: str, path: Any) -> Path:
+    """Read a path of torch: keys of dicts are text, positions in lists are whole numbers."""
     if type(path) is not tuple or not path or not all(type(key) in (str, int) for key in path):
-        raise PickleError(f"the place of `{name}` is told by no path of plain keys")
+        raise PickleError(f"the path of `{name}` has keys that are not plain")
     return tuple(("dict" if type(key) is str else "list", key) for key in path)
 
 
 def pack_path(name: str, path: Path) -> Any:
-    """Return the way to a value as `OWN_PATHS` keeps it: as text, where keys are not plain ones.
+    """Return a path as `OWN_PATHS` stores it: as text, if its keys are not plain.
 
     >>> pack_path("a.(1, 2)", (("dict", "a"), ("dict", (1, 2))))
     '[["dict", "a"], ["dict", [1, 2]]]'
 
     Raises:
-        ValueRefusedError: A key is of a type that our own format cannot keep either.
+        ValueRefusedError: A key is of a type that our own format cannot store either.
     """
     if all(type(key) in _PLAIN_KEYS for _, key in path):
         return tuple(path)
@@ -416,7 +376,7 @@ def pack_path(name: str, path: Path) -> Any:
 
 
 def unpack_path(name: str, packed: Any) -> Path:
-    """Return the way to a value that `pack_path` was given.
+    """Return the path that `pack_path` was given.
 
     >>> unpack_path("a.(1, 2)", '[["dict", "a"], ["dict", [1, 2]]]')
     (('dict', 'a'), ('dict', (1, 2)))
@@ -433,5 +393,5 @@ def unpack_path(name: str, packed: Any) -> Path:
         and (is_text or type(step[1]) in _PLAIN_KEYS)
         for step in path
     ):
-        raise PickleError(f"the place of `{name}` is told by no path of plain keys")
+        raise PickleError(f"the path of `{name}` has keys that are not plain")
     return path

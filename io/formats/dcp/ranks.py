@@ -1,8 +1,8 @@
-"""Checkpoints that torch's ranks saved each by itself: one metadata file a rank, read as one.
+"""Checkpoints whose ranks saved independently: one metadata file per rank, read as one.
 
 ``torch.distributed.checkpoint.save(use_collectives=False)`` writes ``__0.metadata``,
-``__1.metadata``, … and no `.metadata`. Chunks and values that several ranks saved are there several
-times; `merge_ranks` lists them as copies, which `DcpSource` compares before it uses one.
+``__1.metadata``, … and no `.metadata`. Items that several ranks saved are there several times;
+`merge_ranks` lists them as copies, which `DcpSource` compares before it uses one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .metadata import Described, Place
 __all__ = ["FIRST_RANK", "is_rank_metadata", "merge_ranks", "rank_metadata"]
 
 FIRST_RANK: Final = "__0.metadata"
-"""The file without which a folder holds no such checkpoint."""
+"""The file that makes a folder such a checkpoint."""
 _NAME: Final = re.compile(r"__(\d{1,9})\.metadata")
 
 Entry = TensorMetadata | BytesMetadata
@@ -52,7 +52,7 @@ def merge_ranks(parts: Mapping[str, Described]) -> Described:
     """Describe what all ranks saved together.
 
     Args:
-        parts: What each rank's metadata file says, by its name, in order of rank.
+        parts: The contents of each rank's metadata file, by its name, in order of rank.
 
     Raises:
         FormatError: A rank's file is missing, or ranks saved different things under one name.
@@ -90,18 +90,19 @@ def _refuse_gaps(parts: Mapping[str, Described]) -> None:
             raise FormatError(
                 f"__{rank}.metadata",
                 f"it is missing, and {file} is there: rank {rank} never finished its part of this "
-                "save, in which ranks wrote without waiting for each other",
+                "save, in which ranks saved independently",
             )
 
 
 def _joined(name: str, entries: Mapping[str, Entry]) -> Entry:
-    """Return what all ranks saved of one name, given what the file of each has."""
+    """Return the entry of one name for all ranks, given that in the file of each."""
     (first, one), *others = entries.items()
     for file, other in others:
         if _kind(one) != _kind(other):
-            reason = f"`{name}` is {_told(other)} there, and {_told(one)} in {first}; ranks saved "
             raise FormatError(
-                file, f"{reason}different things under one name. Open one rank's part"
+                file,
+                f"`{name}` is {_kind(other)} there, and {_kind(one)} in {first}; ranks saved "
+                "different things under one name. Open one rank's part",
             )
     if not others or isinstance(one, BytesMetadata):
         return one
@@ -110,18 +111,14 @@ def _joined(name: str, entries: Mapping[str, Entry]) -> Entry:
     return attrs.evolve(one, chunks=tile_chunks(chunks))
 
 
-def _kind(entry: Entry) -> Any:
-    return (entry.size, entry.properties.dtype) if isinstance(entry, TensorMetadata) else None
-
-
-def _told(entry: Entry) -> str:
+def _kind(entry: Entry) -> str:
     if isinstance(entry, BytesMetadata):
         return "a single value"
     return f"{entry.properties.dtype} of shape {list(entry.size)}"
 
 
 def _nesting(parts: Mapping[str, Described]) -> dict[str, Any] | None:
-    """Merge what ranks say of nested keys."""
+    """Merge the paths of nested keys of all ranks."""
     paths: dict[str, Any] = {}
     holders: dict[str, int] = {}
     empty: set[str] = set()

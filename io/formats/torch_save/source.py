@@ -7,7 +7,7 @@ storages. Of both, only pickles are read; torch is needed only for values that a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
@@ -26,8 +26,10 @@ from ...checksums import CRC32
 from ...errors import FormatError, listed
 from ...limits import LIMITS
 from ...pool import Pool
+from ...progress import Progress, Tell
 from ...stores.base import MissingFileError, Store, StoreError
-from ..base import Source, Spot
+from ..base import Findings, Format, Source, Spot
+from .check import Stored, check_archives
 from .names import Nested, load_nested
 from .standins import Later, Named, OddTensor, TensorLeaf, build_value, needs_torch
 from .torch_values import explain_name
@@ -35,7 +37,10 @@ from .unpickler import CutShort, PickleError, RefusedName, load_pickle
 from .views import Overlay
 from .zip_read import Archive, Window, read_archive, read_ranges
 
-__all__ = ["TorchSource", "find", "source"]
+if TYPE_CHECKING:
+    from .write import TorchWriter
+
+__all__ = ["TorchFormat", "TorchSource"]
 
 _ZIP: Final = b"PK\3\4"
 _OLD: Final = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # a pickle: torch's magic number
@@ -44,27 +49,47 @@ _OLD_HEAD: Final = 1 << 16  # bytes of a file of the older kind that are read fi
 _STEP: Final = 64 << 20
 
 
-def find(store: Store, name: str = "") -> bool:
-    """Return True if `torch.save` wrote a file, by its first bytes."""
-    return bool(name) and _head(store, name).startswith((_ZIP, _OLD))
+class TorchFormat(Format):
+    """Files that `torch.save` writes."""
 
+    name = "torch"
+    is_file = True
+    whole_tensors = True
 
-def source(store: Store, name: str = "", pool: Pool | None = None) -> TorchSource:
-    """Open a `torch.save` file.
+    def detect(self, store: Store, name: str = "") -> bool:
+        """Return whether a file begins as `torch.save` has it; see `Format.detect`."""
+        return bool(name) and _head(store, name).startswith((_ZIP, _OLD))
 
-    Raises:
-        FormatError: It is damaged, not safe to read, or holds something that cannot be read in
-            place.
-    """
-    if not name:
-        raise FormatError(store.url, "a torch checkpoint is a file, and this is a folder")
-    try:
+    def open(self, store: Store, name: str = "", pool: Pool | None = None) -> TorchSource:
+        """Open a file; only its pickle is read. See `Format.open`."""
+        if not name:
+            raise FormatError(store.url, "a torch checkpoint is a file, and this is a folder")
+        try:
+            size = store.size(name)
+        except MissingFileError:
+            raise FormatError(name, "it is missing") from None
+        is_old = _head(store, name).startswith(_OLD)
+        saved = _read_old(store, name, size) if is_old else _read_zip(store, name, size)
+        return TorchSource(store, name, saved)
+
+    def writer(self) -> TorchWriter:
+        """Return what writes this format; see `Format.writer`."""
+        from .write import TorchWriter  # which needs torch
+
+        return TorchWriter()
+
+    def verify(
+        self, store: Store, name: str = "", *, tell: Tell | None = None, pool: Pool | None = None
+    ) -> Findings:
+        """Compare every record with its checksum; see `Format.verify`."""
+        opened = self.open(store, name, pool)
         size = store.size(name)
-    except MissingFileError:
-        raise FormatError(name, "it is missing") from None
-    is_old = _head(store, name).startswith(_OLD)
-    saved = _read_old(store, name, size) if is_old else _read_zip(store, name, size)
-    return TorchSource(store, name, saved)
+        if opened.archive is None:
+            Progress(0, tell)
+            note = "files of old torch versions have no checksums"
+            return Findings((), 1, notes=(note,), unchecked=size)
+        whole = Stored(name, 0, size, keys_in=opened.keys_in)
+        return attrs.evolve(check_archives(store, [whole], tell, pool), files=1)
 
 
 def _head(store: Store, name: str) -> bytes:

@@ -18,7 +18,7 @@ import attrs
 import numpy as np
 
 from shardplan.planning import ITEMSIZE
-from shardplan.planning.geometry import shape_fault
+from shardplan.planning.geometry import MAX_NUMEL, shape_fault
 
 from .unpickler import PickleError, StandIn, Stateful, require
 
@@ -40,7 +40,7 @@ __all__ = [
     "whole_numbers",
 ]
 
-_MAX_NUMBER: Final = 1 << 62  # elements, or bytes
+_WHOLE: Final = frozenset((int,))
 _FIXED: Final = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _COPIED: Final = (list, tuple, set, frozenset, bytearray)
 _DICTS: Final = (dict, OrderedDict, Counter)
@@ -53,10 +53,10 @@ def whole_numbers(value: Any) -> tuple[int, ...]:
     Raises:
         PickleError: It is something else, or its numbers cannot be right.
     """
-    if type(value) is not tuple or not all(type(n) is int for n in value):
-        raise PickleError("a shape is not a tuple of whole numbers")
-    if value and not (min(value) >= 0 and max(value) < _MAX_NUMBER):
-        raise PickleError("a shape or a stride is negative, or impossibly large")
+    if type(value) is not tuple or not _WHOLE.issuperset(map(type, value)):
+        raise PickleError("a shape or an offset is not a tuple of whole numbers")
+    if value and not (min(value) >= 0 and max(value) < MAX_NUMEL):
+        raise PickleError("a shape or an offset is negative, or impossibly large")
     return value
 
 
@@ -129,7 +129,8 @@ class StoredTensor:
             return f"such a shape: it {wrong}"
         if len(self.size) != len(self.stride):
             return f"shape {self.size} and strides {self.stride}"
-        if self.span and (self.offset + self.span) * ITEMSIZE[self.dtype] > self.storage.nbytes:
+        span = self.span
+        if span and (self.offset + span) * ITEMSIZE[self.dtype] > self.storage.nbytes:
             return f"shape {self.size} in a storage of {self.storage.nbytes:,} bytes"
         return None
 
@@ -282,7 +283,7 @@ class Stream(Stateful):
     def build(self, builder: Builder) -> io.BytesIO:
         """Return the stream, at its position."""
         data, position, _ = (b"", 0, None) if self.state is None else self.state
-        if type(data) is not bytes or type(position) is not int or not 0 <= position < _MAX_NUMBER:
+        if type(data) is not bytes or type(position) is not int or not 0 <= position < MAX_NUMEL:
             raise PickleError("it holds a BytesIO of an unknown kind")
         made = io.BytesIO(data)
         made.seek(position)

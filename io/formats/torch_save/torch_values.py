@@ -30,6 +30,7 @@ __all__ = [
     "explain_refusal",
     "explain_value",
     "load_archive",
+    "load_summed",
     "load_torch",
     "pickle_nested",
     "pickle_tensor",
@@ -57,8 +58,14 @@ def load_torch(data: bytes, file: str, name: str) -> Any:
     Raises:
         FormatError: It is damaged, or not safe to load; then it says how to allow it.
     """
+    return load_summed(data, file, name)[0]
+
+
+def load_summed(data: bytes, file: str, name: str) -> tuple[Any, bool]:
+    """Return a value as `load_torch` does, and whether its archive has checksums."""
     try:
-        return load_archive(read_archive(in_memory(data, file)))
+        archive = read_archive(in_memory(data, file))
+        return load_archive(archive), archive.is_summed
     except RefusedName as error:
         raise FormatError(file, f"the value of `{name}` {explain_name(error.name)}") from None
     except (PickleError, FormatError) as error:

@@ -213,7 +213,7 @@ class _Machine:
         checkpoint has millions of them.
         """
         data, size, alone, again = self._data, len(self._data), _ALONE, self._again
-        number2, number4 = _U2, _U4
+        number2, number4, marked = _U2, _U4, _MARKED
         memo: dict[int, Any] = {}
         marks: list[list[Any]] = []
         stack: list[Any] = []
@@ -254,10 +254,21 @@ class _Machine:
                         self._charge(args)
                     make = call.new if op == 0x81 else call.make
                     stack[-1] = make(*args)
-                elif op == 0x75:  # SETITEMS
+                elif op in marked:
                     items, stack = stack, marks.pop()
                     push = stack.append
-                    self._set_items(stack[-1], items)
+                    if op == 0x75:  # SETITEMS
+                        self._set_items(stack[-1], items)
+                    elif op == 0x74:  # TUPLE
+                        push(tuple(items))
+                    elif op == 0x65:  # APPENDS
+                        _expect(stack[-1], list).extend(items)
+                    elif op == 0x90:  # ADDITEMS
+                        self._add_items(_expect(stack[-1], set), items)
+                    else:  # FROZENSET
+                        self._charge(*items)
+                        check_alike(items)
+                        push(frozenset(items))
                 elif op == 0x62:  # BUILD
                     state, found = stack.pop(), stack[-1]
                     if isinstance(found, Stateful):
@@ -267,8 +278,8 @@ class _Machine:
                     elif type(found) is not OrderedDict:  # its attributes are dropped
                         kind = type(found).__name__
                         raise PickleError(f"it is damaged: it gives state to a {kind}")
-                elif op == 0x7D:  # EMPTY_DICT
-                    push({})
+                elif op in _EMPTY:
+                    push(_EMPTY[op]())
                 elif op == 0x85:  # TUPLE1
                     stack[-1] = (stack[-1],)
                 elif op == 0x86:  # TUPLE2
@@ -277,11 +288,12 @@ class _Machine:
                 elif op == 0x4D:  # BININT2
                     push(number2(data, pos)[0])
                     pos += 2
-                elif op == 0x8C:  # SHORT_BINUNICODE
-                    end = pos + 1 + data[pos]
-                    push(str(data[pos + 1 : end], "utf-8", "surrogatepass"))
-                    pos = end
-                    if end > size:
+                elif op == 0x8C or op == 0x58:  # SHORT_BINUNICODE, BINUNICODE
+                    short = op == 0x8C
+                    begin = pos + (1 if short else 4)
+                    pos = begin + (data[pos] if short else number4(data, pos)[0])
+                    push(str(data[begin:pos], "utf-8", "surrogatepass"))
+                    if pos > size:
                         raise CutShort
                 elif op == 0x71:  # BINPUT
                     memo[data[pos]] = stack[-1]
@@ -289,27 +301,13 @@ class _Machine:
                 elif op == 0x4A:  # BININT
                     push(_I4(data, pos)[0])
                     pos += 4
-                elif op == 0x74:  # TUPLE
-                    items, stack = stack, marks.pop()
-                    push = stack.append
-                    push(tuple(items))
                 elif op == 0x51:  # BINPERSID
                     stack[-1] = self._refer(stack[-1])
-                elif op == 0x89:  # NEWFALSE
-                    push(False)
-                elif op == 0x88:  # NEWTRUE
-                    push(True)
-                elif op == 0x4E:  # NONE
-                    push(None)
+                elif op in _CONSTANTS:
+                    push(_CONSTANTS[op])
                 elif op == 0x47:  # BINFLOAT
                     push(_F8(data, pos)[0])
                     pos += 8
-                elif op == 0x5D:  # EMPTY_LIST
-                    push([])
-                elif op == 0x65:  # APPENDS
-                    items, stack = stack, marks.pop()
-                    push = stack.append
-                    _expect(stack[-1], list).extend(items)
                 elif op == 0x61:  # APPEND
                     found = stack.pop()
                     _expect(stack[-1], list).append(found)
@@ -331,20 +329,6 @@ class _Machine:
                 elif op == 0x93:  # STACK_GLOBAL
                     name = _expect(stack.pop(), str)
                     stack[-1] = self._find(_expect(stack[-1], str), name)
-                elif op == 0x8F:  # EMPTY_SET
-                    push(set())
-                elif op == 0x90:  # ADDITEMS
-                    items, stack = stack, marks.pop()
-                    push = stack.append
-                    self._charge(*items)
-                    self._check_grown(_expect(stack[-1], set), items)
-                    stack[-1].update(items)
-                elif op == 0x91:  # FROZENSET
-                    items, stack = stack, marks.pop()
-                    push = stack.append
-                    self._charge(*items)
-                    check_alike(items)
-                    push(frozenset(items))
                 elif op == 0x30:  # POP
                     stack.pop()
                 elif op == 0x80:  # PROTO
@@ -402,20 +386,22 @@ class _Machine:
         keys = items[::2]
         if type(target) not in _DICTS or len(items) % 2:
             raise PickleError("it is damaged: it fills something that is not a dict")
-        for key in keys:
-            if type(key) is not str or len(key) > _SHORT:
-                odd = [key for key in keys if type(key) is not str or len(key) > _SHORT]
-                self._charge(*odd)
-                self._check_grown(target, odd)
-                break
+        odd = [key for key in keys if type(key) is not str or len(key) > _SHORT]
+        if odd:
+            self._check_keys(target, odd)
         if type(target) is dict:
             target.update(zip(keys, items[1::2], strict=True))
         else:
             for key, value in zip(keys, items[1::2], strict=True):
                 target[key] = value
 
-    def _check_grown(self, target: Any, keys: Sequence[Any]) -> None:
-        """Check the hashes of keys that are added to a collection, unless it stays small."""
+    def _add_items(self, target: set[Any], items: list[Any]) -> None:
+        self._check_keys(target, items)
+        target.update(items)
+
+    def _check_keys(self, target: Any, keys: Sequence[Any]) -> None:
+        """Charge for keys that are added to a collection, and check their hashes if it is large."""
+        self._charge(*keys)
         if len(target) + len(keys) > _ALIKE:
             check_alike(keys, self._hashes.setdefault(id(target), (target, Counter()))[1])
 
@@ -537,9 +523,11 @@ _U2: Final = struct.Struct("<H").unpack_from
 _U4: Final = struct.Struct("<I").unpack_from
 _I4: Final = struct.Struct("<i").unpack_from
 _F8: Final = struct.Struct(">d").unpack_from
+_MARKED: Final = frozenset((0x75, 0x74, 0x65, 0x90, 0x91))  # operations on all since a mark
+_EMPTY: Final = {0x7D: dict, 0x5D: list, 0x8F: set}  # EMPTY_DICT, EMPTY_LIST, EMPTY_SET
+_CONSTANTS: Final = {0x4E: None, 0x88: True, 0x89: False}  # NONE, NEWTRUE, NEWFALSE
 _RENAMED: Final = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # since Python 2
 _LENGTHS: Final[dict[int, tuple[int, Callable[[bytes], Any]]]] = {
-    0x58: (4, _text),  # BINUNICODE
     0x8D: (8, _text),  # BINUNICODE8
     0x55: (1, _text),  # SHORT_BINSTRING
     0x54: (4, _text),  # BINSTRING

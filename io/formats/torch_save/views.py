@@ -1,16 +1,16 @@
-"""Where do the elements of a stored view lie? In place where they can be read there.
+"""Stored views of any strides, read in place where possible.
 
 A view whose axes nest, in any order and with gaps, is a box of a row-major array: a `Spot`. Any
-other one (every second column, one row told many times, conjugates) becomes a file that is not
-there, which an `Overlay` makes up out of the real one as it is read, a few MiB at a time. Its axes
-come in the order of the storage, so that what is read together lies together.
+other (every second column, a repeated row, conjugates) is exposed as a virtual file, which an
+`Overlay` computes from the real one as it is read, a few MiB at a time. Its axes are in the order
+of the storage, so that elements that are read together lie together.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import attrs
@@ -29,7 +29,7 @@ from .zip_read import read_ranges
 __all__ = ["Overlay", "nest"]
 
 _WORDS: Final = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
-_GROUP: Final = 4 << 20  # bytes of a view that are made up at once
+_GROUP: Final = 4 << 20  # bytes of a view that are computed at once
 _SPAN: Final = 8 << 20  # bytes of its storage that are read at once
 Range = tuple[int, memoryview]
 
@@ -37,15 +37,15 @@ Range = tuple[int, memoryview]
 def nest(
     size: Sequence[int], stride: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None] | None:
-    """See a view as the first corner of a row-major array.
+    """Return a row-major array whose first corner is a view.
 
     Args:
-        size: Its shape.
-        stride: How far apart its elements lie along each axis, in elements.
+        size: The view's shape.
+        stride: Its strides, in elements.
 
     Returns:
-        The sizes of the array, in the order in which its axes are stored, and which axes of the
-        view these are (None if they are in order); None if there is no such array.
+        The sizes of the array, in the order in which its axes are stored, and the view's axis that
+        each is (None if they are in order); None if there is no such array.
 
     >>> nest((2, 3), (3, 1)), nest((2, 3), (1, 2)), nest((4, 3), (6, 1))
     (((2, 3), None), ((3, 2), (1, 0)), ((4, 6), None))
@@ -64,7 +64,7 @@ def nest(
 
 def _extents(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] | None:
     extents = list(size)
-    inner, step = -1, 1  # the axis inside the one that is looked at, and the stride it must have
+    inner, step = -1, 1  # the next axis inwards, and its stride
     for axis in reversed(range(len(size))):
         if size[axis] == 1:
             continue
@@ -80,8 +80,14 @@ def _extents(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] | No
 
 
 @attrs.frozen
-class _Made:
-    """A file that is made up: the elements of a view, row-major, its widest strides first."""
+class _Virtual:
+    """A virtual file: the elements of a view, row-major, its widest strides first.
+
+    Attributes:
+        file: The real file.
+        begin: Where the view's first element lies there, in bytes.
+        tensor: The view.
+    """
 
     file: str
     begin: int
@@ -89,31 +95,31 @@ class _Made:
 
 
 class Overlay(WrappedStore):
-    """A store with some files that are made up as they are read; all else is the inner store's.
+    """A store with some virtual files; all others are those of the inner store.
 
     Args:
         inner: The store with the real files.
-        files: Their names; `spot` numbers files that are made up after them.
+        files: Their names; virtual files are numbered after them.
     """
 
     def __init__(self, inner: Store, files: Sequence[str]) -> None:
         super().__init__(inner)
         self._real = tuple(files)
-        self._made: dict[str, _Made] = {}
-        self._numbers: dict[_Made, int] = {}
+        self._virtual: dict[str, _Virtual] = {}
+        self._numbers: dict[_Virtual, int] = {}
         self._lock = threading.Lock()
 
     @property
     def files(self) -> tuple[str, ...]:
         """All files so far."""
-        return (*self._real, *self._made)
+        return (*self._real, *self._virtual)
 
     def locate(self, path: str = "") -> str | None:
         """Return where a real file is on this machine's disks; see `Store.locate`."""
-        return self.inner.locate(path) if path and path not in self._made else None
+        return self.inner.locate(path) if path and path not in self._virtual else None
 
     def spot(self, file: int, begin: int, tensor: StoredTensor) -> Spot:
-        """Say where a view's elements can be read.
+        """Return where a view's elements can be read.
 
         Args:
             file: The number of the file that holds its storage.
@@ -127,103 +133,100 @@ class Overlay(WrappedStore):
         order = tuple(sorted(range(len(tensor.size)), key=lambda axis: -tensor.stride[axis]))
         size = tuple(tensor.size[axis] for axis in order)
         stride = tuple(tensor.stride[axis] for axis in order)
-        made = _Made(self._real[file], first, attrs.evolve(tensor, size=size, stride=stride))
+        view = _Virtual(self._real[file], first, attrs.evolve(tensor, size=size, stride=stride))
         with self._lock:
-            if made not in self._numbers:
-                self._numbers[made] = len(self.files)
-                self._made[f"<view {len(self._made)} of {made.file}>"] = made
-            axes = None if order == tuple(range(len(order))) else order
-            return Spot(self._numbers[made], 0, tensor.dtype, size, axes)
+            if view not in self._numbers:
+                self._numbers[view] = len(self.files)
+                self._virtual[f"<view {len(self._virtual)} of {view.file}>"] = view
+        axes = None if order == tuple(range(len(order))) else order
+        return Spot(self._numbers[view], 0, tensor.dtype, size, axes)
 
-    def read(self, path: str, ranges: Sequence[tuple[int, memoryview]]) -> int:
+    def read(self, path: str, ranges: Sequence[Range]) -> int:
         """Fill buffers from a file; see `Store.read`."""
-        made = self._made.get(path)
-        if made is None:
+        view = self._virtual.get(path)
+        if view is None:
             return self.inner.read(path, ranges)
-        for low, high, group in _groups(ranges):
-            cells = self._cells(made, low, high)
-            for offset, view in group:
-                copy_into(view, cells[offset - low : offset - low + len(view)])
-        return sum(len(view) for _, view in ranges)
+        for group in _groups(ranges):
+            low = group[0][0]
+            cells = self._cells(view, low, max(offset + len(part) for offset, part in group))
+            for offset, part in group:
+                copy_into(part, cells[offset - low : offset - low + len(part)])
+        return sum(len(part) for _, part in ranges)
 
-    def _cells(self, made: _Made, low: int, high: int) -> npt.NDArray[np.uint8]:
-        """Return some bytes of a file that is made up."""
-        tensor, width = made.tensor, ITEMSIZE[made.tensor.dtype]
+    def _cells(self, view: _Virtual, low: int, high: int) -> npt.NDArray[np.uint8]:
+        """Return some bytes of a virtual file."""
+        tensor, width = view.tensor, ITEMSIZE[view.tensor.dtype]
         first, last = low // width, -(-high // width)
         cells = np.empty(last - first, _WORDS[width])
-
-        def fetch(at: int, count: int) -> npt.NDArray[Any]:
-            data = bytearray(count * width)
-            place = made.begin + at * width
-            read_ranges(self.inner, made.file, [(place, memoryview(data))])
-            return np.frombuffer(data, _WORDS[width])
-
-        _gather(fetch, tensor.size, tensor.stride, first, cells, max(_SPAN // width, 1))
+        _Gather(self.inner, view).fill(cells, first, 0, 0)
         _flip(cells, tensor)
         return cells.view(np.uint8)[low - first * width : high - first * width]
 
 
-def _groups(ranges: Sequence[Range]) -> Iterator[tuple[int, int, list[Range]]]:
-    """Cut long ranges up, and put short neighbours together; yield each group and its bounds."""
+def _groups(ranges: Sequence[Range]) -> Iterator[list[Range]]:
+    """Split long ranges, and group short neighbours; the first of a group begins first."""
     group: list[Range] = []
-    low = high = 0
     for offset, view in ranges:
         for at in range(0, len(view), _GROUP):
             part = view[at : at + _GROUP]
-            begin, end = offset + at, offset + at + len(part)
-            if group and (begin < low or max(high, end) - low > _GROUP):
-                yield low, high, group
+            low = group[0][0] if group else 0
+            if group and not low <= offset + at <= low + _GROUP - len(part):
+                yield group
                 group = []
-            low, high = (low, max(high, end)) if group else (begin, end)
-            group.append((begin, part))
+            group.append((offset + at, part))
     if group:
-        yield low, high, group
+        yield group
 
 
-def _gather(
-    fetch: Callable[[int, int], npt.NDArray[Any]],
-    size: Sequence[int],
-    stride: Sequence[int],
-    first: int,
-    cells: npt.NDArray[Any],
-    most: int,
-    start: int = 0,
-) -> None:
-    """Fill cells with elements of a view, the first of which is its ``first``, row-major.
+@attrs.frozen
+class _Gather:
+    """Gathers elements of a view."""
 
-    Args:
-        fetch: Returns so many elements of the storage, from a place on.
-        size: The view's shape.
-        stride: How far apart its elements lie along each axis.
-        first: The first element to take.
-        cells: What to fill.
-        most: How many elements to fetch at once.
-        start: Where in the storage the view starts.
-    """
-    if not size:
-        cells[:] = fetch(start, 1)
-        return
-    inner = math.prod(size[1:])
-    row_span = 1 + sum((n - 1) * s for n, s in zip(size[1:], stride[1:], strict=True))
-    fit = size[0] if not stride[0] else 1 + max(most - row_span, 0) // stride[0]
-    done = 0
-    while done < len(cells):
-        row, skipped = divmod(first + done, inner)
-        rows = min(fit, -(-(skipped + len(cells) - done) // inner))
-        part = cells[done : done + rows * inner - skipped]
-        at = start + row * stride[0]
-        if rows == 1 and len(size) > 1:
-            _gather(fetch, size[1:], stride[1:], skipped, part, most, at)
-        else:
-            found = fetch(at, (rows - 1) * stride[0] + row_span)
-            steps = [s * found.itemsize for s in stride]
-            box = np.lib.stride_tricks.as_strided(found, (rows, *size[1:]), steps)
-            part[:] = box.flat[skipped : skipped + len(part)]
-        done += len(part)
+    store: Store
+    view: _Virtual
+
+    def fill(self, cells: npt.NDArray[Any], first: int, axis: int, start: int) -> None:
+        """Fill cells with elements of a part of the view, row-major.
+
+        Args:
+            cells: The cells.
+            first: The first element to take, counted in the part.
+            axis: The first axis of the part, which has this and all later axes.
+            start: Where the part starts, counted from the view's first element in storage.
+        """
+        size, stride = self.view.tensor.size[axis:], self.view.tensor.stride[axis:]
+        if not size:
+            cells[:] = self._fetch(start, 1)
+            return
+        inner = math.prod(size[1:])
+        row_span = 1 + sum((n - 1) * s for n, s in zip(size[1:], stride[1:], strict=True))
+        most = max(_SPAN // cells.itemsize, 1)
+        fit = 1 + max(most - row_span, 0) // stride[0] if stride[0] else size[0]
+        done = 0
+        while done < len(cells):
+            row, skipped = divmod(first + done, inner)
+            rows = min(fit, -(-(skipped + len(cells) - done) // inner))
+            part = cells[done : done + rows * inner - skipped]
+            at = start + row * stride[0]
+            if rows == 1 and len(size) > 1:
+                self.fill(part, skipped, axis + 1, at)
+            else:
+                found = self._fetch(at, (rows - 1) * stride[0] + row_span)
+                steps = [s * found.itemsize for s in stride]
+                box = np.lib.stride_tricks.as_strided(found, (rows, *size[1:]), steps)
+                part[:] = box.flat[skipped : skipped + len(part)]
+            done += len(part)
+
+    def _fetch(self, at: int, count: int) -> npt.NDArray[Any]:
+        """Read so many elements of the storage, counted from the view's first element."""
+        width = ITEMSIZE[self.view.tensor.dtype]
+        data = bytearray(count * width)
+        read_ranges(self.store, self.view.file, [(self.view.begin + at * width, memoryview(data))])
+        return np.frombuffer(data, _WORDS[width])
 
 
 def _flip(cells: npt.NDArray[Any], tensor: StoredTensor) -> None:
-    """Turn what is stored into what is meant: conjugates differ in one sign, negatives in all."""
+    """Apply conjugation, which flips one sign of each element, and negation, which flips all."""
     if not tensor.conj and not tensor.neg:
         return
     parts = 2 if tensor.dtype.startswith("complex") else 1

@@ -19,12 +19,12 @@ from ...limits import check_size
 from ...pool import Pool, default_pool
 from ...progress import Progress
 from ...stores.base import Store
-from ...tensors import dump, empty, window
-from ...tensors import store as fill
+from ...tensors import box_view, empty_tensor, tensor_bytes
+from ...tensors import fill_from_bytes as fill
 from ..base import Part, Writer
 from ..registry import known_formats
 from .torch_values import Leaf, explain_refusal, explain_value, pickle_nested, why_unsafe
-from .zip_write import Member, lay_out
+from .zip_write import lay_out
 
 __all__ = ["TorchWriter"]
 
@@ -99,8 +99,7 @@ class TorchWriter(Writer):
         leaves = _leaves(flat, plan, tensors, ties, list(stored))
         pickle, hidden = _pickle(flat, plan, leaves, values, refused)
         held = [*stored.values(), *map(_storage_piece, hidden)]
-        storages = [Member(f"data/{n}", piece.nbytes) for n, piece in enumerate(held)]
-        layout = lay_out(pickle, storages)
+        layout = lay_out(pickle, [piece.nbytes for piece in held])
         contents = FileContents(
             lambda local: layout.contents(blocks_of(held, local)),
             threads_for(pool or default_pool(), 1),
@@ -237,7 +236,7 @@ class _Joined(Lazy):
 
     def read_box(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """Return a box of it, put together from the pieces that it touches."""
-        box = empty(sizes, self.dtype)
+        box = empty_tensor(sizes, self.dtype)
         low, high = np.array(offsets), np.array(offsets) + np.array(sizes)
         for part in self.parts:
             begin = np.maximum(low, part.offsets)
@@ -246,9 +245,9 @@ class _Joined(Lazy):
                 continue
             inner = (begin - part.offsets + part.start).tolist()
             if isinstance(part.source, torch.Tensor):
-                found = window(part.source, inner, lengths.tolist())
+                found = box_view(part.source, inner, lengths.tolist())
             else:
                 found = part.source.read_box(inner, lengths.tolist())
-            data = np.frombuffer(dump(found, self.dtype), np.uint8)
-            fill(window(box, (begin - low).tolist(), lengths.tolist()), data, self.dtype)
+            data = np.frombuffer(tensor_bytes(found, self.dtype), np.uint8)
+            fill(box_view(box, (begin - low).tolist(), lengths.tolist()), data, self.dtype)
         return box

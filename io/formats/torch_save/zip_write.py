@@ -17,7 +17,7 @@ import attrs
 from ...execute.copying import Block, Content, Seal, literal
 from .zip_read import END, HUGE, LOCAL, MANY, data_begin, tail_size, zip64_field
 
-__all__ = ["ArchiveLayout", "Frame", "Member", "frame_of", "lay_out", "zip_bytes"]
+__all__ = ["ArchiveLayout", "Frame", "frame_of", "lay_out", "zip_bytes"]
 
 _CENTRAL: Final = struct.Struct("<4s6H3I5H2I")
 _END64: Final = struct.Struct("<4sQ2H2I4Q")
@@ -27,37 +27,25 @@ _DESCRIBED: Final = 8
 
 
 @attrs.frozen(eq=False)
-class Member:
-    """A record to write.
-
-    Attributes:
-        name: Its name.
-        nbytes: Its size.
-        data: Its bytes, if they are few and known.
-    """
-
-    name: str
-    nbytes: int
-    data: bytes | None = None
-
-
-@attrs.frozen(eq=False)
 class _Placed:
-    """A record and its position.
+    """A record to write.
 
     Attributes:
         name: Its name, with its folder.
         nbytes: Its size.
-        data: Its bytes, if they are known.
+        data: Its bytes, if they are few and known.
         header: Where its local header begins.
-        begin: Where its data begins.
     """
 
     name: bytes
     nbytes: int
     data: bytes | None
     header: int
-    begin: int
+
+    @property
+    def begin(self) -> int:
+        """Where its data begins."""
+        return data_begin(self.header, len(self.name), self.nbytes)
 
     @property
     def end(self) -> int:
@@ -158,20 +146,25 @@ class ArchiveLayout:
         return entries + long + where + short
 
 
-def lay_out(pickle: bytes, storages: Sequence[Member] = ()) -> ArchiveLayout:
+def lay_out(pickle: bytes, storages: Sequence[int] = ()) -> ArchiveLayout:
     """Place the records of an archive in the order in which torch writes them.
 
     Args:
         pickle: The pickle that `torch.load` reads.
-        storages: The storages it refers to, named ``data/0`` and so on.
+        storages: How many bytes each storage has that it refers to; they are named ``data/0`` etc.
     """
-    small = {"data.pkl": pickle, ".format_version": b"1", ".storage_alignment": b"64"}
-    head = [Member(n, len(data), data) for n, data in (small | {"byteorder": b"little"}).items()]
+    records: dict[str, bytes | int] = {
+        "data.pkl": pickle,
+        ".format_version": b"1",
+        ".storage_alignment": b"64",
+        "byteorder": b"little",
+        **{f"data/{number}": nbytes for number, nbytes in enumerate(storages)},
+        "version": b"3\n",
+    }
     at, placed = 0, []
-    for member in (*head, *storages, Member("version", 2, b"3\n")):
-        name = f"archive/{member.name}".encode()
-        begin = data_begin(at, len(name), member.nbytes)
-        placed.append(_Placed(name, member.nbytes, member.data, at, begin))
+    for name, held in records.items():
+        nbytes, data = (held, None) if isinstance(held, int) else (len(held), held)
+        placed.append(_Placed(f"archive/{name}".encode(), nbytes, data, at))
         at = placed[-1].end
     return ArchiveLayout(placed)
 
@@ -216,7 +209,7 @@ def frame_of(pickle: bytes, nbytes: int) -> Frame:
     >>> zipfile.ZipFile(io.BytesIO(whole)).testzip() is None, len(whole) == frame.size
     (True, True)
     """
-    layout = lay_out(pickle, [Member("data/0", nbytes)])
+    layout = lay_out(pickle, [nbytes])
     *before, storage, version = layout.records
     head = _known_bytes(before) + storage.head()
     tail = layout.size - len(head) - nbytes
