@@ -17,8 +17,6 @@ from ..formats.registry import known_formats
 from ..stores.base import Entry, Store
 from ..stores.local_files import is_temporary
 
-__all__ = ["MIN_AGE", "by_save", "leftovers", "strays", "tidy"]
-
 MIN_AGE: Final = 3600.0
 """For how many seconds no file of a killed save must have been written before they are removed."""
 
@@ -44,9 +42,6 @@ def strays(
             between is one that the manifest names.
         known: Files that are known to belong to a checkpoint.
         file: A checkpoint that is a single file; what was to become this file is picked as well.
-
-    Raises:
-        FormatError: A checkpoint is damaged, so that its files are not known.
     """
     marks = [mark for format in known_formats() for mark in format.marks]
     if file:
@@ -90,13 +85,7 @@ def by_save(found: Collection[Entry], min_age: float) -> tuple[list[Entry], list
 
 
 def tidy(store: Store, known: Collection[str] = (), file: str = "") -> None:
-    """Remove what killed saves left long ago beside a checkpoint that was just committed.
-
-    Args:
-        store: The folder.
-        known: The checkpoint's files.
-        file: Its name, if it is a single file.
-    """
+    """Remove what killed saves left long ago beside a checkpoint that was just committed."""
     try:
         left = strays(store, store.entries(recursive=False), known, file)
         if left:

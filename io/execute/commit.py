@@ -16,32 +16,12 @@ from ..errors import ExistsError, UnsureCommitError
 from ..formats.registry import find_any
 from ..stores.base import Store, StoreError
 
-__all__ = [
-    "SURE",
-    "committing",
-    "put_file",
-    "put_in_place",
-    "refuse_folder",
-    "remove",
-    "take_name",
-    "unsure_commit",
-]
-
 SURE: Final = frozenset({"missing", "exists", "denied", "full", "short", "long", "path"})
 """The kinds of error after which a replacement has surely not happened, and never will."""
 
 
 def refuse_folder(store: Store, format: str, overwrite: bool) -> None:
-    """Refuse to save where a checkpoint is, unless it is of this format and may be replaced.
-
-    Args:
-        store: The folder.
-        format: What is to be written there.
-        overwrite: Whether a checkpoint that is there may be replaced.
-
-    Raises:
-        ExistsError: There is one that may not be replaced, or one of another format.
-    """
+    """Refuse to save where a checkpoint is, unless it is of this format and may be replaced."""
     root = store.locate()
     if root is not None and os.path.isfile(root):
         raise ExistsError(
@@ -60,12 +40,7 @@ def refuse_folder(store: Store, format: str, overwrite: bool) -> None:
 
 @contextmanager
 def committing(unsure: set[str], save_id: str) -> Iterator[None]:
-    """Note that a save may have been committed, unless the block fails so that it surely was not.
-
-    Args:
-        unsure: Saves that may have been committed; their files must stay.
-        save_id: The save.
-    """
+    """Note that a save may have been committed, unless the block surely failed before that."""
     unsure.add(save_id)  # an interrupt comes at any moment
     try:
         yield
@@ -155,13 +130,7 @@ def remove(store: Store, files: Sequence[str]) -> tuple[str, ...]:
 
 
 def unsure_commit(store: Store, error: Exception, doing: str) -> UnsureCommitError:
-    """Make the error for a commit that may have happened.
-
-    Args:
-        store: Where.
-        error: What went wrong.
-        doing: Meanwhile, as a clause.
-    """
+    """Make the error for a commit that may have happened."""
     reason = error.reason if isinstance(error, StoreError) else str(error)
     return UnsureCommitError(
         "commit",

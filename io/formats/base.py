@@ -26,18 +26,6 @@ from ..stores.base import Store
 if TYPE_CHECKING:  # reading needs no plans of what to save
     from shardplan.planning import SavePlan
 
-__all__ = [
-    "Fault",
-    "FaultKind",
-    "FileColumns",
-    "Findings",
-    "Format",
-    "Part",
-    "Source",
-    "Spot",
-    "Writer",
-]
-
 
 @attrs.frozen
 class Spot:

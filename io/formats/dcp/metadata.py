@@ -44,18 +44,6 @@ from ..torch_save.unpickler import (
     require,
 )
 
-__all__ = [
-    "METADATA",
-    "OWN_EMPTY",
-    "OWN_PATHS",
-    "Described",
-    "Item",
-    "Place",
-    "pack_path",
-    "parse_metadata",
-    "unpack_path",
-]
-
 METADATA: Final = ".metadata"
 """The file that makes a folder a checkpoint of torch.distributed.checkpoint."""
 OWN_PATHS: Final = "_shardplan_paths"
@@ -73,7 +61,6 @@ class Place:
     """The position of one item.
 
     Attributes:
-        file: The number of its file.
         offset, length: Its bytes there.
         transforms: The extensions that its bytes went through.
     """
@@ -89,10 +76,6 @@ class Described:
     """A checkpoint as its `.metadata` describes it.
 
     Attributes:
-        metadata: What it holds.
-        files: The files that it names.
-        places: Where each item lies.
-        old: Whether torch 2.3 or older wrote it: these kept dicts without tensors whole.
         copies: Where else an item lies, if several ranks saved it; see `merge_ranks`.
     """
 
@@ -168,11 +151,7 @@ class _Names(dict[str, Any]):
 
 
 def parse_metadata(data: bytes, file: str = METADATA) -> Described:
-    """Read a `.metadata` file, or that of one rank.
-
-    Raises:
-        FormatError: It is damaged, or names a class that no checkpoint needs; none was called.
-    """
+    """Read a `.metadata` file, or that of one rank."""
     try:
         return _describe(_fields(load_pickle(data, _Names())[0], "Metadata"))
     except RefusedName as error:
@@ -354,14 +333,7 @@ def _torch_path(name: str, path: Any) -> Path:
 
 
 def pack_path(name: str, path: Path) -> Any:
-    """Return a path as `OWN_PATHS` stores it: as text, if its keys are not plain.
-
-    >>> pack_path("a.(1, 2)", (("dict", "a"), ("dict", (1, 2))))
-    '[["dict", "a"], ["dict", [1, 2]]]'
-
-    Raises:
-        ValueRefusedError: A key is of a type that our own format cannot store either.
-    """
+    """Return a path as `OWN_PATHS` stores it: as text, if its keys are not plain."""
     if all(type(key) in _PLAIN_KEYS for _, key in path):
         return tuple(path)
     for _, key in path:
@@ -376,14 +348,7 @@ def pack_path(name: str, path: Path) -> Any:
 
 
 def unpack_path(name: str, packed: Any) -> Path:
-    """Return the path that `pack_path` was given.
-
-    >>> unpack_path("a.(1, 2)", '[["dict", "a"], ["dict", [1, 2]]]')
-    (('dict', 'a'), ('dict', (1, 2)))
-
-    Raises:
-        PickleError: It is something else.
-    """
+    """Return the path that `pack_path` was given."""
     is_text = type(packed) is str
     path = from_json(json.loads(packed)) if is_text else packed
     if type(path) is not tuple or not all(

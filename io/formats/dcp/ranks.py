@@ -20,8 +20,6 @@ from shardplan.planning.geometry import tile_chunks
 from ...errors import FormatError
 from .metadata import Described, Place
 
-__all__ = ["FIRST_RANK", "is_rank_metadata", "merge_ranks", "rank_metadata"]
-
 FIRST_RANK: Final = "__0.metadata"
 """The file that makes a folder such a checkpoint."""
 _NAME: Final = re.compile(r"__(\d{1,9})\.metadata")
@@ -30,20 +28,12 @@ Entry = TensorMetadata | BytesMetadata
 
 
 def is_rank_metadata(name: str) -> bool:
-    """Return True if a file's name is that of one rank's metadata.
-
-    >>> is_rank_metadata("__12.metadata"), is_rank_metadata(".metadata")
-    (True, False)
-    """
+    """Return True if a file's name is that of one rank's metadata."""
     return _NAME.fullmatch(name) is not None
 
 
 def rank_metadata(names: Iterable[str]) -> tuple[str, ...]:
-    """Pick the metadata files of ranks from a folder's files, in order of rank.
-
-    >>> rank_metadata(["__1_0.distcp", "__10.metadata", "__0.metadata"])
-    ('__0.metadata', '__10.metadata')
-    """
+    """Pick the metadata files of ranks from a folder's files, in order of rank."""
     found = [match for match in map(_NAME.fullmatch, names) if match]
     return tuple(match[0] for match in sorted(found, key=lambda match: int(match[1])))
 
@@ -53,9 +43,6 @@ def merge_ranks(parts: Mapping[str, Described]) -> Described:
 
     Args:
         parts: The contents of each rank's metadata file, by its name, in order of rank.
-
-    Raises:
-        FormatError: A rank's file is missing, or ranks saved different things under one name.
     """
     _refuse_gaps(parts)
     saved: dict[str, dict[str, Entry]] = {}  # by name, what each file has of it

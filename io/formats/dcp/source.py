@@ -45,7 +45,6 @@ from .ranks import FIRST_RANK, is_rank_metadata, merge_ranks, rank_metadata
 if TYPE_CHECKING:
     from .write import DcpWriter
 
-__all__ = ["DcpFormat", "DcpSource"]
 
 Chunk = tuple[str, int]
 """A chunk: its tensor's name, and its number among the tensor's chunks."""
@@ -132,8 +131,6 @@ class _Layout:
 
     Attributes:
         length: How many bytes the archive has.
-        begin: Where the tensor's storage begins in it.
-        tensor: The tensor.
     """
 
     length: int
@@ -154,12 +151,7 @@ class _Item:
 
 
 class DcpSource(Source):
-    """A checkpoint of torch.distributed.checkpoint; a `Source`.
-
-    Attributes:
-        described: What its `.metadata` says.
-        inner: Its store, without the virtual files of `store`.
-    """
+    """A checkpoint of torch.distributed.checkpoint; a `Source`."""
 
     format = "dcp"
     checksum = CRC32

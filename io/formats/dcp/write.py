@@ -43,8 +43,6 @@ from .metadata import METADATA, OWN_EMPTY, OWN_PATHS, Item, pack_path, parse_met
 from .ranks import FIRST_RANK, rank_metadata
 from .source import DcpFormat
 
-__all__ = ["DcpWriter"]
-
 _FILE_BYTES: Final = 256 << 20  # a rank with more than this writes several files at once
 _MAX_FILES: Final = 4
 _STAGED: Final = 96 << 20  # memory that writing one file may take

@@ -20,26 +20,6 @@ from ...limits import read_whole
 from ...stores.base import MissingFileError, Store, StoreError, check_path
 from ..headers import Header, header_length, parse_header
 
-__all__ = [
-    "INDEX",
-    "INDEX_SUFFIX",
-    "PART_OF",
-    "RESERVED",
-    "SINGLE",
-    "SUFFIX",
-    "TIED",
-    "Chosen",
-    "choose_files",
-    "indices",
-    "is_part",
-    "missing_parts",
-    "own_words",
-    "plain_files",
-    "read_header",
-    "read_index",
-    "uncommitted",
-]
-
 SINGLE: Final = "model.safetensors"
 """The file that holds a whole model."""
 INDEX: Final = "model.safetensors.index.json"
@@ -65,9 +45,7 @@ class Chosen:
     """The files of a checkpoint.
 
     Attributes:
-        files: All files to read.
         index: The file that names them; None if there is none.
-        weights: Which tensor is in which file, as the index says.
     """
 
     files: Sequence[str]
@@ -81,9 +59,6 @@ def choose_files(store: Store, name: str = "") -> Chosen:
     Args:
         store: The folder.
         name: A single file, or an index; empty for whatever is in the folder.
-
-    Raises:
-        FormatError: There are several checkpoints, or the index is damaged.
     """
     if name and not name.endswith(INDEX_SUFFIX):
         return Chosen([name])
@@ -114,11 +89,7 @@ def plain_files(found: Iterable[str]) -> list[str]:
 
 
 def missing_parts(files: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the files that are missing of those that belong together by their names, and why.
-
-    >>> [name for name, _ in missing_parts(["a-00002-of-00003.safetensors"])]
-    ['a-00001-of-00003.safetensors', 'a-00003-of-00003.safetensors']
-    """
+    """Yield the files that are missing of those that belong together by their names, and why."""
     known = set(files)
     for file in files:
         match = _NUMBERED.fullmatch(file)

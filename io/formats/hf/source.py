@@ -52,7 +52,6 @@ from .index import (
 if TYPE_CHECKING:
     from .write import HfWriter
 
-__all__ = ["HfFormat", "HfSource"]
 
 _LOG: Final = logging.getLogger("shardplan")
 _NO_SUMS: Final = (
@@ -151,19 +150,10 @@ class _Place:
 class HfSource(Source):
     """Safetensors files; all entries are tensors.
 
-    Args:
-        store: Where they lie.
-        name: A single file, or an index; empty for whatever is in the folder.
-        pool: The threads to use.
-
     Attributes:
         tied: Names that share another's elements, and those others: a header says so of weights
             that were saved once under one of their names.
         header_bytes, data_bytes: How many bytes all headers have, and all elements in the files.
-
-    Raises:
-        FormatError: A file is damaged or missing; the index names what is not there; chunks of one
-            tensor overlap or leave holes.
     """
 
     format = "hf"

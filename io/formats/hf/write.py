@@ -56,8 +56,6 @@ from ..base import Part, Writer
 from ..headers import file_entry, framed, refused_name
 from .index import INDEX, PART_OF, RESERVED, SINGLE, TIED, read_index, uncommitted
 
-__all__ = ["HfWriter"]
-
 _STAGED: Final = 96 << 20  # memory that one file in the making may take
 _OWN: Final = re.compile(r"model-(?:[0-9a-f]+-)?\d{5}-of-\d{5}\.safetensors")
 _STRAY: Final = re.compile(rf"model\.safetensors\.[0-9a-f]+{re.escape(TEMPORARY)}")
@@ -68,9 +66,7 @@ class _File:
     """One file to write.
 
     Attributes:
-        name: Its name while it is written.
         pieces: Its tensors, as they lie in it: the widest elements first, so that all are aligned.
-        header: What comes before them.
     """
 
     name: str
@@ -97,9 +93,6 @@ class HfWriter(Writer):
     Args:
         max_shard_size: How many bytes of tensors a file holds, as a number or as ``"5GB"``.
         leave_out: Whether non-tensor values are left out; else they are refused.
-
-    Attributes:
-        max_ranks: How many ranks may save; a conversion may have more, as it knows what is whole.
     """
 
     max_ranks = 1
@@ -113,12 +106,7 @@ class HfWriter(Writer):
         self._unsure: set[str] = set()  # saves that may have been committed
 
     def refuse(self, store: Store, overwrite: bool) -> None:
-        """Refuse to save where a checkpoint is; see `Writer.refuse`.
-
-        Raises:
-            ExistsError: There is one.
-            ValueError: The folder is named as a file would be.
-        """
+        """Refuse to save where a checkpoint is; see `Writer.refuse`."""
         if store.url.endswith(".safetensors"):
             raise ValueError(f"an `hf` checkpoint is a folder; {store.url} is the name of a file")
         refuse_folder(store, "hf", overwrite)

@@ -26,8 +26,6 @@ from ..base import Part, Writer
 from .manifest import MANIFEST, FileTable, Manifest, encode_manifest, read_manifest, version_of
 from .write import Written, write_rank
 
-__all__ = ["NativeWriter", "assemble", "publish"]
-
 
 class NativeWriter(Writer):
     """Writes our own format."""
@@ -101,19 +99,7 @@ def assemble(
     created: float = 0.0,
     block_bytes: int = BLOCK_BYTES,
 ) -> Manifest:
-    """Make the manifest of what all ranks wrote.
-
-    Args:
-        metadata: The checkpoint, as `global_plan` described it.
-        plans: The plans that `global_plan` returned, in rank order.
-        written: What `write_rank` returned, in rank order.
-        save_id: The name of the save.
-        created: When it was made, in seconds since 1970.
-        block_bytes: What `write_rank` was given.
-
-    Raises:
-        ValueError: Some chunk was not written, or these are not plans of `global_plan`.
-    """
+    """Make the manifest of what all ranks wrote."""
     metadata = attrs.evolve(metadata, state_dict_metadata=_tensors_first(metadata))
     entries = metadata.state_dict_metadata
     values = {k: v for one in written for k, v in one.values.items()}
@@ -205,13 +191,6 @@ def publish(
     store: Store, manifest: Manifest, *, overwrite: bool = False, pool: Pool | None = None
 ) -> tuple[str, ...]:
     """Put the manifest in place, at which instant the checkpoint exists; then tidy up.
-
-    Args:
-        store: Where all data files have been written.
-        manifest: What to publish.
-        overwrite: Whether an older checkpoint may be replaced. It can be loaded up to the instant
-            at which the new one can.
-        pool: The threads to use.
 
     Returns:
         Files of the older checkpoint that could not be removed; `prune` will try again.

@@ -37,19 +37,6 @@ from ...stores.base import MissingFileError, Store, StoreError, check_path
 from ...values import RAW
 from .manifest_record import FileTable, Manifest
 
-__all__ = [
-    "MANIFEST",
-    "VERSIONS",
-    "FileTable",
-    "Manifest",
-    "decode_manifest",
-    "encode_manifest",
-    "find_manifest",
-    "read_manifest",
-    "sign",
-    "version_of",
-]
-
 MANIFEST: Final = "shardplan.json"
 VERSIONS: Final = (1, 2)
 """The versions that are read; see `version_of`."""
@@ -67,11 +54,7 @@ _FILE: Final = re.compile(r"[^/]+\.safetensors")
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest's JSON text, which starts with a checksum of what follows it.
-
-    Raises:
-        FormatError: No state dict has such names, so that it could not be opened.
-    """
+    """Return the manifest's JSON text, which starts with a checksum of what follows it."""
     entries = manifest.entries
     try:
         _check_paths(manifest.metadata.planner_data, entries.names)
@@ -116,9 +99,6 @@ def version_of(values: Mapping[str, tuple[str, Any]]) -> int:
 
     Bytes that are stored as they are came with the second. All else stays readable by programs that
     know the first alone.
-
-    >>> version_of({"step": ("inline", 7)}), version_of({"blob": ("bytes", 100_000)})
-    (1, 2)
     """
     return 2 if any(kind in RAW for kind, _ in values.values()) else 1
 
@@ -148,9 +128,6 @@ def find_manifest(store: Store) -> bytes | None:
     """Return the text of a checkpoint's manifest, all of it of one version; None if there is none.
 
     An unusually large one is validated before it is read in full.
-
-    Raises:
-        FormatError: It is larger than any manifest, or a folder.
     """
     try:
         try:
@@ -205,11 +182,7 @@ def _piece(store: Store, offset: int, nbytes: int) -> bytes:
 
 
 def decode_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
-    """Read a manifest's text; see `encode_manifest`.
-
-    Raises:
-        FormatError: It is not a manifest, of a newer version, or anything in it is impossible.
-    """
+    """Read a manifest's text; see `encode_manifest`."""
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:

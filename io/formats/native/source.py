@@ -27,7 +27,6 @@ from .manifest_record import Expected
 if TYPE_CHECKING:
     from .commit import NativeWriter
 
-__all__ = ["NativeFormat", "NativeSource"]
 
 _REMEDY: Final = (
     "; copy the checkpoint whole, or if it was overwritten or pruned meanwhile, open it again"
@@ -79,13 +78,7 @@ class NativeFormat(Format):
 
 
 class NativeSource(Source):
-    """A checkpoint of ours. Of headers that were read, only places are kept.
-
-    Args:
-        store: Where it lies.
-        manifest: What it says of itself; see `read_manifest`.
-        pool: The threads and the memory budget to use.
-    """
+    """A checkpoint of ours. Of headers that were read, only places are kept."""
 
     format = "safetensors"
 
@@ -187,11 +180,7 @@ class NativeSource(Source):
         return Expected(self.manifest)
 
     def _read_headers(self, numbers: Iterable[int]) -> None:
-        """Read the headers of some files, and check that these are the files that were saved.
-
-        Raises:
-            FormatError: A file is missing, of another size, or its header is not the saved one.
-        """
+        """Read the headers of some files, and check that these are the files that were saved."""
         new = [number for number in dict.fromkeys(numbers) if number not in self._known]
         if not new:
             return

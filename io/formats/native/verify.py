@@ -34,8 +34,6 @@ from .manifest import MANIFEST, Manifest, decode_manifest, find_manifest
 from .manifest_record import Expected
 from .source import size_fault
 
-__all__ = ["verify_native"]
-
 _TASK: Final = 16 << 20  # bytes that are worth a thread's while
 _TASK_BLOCKS: Final = 1 << 12
 _PIECE: Final = 1 << 20  # bytes read and hashed at a time, while they are in the cache
@@ -43,11 +41,7 @@ _FAR_PIECE: Final = 16 << 20  # the same where each read is a request
 
 
 def verify_native(store: Store, tell: Tell | None = None, pool: Pool | None = None) -> Findings:
-    """Check a checkpoint of ours; see `Format.verify`.
-
-    Raises:
-        FormatError: There is none.
-    """
+    """Check a checkpoint of ours; see `Format.verify`."""
     try:
         data = find_manifest(store)
         if data is None:
@@ -114,9 +108,6 @@ class _Scan:
     """What one file's header says.
 
     Attributes:
-        file: The file.
-        faults: What is wrong so far.
-        lost: Names of its chunks that cannot be checked.
         header_bytes: How many bytes were read for it.
         slots: The chunks that can be checked, in order of place, and ``sums``, their checksums.
         lengths: The bytes of each block of these, ``chunk``, which of them it is a block of, and
@@ -295,10 +286,8 @@ class _Hasher:
     """Reads blocks and hashes them, on any number of threads.
 
     Attributes:
-        store: Where the files are.
         progress: Counts the bytes.
         piece: How many bytes a thread holds.
-        turn: Limits how many threads are at work.
     """
 
     store: Store

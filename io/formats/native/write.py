@@ -22,8 +22,6 @@ from ...stores.base import Store
 from ...values import StoredValue, sort_values
 from ..headers import Slot, build_header, refused_name
 
-__all__ = ["Written", "WrittenFile", "write_rank"]
-
 _PIECE: Final = 1 << 20  # bytes that are hashed and then written, while they are in the cache
 _STAGED: Final = 96 << 20  # memory that copies for one file in the making may take
 _COPIES: Final = 3  # of what cannot be written as it lies: cast, laid out, waiting to be written
@@ -34,11 +32,8 @@ class WrittenFile:
     """A data file that a rank wrote.
 
     Attributes:
-        number: Which of the rank's files it is.
-        name: Its name inside the checkpoint.
         size: Its size, in bytes.
         header: The length of its header, in bytes.
-        digest: The xxh3-64 of its header.
     """
 
     number: int
@@ -53,7 +48,6 @@ class Written:
     """What one rank wrote, for whoever commits the checkpoint.
 
     Attributes:
-        files: Its data files.
         sums: The checksum of each of its plan's items; 0 for an inline value.
         values: Its non-tensor values, by name: kind (see `StoredValue`), and the JSON data of an
             inline one, or how many bytes another takes.
@@ -75,11 +69,7 @@ class Written:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Written:
-        """Decode it.
-
-        Raises:
-            CodecError: These bytes are something else.
-        """
+        """Decode it."""
         head, arrays = unpack(data)
         try:
             files = tuple(WrittenFile(*fields) for fields in head["files"])
@@ -102,22 +92,8 @@ def write_rank(
 ) -> Written:
     """Write the data files of one rank; nothing can be loaded until the save is committed.
 
-    Args:
-        store: Where to.
-        sd: The rank's state dict, nested or flat.
-        plan: The rank's plan, as `global_plan` returned it.
-        save_id: A name for this save, part of every file's name.
-        rank: Which rank it is.
-        pool: The threads and the memory budget to use.
-        block_bytes: The most bytes of a block; `assemble` must be given the same.
-        progress: Counts the bytes of tensors.
-
     Returns:
         What was written. All of it has reached the disk, the names of the files included.
-
-    Raises:
-        ValueRefusedError: Some values cannot be stored; nothing was written then.
-        StoreError: The store failed; what was written is removed again.
     """
     pieces, values = _collect(flatten(sd)[0], plan, progress)
     files = _files(plan, assign_files(plan, rank, save_id), pieces, values)
@@ -162,11 +138,8 @@ class _File:
     """One file to write.
 
     Attributes:
-        number: Which of the rank's files it is.
-        name: Its name.
         rows: The plan's items that lie in it, in order.
         contents: The bytes of each: a piece of a tensor, or those of a value.
-        slots: What the header says of each.
     """
 
     number: int

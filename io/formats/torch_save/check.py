@@ -18,8 +18,6 @@ from ...stores.base import MissingFileError, Store, StoreError
 from ..base import Fault, Findings
 from .zip_read import Record, Window, read_archive
 
-__all__ = ["Stored", "check_archives", "file_size"]
-
 _SPAN: Final = 64 << 20  # bytes of a record that one thread sums
 _STEP: Final = 4 << 20
 
@@ -29,7 +27,6 @@ class Stored:
     """An archive: its bytes of a file, and what they hold.
 
     Attributes:
-        file: The file.
         offset, length: Its bytes there.
         key: The tensor or value that it holds; None if it holds a whole state dict.
         keys_in: Names what one of its records holds, if it holds a whole state dict.
@@ -60,14 +57,7 @@ class _Summed:
 def check_archives(
     store: Store, archives: Sequence[Stored], tell: Tell | None = None, pool: Pool | None = None
 ) -> Findings:
-    """Compare every record of some archives with its checksum.
-
-    Args:
-        store: Where their files are.
-        archives: The archives.
-        tell: Called with the bytes done and the bytes in all.
-        pool: The threads and the memory budget to use.
-    """
+    """Compare every record of some archives with its checksum."""
     pool = pool or default_pool()
     opened = list(zip(archives, pool.map(lambda a: _records(store, a), archives), strict=True))
     faults = [found for _, found in opened if isinstance(found, Fault)]

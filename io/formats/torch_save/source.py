@@ -40,7 +40,6 @@ from .zip_read import Archive, Window, read_archive, read_ranges
 if TYPE_CHECKING:
     from .write import TorchWriter
 
-__all__ = ["TorchFormat", "TorchSource"]
 
 _ZIP: Final = b"PK\3\4"
 _OLD: Final = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # a pickle: torch's magic number
@@ -107,7 +106,6 @@ class _Saved:
     """The contents of a file.
 
     Attributes:
-        nested: What was saved.
         archive: The archive that the file is; None for the older kind.
         begins: Where each storage begins, by key, in a file of the older kind.
     """
@@ -203,13 +201,7 @@ def _old_storages(
 class TorchSource(Source):
     """A `torch.save` file; a `Source`.
 
-    Args:
-        store: The folder it lies in.
-        file: Its name there.
-        saved: Its contents.
-
     Attributes:
-        inner: The folder as it is, without the virtual files of `store`.
         archive: The archive that the file is; None for the older kind.
     """
 
@@ -312,11 +304,7 @@ def _check_keys(paths: Mapping[str, Path], file: str) -> None:
 
 
 def _find_tensors(flat: Mapping[str, Any], file: str) -> dict[str, TensorLeaf]:
-    """Return the tensors of a state dict.
-
-    Raises:
-        FormatError: Some cannot be read in place; all are named.
-    """
+    """Return the tensors of a state dict."""
     odd = [f"`{name}` {leaf.why}" for name, leaf in flat.items() if isinstance(leaf, OddTensor)]
     if odd:
         raise FormatError(file, listed(odd, quote="", between="; "))

@@ -26,8 +26,6 @@ from ..base import Spot
 from .standins import StoredTensor
 from .zip_read import read_ranges
 
-__all__ = ["Overlay", "nest"]
-
 _WORDS: Final = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 _GROUP: Final = 4 << 20  # bytes of a view that are computed at once
 _SPAN: Final = 8 << 20  # bytes of its storage that are read at once
@@ -84,9 +82,7 @@ class _Virtual:
     """A virtual file: the elements of a view, row-major, its widest strides first.
 
     Attributes:
-        file: The real file.
         begin: Where the view's first element lies there, in bytes.
-        tensor: The view.
     """
 
     file: str
@@ -95,12 +91,7 @@ class _Virtual:
 
 
 class Overlay(WrappedStore):
-    """A store with some virtual files; all others are those of the inner store.
-
-    Args:
-        inner: The store with the real files.
-        files: Their names; virtual files are numbered after them.
-    """
+    """A store with some virtual files; all others are those of the inner store."""
 
     def __init__(self, inner: Store, files: Sequence[str]) -> None:
         super().__init__(inner)
@@ -119,13 +110,7 @@ class Overlay(WrappedStore):
         return self.inner.locate(path) if path and path not in self._virtual else None
 
     def spot(self, file: int, begin: int, tensor: StoredTensor) -> Spot:
-        """Return where a view's elements can be read.
-
-        Args:
-            file: The number of the file that holds its storage.
-            begin: Where the storage begins there.
-            tensor: The view.
-        """
+        """Return where a view's elements can be read."""
         first = begin + tensor.offset * ITEMSIZE[tensor.dtype]
         nested = None if tensor.conj or tensor.neg else nest(tensor.size, tensor.stride)
         if nested is not None:

@@ -26,8 +26,6 @@ from ..registry import known_formats
 from .torch_values import Leaf, explain_refusal, explain_value, pickle_nested, why_unsafe
 from .zip_write import lay_out
 
-__all__ = ["TorchWriter"]
-
 _TAKEN: Final = (".safetensors", ".safetensors.index.json", ".distcp")  # endings of others' files
 
 
@@ -39,8 +37,6 @@ class TorchWriter(Writer):
 
     Attributes:
         file: The file's name in the store; see `open_target`.
-        tied: Names whose tensor is that of another name, for tensors that are not in memory.
-        max_ranks: How many ranks may take part.
     """
 
     max_ranks = 1
