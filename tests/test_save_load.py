@@ -25,8 +25,7 @@ from shardplan.io.execute import fetch
 from shardplan.io.execute import read as reading
 from shardplan.io.execute.read import Reader
 from shardplan.io.formats.headers import parse_header
-from shardplan.io.formats.native.commit import assemble, publish
-from shardplan.io.formats.native.write import write_rank
+from shardplan.io.formats.native.write import assemble, publish, write_rank
 from shardplan.io.formats.registry import open_source
 from shardplan.io.pool import Pool
 from shardplan.io.stores.base import StoreError, open_store

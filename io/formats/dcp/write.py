@@ -27,8 +27,7 @@ from shardplan.planning import (
 from shardplan.planning.columns import DAMAGE
 
 from ...errors import FormatError, ValueRefusedError
-from ...execute.cleanup import tidy
-from ...execute.commit import committing, put_in_place, refuse_folder, remove
+from ...execute.commit import committing, put_in_place, refuse_folder, remove, tidy
 from ...execute.copying import Content, FileContents, Seal, literal, threads_for, write_file
 from ...execute.pieces import Piece, blocks_of, collect
 from ...limits import check_size, read_whole

@@ -68,8 +68,7 @@ def choose_files(store: Store, name: str = "") -> Chosen:
     named = [name] if name else indices(found)
     if len(named) > 1 and INDEX not in named:
         raise FormatError(
-            store.url,
-            f"it holds several models: {', '.join(named)}; give the path of one of these",
+            store.url, f"it holds several models: {', '.join(named)}; give the path of one of these"
         )
     if not named:
         return Chosen(plain_files(found))

@@ -25,7 +25,7 @@ from .manifest import MANIFEST, Manifest, decode_manifest, find_manifest, read_m
 from .manifest_record import Expected
 
 if TYPE_CHECKING:
-    from .commit import NativeWriter
+    from .write import NativeWriter
 
 
 _REMEDY: Final = (
@@ -55,7 +55,7 @@ class NativeFormat(Format):
 
     def writer(self) -> NativeWriter:
         """Return what writes this format; see `Format.writer`."""
-        from .commit import NativeWriter  # which needs torch
+        from .write import NativeWriter  # which needs torch
 
         return NativeWriter()
 

@@ -12,7 +12,7 @@ import torch
 from shardplan.planning import Metadata, SavePlan, flatten, unflatten
 
 from ...errors import ExistsError, ValueRefusedError
-from ...execute.cleanup import tidy
+from ...execute.commit import tidy
 from ...execute.copying import FileContents, threads_for, write_file
 from ...execute.pieces import Lazy, Piece, blocks_of, collect, tied_pieces
 from ...limits import check_size
