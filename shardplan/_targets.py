@@ -13,7 +13,7 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from shardplan.io.formats import Source, Spot, find_format
+from shardplan.io.formats import ChunkPlace, Source, find_format
 from shardplan.planning import (
     DEFAULT_PASSES,
     Mesh,
@@ -206,8 +206,8 @@ def tied_names(source: Source) -> dict[str, str]:
         for name, entry in entries.items()
         if isinstance(entry, TensorMetadata) and len(entry.chunks) == 1 and 0 not in entry.size
     }
-    first: dict[tuple[Spot, tuple[int, ...]], str] = {}
-    spots = source.spots([(name, 0) for name in single])
+    first: dict[tuple[ChunkPlace, tuple[int, ...]], str] = {}
+    spots = source.find_chunks([(name, 0) for name in single])
     views = zip(single, zip(spots, single.values(), strict=True), strict=True)
     pairs = [(name, first.setdefault(view, name)) for name, view in views]
     return {name: kept for name, kept in pairs if name != kept}
@@ -279,8 +279,8 @@ def _places(source: Source, items: WriteItems) -> tuple[Ints, Ints]:
         for number, offsets in enumerate(entry.chunks.offsets.tolist()):
             chunks.append((name, number))
             corners.append((name, tuple(offsets)))
-    at = dict(zip(corners, source.spots(chunks), strict=True))
-    first: dict[str, Spot] = {}
+    at = dict(zip(corners, source.find_chunks(chunks), strict=True))
+    first: dict[str, ChunkPlace] = {}
     for (name, _), spot in at.items():
         first.setdefault(name, spot)
     found = []

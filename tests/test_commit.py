@@ -14,7 +14,7 @@ import torch
 import shardplan
 from shardplan.dist import run_ranks
 from shardplan.io.errors import ExistsError, FormatError, UnsureCommitError
-from shardplan.io.execute import cleanup as left_by_saves
+from shardplan.io.execute import commit as left_by_saves
 from shardplan.io.execute import leftovers
 from shardplan.io.formats.native.manifest import MANIFEST, read_manifest, sign
 from shardplan.io.formats.native.write import NativeWriter, assemble, publish, write_rank

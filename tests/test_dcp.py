@@ -445,7 +445,7 @@ sys.modules["torch"] = None
 from shardplan.io.formats.registry import open_source
 source = open_source({str(tmp_path)!r})
 print(source.format, len(source.metadata.state_dict_metadata), source.value("betas"))
-print(source.spots([("model.w", 0)])[0].extents)
+print(source.find_chunks([("model.w", 0)])[0].extents)
 """
     done = subprocess.run(
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False

@@ -56,14 +56,14 @@ def find_places(source: Source, reads: ReadItems, boxes: Ints) -> Places | None:
         return None
     keys = list(zip(reads.storage.tolist(), reads.storage_hint.tolist(), strict=True))
     distinct = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-    spots = source.spots([(reads.names[name], hint) for name, hint in distinct])
+    spots = source.find_chunks([(reads.names[name], hint) for name, hint in distinct])
     at = column([distinct[key] for key in keys])
     axes = max(reads.lengths.shape[1], boxes.shape[1], 1)
     extents = padded([spot.extents for spot in spots], 1, axes)[at]
     lengths, boxes = pad(reads.lengths, axes, 1), pad(boxes, axes, 1)
     width = column([itemsize(spot.dtype) for spot in spots])[at]
     file = column([spot.file for spot in spots])[at]
-    files = tuple(source.files)  # of which `spots` may have made up some
+    files = tuple(source.files)  # of which `find_chunks` may have made up some
     paths = tuple(source.store.locate(name) for name in files)
     real = np.array([s.axes is None and paths[s.file] is not None for s in spots], bool)[at]
     plain = real & lies_together(lengths, extents) & lies_together(lengths, boxes)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # reading needs no plans of what to save
 
 
 @attrs.frozen
-class Spot:
+class ChunkPlace:
     """Where one chunk lies.
 
     Attributes:
@@ -139,6 +139,8 @@ class Source(Protocol):
 
     Attributes:
         format: The name of its format.
+        store: Where its files are.
+        files: Their names there; `find_chunks` may add virtual ones.
         metadata: What it holds.
         block_bytes: The most bytes of a block that was hashed; see `planning.storage`.
         checksum: How the checksums of its chunks are made.
@@ -149,6 +151,8 @@ class Source(Protocol):
     """
 
     format: str
+    store: Store
+    files: Sequence[str]
     metadata: Metadata
     block_bytes: int = BLOCK_BYTES
     checksum: Checksum = XXH3
@@ -157,17 +161,7 @@ class Source(Protocol):
     notes: tuple[str, ...] = ()
     file_columns: FileColumns | None = None
 
-    @property
-    def store(self) -> Store:
-        """Where its files are."""
-        ...
-
-    @property
-    def files(self) -> Sequence[str]:
-        """Their names there."""
-        ...
-
-    def spots(self, chunks: Sequence[tuple[str, int]]) -> list[Spot]:
+    def find_chunks(self, chunks: Sequence[tuple[str, int]]) -> list[ChunkPlace]:
         """Find chunks, each given by its tensor's name and its number among the tensor's chunks.
 
         Raises:
@@ -200,7 +194,9 @@ class Source(Protocol):
         """Return the file of each chunk of a tensor, in `files`; None if that is not known."""
         entry = self.metadata.state_dict_metadata[name]
         count = len(entry.chunks) if isinstance(entry, TensorMetadata) else 0
-        return [spot.file for spot in self.spots([(name, number) for number in range(count)])]
+        return [
+            place.file for place in self.find_chunks([(name, number) for number in range(count)])
+        ]
 
     def sums_of(self, name: str) -> Sums | None:
         """Return the checksum of each chunk of one entry, as far as is known without any reading.
@@ -210,10 +206,10 @@ class Source(Protocol):
         return None
 
     def chunk_sums(self, chunks: Sequence[tuple[str, int]]) -> list[int | None]:
-        """Return the checksum of each chunk, None where there is none; see `spots`.
+        """Return the checksum of each chunk, None where there is none; see `find_chunks`.
 
         A few bytes of each may have to be read. These checksums are for comparing with the bytes
-        that lie where `spots` says, in their order.
+        that lie where `find_chunks` says, in their order.
         """
         return [None] * len(chunks)
 

@@ -58,12 +58,7 @@ Item = tuple[str, tuple[int, ...] | None]
 
 @attrs.frozen
 class Place:
-    """The position of one item.
-
-    Attributes:
-        offset, length: Its bytes there.
-        transforms: The extensions that its bytes went through.
-    """
+    """The bytes of one item in a file, and the extensions that they went through."""
 
     file: int
     offset: int
@@ -73,11 +68,7 @@ class Place:
 
 @attrs.frozen(eq=False)
 class Described:
-    """A checkpoint as its `.metadata` describes it.
-
-    Attributes:
-        copies: Where else an item lies, if several ranks saved it; see `merge_ranks`.
-    """
+    """A checkpoint as its `.metadata` describes it; `copies` if several ranks saved an item."""
 
     metadata: Metadata
     files: tuple[str, ...]

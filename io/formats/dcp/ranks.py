@@ -39,11 +39,7 @@ def rank_metadata(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def merge_ranks(parts: Mapping[str, Described]) -> Described:
-    """Describe what all ranks saved together.
-
-    Args:
-        parts: The contents of each rank's metadata file, by its name, in order of rank.
-    """
+    """Describe what all ranks saved together, given the contents of each file, in order of rank."""
     _refuse_gaps(parts)
     saved: dict[str, dict[str, Entry]] = {}  # by name, what each file has of it
     for file, part in parts.items():

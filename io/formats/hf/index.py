@@ -42,11 +42,7 @@ _FIRST: Final = 1 << 16  # bytes that are read of a file at first: most headers 
 
 @attrs.frozen
 class Chosen:
-    """The files of a checkpoint.
-
-    Attributes:
-        index: The file that names them; None if there is none.
-    """
+    """The files of a checkpoint, and the index that names them; None if there is none."""
 
     files: Sequence[str]
     index: str | None = None

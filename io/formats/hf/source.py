@@ -30,7 +30,7 @@ from ...limits import read_whole
 from ...pool import Pool, default_pool
 from ...progress import Progress, Tell
 from ...stores.base import MissingFileError, Store, StoreError
-from ..base import Fault, Findings, Format, Source, Spot
+from ..base import ChunkPlace, Fault, Findings, Format, Source
 from ..headers import Header, Slot
 from .index import (
     INDEX,
@@ -171,7 +171,7 @@ class HfSource(Source):
             headers = [header for header in headers if not is_part(header.metadata)]
         if not headers:
             raise FormatError(name or store.url, "there are no safetensors files to read")
-        self._store, self._files = store, tuple(header.file for header in headers)
+        self.store, self.files = store, tuple(header.file for header in headers)
         self.header_bytes = sum(header.length for header in headers)
         self.data_bytes = sum(slot.nbytes for h in headers for slot in h.slots.values())
         self._places = _gather(headers, chosen.weights)
@@ -186,31 +186,21 @@ class HfSource(Source):
             notes.append(_excuse(store, absent, chosen.weights, chosen.index))
         self.notes = tuple(f"{store.url}: {note}" for note in notes)
         self.metadata = Metadata(
-            {name: _entry(name, held, self._files) for name, held in self._places.items()}
+            {name: _entry(name, held, self.files) for name, held in self._places.items()}
         )
         self._log()
 
     def _log(self) -> None:
         if self.tied:
             pairs = listed([f"`{name}` to `{kept}`" for name, kept in self.tied.items()], quote="")
-            _LOG.info("%s: tied weights are stored once: %s", self._store.url, pairs)
+            _LOG.info("%s: tied weights are stored once: %s", self.store.url, pairs)
         for note in self.notes:
             _LOG.warning(note)
 
-    @property
-    def store(self) -> Store:
-        """Where the files lie."""
-        return self._store
-
-    @property
-    def files(self) -> Sequence[str]:
-        """Their names."""
-        return self._files
-
-    def spots(self, chunks: Sequence[tuple[str, int]]) -> list[Spot]:
-        """Find chunks; see `Source.spots`."""
+    def find_chunks(self, chunks: Sequence[tuple[str, int]]) -> list[ChunkPlace]:
+        """Find chunks; see `Source.find_chunks`."""
         found = [self._places[name][chunk] for name, chunk in chunks]
-        return [Spot(p.file, p.slot.begin, p.slot.dtype, p.slot.shape) for p in found]
+        return [ChunkPlace(p.file, p.slot.begin, p.slot.dtype, p.slot.shape) for p in found]
 
 
 def _gather(headers: Sequence[Header], weights: Mapping[str, str]) -> dict[str, list[_Place]]:

@@ -63,11 +63,7 @@ _STRAY: Final = re.compile(rf"model\.safetensors\.[0-9a-f]+{re.escape(TEMPORARY)
 
 @attrs.frozen(eq=False)
 class _File:
-    """One file to write.
-
-    Attributes:
-        pieces: Its tensors, as they lie in it: the widest elements first, so that all are aligned.
-    """
+    """One file to write; tensors with the widest elements come first, so that all are aligned."""
 
     name: str
     pieces: Sequence[Piece]

@@ -23,12 +23,7 @@ _PARSED: Final = 8  # how many times its own size a header takes in memory while
 
 @attrs.frozen(eq=False)
 class FileTable:
-    """A checkpoint's data files; one row each.
-
-    Attributes:
-        sizes: Their sizes, in bytes.
-        headers: The lengths of their headers, in bytes: where data begins.
-    """
+    """A checkpoint's data files, one row each; sizes and lengths of headers are in bytes."""
 
     names: tuple[str, ...]
     sizes: Ints
@@ -44,6 +39,7 @@ class Manifest:
     """A checkpoint, all but its bytes.
 
     Attributes:
+        places: The distinct columns of file numbers, one number a chunk.
         place: Per entry of the metadata, which of these columns it has; -1 for an inline value.
         sums: The checksum of every chunk, by entry, then by chunk; see `sums_of`.
         values: Non-tensor values, by name: kind (see `StoredValue`), and the JSON data of

@@ -283,12 +283,7 @@ def _tasks(scan: _Scan) -> Iterator[_Task]:
 
 @attrs.frozen(eq=False)
 class _Hasher:
-    """Reads blocks and hashes them, on any number of threads.
-
-    Attributes:
-        progress: Counts the bytes.
-        piece: How many bytes a thread holds.
-    """
+    """Reads blocks, so many bytes at a time, and hashes them, on any number of threads."""
 
     store: Store
     progress: Progress

@@ -110,12 +110,7 @@ class NativeWriter(Writer):
 
 @attrs.frozen
 class WrittenFile:
-    """A data file that a rank wrote.
-
-    Attributes:
-        size: Its size, in bytes.
-        header: The length of its header, in bytes.
-    """
+    """A data file that a rank wrote; `size` and `header` are lengths in bytes."""
 
     number: int
     name: str
@@ -216,12 +211,7 @@ def _collect_items(
 
 @attrs.frozen(eq=False)
 class _File:
-    """One file to write.
-
-    Attributes:
-        rows: The plan's items that lie in it, in order.
-        contents: The bytes of each: a piece of a tensor, or those of a value.
-    """
+    """One file to write: the plan's items that lie in it, in order, and the bytes of each."""
 
     number: int
     name: str

@@ -33,11 +33,7 @@ from .unpickler import Call, PickleError, calls, check_alike, load_pickle, requi
 
 
 class _Storages:
-    """The storages that a pickle refers to.
-
-    Attributes:
-        nbytes: How many bytes each has, by key.
-    """
+    """The storages that a pickle refers to: how many bytes each has, by key."""
 
     def __init__(self) -> None:
         self.nbytes: dict[str, int] = {}
@@ -329,11 +325,7 @@ def _user_new(name: str, target: Any, *args: Any) -> Later:
 
 @attrs.frozen(eq=False)
 class Nested:
-    """A state dict or a value, with stand-ins for all that is not plain.
-
-    Attributes:
-        storages: How many bytes each storage has that it refers to, by key.
-    """
+    """A state dict or a value, with stand-ins for all that is not plain; bytes of its storages."""
 
     value: Any
     storages: Mapping[str, int]

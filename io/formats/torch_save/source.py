@@ -28,7 +28,7 @@ from ...limits import LIMITS
 from ...pool import Pool
 from ...progress import Progress, Tell
 from ...stores.base import MissingFileError, Store, StoreError
-from ..base import Findings, Format, Source, Spot
+from ..base import ChunkPlace, Findings, Format, Source
 from .check import Stored, check_archives
 from .names import Nested, load_nested
 from .standins import Later, Named, OddTensor, TensorLeaf, build_value, needs_torch
@@ -103,10 +103,9 @@ def _head(store: Store, name: str) -> bytes:
 
 @attrs.frozen(eq=False)
 class _Saved:
-    """The contents of a file.
+    """The contents of a file; `archive` is None for the older kind.
 
     Attributes:
-        archive: The archive that the file is; None for the older kind.
         begins: Where each storage begins, by key, in a file of the older kind.
     """
 
@@ -199,11 +198,7 @@ def _old_storages(
 
 
 class TorchSource(Source):
-    """A `torch.save` file; a `Source`.
-
-    Attributes:
-        archive: The archive that the file is; None for the older kind.
-    """
+    """A `torch.save` file; a `Source`."""
 
     format = "torch"
     checksum = CRC32
@@ -214,9 +209,10 @@ class TorchSource(Source):
             kind = "tensor" if is_tensor(nested) else type(nested).__name__
             raise FormatError(file, f"it holds a {kind}, not a state dict: a dict by name")
         self.inner, self.file, self.archive = store, file, saved.archive
-        self._overlay = Overlay(store, (file,))
+        self.store = self._overlay = Overlay(store, (file,))
+        self.files = self._overlay.files
         self._saved = saved
-        self._spots: dict[str, Spot] = {}
+        self._found: dict[str, ChunkPlace] = {}
         try:
             self._flat, paths = flatten(nested)
             _check_keys(paths, file)
@@ -225,24 +221,14 @@ class TorchSource(Source):
         except (PlanError, RefusedError) as error:
             raise FormatError(file, str(error)) from None
 
-    @property
-    def store(self) -> Store:
-        """The folder it lies in."""
-        return self._overlay
-
-    @property
-    def files(self) -> Sequence[str]:
-        """The file."""
-        return self._overlay.files
-
-    def spots(self, chunks: Sequence[tuple[str, int]]) -> list[Spot]:
-        """Find tensors, each of which is one chunk; see `Source.spots`."""
+    def find_chunks(self, chunks: Sequence[tuple[str, int]]) -> list[ChunkPlace]:
+        """Find tensors, each of which is one chunk; see `Source.find_chunks`."""
         for name, _ in chunks:
-            if name not in self._spots:
+            if name not in self._found:
                 stored = self._tensors[name].stored
                 begin = self._saved.begin(stored.storage.key) + stored.storage.first
-                self._spots[name] = self._overlay.spot(0, begin, stored)
-        return [self._spots[name] for name, _ in chunks]
+                self._found[name] = self._overlay.chunk_place(0, begin, stored)
+        return [self._found[name] for name, _ in chunks]
 
     def keys_in(self, record: str) -> tuple[str, ...]:
         """Name the tensors whose elements lie in a record of the archive."""
@@ -258,11 +244,11 @@ class TorchSource(Source):
         if self.archive is None or not self.archive.is_summed:
             return [None] * len(chunks)
         sums: list[int | None] = []
-        for (name, _), spot in zip(chunks, self.spots(chunks), strict=True):
+        for (name, _), place in zip(chunks, self.find_chunks(chunks), strict=True):
             stored = self._tensors[name].stored
             record = self.archive.records[f"data/{stored.storage.key}"]
-            whole = spot.nbytes == record.nbytes and not stored.offset and not stored.storage.first
-            sums.append(record.crc if whole and spot.file == 0 else None)  # not of a virtual file
+            whole = place.nbytes == record.nbytes and not stored.offset and not stored.storage.first
+            sums.append(record.crc if whole and place.file == 0 else None)  # not of a virtual file
         return sums
 
     def has_value_sum(self, name: str) -> bool:

@@ -57,7 +57,6 @@ class StorageRef:
 
     Attributes:
         dtype: The dtype of its elements; ``"uint8"`` if the tensor decides.
-        numel: How many elements it has.
         first: Where it begins in the record, in bytes.
     """
 
@@ -77,8 +76,6 @@ class StoredTensor:
     """A tensor as a pickle describes it.
 
     Attributes:
-        storage: The bytes that it is a view of.
-        dtype: The dtype of its elements.
         offset: Where in the storage it starts, in elements.
         size, stride: Its shape and its strides, in elements.
         conj, neg: Whether its elements are the conjugates, or the negatives, of the stored ones.
@@ -114,11 +111,7 @@ class StoredTensor:
 
 @attrs.frozen(eq=False)
 class TensorLeaf(StandIn):
-    """A tensor in a nested state dict.
-
-    Attributes:
-        stored: Where its elements lie.
-    """
+    """A tensor in a nested state dict."""
 
     needs_torch = True
     stored: StoredTensor
@@ -152,11 +145,7 @@ class TensorLeaf(StandIn):
 
 @attrs.frozen(eq=False)
 class Named(StandIn):
-    """A constant of torch or numpy, such as a dtype.
-
-    Attributes:
-        dtype: The dtype that it is, or that a type of storages is for; empty for others.
-    """
+    """A constant of torch or numpy, such as a dtype; `dtype` is empty for others."""
 
     needs_torch = True
     name: str
@@ -173,11 +162,7 @@ class Named(StandIn):
 
 
 class Later(Stateful):
-    """An object that is made by a call once its value is asked for.
-
-    Attributes:
-        target: What to call, if the user allowed it with ``torch.serialization.add_safe_globals``.
-    """
+    """An object made by a call once its value is asked for; the user allowed `target`, if any."""
 
     __slots__ = ("args", "is_new", "name", "target")
     needs_torch = True

@@ -130,12 +130,7 @@ def why_unsafe(data: bytes) -> str | None:
 
 @attrs.frozen
 class Leaf:
-    """A tensor's place in a nested state dict that is to be pickled.
-
-    Attributes:
-        dtype: The dtype of its elements.
-        shape: Its shape; its elements are row-major.
-    """
+    """A row-major tensor's place in a nested state dict that is to be pickled."""
 
     key: str
     dtype: str

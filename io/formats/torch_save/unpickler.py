@@ -74,11 +74,7 @@ class StandIn:
 
 
 class Stateful(StandIn):
-    """A stand-in to which the pickle may give state.
-
-    Attributes:
-        state: That state; None if there was none.
-    """
+    """A stand-in to which the pickle may give state; None if it gave none."""
 
     __slots__ = ("state",)
     state: Any

@@ -88,7 +88,7 @@ def read_ranges(store: Store, file: str, ranges: list[tuple[int, memoryview]]) -
 
 @attrs.frozen
 class Record:
-    """A file in an archive.
+    """A file in an archive; positions are counted from the archive's first byte.
 
     Attributes:
         crc: The CRC-32 of its data; 0 if torch was asked to compute none.
@@ -144,11 +144,7 @@ def described_crc(data: bytes, nbytes: int) -> int | None:
 
 @attrs.frozen
 class Archive:
-    """A `torch.save` archive.
-
-    Attributes:
-        records: Its records, by name, without the folder that torch puts them all in.
-    """
+    """A `torch.save` archive; names of records lack the folder that torch puts them all in."""
 
     window: Window
     records: Mapping[str, Record]

@@ -32,11 +32,7 @@ _UTF8: Final = 0x800
 
 @attrs.frozen(eq=False)
 class _Placed:
-    """A record to write.
-
-    Attributes:
-        data: Its bytes, if they are few and known.
-    """
+    """A record to write; its data is None unless it is short and known."""
 
     name: bytes
     nbytes: int
@@ -173,11 +169,7 @@ def _after(record: _Placed | None, number: int, known: bytes) -> Content | Seal:
 
 @attrs.frozen(eq=False)
 class Frame:
-    """An archive of one storage, without the storage's bytes.
-
-    Attributes:
-        tail: How many bytes come after them.
-    """
+    """An archive of one storage, without the storage's bytes; `tail` is how many follow these."""
 
     head: bytes
     nbytes: int
