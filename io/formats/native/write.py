@@ -25,7 +25,7 @@ from shardplan.planning.columns import (
     readonly,
     unpack,
 )
-from shardplan.planning.storage import BLOCK_BYTES, FileAssignment, assign_files, file_numbers
+from shardplan.planning.storage import BLOCK_BYTES, WritePlan, file_numbers, write_plan
 
 from ...checksums import Sums, combine, hash_views, xxhash
 from ...errors import FormatError, ValueRefusedError, listed
@@ -57,7 +57,7 @@ class NativeWriter(Writer):
 
     def write_order(self, plan: SavePlan, rank: int) -> Iterable[int]:
         """Return the items by file, and by width in each; see `Writer.write_order`."""
-        order: list[int] = assign_files(plan, rank, "").order.tolist()
+        order: list[int] = write_plan(plan).order.tolist()
         return order
 
     def write(
@@ -172,7 +172,7 @@ def write_rank(
         What was written. All of it has reached the disk, the names of the files included.
     """
     pieces, values = _collect_items(flatten(sd)[0], plan, progress)
-    files = _files(plan, assign_files(plan, rank, save_id), pieces, values)
+    files = _files(plan, write_plan(plan, rank, save_id), pieces, values)
     headers = [build_header(file.name, file.slots, save_id) for file in files]
     try:
         written = (pool or default_pool()).map(
@@ -266,7 +266,7 @@ def _blocks(content: Piece | bytes, block_bytes: int) -> Iterator[memoryview]:
 
 def _files(
     plan: SavePlan,
-    files: FileAssignment,
+    files: WritePlan,
     pieces: Mapping[int, Piece],
     values: Mapping[str, StoredValue],
 ) -> list[_File]:
@@ -283,7 +283,7 @@ def _files(
             contents[row] = (data, Slot(name, "uint8", (len(data),), (0,)))
     found = []
     for number, file in enumerate(files.names):
-        mine = files.order[files.file[files.order] == number].tolist()
+        mine = files.rows(number).tolist()
         rows = [row for row in mine if row in contents]
         held = [contents[row] for row in rows]
         if rows:
