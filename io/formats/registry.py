@@ -55,11 +55,7 @@ def format_names() -> tuple[str, ...]:
 
 
 def find_format(name: str) -> Format:
-    """Return the format of a name.
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Return the format of a name."""
     if name in _OWN:
         return _own(name)
     names = format_names()
@@ -88,13 +84,7 @@ def open_source(
 ) -> Source:
     """Open a checkpoint of any format, reading only what describes it.
 
-    Args:
-        path: Its folder, or its file if it is a single one.
-        format: The name of its format; detected if left out.
-        pool: The threads and the memory budget to use.
-
-    Raises:
-        FormatError: There is no checkpoint, or what describes it is damaged.
+    Its path is that of a folder, or of a file. The format is detected if left out.
     """
     return open_located(*locate(path), format=format, pool=pool)
 
@@ -185,12 +175,7 @@ def locate(path: str | os.PathLike[str] | Store) -> tuple[Store, str]:
 
 
 def find_writer(format: str, **options: Any) -> Writer:
-    """Return what writes a format.
-
-    Args:
-        format: Its name.
-        **options: What its `Format.writer` takes: ``max_shard_size`` and ``leave_out`` for ``hf``.
-    """
+    """Return what writes a format, given the options that its `Format.writer` takes."""
     from inspect import signature  # reading does without
 
     make = find_format(format).writer

@@ -39,8 +39,16 @@ from ..torch_save.zip_read import (
     read_archive,
     read_ranges,
 )
-from .metadata import METADATA, Described, Place, parse_metadata
-from .ranks import FIRST_RANK, is_rank_metadata, merge_ranks, rank_metadata
+from .metadata import (
+    FIRST_RANK,
+    METADATA,
+    Described,
+    Place,
+    is_rank_metadata,
+    merge_ranks,
+    parse_metadata,
+    rank_metadata,
+)
 
 if TYPE_CHECKING:
     from .write import DcpWriter
@@ -384,12 +392,7 @@ class DcpSource(Source):
         return value
 
     def plain_value(self, name: str) -> Any:
-        """Return a non-tensor value that needs no torch.
-
-        Raises:
-            FormatError: It is not where it should be, or its archive is damaged.
-            PickleError: It needs torch, or is damaged.
-        """
+        """Return a non-tensor value that needs no torch; see `Source.plain_value`."""
         return self._inline[name] if name in self._inline else _plain(*self._value(name))
 
     def value_bytes(self, name: str) -> int:

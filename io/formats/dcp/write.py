@@ -38,8 +38,16 @@ from ..base import Part, Writer
 from ..torch_save.torch_values import dump_values, pickle_tensor
 from ..torch_save.zip_read import ALIGNMENT
 from ..torch_save.zip_write import Frame, frame_of
-from .metadata import METADATA, OWN_EMPTY, OWN_PATHS, Item, pack_path, parse_metadata
-from .ranks import FIRST_RANK, rank_metadata
+from .metadata import (
+    FIRST_RANK,
+    METADATA,
+    OWN_EMPTY,
+    OWN_PATHS,
+    Item,
+    pack_path,
+    parse_metadata,
+    rank_metadata,
+)
 from .source import DcpFormat
 
 _FILE_BYTES: Final = 256 << 20  # a rank with more than this writes several files at once

@@ -54,10 +54,9 @@ from ...stores.base import Store
 from ...stores.local_files import TEMPORARY
 from ..base import Part, Writer
 from ..headers import file_entry, framed, refused_name
-from .index import INDEX, PART_OF, RESERVED, SINGLE, TIED, read_index, uncommitted
+from .source import INDEX, OWN_NAME, PART_OF, RESERVED, SINGLE, TIED, read_index, uncommitted
 
 _STAGED: Final = 96 << 20  # memory that one file in the making may take
-_OWN: Final = re.compile(r"model-(?:[0-9a-f]+-)?\d{5}-of-\d{5}\.safetensors")
 _STRAY: Final = re.compile(rf"model\.safetensors\.[0-9a-f]+{re.escape(TEMPORARY)}")
 
 
@@ -237,7 +236,11 @@ class HfWriter(Writer):
     ) -> set[str]:
         """Give files their usual names, if these are free; put the index in place; name all."""
         own = [name for part in parts for name in part["files"]]
-        usual = {} if _is_taken(store, len(own)) else {n: _usual_name(n, save_id) for n in own}
+        usual = (
+            {}
+            if _is_taken(store, len(own))
+            else {n: n.replace(f"model-{save_id}-", "model-", 1) for n in own}
+        )
         taken = {name: better for name, better in usual.items() if take_name(store, name, better)}
         weights = {
             name: taken.get(file, file) for part in parts for name, file in part["weights"].items()
@@ -299,10 +302,6 @@ def _own_name(name: str, save_id: str) -> str:
     if name == SINGLE:
         return f"{SINGLE}.{save_id}{TEMPORARY}"
     return name.replace("model-", f"model-{save_id}-", 1)
-
-
-def _usual_name(name: str, save_id: str) -> str:
-    return name.replace(f"model-{save_id}-", "model-", 1)
 
 
 def _check_there(store: Store, files: set[str]) -> None:
@@ -368,5 +367,5 @@ def _strays(store: Store) -> set[str]:
     return {
         name
         for name in store.list(recursive=False)
-        if _STRAY.fullmatch(name) or (_OWN.fullmatch(name) and uncommitted(store, name))
+        if _STRAY.fullmatch(name) or (OWN_NAME.fullmatch(name) and uncommitted(store, name))
     }

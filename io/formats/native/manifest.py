@@ -35,6 +35,7 @@ from ...errors import FormatError
 from ...limits import LIMITS, MAX_BYTES, check_size, read_whole
 from ...stores.base import MissingFileError, Store, StoreError, check_path
 from ...values import RAW
+from ..base import read_bytes
 from .manifest_record import FileTable, Manifest
 
 MANIFEST: Final = "shardplan.json"
@@ -149,7 +150,7 @@ def find_manifest(store: Store) -> bytes | None:
 
 def _validate(store: Store, size: int) -> None:
     """Refuse a large file that is not a manifest, or damaged, before all of it is in memory."""
-    head = _piece(store, 0, _HEAD_BYTES)
+    head = read_bytes(store, MANIFEST, 0, _HEAD_BYTES)
     found = _HEAD.match(head)
     if found is None:
         raise FormatError(MANIFEST, "it is not a manifest: it does not begin as one")
@@ -160,7 +161,9 @@ def _validate(store: Store, size: int) -> None:
     except StoreError as error:
         if error.kind != "short":
             raise
-    if _piece(store, 0, _HEAD_BYTES) == head:  # else another save has just replaced it
+    if (
+        read_bytes(store, MANIFEST, 0, _HEAD_BYTES) == head
+    ):  # else another save has just replaced it
         raise FormatError(MANIFEST, _MISFIT)
 
 
@@ -168,17 +171,11 @@ def _has_digest(store: Store, size: int, head: re.Match[bytes]) -> bool:
     """Return whether the text after its head has the checksum that the head says."""
     state = xxhash.xxh3_64()
     for at in range(head.end(), size, _PIECE):
-        piece = _piece(store, at, min(_PIECE, size - at))
+        piece = read_bytes(store, MANIFEST, at, min(_PIECE, size - at))
         if piece.translate(None, _TEXT):  # no manifest has such characters
             return False
         state.update(piece)
     return state.hexdigest() == head[2].decode()
-
-
-def _piece(store: Store, offset: int, nbytes: int) -> bytes:
-    data = bytearray(nbytes)
-    store.read(MANIFEST, [(offset, memoryview(data))])
-    return bytes(data)
 
 
 def decode_manifest(data: bytes, file: str = MANIFEST) -> Manifest:

@@ -165,7 +165,7 @@ class Expected:
         """Return how many bytes of memory it takes to parse the header of a file."""
         return _PARSED * int(self._manifest.files.headers[number])
 
-    def fits(self, number: int, data: bytes | bytearray) -> bool:
+    def fits(self, number: int, data: bytes) -> bool:
         """Return whether these bytes are the header that was saved."""
         return hash_views([memoryview(data)]) == self._manifest.files.digests[number]
 

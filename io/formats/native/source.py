@@ -19,7 +19,7 @@ from ...pool import Pool, default_pool
 from ...progress import Tell
 from ...stores.base import MissingFileError, Store
 from ...values import RAW, StoredValue, load_value
-from ..base import ChunkPlace, Fault, FileColumns, Findings, Format, Source
+from ..base import ChunkPlace, Fault, FileColumns, Findings, Format, Source, read_bytes
 from ..headers import parse_header
 from .manifest import MANIFEST, Manifest, decode_manifest, find_manifest, read_manifest
 from .manifest_record import Expected
@@ -193,13 +193,12 @@ class NativeSource(Source):
             found = self.store.size(name)
             if found != size:
                 raise self._bad(number, f"it has {found:,} bytes and was saved with {size:,}")
-            data = bytearray(expected.header_bytes(number, size))
-            self.store.read(name, [(0, memoryview(data))])
+            data = read_bytes(self.store, name, 0, expected.header_bytes(number, size))
         except MissingFileError:
             raise self._bad(number, "it is missing", _REMEDY) from None
         if not expected.fits(number, data):
             raise self._bad(number, "its header is damaged, or belongs to another file")
-        header = parse_header(bytes(data), name, size)
+        header = parse_header(data, name, size)
         if not expected.wrote(number, header):
             who = f"{header.name} by save {header.save_id}"
             raise self._bad(number, f"it was written as {who}: files were swapped")

@@ -28,7 +28,7 @@ from ...pool import Pool, default_pool
 from ...progress import Progress, Tell
 from ...stores.base import MissingFileError, Store, StoreError
 from ...values import StoredValue, load_value
-from ..base import Fault, FaultKind, Findings
+from ..base import Fault, FaultKind, Findings, read_bytes
 from ..headers import Header, Slot, header_length, parse_header
 from .manifest import MANIFEST, Manifest, decode_manifest, find_manifest
 from .manifest_record import Expected
@@ -165,12 +165,12 @@ class _Scanner:
 
     def _header(self, number: int, name: str, size: int, found: int) -> _Opened:
         length = int(self.manifest.files.headers[number])
-        data = self._read(name, self.expected.header_bytes(number, found))
+        data = read_bytes(self.store, name, 0, self.expected.header_bytes(number, found))
         genuine = self.expected.fits(number, data)
         faults = [] if found == size else [size_fault(name, size, found)]
         try:
             if not genuine:
-                data = self._read(name, header_length(data[:8], name, found))
+                data = read_bytes(self.store, name, 0, header_length(data[:8], name, found))
             header = parse_header(data, name, size if genuine else found)
         except FormatError as error:
             if found >= length:  # else it is cut short, and no more can be said
@@ -197,11 +197,6 @@ class _Scanner:
             return None  # no save wrote that: it is the header that is damaged
         reason = f"save {header.save_id} wrote it as {header.name}; this is save {save_id}"
         return Fault("foreign", name, reason, None, 0, found)
-
-    def _read(self, name: str, nbytes: int) -> bytes:
-        data = bytearray(nbytes)
-        self.store.read(name, [(0, memoryview(data))])
-        return bytes(data)
 
     def _match(
         self, file: str, wanted: Mapping[str, tuple[Slot, int]], opened: _Opened, header: Header

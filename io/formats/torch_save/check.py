@@ -15,7 +15,7 @@ from ...errors import FormatError
 from ...pool import Pool, default_pool
 from ...progress import Progress, Tell
 from ...stores.base import MissingFileError, Store, StoreError
-from ..base import Fault, Findings
+from ..base import Fault, Findings, read_bytes
 from .zip_read import Record, Window, read_archive
 
 _SPAN: Final = 64 << 20  # bytes of a record that one thread sums
@@ -98,8 +98,7 @@ def _records(store: Store, archive: Stored) -> list[_Summed] | Fault:
 
 def _is_safetensors(store: Store, archive: Stored) -> bool:
     """Return whether DCP's tensors lie there as safetensors, which begin with a length and JSON."""
-    head = bytearray(min(9, archive.length))
-    store.read(archive.file, [(archive.offset, memoryview(head))])
+    head = read_bytes(store, archive.file, archive.offset, min(9, archive.length))
     return len(head) == 9 and head[8:] == b"{"
 
 

@@ -28,7 +28,7 @@ from ...limits import LIMITS
 from ...pool import Pool
 from ...progress import Progress, Tell
 from ...stores.base import MissingFileError, Store, StoreError
-from ..base import ChunkPlace, Findings, Format, Source
+from ..base import ChunkPlace, Findings, Format, Source, read_bytes
 from .check import Stored, check_archives
 from .names import Nested, load_nested
 from .standins import Later, Named, OddTensor, TensorLeaf, build_value, needs_torch
@@ -92,13 +92,10 @@ class TorchFormat(Format):
 
 
 def _head(store: Store, name: str) -> bytes:
-    data = bytearray(len(_OLD))
     try:
-        data = data[: store.size(name)]
-        store.read(name, [(0, memoryview(data))])
+        return read_bytes(store, name, 0, min(len(_OLD), store.size(name)))
     except StoreError:
         return b""
-    return bytes(data)
 
 
 @attrs.frozen(eq=False)
@@ -140,7 +137,7 @@ def _read_zip(store: Store, file: str, size: int) -> _Saved:
 
 
 def _read_old(store: Store, file: str, size: int) -> _Saved:
-    """Read a file of the older kind, of which only the length of its pickles is unknown."""
+    """Read a file of the older kind: as much as its pickles take, whose length is unknown."""
     data = b""
     while True:
         try:
@@ -222,7 +219,7 @@ class TorchSource(Source):
             raise FormatError(file, str(error)) from None
 
     def find_chunks(self, chunks: Sequence[tuple[str, int]]) -> list[ChunkPlace]:
-        """Find tensors, each of which is one chunk; see `Source.find_chunks`."""
+        """Find tensors, which are one chunk each; see `Source.find_chunks`."""
         for name, _ in chunks:
             if name not in self._found:
                 stored = self._tensors[name].stored
@@ -263,11 +260,7 @@ class TorchSource(Source):
             raise FormatError(self.file, f"`{name}` cannot be loaded: {error}") from None
 
     def plain_value(self, name: str) -> Any:
-        """Return a non-tensor value that needs no torch.
-
-        Raises:
-            PickleError: It needs torch.
-        """
+        """Return a non-tensor value that needs no torch; see `Source.plain_value`."""
         if needs_torch(self._flat[name]):
             raise PickleError(f"the value of `{name}` needs torch")
         return self.value(name)

@@ -225,7 +225,8 @@ class _Machine:
                     elif op == 0x65:  # APPENDS
                         _expect(stack[-1], list).extend(items)
                     elif op == 0x90:  # ADDITEMS
-                        self._add_items(_expect(stack[-1], set), items)
+                        self._check_keys(_expect(stack[-1], set), items)
+                        stack[-1].update(items)
                     else:  # FROZENSET
                         self._charge(*items)
                         check_alike(items)
@@ -355,10 +356,6 @@ class _Machine:
         else:
             for key, value in zip(keys, items[1::2], strict=True):
                 target[key] = value
-
-    def _add_items(self, target: set[Any], items: list[Any]) -> None:
-        self._check_keys(target, items)
-        target.update(items)
 
     def _check_keys(self, target: Any, keys: Sequence[Any]) -> None:
         """Charge for keys that are added to a collection, and check their hashes if it is large."""

@@ -1,4 +1,4 @@
-"""How is a `torch.save` file written? One archive, streamed, put in place when it is complete."""
+"""Writing a `torch.save` file: one archive, streamed, put in place when it is complete."""
 
 from __future__ import annotations
 

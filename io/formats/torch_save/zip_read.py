@@ -215,8 +215,9 @@ def read_archive(window: Window) -> Archive:
     begin, size, count = _find_directory(window)
     if size > LIMITS["directory"] or not 0 < count * CENTRAL.size <= size:
         raise window.fault(f"its directory of {count:,} entries has {size:,} bytes")
+    data = window.read(begin, size)
     try:
-        entries = sorted(_entries(window.read(begin, size), count))
+        entries = sorted(_entries(data, count))
     except _DAMAGE:
         raise window.fault("its directory is damaged") from None
     ends = [header for header, *_ in entries[1:]] + [begin]
@@ -278,9 +279,9 @@ def _find_directory(window: Window) -> tuple[int, int, int]:
     if at < 0 or at + END.size > len(tail):
         raise window.fault("it was cut short, or is not an archive")
     *_, count, size, begin, _ = END.unpack_from(tail, at)
-    locator = tail[max(at - LOCATOR.size, 0) : at]
-    if locator.startswith(b"PK\6\7"):
-        _, _, place, _ = LOCATOR.unpack(locator)
+    before = at - LOCATOR.size
+    if before >= 0 and tail.startswith(b"PK\6\7", before):
+        _, _, place, _ = LOCATOR.unpack_from(tail, before)
         signature, *_, count, size, begin = END64.unpack(window.read(place, END64.size))
         if signature != b"PK\6\6":
             raise window.fault("its end is damaged")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Final
 
 import attrs
@@ -196,11 +196,12 @@ def frame_of(pickle: bytes, nbytes: int) -> Frame:
     *before, storage, version = layout.records
     head = _known_bytes(before) + storage.head()
     tail = layout.size - len(head) - nbytes
-    return Frame(head, nbytes, tail, partial(_frame_tail, layout, storage, _known_bytes([version])))
+    known = _known_bytes([version])
 
+    def make_tail(crc: int) -> bytes:
+        return storage.descriptor(crc) + known + layout.directory([crc])
 
-def _frame_tail(layout: ArchiveLayout, storage: _Placed, known: bytes, crc: int) -> bytes:
-    return storage.descriptor(crc) + known + layout.directory([crc])
+    return Frame(head, nbytes, tail, make_tail)
 
 
 def _known_bytes(records: Sequence[_Placed]) -> bytes:
