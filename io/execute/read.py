@@ -27,7 +27,7 @@ from shardplan.planning.storage import (
 
 from ..checksums import BlockSums
 from ..errors import FormatError, LoadError, listed
-from ..formats.base import Source, Spot
+from ..formats.base import ChunkPlace, Source
 from ..pool import Pool, default_pool, own_processors
 from ..progress import Progress
 from ..stores.base import Store, StoreError
@@ -211,7 +211,7 @@ class _Chunks:
     """
 
     names: list[tuple[str, int]]
-    spots: list[Spot]
+    spots: list[ChunkPlace]
     places: ChunkPlaces
     sums: list[int | None]
     of_read: Ints
@@ -222,7 +222,7 @@ def _chunks(source: Source, items: ReadItems, number: Ints, verify: bool) -> _Ch
     keys = list(zip(items.storage.tolist(), number.tolist(), strict=True))
     distinct = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     names = [(items.names[name], chunk) for name, chunk in distinct]
-    spots = source.spots(names)
+    spots = source.find_chunks(names)
     sums: list[int | None] = [None] * len(names)
     if verify:
         sums = source.chunk_sums(names)
@@ -230,7 +230,7 @@ def _chunks(source: Source, items: ReadItems, number: Ints, verify: bool) -> _Ch
     return _Chunks(names, spots, places, sums, column([distinct[key] for key in keys]))
 
 
-def places_of(spots: Sequence[Spot], axes: int, summed: Sequence[bool]) -> ChunkPlaces:
+def places_of(spots: Sequence[ChunkPlace], axes: int, summed: Sequence[bool]) -> ChunkPlaces:
     """Return where chunks lie, as columns of so many axes."""
     widths = {dtype: itemsize(dtype) for dtype in {spot.dtype for spot in spots}}
     return ChunkPlaces(
