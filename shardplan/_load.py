@@ -1,7 +1,7 @@
 """Load a checkpoint into a state dict, on one rank or on many.
 
 1. Open the checkpoint and plan this rank's reads, on many ranks together: `_load_plan`.
-2. Read, alone or together: `_read`, `_read_shared`. Compare checksums.
+2. Read, alone or together: `_read`. Compare checksums.
 3. Once all ranks have read, put values and new tensors in their places, and hand stateful objects
    their state.
 4. Report.
@@ -25,9 +25,8 @@ from shardplan.planning.passes import Stages
 from ._comm import Kept, Taken, as_comm, counting, keep_step, take_step
 from ._load_plan import LoadCall, Planned, open_reader, plan_alone, plan_together
 from ._nested import put, refilled
-from ._read import Outcome, read_rank
+from ._read import Outcome, read_rank, read_shared
 from ._read_errors import naming_place, read_anew, touching
-from ._read_shared import read_shared
 from ._report import LoadReport, RankReport, Stopwatch, logged, rank_report, slowest_ranks
 from ._resize import without_other_ranks
 from ._state import State, give_back, unpart

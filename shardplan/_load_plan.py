@@ -51,8 +51,14 @@ from shardplan.planning.storage import Need, need_of, plan_bytes, sharing_pays
 
 from ._agree import run_together
 from ._comm import Kept, Place, fail_alike, host_name, keep_step, place_of, told_apart
-from ._destinations import Destinations, destinations
-from ._memory import blanks, refuse_fixed, refuse_unfillable, tied_names
+from ._memory import (
+    Destinations,
+    blanks,
+    destinations,
+    refuse_fixed,
+    refuse_unfillable,
+    tied_names,
+)
 from ._read import Opened, decode_values, encode_values, value_names, values_read
 from ._read_errors import naming_place
 from ._report import Stopwatch, place_name
