@@ -17,21 +17,17 @@ import attrs
 
 from shardplan.dist import Comm, LostRanksError
 from shardplan.io import BlockSums, FormatError, Pool, Tell, ValueRefusedError
-from shardplan.io.execute import Reader
 from shardplan.io.stores import Store
 from shardplan.planning import Passes, PlanError, SavePlan, Strict
 from shardplan.planning.passes import Stages
 
 from ._comm import Kept, Taken, as_comm, counting, keep_step, take_step
 from ._load_plan import LoadCall, Planned, open_reader, plan_alone, plan_together
-from ._nested import put, refilled
 from ._read import Outcome, read_rank, read_shared
 from ._read_errors import naming_place, read_anew, touching
 from ._report import LoadReport, RankReport, Stopwatch, logged, rank_report, slowest_ranks
 from ._resize import without_other_ranks
-from ._state import State, give_back, unpart
-
-__all__ = ["load"]
+from ._state import State, give_back, put, refilled, unpart
 
 
 def load(
@@ -122,14 +118,13 @@ def load(
         watch,
     )
     if comm.world_size == 1:
-        report = read_anew(lambda: (open_reader(call),), partial(_load_alone, call))
+        report = read_anew(
+            lambda: (open_reader(call),),
+            lambda reader: _carry_out(call, plan_alone(call, reader)),
+        )
     else:
         report = _carry_out(call, plan_together(call))
     return logged(report, path, loud=comm.rank == comm.coordinator)
-
-
-def _load_alone(call: LoadCall, reader: Reader) -> LoadReport:
-    return _carry_out(call, plan_alone(call, reader))
 
 
 def _carry_out(call: LoadCall, planned: Planned) -> LoadReport:
@@ -138,8 +133,9 @@ def _carry_out(call: LoadCall, planned: Planned) -> LoadReport:
     with call.watch.phase("wait"):  # for the other ranks, as far as it is nothing else
         done = keep_step(call.comm, "read", work, reduce)
     _put(planned, done.mine.outcome)
-    if done.got["stateful"]:
-        _hand_over(call, planned)
+    if done.got["stateful"]:  # a step of its own, since any object may refuse its state
+        hand_over = partial(_hand_over, call, planned.target.state)
+        take_step(call.comm, "load_state_dict", hand_over, lambda nothing: None)
     return _report(call, planned, done)
 
 
@@ -166,10 +162,12 @@ def _read(call: LoadCall, planned: Planned) -> Kept[_Done]:
         outcome = _fill(call, planned, sums)
         _settle(call, planned, sums)
     call.watch.count("read", outcome.stats.bytes_read)
-    is_stateful = planned.target.state is not call.state_dict
-    unverified = outcome.stats.unverified - sums.nbytes
-    own = attrs.astuple(_own_report(call, planned, outcome))
-    sent = (is_stateful, own, sums.pack(), unverified)
+    sent = (
+        planned.target.state is not call.state_dict,
+        attrs.astuple(_own_report(call, planned, outcome)),
+        sums.pack(),
+        outcome.stats.unverified - sums.nbytes,
+    )
     return Kept(_Done(outcome, sums.verified), sent)
 
 
@@ -223,15 +221,11 @@ def _put(planned: Planned, outcome: Outcome) -> None:
     planned.resized.put(target.state)
 
 
-def _hand_over(call: LoadCall, planned: Planned) -> None:
-    """Give stateful objects their state: a step of its own, since any of them may refuse it."""
-
-    def give() -> None:
-        with call.watch.phase("hand over"):
-            unpart(planned.target.state, planned.target.state)
-            give_back(call.state_dict, planned.target.state)
-
-    take_step(call.comm, "load_state_dict", give, lambda nothing: None)
+def _hand_over(call: LoadCall, state: Any) -> None:
+    """Give stateful objects their state."""
+    with call.watch.phase("hand over"):
+        unpart(state, state)
+        give_back(call.state_dict, state)
 
 
 def _own_report(call: LoadCall, planned: Planned, outcome: Outcome) -> RankReport:
