@@ -17,8 +17,6 @@ from shardplan.planning import Sheet, Table, counted, human_bytes, human_seconds
 from ._read_errors import ATTEMPTS, is_another
 from ._report import logged
 
-__all__ = ["VerifyReport", "verify"]
-
 _SHOWN: Final = 50
 
 
@@ -61,7 +59,7 @@ class VerifyReport:
 
     @property
     def verdict(self) -> str:
-        """What the check came to, in a few words."""
+        """The result of the check, in a few words."""
         if self.faults:
             return counted(len(self.faults), "fault")
         if not self.unchecked:
