@@ -17,6 +17,7 @@ import attrs
 
 from shardplan.dist import Comm, LostRanksError
 from shardplan.io import BlockSums, FormatError, Pool, Tell, ValueRefusedError
+from shardplan.io.execute import ReadStats
 from shardplan.io.stores import Store
 from shardplan.planning import Passes, PlanError, SavePlan, Strict
 from shardplan.planning.passes import Stages
@@ -132,19 +133,11 @@ def _carry_out(call: LoadCall, planned: Planned) -> LoadReport:
     work, reduce = partial(_read, call, planned), partial(_sum_up, call, planned)
     with call.watch.phase("wait"):  # for the other ranks, as far as it is nothing else
         done = keep_step(call.comm, "read", work, reduce)
-    _put(planned, done.mine.outcome)
+    _put(planned, done.mine)
     if done.got["stateful"]:  # a step of its own, since any object may refuse its state
         hand_over = partial(_hand_over, call, planned.target.state)
         take_step(call.comm, "load_state_dict", hand_over, lambda nothing: None)
     return _report(call, planned, done)
-
-
-@attrs.frozen
-class _Done:
-    """What this rank has read, and how many chunks it verified that several reads brought."""
-
-    outcome: Outcome
-    verified: int
 
 
 @attrs.frozen
@@ -155,20 +148,22 @@ class _Everyone:
     verified: int
 
 
-def _read(call: LoadCall, planned: Planned) -> Kept[_Done]:
+def _read(call: LoadCall, planned: Planned) -> Kept[Outcome]:
     """Read what this rank reads; return the outcome, and a summary of it for the coordinator."""
     sums = BlockSums()
     with call.watch.phase("read"), naming_place(call.path):
         outcome = _fill(call, planned, sums)
         _settle(call, planned, sums)
-    call.watch.count("read", outcome.stats.bytes_read)
+    stats = outcome.stats + ReadStats(verified=sums.verified, unverified=-sums.nbytes)
+    outcome = attrs.evolve(outcome, stats=stats)
+    call.watch.count("read", stats.bytes_read)
     sent = (
         planned.target.state is not call.state_dict,
         attrs.astuple(_own_report(call, planned, outcome)),
         sums.pack(),
-        outcome.stats.unverified - sums.nbytes,
+        stats.unverified,
     )
-    return Kept(_Done(outcome, sums.verified), sent)
+    return Kept(outcome, sent)
 
 
 def _fill(call: LoadCall, planned: Planned, sums: BlockSums) -> Outcome:
@@ -233,8 +228,8 @@ def _own_report(call: LoadCall, planned: Planned, outcome: Outcome) -> RankRepor
     return rank_report(call.comm, call.watch, planned.target.state, nbytes, sent)
 
 
-def _report(call: LoadCall, planned: Planned, done: Taken[_Done, _Everyone]) -> LoadReport:
-    keys, outcome, found = planned.plan.report, done.mine.outcome, done.got
+def _report(call: LoadCall, planned: Planned, done: Taken[Outcome, _Everyone]) -> LoadReport:
+    keys, outcome, found = planned.plan.report, done.mine, done.got
     everyone = done.whole
     if everyone is None:  # on any rank but the coordinator
         everyone = _Everyone((_own_report(call, planned, outcome),), 0)
@@ -245,7 +240,7 @@ def _report(call: LoadCall, planned: Planned, done: Taken[_Done, _Everyone]) -> 
         bytes_needed=planned.bytes_needed,
         bytes_read=outcome.stats.bytes_read,
         requests=outcome.stats.requests,
-        verified=outcome.stats.verified + done.mine.verified + everyone.verified,
+        verified=outcome.stats.verified + everyone.verified,
         seconds=call.watch.seconds,
         bytes_received=outcome.received,
         total_read=found["total"],

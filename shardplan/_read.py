@@ -123,7 +123,7 @@ def read_rank(
     dest = into.of(plan.items)
     filled = reader.fill(plan.items, dest, verify=verify, sums=sums, progress=counter)
     counter.finish()
-    return Outcome(_add_stats(stats, filled), values)
+    return Outcome(stats + filled, values)
 
 
 def value_names(items: ReadItems) -> list[tuple[str, str]]:
@@ -158,11 +158,6 @@ def decode_values(sent: Mapping[str, tuple[Any, bytes]]) -> dict[str, StoredValu
         name: StoredValue(kind, json.loads(data) if kind == "inline" else data)
         for name, (kind, data) in sent.items()
     }
-
-
-def _add_stats(*stats: ReadStats) -> ReadStats:
-    """Add up what several reads took."""
-    return ReadStats(*map(sum, zip(*map(attrs.astuple, stats), strict=True)))
 
 
 def read_shared(
@@ -202,7 +197,7 @@ def read_shared(
     rest = share.read_rest(rounds.rest, counter)
     counter.finish()
     sent, received = values.sent + rounds.sent, values.received + rounds.received
-    return Outcome(_add_stats(values.stats, *moved, rest), values.values, sent, received)
+    return Outcome(sum([*moved, rest], values.stats), values.values, sent, received)
 
 
 @contextmanager
@@ -323,12 +318,13 @@ class _SharedRead:
         view = flat_memory(box_view(staged, piece.offsets, piece.sizes).contiguous())
         assert view is not None
         pending = [self.comm.send(target, view) for target in piece.targets]
-        self.attempts.run(lambda: self._keep(piece.items, view, dtype), None)
-        return pending
 
-    def _keep(self, rows: Sequence[int], data: memoryview, dtype: str) -> None:
-        for row in rows:
-            fill_from_bytes(self.own(row), np.frombuffer(data, np.uint8), dtype)
+        def keep() -> None:
+            for row in piece.items:
+                fill_from_bytes(self.own(row), np.frombuffer(view, np.uint8), dtype)
+
+        self.attempts.run(keep, None)
+        return pending
 
     def _expect(self, arrival: Arrival) -> _Incoming:
         """Make ready to receive a region, straight into its tensor where that is possible."""

@@ -150,8 +150,8 @@ def prune(
     process was sending to an object store are seen by the service alone; see `ObjectStore`.
 
     Args:
-        path: A folder that holds checkpoints, one folder each; or a checkpoint, of which only the
-            leftovers go.
+        path: A folder that holds checkpoints, one folder each; or a checkpoint, to remove only its
+            leftovers.
         keep_last: How many checkpoints stay.
         min_age: For how many seconds no file of a killed save must have been written before they
             are removed. Make it longer than any file takes; 0 only if no save can be under way.

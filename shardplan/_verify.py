@@ -27,7 +27,7 @@ class VerifyReport:
     Attributes:
         path: The checkpoint.
         faults: All that is wrong: the manifest's faults first, then by file and place.
-        keys: Names of which some bytes are damaged, lost or could not be checked, sorted. If the
+        keys: Names with bytes that are damaged, lost or could not be checked, sorted. If the
             manifest cannot be read, they are not known.
         leftovers: Files of killed saves (or of one under way); they do no harm, and `prune`
             removes them.
@@ -122,7 +122,7 @@ def verify(
 
     Raises:
         FormatError: There is no checkpoint.
-        StoreError: The store cannot tell whether there is one.
+        StoreError: The store fails.
     """
     start = time.perf_counter()
     store, name = locate(path)
