@@ -15,7 +15,6 @@ from shardplan.io.execute import Reader
 from shardplan.io.formats import open_source
 from shardplan.io.stores import Store
 from shardplan.planning import (
-    BytesMetadata,
     Metadata,
     NotFoundError,
     TensorMetadata,
@@ -158,18 +157,18 @@ def _blank(spec: Any, device: Any) -> Any:
 
 def _everything(metadata: Metadata) -> tuple[dict[str, Any], Mapping[str, Any]]:
     entries = metadata.state_dict_metadata
-    rows = list(zip(entries.layout.tolist(), entries.prop.tolist(), strict=True))
-    few = dict(zip(rows, entries.names, strict=True))  # tensors alike share one spec
-    specs = {row: _stored_spec(entries[name]) for row, name in few.items()}
-    wanted = {name: specs[row] for name, row in zip(entries.names, rows, strict=True)}
+    specs: dict[tuple[int, int], TensorSpec | None] = {}  # few tensors differ in shape and dtype
+    wanted = {}
+    columns = zip(entries.names, entries.layout.tolist(), entries.prop.tolist(), strict=True)
+    for name, layout, prop in columns:
+        if (layout, prop) not in specs:
+            entry, spec = entries[name], None
+            if isinstance(entry, TensorMetadata):
+                spec = TensorSpec(entry.size, entry.properties.dtype)
+            specs[layout, prop] = spec
+        wanted[name] = specs[layout, prop]
     data = metadata.planner_data
     return wanted, data.get("paths", {}) if isinstance(data, Mapping) else {}
-
-
-def _stored_spec(entry: TensorMetadata | BytesMetadata) -> TensorSpec | None:
-    if not isinstance(entry, TensorMetadata):
-        return None
-    return TensorSpec(entry.size, entry.properties.dtype)
 
 
 def _matching(wanted: Mapping[str, Any], keys: Iterable[str] | None) -> Mapping[str, Any]:

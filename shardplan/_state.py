@@ -426,10 +426,12 @@ def _replaced_in_dict(sd: Mapping[Any, Any], change: Callable[[Any], Any]) -> Ma
     if tensors.issuperset(examples):
         return sd
     kept = [key for key, value in sd.items() if type(value) not in tensors]
-    found = {key: replaced(sd[key], change) for key in sorted(kept, key=sort_key)}
-    if all(inner is sd[key] for key, inner in found.items()):
-        return sd
-    return {key: found.get(key, value) for key, value in sd.items()}
+    changed: dict[Any, Any] = {}
+    for key in sorted(kept, key=sort_key):
+        inner = replaced(sd[key], change)
+        if inner is not sd[key]:
+            changed[key] = inner
+    return {key: changed.get(key, value) for key, value in sd.items()} if changed else sd
 
 
 def sort_key(key: Any) -> tuple[str, str]:
