@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 import torch
 
-from shardplan.planning import LoadItemType, LoadPlan, itemsize
+from shardplan.planning import LoadItemType, itemsize
 from shardplan.planning.columns import Ints, ReadItems, column, numbered, padded
 from shardplan.planning.geometry import pad
 from shardplan.planning.storage import (
@@ -89,11 +89,8 @@ class Reader:
         """
         return self.source.value(name, verify=verify)
 
-    def values(self, plan: LoadPlan, *, verify: bool = True) -> dict[str, Any]:
-        """Return, by name in the state dict, the values that a plan reads."""
-        items = plan.items
-        rows = np.flatnonzero(items.type == LoadItemType.BYTE_IO.value)
-        names = [(items.names[items.dest[r]], items.names[items.storage[r]]) for r in rows.tolist()]
+    def values(self, names: Sequence[tuple[str, str]], *, verify: bool = True) -> dict[str, Any]:
+        """Return new values by name in the state dict, given also the names in the checkpoint."""
         found = self.pool.map(
             lambda pair: self.value(pair[1], verify=verify),
             names,
