@@ -290,7 +290,7 @@ class BlockSums:
         self.verified += len(done) - len(damaged)
         self.nbytes += sum(found.nbytes for found in done.values())
         if damaged:
-            files = sorted({source.files[spot.file] for spot in source.spots(damaged)})
+            files = sorted({source.files[spot.file] for spot in source.find_chunks(damaged)})
             named = listed(sorted({name for name, _ in damaged}))
             raise FormatError(listed(files, quote=""), f"checksums do not fit: {named}")
 
@@ -411,7 +411,7 @@ class Proof:
 
     def _read_again(self, key: Key) -> None:
         """Read one chunk, block by block, and add the checksums."""
-        (spot,) = self._source.spots([key])
+        (spot,) = self._source.find_chunks([key])
         at, buffer = spot.begin, np.empty(min(self._source.block_bytes, spot.nbytes), np.uint8)
         for (_, sizes), number in self._blocks_of(key).items():
             view = buffer.data[: math.prod(sizes) * itemsize(spot.dtype)]
