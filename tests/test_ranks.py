@@ -298,7 +298,7 @@ def test_a_format_that_one_process_writes_is_refused_before_anything_is_written(
 @pytest.mark.parametrize("format", ["hf", "torch"])
 def test_where_one_process_may_save_many_may_save_and_convert_as_the_error_says(tmp_path, format):
     sd, target = {"w": torch.arange(6.0), "v": torch.ones(3)}, tmp_path / "x.pt"
-    with pytest.raises(CheckpointError, match=r'save with format="safetensors".*with `convert`'):
+    with pytest.raises(CheckpointError, match=r'save with format="safetensors".*then `convert`'):
         run_ranks(2, lambda comm: shardplan.save(sd, target, format=format, comm=comm))
     assert not target.exists()
     run_ranks(2, lambda comm: shardplan.save(sd, tmp_path / "a", comm=comm))
