@@ -7,9 +7,6 @@ from typing import Final, Protocol
 
 import attrs
 
-__all__ = ["Comm", "Pending", "Reduce", "solo"]
-
-
 Reduce = Callable[[list[bytes]], bytes]
 """Computes a result from every rank's bytes, by rank, on the coordinator."""
 
@@ -149,21 +146,13 @@ def solo() -> Comm:
 
 
 def departure(topic: str, error: BaseException) -> str:
-    """Return why a rank leaves, for those that wait for it.
-
-    >>> departure("a step", KeyboardInterrupt())
-    'left a step: KeyboardInterrupt'
-    """
+    """Return why a rank leaves, for those that wait for it."""
     text = f": {error}" if str(error) else ""
     return f"left {topic}: {type(error).__name__}{text}"
 
 
 def as_bytes(data: object) -> bytes:
-    """Return ``data`` as bytes, or raise TypeError: objects are not sent.
-
-    >>> as_bytes(memoryview(b"abc"))
-    b'abc'
-    """
+    """Return ``data`` as bytes, or raise TypeError: objects are not sent."""
     if not isinstance(data, (bytes, bytearray, memoryview)):
         raise TypeError(
             f"only bytes travel between ranks, and this is a {type(data).__name__}; "
@@ -173,12 +162,7 @@ def as_bytes(data: object) -> bytes:
 
 
 def as_parts(parts: Sequence[bytes] | None, world_size: int) -> list[bytes]:
-    """Return what a coordinator scatters as a list of bytes, one part per rank, or raise.
-
-    >>> as_parts([b"a"], world_size=2)
-    Traceback (most recent call last):
-    ValueError: scatter takes one part for each of 2 ranks, and 1 came
-    """
+    """Return what a coordinator scatters as a list of bytes, one part per rank, or raise."""
     if parts is None or len(parts) != world_size:
         came = "none" if parts is None else len(parts)
         raise ValueError(f"scatter takes one part for each of {world_size} ranks, and {came} came")

@@ -20,16 +20,6 @@ from shardplan.planning import CodecError, flatten, from_json, to_json
 from .comm import Comm, departure
 from .errors import CheckpointError, Failure, LostRanksError, thinned
 
-__all__ = [
-    "all_gather",
-    "all_keys",
-    "all_reduce",
-    "broadcast",
-    "decode_json",
-    "encode_json",
-    "reduce_scatter",
-]
-
 T = TypeVar("T")
 
 Encode = Callable[[Any], bytes]
@@ -268,12 +258,7 @@ class _Here:
         return self.comm.ranks[self.comm.rank]
 
     def topic(self, collective: str) -> str:
-        """Name a collective, so that ranks in different steps notice it.
-
-        >>> from shardplan.dist import solo
-        >>> _Here(solo(), "write").topic("gather")
-        "gather of 'write'"
-        """
+        """Name a collective, so that ranks in different steps notice it."""
         return f"{collective} of {self.step!r}"
 
     def frame(self, work: Callable[[], bytes]) -> bytes:

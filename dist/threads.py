@@ -13,8 +13,6 @@ import attrs
 from .comm import Comm, Pending, Reduce, as_bytes, as_parts, departure
 from .errors import CheckpointError, Failure, LostRanksError
 
-__all__ = ["run_ranks"]
-
 T = TypeVar("T")
 
 

@@ -38,22 +38,6 @@ if TYPE_CHECKING:  # what is planned to be read is not needed to open a checkpoi
     from .formats.base import Source
     from .pool import Pool
 
-__all__ = [
-    "CRC32",
-    "XXH3",
-    "BlockSums",
-    "Checksum",
-    "Proof",
-    "Sums",
-    "combine",
-    "combine_crc",
-    "hash_views",
-    "sum_crc",
-    "sums_from_hex",
-    "sums_to_hex",
-    "xxhash",
-]
-
 Sums = npt.NDArray[np.uint64]
 Key = tuple[str, int]  # a tensor's name, and the number of one of its chunks
 Box = tuple[int, ...]
@@ -91,23 +75,13 @@ class Checksum:
         return state.intdigest()
 
     def of_blocks(self, view: memoryview, block_bytes: int) -> int:
-        """Return the checksum of a chunk of bytes.
-
-        >>> XXH3.of_blocks(memoryview(b"abc"), 2) == combine(
-        ...     [hash_views([b"ab"]), hash_views([b"c"])]
-        ... )
-        True
-        """
+        """Return the checksum of a chunk of bytes."""
         starts = range(0, len(view) or 1, block_bytes)
         return self.combine([self.of([view[start : start + block_bytes]]) for start in starts])
 
 
 def combine(digests: Sequence[int]) -> int:
-    """Return a chunk's xxh3-64, given those of its blocks in order.
-
-    >>> combine([7])
-    7
-    """
+    """Return a chunk's xxh3-64, given those of its blocks in order."""
     if len(digests) == 1:
         return digests[0]
     return xxhash.xxh3_64_intdigest(b"".join(d.to_bytes(8, "big") for d in digests))
@@ -148,11 +122,7 @@ CRC32: Final = Checksum(_Crc, _combine_crcs)
 
 
 def hash_views(views: Iterable[memoryview]) -> int:
-    """Return the xxh3-64 of some memory, one view after the other.
-
-    >>> hash_views([memoryview(b"ab"), memoryview(b"c")]) == xxhash.xxh3_64_intdigest(b"abc")
-    True
-    """
+    """Return the xxh3-64 of some memory, one view after the other."""
     return XXH3.of(views)
 
 
@@ -163,9 +133,6 @@ def combine_crc(first: int, second: int, nbytes: int) -> int:
         first: The CRC-32 of the first part.
         second: That of the second part.
         nbytes: How many bytes the second part has.
-
-    >>> combine_crc(zlib.crc32(b"check"), zlib.crc32(b"point"), 5) == zlib.crc32(b"checkpoint")
-    True
     """
     return _times(_power(nbytes), first) ^ second
 
@@ -200,11 +167,7 @@ def _power(nbytes: int) -> int:
 
 
 def sums_to_hex(sums: Sums) -> str:
-    """Write checksums as text, sixteen digits each.
-
-    >>> sums_to_hex(np.array([1, 255], np.uint64))
-    '000000000000000100000000000000ff'
-    """
+    """Write checksums as text, sixteen digits each."""
     return sums.astype(">u8").tobytes().hex()
 
 
@@ -213,9 +176,6 @@ def sums_from_hex(text: str) -> Sums:
 
     >>> sums_from_hex("00000000000000ff").tolist()
     [255]
-
-    Raises:
-        ValueError: The text is not a row of hexadecimal numbers of sixteen digits.
     """
     sums = np.frombuffer(bytes.fromhex(text), ">u8").astype(np.uint64)
     sums.flags.writeable = False
@@ -239,10 +199,6 @@ class BlockSums:
     """Checksums of blocks by chunk, collected until all blocks of a chunk are known.
 
     Any thread may add to it.
-
-    Attributes:
-        verified: How many chunks were complete and matched their checksums.
-        nbytes: How many bytes of these were read.
     """
 
     def __init__(self) -> None:
@@ -253,15 +209,7 @@ class BlockSums:
     def add(
         self, name: str, chunk: int, count: int, digests: Mapping[int, int], nbytes: int = 0
     ) -> None:
-        """Add the checksums of some blocks of a chunk.
-
-        Args:
-            name: The tensor.
-            chunk: The number of the chunk.
-            count: How many blocks the chunk has.
-            digests: The checksums, by number of the block.
-            nbytes: How many bytes of these blocks were read.
-        """
+        """Add the checksums of some blocks of a chunk."""
         with self._lock:
             found = self._chunks.setdefault((name, chunk), _Partial(count))
             found.digests.update(digests)
@@ -272,11 +220,7 @@ class BlockSums:
         return key in self._chunks and self._chunks[key].complete
 
     def settle(self, source: Source) -> None:
-        """Compare all complete chunks with the checksums of a checkpoint, and drop them.
-
-        Raises:
-            FormatError: Some do not match; all are named.
-        """
+        """Compare all complete chunks with the checksums of a checkpoint, and drop them."""
         with self._lock:
             done = {key: found for key, found in self._chunks.items() if found.complete}
             self._chunks = {key: found for key, found in self._chunks.items() if key not in done}
@@ -302,14 +246,7 @@ class BlockSums:
         ]
 
     def unpack(self, packed: Sequence[tuple[Any, ...]]) -> None:
-        """Add what `pack` returned elsewhere.
-
-        >>> one, other = BlockSums(), BlockSums()
-        >>> one.add("w", 0, 2, {1: 7}, 16)
-        >>> other.unpack(one.pack())
-        >>> other.pack() == one.pack()
-        True
-        """
+        """Add what `pack` returned elsewhere."""
         for name, chunk, count, nbytes, *columns in packed:
             numbers, digests = (
                 np.frombuffer(data, dtype).tolist()
@@ -361,16 +298,7 @@ class Proof:
                 self._begin(key, offsets, tuple(items.lengths[row, : axes[row]].tolist()))
 
     def wants(self, key: Key, offsets: Box, sizes: Box) -> Callable[[int], None] | None:
-        """Return what to call with the xxh3-64 of a box that is about to be read.
-
-        Args:
-            key: Its chunk.
-            offsets: Where in the chunk it starts.
-            sizes: How large it is.
-
-        Returns:
-            The function; None if the box is not a block, or has no checksum.
-        """
+        """Return what to call with the xxh3-64 of a box that is about to be read."""
         if not self.has_sums:
             return None
         self._begin(key, offsets)
@@ -378,11 +306,7 @@ class Proof:
         return None if number is None else partial(self._add, key, number)
 
     def settle(self, pool: Pool) -> None:
-        """Compare all chunks that were begun; read those again that are incomplete.
-
-        Raises:
-            FormatError: Some do not match; all are named.
-        """
+        """Compare all chunks that were begun; read those again that are incomplete."""
         again = [key for key in self._begun - self._whole if not self.sums.is_complete(key)]
         limit = self._source.block_bytes + self._source.store.staging
         pool.map(self._read_again, sorted(again), nbytes=limit)

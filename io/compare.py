@@ -26,8 +26,6 @@ from .execute.read import Reader
 from .progress import Progress, Tell
 from .tensors import box_view, empty_tensor, flat_memory
 
-__all__ = ["Comparison", "TensorDiff", "compare_tensors", "named_errors", "same_value"]
-
 _BATCH: Final = 8 << 20  # bytes that are read from either side at a time
 _BATCH_BOXES: Final = 1 << 10
 _WORDS: Final[dict[int, str]] = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "u8"}
@@ -35,14 +33,7 @@ _WORDS: Final[dict[int, str]] = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "u8"}
 
 @attrs.frozen
 class Box:
-    """A box of a tensor to compare, small enough for memory.
-
-    Attributes:
-        name: The tensor.
-        chunk: The box.
-        nbytes: Its size in bytes.
-        number: The chunk of the first side that it is a part of.
-    """
+    """A box of a tensor to compare, small enough for memory."""
 
     name: str
     chunk: Chunk
@@ -70,13 +61,7 @@ class TensorDiff:
 
 @attrs.frozen
 class Comparison:
-    """The result of comparing tensors.
-
-    Attributes:
-        differing: The tensors that differ, by name.
-        bytes_read: Bytes of elements that were read, of both sides.
-        unread: Tensors with chunks that were compared by checksum, and not read.
-    """
+    """The result of comparing tensors."""
 
     differing: Mapping[str, TensorDiff]
     bytes_read: int
@@ -326,11 +311,7 @@ def same_value(a: Any, b: Any) -> bool:
 
 
 def _token(value: Any) -> Any:
-    """Return an object that equals another one's only if type and bits are the same.
-
-    >>> _token(1) == _token(True), _token((0.0,)) == _token((-0.0,))
-    (False, False)
-    """
+    """Return an object that equals another one's only if type and bits are the same."""
     if isinstance(value, (float, complex)):
         return type(value), np.array(value).tobytes()
     if isinstance(value, np.generic):

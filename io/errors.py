@@ -9,28 +9,6 @@ from typing import Any, Final, Literal
 
 from shardplan.planning import listed
 
-__all__ = [
-    "ExistsError",
-    "FormatError",
-    "Kind",
-    "LoadError",
-    "MissingFileError",
-    "StoreError",
-    "UnsureCommitError",
-    "ValueRefusedError",
-    "a_folder",
-    "denied",
-    "from_os_error",
-    "listed",
-    "missing",
-    "no_bucket",
-    "no_file",
-    "short",
-    "taken",
-    "too_long",
-    "wrong_size",
-]
-
 Kind = Literal[
     "missing", "exists", "denied", "full", "short", "long", "path", "unsure", "stopped", "other"
 ]
@@ -131,12 +109,7 @@ def denied(operation: str, url: str, reason: str) -> StoreError:
 
 
 def short(url: str, offset: int, length: int, size: int) -> StoreError:
-    """Return the error for a range that reaches past the end of its file.
-
-    >>> print(short("a.bin", offset=90, length=20, size=100))
-    cannot read a.bin: bytes 90 to 110 were asked for, but the file has 100; it was cut short, or
-    replaced since the plan was made: verify the checkpoint
-    """
+    """Return the error for a range that reaches past the end of its file."""
     reason = f"bytes {offset} to {offset + length} were asked for, but the file has {size}"
     remedy = "it was cut short, or replaced since the plan was made: verify the checkpoint"
     return StoreError("read", url, reason, remedy=remedy, kind="short")
@@ -149,14 +122,7 @@ def wrong_size(url: str, expected: int, written: int) -> StoreError:
 
 
 def from_os_error(operation: str, url: str, error: OSError) -> StoreError:
-    """Return the `StoreError` for an error of the operating system.
-
-    >>> error = from_os_error("write", "/ckpt/a.bin", OSError(codes.ENOSPC, "No space left"))
-    >>> error.kind
-    'full'
-    >>> print(error)
-    cannot write /ckpt/a.bin: disk full (No space left); free some space, or save elsewhere; ...
-    """
+    """Return the `StoreError` for an error of the operating system."""
     if isinstance(error, StoreError):
         return error
     text = error.strerror or str(error) or type(error).__name__
@@ -212,11 +178,7 @@ class FormatError(ValueError):
         return f"{file}: {self.reason}{_progress(self.filled, self.touched)}"
 
     def within(self, folder: str) -> FormatError:
-        """Return the error with the checkpoint's name, and without what a load has filled.
-
-        >>> print(FormatError("a.bin", "it is cut short", filled="w").within("run/step-7"))
-        run/step-7/a.bin: it is cut short
-        """
+        """Return the error with the checkpoint's name, and without what a load has filled."""
         return FormatError(self.file, self.reason, folder=folder)
 
     def __reduce__(self) -> tuple[Any, ...]:

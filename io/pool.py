@@ -16,15 +16,6 @@ from queue import SimpleQueue
 from typing import Any, Final, TypeVar
 from weakref import WeakSet, finalize
 
-__all__ = [
-    "Pool",
-    "StoppedError",
-    "check_stopped",
-    "default_pool",
-    "own_processors",
-    "processors",
-]
-
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -40,11 +31,6 @@ def check_stopped() -> None:
     """Raise if the `Pool.map` that this thread works for has failed or was interrupted.
 
     Long work calls it between its steps. Outside of `Pool.map` it does nothing.
-
-    >>> check_stopped()
-
-    Raises:
-        StoppedError: The result is not needed; the map raises the error that came first.
     """
     if any(job.failures for job in _thread.jobs):
         raise StoppedError("stopped, because the operation that this is a part of has failed")
@@ -197,13 +183,7 @@ class Pool:
 
 
 class _Job:
-    """One call of `Pool.map`: its items, results and errors.
-
-    Attributes:
-        pool: Where it runs.
-        results: What the work returned, by the number of the item.
-        failures: What the work, the items or an interrupt raised, in order of time.
-    """
+    """One call of `Pool.map`: its items, results and errors."""
 
     def __init__(
         self,
@@ -235,11 +215,7 @@ class _Job:
             raise
 
     def step(self, *, hand_on: bool = False) -> bool:
-        """Take the next item and do its work; return whether there may be another one.
-
-        Args:
-            hand_on: Whether another thread may take the item after.
-        """
+        """Take the next item and do its work; return whether there may be another one."""
         with self._lock:
             if self.failures or self._exhausted:
                 return False
@@ -338,11 +314,7 @@ _default: Pool | None = None
 
 
 def default_pool() -> Pool:
-    """Return the pool that is used where none is given; it is made when first asked for.
-
-    >>> default_pool() is default_pool()
-    True
-    """
+    """Return the pool that is used where none is given; it is made when first asked for."""
     global _default
     with _lock:
         if _default is None:

@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable
 from typing import TypeAlias
 
-__all__ = ["Progress", "Tell"]
-
 Tell: TypeAlias = Callable[[int, int], object]
 """Called with the bytes done and the bytes in all; what it raises stops the work."""
 

@@ -19,16 +19,6 @@ import numpy as np
 
 from .errors import FormatError, ValueRefusedError
 
-__all__ = [
-    "RAW",
-    "StoredValue",
-    "decode_value",
-    "encode_value",
-    "load_value",
-    "sort_values",
-    "store_values",
-]
-
 RAW: Final[dict[str, type[bytes] | type[bytearray]]] = {"bytes": bytes, "bytearray": bytearray}
 """The kinds of values that are stored as they are, and their types."""
 _INLINE_LIMIT: Final = 1 << 16  # bytes in the manifest; what is larger goes into a shard file
@@ -57,9 +47,6 @@ def store_values(values: Mapping[str, Any]) -> dict[str, StoredValue]:
 
     >>> store_values({"step": 7, "betas": (0.9, 0.99)})["betas"]
     StoredValue(kind='inline', data={'$tuple': [0.9, 0.99]})
-
-    Raises:
-        ValueRefusedError: Some values cannot be stored safely; all of them are named.
     """
     stored, refused = sort_values(values)
     if refused:
@@ -68,11 +55,7 @@ def store_values(values: Mapping[str, Any]) -> dict[str, StoredValue]:
 
 
 def sort_values(values: Mapping[str, Any]) -> tuple[dict[str, StoredValue], dict[str, str]]:
-    """Return the encoded values, and by key the reason why others cannot be encoded.
-
-    >>> sort_values({"step": 7, "odd": [1, object()]})[1]
-    {'odd': 'holds an object at [1], which cannot be loaded without running code; save plain ...'}
-    """
+    """Return the encoded values, and by key the reason why others cannot be encoded."""
     stored: dict[str, StoredValue] = {}
     refused: dict[str, str] = {}
     for key, value in values.items():
@@ -89,9 +72,6 @@ def load_value(stored: StoredValue, file: str, key: str) -> Any:
 
     >>> load_value(StoredValue("inline", {"$tuple": [1]}), "shardplan.json", "t")
     (1,)
-
-    Raises:
-        FormatError: The data is damaged.
     """
     try:
         if stored.kind in RAW:
@@ -260,9 +240,6 @@ def decode_value(data: Any) -> Any:
 
     >>> decode_value({"$set": [1, 2]})
     {1, 2}
-
-    Raises:
-        ValueError: An object carries an unknown ``$`` tag.
     """
     if isinstance(data, list):
         return [decode_value(v) for v in data]

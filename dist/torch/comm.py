@@ -27,8 +27,6 @@ from .transport import StuckError, Trouble, Wire, Worker, join, split
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["torch_comm"]
-
 SMALL = 4096
 """The most bytes of a message that is passed through the store, without gloo."""
 

@@ -31,8 +31,6 @@ import attrs
 from ..errors import LostRanksError
 from .transport import Worker
 
-__all__ = ["Meetings", "Store"]
-
 T = TypeVar("T")
 
 GRACE = 2.0
@@ -364,11 +362,7 @@ class Meetings:
 
 
 def _blamed(suspects: Mapping[int, Mapping[int, str]]) -> dict[int, str]:
-    """Return the ranks to blame: those that others suspect, and that suspect nobody themselves.
-
-    >>> _blamed({0: {1: "sent nothing"}, 1: {2: "sent nothing"}, 2: {}})
-    {2: 'sent nothing'}
-    """
+    """Return the ranks to blame: those that others suspect, and that suspect nobody themselves."""
     suspected = {int(rank): why for found in suspects.values() for rank, why in found.items()}
     idle = {rank: why for rank, why in suspected.items() if not suspects.get(rank)}
     return idle or suspected

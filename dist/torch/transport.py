@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import Work
 
-__all__ = ["StuckError", "Trouble", "Wire", "Worker", "join", "split"]
-
 T = TypeVar("T")
 
 PIECE = 64 << 20
@@ -69,9 +67,6 @@ class Worker:
 
     Attributes:
         busy: Whether a call is being made.
-
-    >>> Worker().call(lambda: 6 * 7, limit=5)
-    42
     """
 
     def __init__(self) -> None:
@@ -196,17 +191,7 @@ class Wire:
         *,
         sends: bool,
     ) -> Transfer:
-        """Begin to send memory to one place, or to receive into it; any thread may do so.
-
-        Args:
-            place: The other side.
-            data: The memory; it must not change until the transfer is done.
-            gone: Returns the error to raise when the other side is lost.
-            sends: Whether to send.
-
-        Raises:
-            LostRanksError: The other side is known to be gone.
-        """
+        """Begin to send memory to one place, or to receive into it; any thread may do so."""
         import torch
 
         whole = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0)
@@ -331,11 +316,7 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 def join(parts: Sequence[bytes]) -> bytes:
-    """Return many byte strings as one that `split` takes apart.
-
-    >>> split(join([b"ab", b"", b"c"]))
-    [b'ab', b'', b'c']
-    """
+    """Return many byte strings as one that `split` takes apart."""
     sizes = struct.pack(f"<{len(parts) + 1}Q", len(parts), *map(len, parts))
     return b"".join((sizes, *parts))
 

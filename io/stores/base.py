@@ -22,16 +22,6 @@ from shardplan.planning.columns import Ints
 from ..buffers import Buffer, Bytes, pieces, wanted
 from ..errors import MissingFileError, StoreError
 
-__all__ = [
-    "Contents",
-    "Entry",
-    "MissingFileError",
-    "Store",
-    "StoreError",
-    "check_path",
-    "open_store",
-]
-
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f\\]")  # or a backslash
 _ONE_SLASH: Final = re.compile(r"(s3|gs|az|file|memory):/(?!/)")
 _OBJECTS: Final = ("s3", "gs", "az", "memory")

@@ -10,17 +10,12 @@ import attrs
 from ..buffers import Buffer
 from .base import Entry, Store, check_path
 
-__all__ = ["FolderStore", "WrappedStore"]
-
 
 class WrappedStore(Store):
     """A store that passes every call on to an inner one.
 
     All calls go through the basic verbs of `Store`: what is derived from this class need only
     override these, or just `passing`, to see everything.
-
-    Attributes:
-        inner: The other store.
     """
 
     def __init__(self, inner: Store) -> None:
@@ -38,15 +33,7 @@ class WrappedStore(Store):
 
     @contextmanager
     def passing(self, operation: str, path: str) -> Iterator[str]:
-        """Enclose one call of the inner store.
-
-        Args:
-            operation: The method's name.
-            path: The file or folder; the empty name where there is none, or where there are many.
-
-        Yields:
-            What the inner store calls it.
-        """
+        """Enclose one call of the inner store."""
         yield path
 
     def read(self, path: str, ranges: Sequence[tuple[int, memoryview]]) -> int:

@@ -52,8 +52,6 @@ from .local_files import (
     write_run,
 )
 
-__all__ = ["LocalStore"]
-
 _ABSENT: Final = (errno.ENOENT, errno.ENOTDIR)
 _STEP: Final = 32 << 20  # bytes a system call moves: much below Linux's limit of 2 GiB
 _WAIT: Final = 8 << 20  # bytes that wait to be written at most: their memory is held as long
@@ -69,10 +67,6 @@ class LocalStore(Store):
 
     Symbolic links are followed when reading, as other tools' caches need it. A link is not
     followed when writing: the file takes its place.
-
-    Args:
-        root: The folder; it is made when something is first written.
-        pool: Where reads run, by default the shared one.
 
     >>> import tempfile
     >>> folder = tempfile.TemporaryDirectory()

@@ -27,31 +27,6 @@ from ..buffers import Bytes, Run, advance
 from ..errors import StoreError, a_folder, from_os_error, no_file, short
 from .base import Entry
 
-__all__ = [
-    "IOV_MAX",
-    "PAGE",
-    "TEMPORARY",
-    "can_map",
-    "check_size",
-    "closing",
-    "entry_of",
-    "fill_pieces",
-    "is_temporary",
-    "link",
-    "locked_folder",
-    "map_ranges",
-    "opened",
-    "read_parts",
-    "read_runs",
-    "reported",
-    "reserve_space",
-    "start_writeback",
-    "sync_folder",
-    "unsure",
-    "walk",
-    "write_run",
-]
-
 IOV_MAX: Final = max(16, os.sysconf("SC_IOV_MAX")) if hasattr(os, "sysconf") else 16
 """How many buffers one call of preadv or pwritev takes."""
 
@@ -231,15 +206,6 @@ def map_ranges(fd: int, starts: Ints, lengths: Ints) -> Bytes:
     All pages of the ranges are requested first, so that an unreadable one is an error. Only the
     bytes in the ranges may be read.
 
-    Args:
-        fd: The file.
-        starts: Where the ranges start; there is at least one.
-        lengths: How long each is.
-
-    Raises:
-        OSError: Some of them cannot be read.
-        ValueError: The file ends before.
-
     >>> import tempfile
     >>> with tempfile.TemporaryFile() as file:
     ...     _ = file.write(bytes(range(100)))
@@ -276,9 +242,6 @@ def reserve_space(fd: int, nbytes: int) -> None:
     """Reserve space for a file that is about to be written, so that a full disk fails at once.
 
     The C library's posix_fallocate is avoided: where a file system cannot reserve, it writes.
-
-    Raises:
-        OSError: There is not that much space.
     """
     signature = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     fallocate = _function("fallocate64", *signature) or _function("fallocate", *signature)

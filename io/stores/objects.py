@@ -24,8 +24,6 @@ with named_extras("an object store, memory:// too,"):
     from obstore import exceptions
     from obstore.store import MemoryStore, from_url
 
-__all__ = ["ObjectStore", "open_objects"]
-
 _PART_SIZE: Final = 8 << 20
 _PARTS_IN_FLIGHT: Final = 8
 _MAX_PARTS: Final = 10_000  # S3 takes no more in one upload
@@ -58,11 +56,6 @@ def open_objects(
     """Open ``s3://``, ``gs://``, ``az://`` or ``memory://``; see `open_store`.
 
     obstore gets only the bucket: what follows it is a name, in which no character is special.
-
-    >>> open_objects("memory://shared").write("a", [b"abc"])
-    3
-    >>> open_objects("memory://shared").size("a")
-    3
     """
     url = url.rstrip("/") if not url.endswith("://") else url
     scheme, _, rest = url.partition("://")
@@ -89,14 +82,6 @@ class ObjectStore(Store):
 
     A process that is killed while it sends a large file leaves parts behind that no listing shows
     and that cost money: let the bucket's lifecycle abort incomplete multipart uploads after a day.
-
-    Args:
-        inner: The store, as obstore opened it.
-        url: Its name in messages.
-        prefix: A folder within ``inner`` that is the root of this store.
-        pool: Where reads run, by default the shared one.
-        part_size: Bytes of one request. S3 needs at least 5 MiB to write, and at most 10,000
-            parts, so parts of a file beyond 80 GB are larger.
     """
 
     def __init__(
@@ -362,11 +347,5 @@ def _answer(error: BaseException) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """Drop what obstore adds for its own developers.
-
-    >>> _first_line(
-    ...     OSError("Generic S3 error: after 10 retries, max_retries: 10, retry_timeout: 180s")
-    ... )
-    'after 10 retries'
-    """
+    """Drop what obstore adds for its own developers."""
     return _NOISE.sub("", str(error).strip().partition("\n")[0]).rstrip(".")

@@ -14,8 +14,6 @@ from ..errors import StoreError
 from .base import Store
 from .folders import WrappedStore
 
-__all__ = ["CountingStore", "FaultyStore", "InjectedError", "Operation"]
-
 # The names of calls that change nothing: in `CountingStore.operations`, and in errors.
 _NAMES: Final = {"size": "size", "exists": "exists", "list": "list", "entries": "list"}
 _VERBS: Final = _NAMES | {"size": "measure", "exists": "find", "read": "read", "read_all": "read"}
