@@ -23,7 +23,7 @@ from shardplan.planning.storage import cut_blocks
 
 from .errors import FormatError, LoadError
 from .execute.read import Reader
-from .progress import Progress, Tell
+from .pool import Progress, ProgressCallback
 from .tensors import box_view, empty_tensor, flat_memory
 
 _BATCH: Final = 8 << 20  # bytes that are read from either side at a time
@@ -83,7 +83,7 @@ def compare_tensors(
     *,
     locate: bool = False,
     read: bool = False,
-    tell: Tell | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Comparison:
     """Compare the elements of tensors that have the same shape and dtype on both sides.
 
@@ -93,7 +93,7 @@ def compare_tensors(
         names: The tensors.
         locate: Whether to read chunks whose checksums differ, to find where and how much.
         read: Whether to read everything, and ignore checksums.
-        tell: Called with the bytes read so far and in all, of one side.
+        progress: Called with the bytes read so far and in all, of one side.
     """
     found, unread, skipped = dict[str, TensorDiff](), dict[str, Ints](), set[str]()
     for name, sums in _compare_sums(a, b, names, ignore=read):
@@ -105,7 +105,7 @@ def compare_tensors(
             if sums.differs.any():
                 found[name] = TensorDiff(int(sums.differs.sum()))
     boxes = list(_boxes(a, unread))
-    progress = Progress(sum(box.nbytes for box in boxes), tell)
+    done = Progress(sum(box.nbytes for box in boxes), progress)
     for reader in (a, b):  # all chunks are found at once, not batch by batch
         counts = {name: len(_entry(reader, name).chunks) for name in unread}
         reader.source.spots([(name, i) for name, count in counts.items() for i in range(count)])
@@ -114,12 +114,12 @@ def compare_tensors(
         (ours, some), (theirs, more) = _read(a, batch), _read(b, batch)
         pairs = zip(batch, ours, theirs, strict=True)
         differing = [(box, diff) for box, x, y in pairs if (diff := _compare(box.chunk, x, y))]
-        progress.add(sum(box.nbytes for box in batch))
+        done.add(sum(box.nbytes for box in batch))
         return differing, some + more
 
     cost = 4 * _BATCH + max(a.store.staging, b.store.staging)
     parts = a.pool.map(run, _batches(boxes), nbytes=cost)
-    progress.finish()
+    done.finish()
     found |= _merge(piece for pieces, _ in parts for piece in pieces)
     return Comparison(found, sum(nbytes for _, nbytes in parts), frozenset(skipped))
 

@@ -1,4 +1,4 @@
-"""A pool of threads that share a budget of memory.
+"""A pool of threads that share a budget of memory, and a counter of their progress.
 
 A call of `Pool.map` is a job that waits in the pool's line. A thread takes the first job, takes its
 next item, waits until the item's bytes fit into the budget, puts the job back at the end of the
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager, nullcontext
 from queue import SimpleQueue
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 from weakref import WeakSet, finalize
 
 T = TypeVar("T")
@@ -332,3 +332,38 @@ def _reset_pools() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_reset_pools)
+
+ProgressCallback: TypeAlias = Callable[[int, int], object]
+"""Called with the bytes done and the bytes in all; what it raises stops the work."""
+
+
+class Progress:
+    """Counts the bytes done by any thread, and reports them: first 0, at the end the total.
+
+    >>> progress = Progress(10, print)
+    0 10
+    >>> progress.add(4)
+    4 10
+    >>> progress.finish()
+    10 10
+    """
+
+    def __init__(self, total: int, callback: ProgressCallback | None = None) -> None:
+        if callback is not None and not callable(callback):
+            raise TypeError(f"progress is called with the bytes done and in all; not {callback!r}")
+        self._total, self._callback = total, callback
+        self._done = 0
+        self._lock = threading.Lock()
+        self.add(0)
+
+    def add(self, nbytes: int) -> None:
+        """Count some bytes as done."""
+        with self._lock:
+            self._done = min(self._done + nbytes, self._total)
+            if self._callback is not None:
+                self._callback(self._done, self._total)
+
+    def finish(self) -> None:
+        """Count all bytes as done."""
+        if self._done < self._total:
+            self.add(self._total)

@@ -18,7 +18,7 @@ from typing import Any, Final
 import attrs
 
 from shardplan.dist import CheckpointError, Comm
-from shardplan.io import Pool, Tell
+from shardplan.io import Pool, ProgressCallback
 from shardplan.io.stores import Store
 from shardplan.planning import Passes, SavePlan
 
@@ -98,7 +98,7 @@ def async_save(
     comm: Comm | None = None,
     overwrite: bool = False,
     verify_replicas: bool = False,
-    progress: Tell | None = None,
+    progress: ProgressCallback | None = None,
     pool: Pool | None = None,
     cache: PlanCache | None = None,
 ) -> SaveFuture:
@@ -303,7 +303,7 @@ class _Saver:
         self.spare = copy.buffers
 
     def stay_away(self, future: SaveFuture, comm: Comm | None, error: BaseException) -> None:
-        """Tell the other ranks that this one does not save, unless a thread has begun to."""
+        """Inform the other ranks that this one does not save, unless a thread has begun to."""
         if future.abandon() and comm is not None:
             reason = f"left the save: {type(error).__name__}: {error}".rstrip(": ")
             with suppress(RuntimeError):  # no thread can be started: the next one runs it

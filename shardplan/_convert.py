@@ -11,7 +11,7 @@ from typing import Final
 import attrs
 
 from shardplan.dist import Comm, solo
-from shardplan.io import Pool, Tell
+from shardplan.io import Pool, ProgressCallback
 from shardplan.io.execute import Reader
 from shardplan.io.formats import Source, find_format, open_source, open_target
 from shardplan.io.stores import Store
@@ -103,7 +103,7 @@ def convert(
     overwrite: bool = False,
     max_shard_size: int | str | None = None,
     verify: bool = True,
-    progress: Tell | None = None,
+    progress: ProgressCallback | None = None,
     comm: Comm | None = None,
     pool: Pool | None = None,
 ) -> ConvertReport:

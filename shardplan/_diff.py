@@ -14,7 +14,7 @@ from shardplan.io import (
     FormatError,
     Pool,
     Progress,
-    Tell,
+    ProgressCallback,
     TensorDiff,
     compare_tensors,
     default_pool,
@@ -127,7 +127,7 @@ def diff(
     values: bool = True,
     locate: bool = False,
     read: bool = False,
-    progress: Tell | None = None,
+    progress: ProgressCallback | None = None,
     pool: Pool | None = None,
 ) -> CheckpointDiff:
     """Compare two checkpoints by key: names, shapes, dtypes and values.
@@ -231,7 +231,7 @@ def _compare(
     values: bool,
     locate: bool,
     read: bool,
-    tell: Tell | None,
+    tell: ProgressCallback | None,
 ) -> CheckpointDiff:
     """Compare two open checkpoints, and fill in an empty report."""
     for side in (a, b):
@@ -245,7 +245,7 @@ def _compare(
     changed = {change.key for change in changes}
     shared = [name for name in entries if name not in changed]
     tensors = [n for n in shared if isinstance(entries[n], TensorMetadata)]
-    found = compare_tensors(a, b, tensors, locate=locate, read=read, tell=tell)
+    found = compare_tensors(a, b, tensors, locate=locate, read=read, progress=tell)
     changes += [_tensor_change(name, differs) for name, differs in found.differing.items()]
     others = [n for n in shared if isinstance(entries[n], BytesMetadata)]
     alike = set() if read else {name for name in others if _stored_alike(a, b, name)}

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from shardplan.io import BlockSums, Progress, StoredValue, Tell
+from shardplan.io import BlockSums, Progress, ProgressCallback, StoredValue
 from shardplan.io.execute import Reader, ReadStats
 from shardplan.planning import LoadItemType, LoadPlan, Metadata
 from shardplan.planning.columns import ReadItems
@@ -78,7 +78,7 @@ def read_rank(
     into: Destinations | None = None,
     verify: bool = True,
     sums: BlockSums | None = None,
-    progress: Tell | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Outcome:
     """Carry out one rank's load plan, reading all of it from storage.
 

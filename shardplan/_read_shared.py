@@ -21,8 +21,8 @@ from shardplan.dist import Comm, LostRanksError, Pending, decode_json, encode_js
 from shardplan.io import (
     BlockSums,
     Progress,
+    ProgressCallback,
     StoredValue,
-    Tell,
     box_view,
     empty_tensor,
     fill_from_bytes,
@@ -63,7 +63,7 @@ def read_shared(
     *,
     verify: bool,
     sums: BlockSums,
-    progress: Tell | None,
+    progress: ProgressCallback | None,
     place: str,
 ) -> Outcome:
     """Carry out one rank's part of a load in which ranks read for each other.

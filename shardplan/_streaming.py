@@ -11,7 +11,7 @@ from typing import Any, Final
 import attrs
 
 from shardplan.dist import CheckpointError, Comm
-from shardplan.io import FormatError, Pool, Progress, Proof, Tell, UnsureCommitError
+from shardplan.io import FormatError, Pool, Progress, ProgressCallback, Proof, UnsureCommitError
 from shardplan.io.execute import (
     BATCH_BYTES,
     DEPTH,
@@ -120,7 +120,7 @@ class Job:
         save_id: str,
         overwrite: bool,
         watch: Stopwatch,
-        tell: Tell | None,
+        tell: ProgressCallback | None,
         pool: Pool | None,
     ) -> Done:
         """Write this process's share of the plans; once all have, commit."""
@@ -192,7 +192,7 @@ class Job:
         save_id: str,
         written: dict[int, Part],
         stats: list[ReadStats],
-        tell: Tell | None,
+        tell: ProgressCallback | None,
         pool: Pool | None,
     ) -> int:
         """Carry out some plans, and return how many chunks were found to fit their checksums."""
@@ -256,7 +256,7 @@ class Job:
 
 
 def _surely_failed(error: BaseException, begun: bool) -> bool:
-    """Tell whether nobody can have committed, or still will; ``begun``: somebody may be at it."""
+    """Return True if no process has committed or still can; ``begun``: one may have started."""
     if isinstance(error, CheckpointError):
         unsure = {"LostRank", UnsureCommitError.__name__}
         return all(failure.type not in unsure for failure in error.failures)

@@ -20,8 +20,7 @@ from shardplan.planning import SavePlan, dtype_name, itemsize, shard_finder
 from shardplan.planning.columns import column
 from shardplan.planning.storage import BLOCK_BYTES, cut_blocks
 
-from ..pool import check_stopped
-from ..progress import Progress
+from ..pool import Progress, check_stopped
 from ..tensors import (
     as_tensor,
     block_of_memory,

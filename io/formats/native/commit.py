@@ -19,8 +19,7 @@ from ...errors import FormatError, listed
 from ...execute.cleanup import tidy
 from ...execute.commit import committing, put_in_place, refuse_folder, remove
 from ...limits import check_size
-from ...pool import Pool, default_pool
-from ...progress import Progress
+from ...pool import Pool, Progress, default_pool
 from ...stores.base import MissingFileError, Store, StoreError
 from ..base import Part, Writer
 from .manifest import MANIFEST, FileTable, Manifest, encode_manifest, read_manifest, version_of

@@ -16,8 +16,7 @@ from shardplan.planning.storage import BLOCK_BYTES, FileAssignment, assign_files
 from ...checksums import Sums, combine, hash_views, xxhash
 from ...errors import ValueRefusedError
 from ...execute.pieces import Piece, collect
-from ...pool import Pool, check_stopped, default_pool
-from ...progress import Progress
+from ...pool import Pool, Progress, check_stopped, default_pool
 from ...stores.base import Store
 from ...values import StoredValue, sort_values
 from ..headers import Slot, build_header, refused_name
