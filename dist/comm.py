@@ -30,13 +30,6 @@ class Comm(Protocol):
     raises at once; the remaining ranks can make another. The topic is the purpose of a meeting:
     ranks that come for different ones get an error. Only bytes are sent, so that nothing received
     can run code.
-
-    Attributes:
-        rank: This rank's place in the group, from 0.
-        world_size: How many ranks the group has.
-        coordinator: The place of the rank that gathers and scatters.
-        ranks: Per place in the group, the rank's number in the whole job; errors use these.
-        lost: Whether ranks were lost, so that the comm cannot be used any more.
     """
 
     @property
@@ -88,7 +81,7 @@ class Comm(Protocol):
 
 
 @attrs.frozen
-class Solo:
+class _Solo:
     """The group of one rank; see `solo`."""
 
     rank: int = 0
@@ -98,41 +91,34 @@ class Solo:
     lost: bool = False
 
     def gather(self, data: bytes, topic: str = "gather") -> list[bytes] | None:
-        """Return the bytes in a list."""
         return [as_bytes(data)]
 
     def scatter(self, parts: Sequence[bytes] | None, topic: str = "scatter") -> bytes:
-        """Return the only part."""
         return as_parts(parts, 1)[0]
 
     def broadcast(self, data: bytes | None, topic: str = "broadcast") -> bytes:
-        """Return the bytes."""
         return as_bytes(data)
 
     def all_gather(self, data: bytes, topic: str = "all_gather") -> list[bytes]:
-        """Return the bytes in a list."""
         return [as_bytes(data)]
 
     def reduce(self, data: bytes, work: Reduce, topic: str = "reduce") -> bytes:
-        """Return what ``work`` makes of the bytes."""
         return as_bytes(work([as_bytes(data)]))
 
     def barrier(self) -> None:
-        """Return."""
+        pass
 
     def send(self, place: int, data: memoryview) -> Pending:
-        """Refuse: there is no other rank."""
         raise ValueError(f"a group of one rank has no rank {place} to send to")
 
     def receive(self, place: int, into: memoryview) -> Pending:
-        """Refuse: there is no other rank."""
         raise ValueError(f"a group of one rank has no rank {place} to receive from")
 
     def leave(self, reason: str) -> None:
-        """Do nothing: there is no other rank."""
+        pass
 
 
-_SOLO: Final = Solo()
+_SOLO: Final = _Solo()
 
 
 def solo() -> Comm:

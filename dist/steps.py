@@ -241,11 +241,6 @@ class _Here:
     """One rank within one step: turns work into frames, and frames into results or errors.
 
     A frame is bytes with a mark in front: the result of some work, or the failures of ranks.
-
-    Attributes:
-        comm: The ranks.
-        step: The step's name.
-        own: The first error that was raised on this rank, if any.
     """
 
     comm: Comm

@@ -49,7 +49,7 @@ def run_ranks(
     threads = [
         threading.Thread(
             target=_run,
-            args=(fn, ThreadComm(rank, coordinator, room), results, errors),
+            args=(fn, _ThreadComm(rank, coordinator, room), results, errors),
             name=f"rank-{rank}",
             daemon=True,
         )
@@ -69,7 +69,7 @@ def run_ranks(
 
 def _run(
     fn: Callable[[Comm], T],
-    comm: ThreadComm,
+    comm: _ThreadComm,
     results: dict[int, T],
     errors: dict[int, BaseException],
 ) -> None:
@@ -213,7 +213,7 @@ class _Transfer:
 
 
 @attrs.define(eq=False, repr=False)
-class ThreadComm:
+class _ThreadComm:
     """A comm among threads; see `run_ranks`."""
 
     rank: int
@@ -224,60 +224,48 @@ class ThreadComm:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
         return self._room.n
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The ranks' numbers."""
         return range(self._room.n)
 
     @property
     def lost(self) -> bool:
-        """Whether ranks were lost."""
         return self._lost is not None
 
     def gather(self, data: bytes, topic: str = "gather") -> list[bytes] | None:
-        """Return every rank's bytes on the coordinator; None on the others."""
         found = self._meet(topic, lambda: as_bytes(data))
         return self._listed(found) if self.rank == self.coordinator else None
 
     def scatter(self, parts: Sequence[bytes] | None, topic: str = "scatter") -> bytes:
-        """Return this rank's part of what the coordinator gives."""
         mine = self.rank == self.coordinator
         found = self._meet(topic, lambda: as_parts(parts, self.world_size) if mine else None)
         return as_bytes(found[self.coordinator][self.rank])
 
     def broadcast(self, data: bytes | None, topic: str = "broadcast") -> bytes:
-        """Return, on every rank, what the coordinator gives."""
         mine = self.rank == self.coordinator
         found = self._meet(topic, lambda: as_bytes(data) if mine else None)
         return as_bytes(found[self.coordinator])
 
     def all_gather(self, data: bytes, topic: str = "all_gather") -> list[bytes]:
-        """Return every rank's bytes on every rank."""
         return self._listed(self._meet(topic, lambda: as_bytes(data)))
 
     def reduce(self, data: bytes, work: Reduce, topic: str = "reduce") -> bytes:
-        """Return what the coordinator makes of every rank's bytes."""
         gathered = self.gather(data, topic)
         found = self._meet(topic, lambda: None if gathered is None else as_bytes(work(gathered)))
         return as_bytes(found[self.coordinator])
 
     def barrier(self) -> None:
-        """Return once all ranks have come."""
         self._meet("barrier", lambda: None)
 
     def send(self, place: int, data: memoryview) -> Pending:
-        """Begin to send bytes to one rank; see `Comm.send`."""
         return self._room.transfer(self.rank, place, data, is_send=True)
 
     def receive(self, place: int, into: memoryview) -> Pending:
-        """Begin to fill memory with what one rank sends; see `Comm.receive`."""
         return self._room.transfer(place, self.rank, into, is_send=False)
 
     def leave(self, reason: str) -> None:
-        """Announce that this rank takes part in no further meeting."""
         self._room.lose({self.rank: reason})
 
     def _meet(self, topic: str, data: Callable[[], object]) -> dict[int, Any]:

@@ -24,12 +24,15 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import attrs
 
 from ..errors import LostRanksError
 from .transport import Worker
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 T = TypeVar("T")
 
@@ -39,25 +42,6 @@ GRACE = 2.0
 SOON = 0.1
 """Seconds within which most meetings are over. Until then, only the verdict (the coordinator: the
 other ranks' keys) is polled."""
-
-
-class Store(Protocol):
-    """The part of torch's key-value store that meetings use."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Write a value."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Return whether all keys are there."""
-
-    def multi_get(self, keys: list[str], /) -> list[bytes]:
-        """Return the values of keys that are there."""
-
-    def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
-        """Write a value if the key has the expected one ("" for none); return what it now has."""
-
-    def delete_key(self, key: str, /) -> bool:
-        """Remove a key."""
 
 
 Answer = Callable[[list[bytes | None]], bytes | None]
@@ -101,20 +85,13 @@ class Meetings:
     def meet(
         self, topic: str, note: bytes | None, answer: Answer, *, takes_time: bool = False
     ) -> tuple[list[bytes | None], bytes | None]:
-        """Return once every rank has come to the same meeting.
+        """Return once every rank has come to the same meeting; if one does not, raise on all.
 
-        Args:
-            topic: The purpose of the meeting; the same on all ranks.
-            note: A few bytes for the coordinator.
-            answer: Called on the coordinator with all notes, by rank.
-            takes_time: Whether ``answer`` may take as long as the timeout.
+        ``answer`` is called on the coordinator; ``takes_time`` if it may take as long as the
+        timeout.
 
         Returns:
             All notes (on the coordinator; elsewhere an empty list), and the answer (everywhere).
-
-        Raises:
-            LostRanksError: Some did not come, or came for another topic; every rank that came, now
-                or later, gets the same error.
         """
         if self.lost is not None:
             raise LostRanksError(self.lost.reasons)
@@ -149,12 +126,7 @@ class Meetings:
         return LostRanksError(reasons)
 
     def resolve(self, suspects: Mapping[int, str], *, broken: bool) -> LostRanksError:
-        """Find out at the next meeting which ranks are lost; return the error that all ranks get.
-
-        Args:
-            suspects: The ranks whose bytes did not come, and what is known of each.
-            broken: Whether connections are gone: suspects that do not come soon are lost.
-        """
+        """Find out at the next meeting which suspects are lost; return the error of all ranks."""
         self.suspects, self.broken = dict(suspects), broken
         try:
             self.meet("the next meeting", None, lambda notes: None)
@@ -334,10 +306,7 @@ class Meetings:
     def _ask(self, question: Callable[[], T], limit: float | None = None) -> T:
         """Talk to the store; if it is gone, the rank that hosts it is lost.
 
-        Args:
-            question: What to do with the store.
-            limit: Seconds that all of it may take; by default, the store must answer each request
-                within the timeout.
+        All of it may take ``limit`` seconds; by default, each request may take the timeout.
         """
         try:
             if limit is not None:

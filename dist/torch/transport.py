@@ -9,13 +9,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import itertools
 import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
@@ -63,10 +64,7 @@ class _Call:
 class Worker:
     """A thread that makes calls which may block for ever, while the caller waits in Python.
 
-    There, Ctrl-C works and timeouts are kept.
-
-    Attributes:
-        busy: Whether a call is being made.
+    There, Ctrl-C works and timeouts are kept. `busy` is true while a call is being made.
     """
 
     def __init__(self) -> None:
@@ -118,7 +116,7 @@ class Worker:
         self._calls.put(None)
 
     def join(self, limit: float) -> None:
-        """Let the thread end, and wait for that."""
+        """Let the thread end, and wait for that at most ``limit`` seconds."""
         self.close()
         if self._thread is not None:
             self._thread.join(limit)
@@ -130,16 +128,6 @@ class Worker:
             self.busy = False
             call.done.set()
             del call
-
-
-class Messages(Protocol):
-    """The part of a gloo group, or of its bare connections, that a wire uses."""
-
-    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Work:
-        """Begin to send."""
-
-    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Work:
-        """Begin to receive."""
 
 
 @attrs.frozen
@@ -154,7 +142,7 @@ class Wire:
         worker: The thread that waits, so that this one can be interrupted.
     """
 
-    group: Messages
+    group: Any
     tag: int
     timeout: float
     meanwhile: Callable[[], None]
@@ -187,11 +175,14 @@ class Wire:
         self,
         place: int,
         data: memoryview,
-        gone: Callable[[int, Trouble], Exception],
+        gone: Callable[[Mapping[int, Trouble]], Exception],
         *,
         sends: bool,
     ) -> Transfer:
-        """Begin to send memory to one place, or to receive into it; any thread may do so."""
+        """Begin to send memory to one place, or to receive into it; any thread may do so.
+
+        The memory must not change until then. ``gone`` returns the error for a lost place.
+        """
         import torch
 
         whole = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0)
@@ -199,7 +190,7 @@ class Wire:
         try:
             works = [begin([piece], place, self.tag + _DATA) for piece in _pieces(whole)]
         except (RuntimeError, OSError) as error:  # the connection is known to be gone
-            raise gone(place, Trouble.of(error)) from None
+            raise gone({place: Trouble.of(error)}) from None
         return Transfer(self, place, works, gone)
 
     def _move(
@@ -219,13 +210,11 @@ class Wire:
         return failed | {place: trouble for place, trouble in found.items() if trouble is not None}
 
     def wait(self, place: int, works: Sequence[Work], limit: float) -> Trouble | None:
-        """Wait for the messages to or from one place, and return what went wrong.
-
-        Raises:
-            LostRanksError: ``meanwhile`` found that ranks are lost.
-        """
+        """Wait for the messages to or from one place, and return what went wrong."""
         try:
-            self.worker.call(lambda: _wait_for_all(works), limit, meanwhile=self.meanwhile)
+            self.worker.call(
+                lambda: [work.wait(_FOR_EVER) for work in works], limit, meanwhile=self.meanwhile
+            )
         except LostRanksError:
             raise
         except (RuntimeError, OSError) as error:
@@ -245,15 +234,10 @@ class Wire:
 
 @attrs.frozen
 class Trouble:
-    """Why a message was not sent or received.
-
-    Attributes:
-        text: What happened to the other side.
-        broken: Whether the connection is gone; otherwise the other side took too long.
-    """
+    """Why a message was not sent or received, as text."""
 
     text: str
-    broken: bool
+    broken: bool  # the connection is gone; otherwise the other side took too long
 
     @classmethod
     def of(cls, error: Exception) -> Trouble:
@@ -270,19 +254,14 @@ class Transfer:
     wire: Wire
     place: int
     works: Sequence[Work]
-    gone: Callable[[int, Trouble], Exception]
+    gone: Callable[[Mapping[int, Trouble]], Exception]
 
     def wait(self) -> None:
         """Return once the transfer is done."""
         # Half as long as for a collective, where this rank would else be missed by all others.
         trouble = self.wire.wait(self.place, self.works, self.wire.timeout / 2)
         if trouble is not None:
-            raise self.gone(self.place, trouble)
-
-
-def _wait_for_all(works: Sequence[Work]) -> None:
-    for work in works:
-        work.wait(_FOR_EVER)
+            raise self.gone({self.place: trouble})
 
 
 @atexit.register
@@ -325,8 +304,5 @@ def split(data: bytes) -> list[bytes]:
     """Return the byte strings that `join` was given."""
     (count,) = _SIZE.unpack_from(data)
     sizes = struct.unpack_from(f"<{count}Q", data, _SIZE.size)
-    parts, start = [], _SIZE.size * (count + 1)
-    for size in sizes:
-        parts.append(data[start : start + size])
-        start += size
-    return parts
+    ends = list(itertools.accumulate(sizes, initial=_SIZE.size * (count + 1)))
+    return [data[start:end] for start, end in itertools.pairwise(ends)]
