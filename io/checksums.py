@@ -17,7 +17,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import numpy as np
@@ -45,34 +45,19 @@ Box = tuple[int, ...]
 sum_crc = zlib.crc32
 
 
-class State(Protocol):
-    """A checksum in the making."""
-
-    def update(self, data: memoryview, /) -> object:
-        """Add bytes."""
-
-    def intdigest(self) -> int:
-        """Return the checksum of all bytes so far."""
-
-
 @attrs.frozen
 class Checksum:
-    """A kind of checksum.
+    """A kind of checksum."""
 
-    Attributes:
-        start: Begins the checksum of a block.
-        combine: Returns that of a chunk, given those of its blocks, in order.
-    """
-
-    start: Callable[[], State]
-    combine: Callable[[Sequence[int]], int]
+    start: Callable[[], Any]  # begins that of a block, as hashlib does
+    combine: Callable[[Sequence[int]], int]  # returns that of a chunk, given those of its blocks
 
     def of(self, views: Iterable[memoryview]) -> int:
         """Return the checksum of a block, one view after the other."""
         state = self.start()
         for view in views:
             state.update(view)
-        return state.intdigest()
+        return int(state.intdigest())
 
     def of_blocks(self, view: memoryview, block_bytes: int) -> int:
         """Return the checksum of a chunk of bytes."""
@@ -113,6 +98,7 @@ def _combine_crcs(digests: Sequence[int]) -> int:
 
 XXH3: Final = Checksum(xxhash.xxh3_64, combine)
 """The checksums of our own format."""
+hash_views: Final = XXH3.of
 CRC32: Final = Checksum(_Crc, _combine_crcs)
 """The checksums of archives.
 
@@ -121,19 +107,8 @@ CRC32: Final = Checksum(_Crc, _combine_crcs)
 """
 
 
-def hash_views(views: Iterable[memoryview]) -> int:
-    """Return the xxh3-64 of some memory, one view after the other."""
-    return XXH3.of(views)
-
-
 def combine_crc(first: int, second: int, nbytes: int) -> int:
-    """Return the CRC-32 of bytes in two parts, given those of each part.
-
-    Args:
-        first: The CRC-32 of the first part.
-        second: That of the second part.
-        nbytes: How many bytes the second part has.
-    """
+    """Return the CRC-32 of two parts, given those of each; the second has ``nbytes`` bytes."""
     return _times(_power(nbytes), first) ^ second
 
 
@@ -184,7 +159,7 @@ def sums_from_hex(text: str) -> Sums:
 
 @attrs.define
 class _Partial:
-    """What is known of one chunk: its number of blocks, their checksums, and the bytes read."""
+    """One chunk: its number of blocks, the checksums of some of them, and the bytes read."""
 
     count: int
     digests: dict[int, int] = attrs.field(factory=dict)

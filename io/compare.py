@@ -38,7 +38,7 @@ class Box:
     name: str
     chunk: Chunk
     nbytes: int
-    number: int
+    number: int  # of the chunk of the first side that it is a part of
 
 
 @attrs.frozen
@@ -64,8 +64,8 @@ class Comparison:
     """The result of comparing tensors."""
 
     differing: Mapping[str, TensorDiff]
-    bytes_read: int
-    unread: frozenset[str]
+    bytes_read: int  # of both sides
+    unread: frozenset[str]  # tensors with chunks that were compared by checksum only
 
 
 @attrs.frozen(eq=False)
@@ -183,7 +183,6 @@ def _entry(reader: Reader, name: str) -> TensorMetadata:
 
 
 def _batches(boxes: Iterable[Box]) -> Iterator[list[Box]]:
-    """Group boxes up to the size that is read at a time."""
     batch, held = list[Box](), 0
     for box in boxes:
         if batch and (held + box.nbytes > _BATCH or len(batch) == _BATCH_BOXES):
@@ -225,9 +224,8 @@ def named_errors(reader: Reader) -> Iterator[None]:
 
 def _plan(entries: Mapping[str, TensorMetadata], batch: Sequence[Box]) -> SavePlan:
     """Return the plan of a rank that holds these boxes."""
-    kind = WriteItemType.SHARD
-    heads = [Head(name, name, kind, e.properties, e.size) for name, e in entries.items()]
-    catalog = Catalog.of(heads)
+    shard = WriteItemType.SHARD
+    catalog = Catalog.of(Head(n, n, shard, e.properties, e.size) for n, e in entries.items())
     number = {name: row for row, name in enumerate(entries)}
     items = WriteItems(
         catalog,

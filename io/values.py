@@ -56,15 +56,9 @@ def store_values(values: Mapping[str, Any]) -> dict[str, StoredValue]:
 
 def sort_values(values: Mapping[str, Any]) -> tuple[dict[str, StoredValue], dict[str, str]]:
     """Return the encoded values, and by key the reason why others cannot be encoded."""
-    stored: dict[str, StoredValue] = {}
-    refused: dict[str, str] = {}
-    for key, value in values.items():
-        found = _store(value)
-        if found is None:
-            refused[key] = _refusal(value)
-        else:
-            stored[key] = found
-    return stored, refused
+    found = {key: _store(value) for key, value in values.items()}
+    refused = {key: _refusal(values[key]) for key, stored in found.items() if stored is None}
+    return {key: stored for key, stored in found.items() if stored is not None}, refused
 
 
 def load_value(stored: StoredValue, file: str, key: str) -> Any:
@@ -144,18 +138,14 @@ class _Unfit(TypeError):
 def encode_value(value: Any) -> Any:
     """Return a value as JSON data that `decode_value` turns back into an equal one, types kept.
 
+    Subclasses of plain types are refused, but named tuples become tuples, and other lists lists.
+
     >>> encode_value({"a": (1, 2.0, float("nan")), 3: b"x"})
     {'$dict': [['a', {'$tuple': [1, 2.0, {'$float': 'nan'}]}], [3, {'$bytes': 'eA=='}]]}
-
-    Raises:
-        TypeError: JSON has no way to say it; subclasses of plain types count as other types, but
-            named tuples count as tuples, and other lists as lists.
     """
     kind = type(value)
     if kind in (bool, str, type(None)):
         return value
-    if kind is dict:
-        return _encode_dict(value)
     encode = _ENCODERS.get(_plain(value))
     if encode is not None:
         return encode(value)
@@ -173,14 +163,10 @@ def _plain(value: Any) -> type:
     return tuple if isinstance(value, tuple) and hasattr(value, "_fields") else type(value)
 
 
-def _encode_dict(value: dict[Any, Any]) -> Any:
+def _encode_dict(value: dict[Any, Any]) -> dict[str, Any]:
     if all(type(k) is str and not k.startswith("$") for k in value):
         return {k: encode_value(v) for k, v in value.items()}
     return {"$dict": [[encode_value(k), encode_value(v)] for k, v in value.items()]}
-
-
-def _encode_int(value: int) -> Any:
-    return value if abs(value) < _PLAIN_INT else {"$int": hex(value)}
 
 
 def _encode_float(value: float) -> Any:
@@ -200,11 +186,12 @@ def _bytes(text: Any) -> bytes:
 
 
 _ENCODERS: Final[dict[type, Callable[[Any], Any]]] = {
-    int: _encode_int,
+    int: lambda v: v if abs(v) < _PLAIN_INT else {"$int": hex(v)},
     float: _encode_float,
     complex: lambda v: {"$complex": [_encode_float(v.real), _encode_float(v.imag)]},
     bytes: lambda v: {"$bytes": _text(v)},
     bytearray: lambda v: {"$bytearray": _text(v)},
+    dict: _encode_dict,
     list: lambda v: [encode_value(x) for x in v],
     tuple: lambda v: {"$tuple": [encode_value(x) for x in v]},
     set: lambda v: {"$set": _encode_set(v)},

@@ -11,8 +11,7 @@ import attrs
 
 from ..buffers import Buffer, byte_view
 from ..errors import StoreError
-from .base import Store
-from .folders import WrappedStore
+from .base import Store, WrappedStore
 
 # The names of calls that change nothing: in `CountingStore.operations`, and in errors.
 _NAMES: Final = {"size": "size", "exists": "exists", "list": "list", "entries": "list"}
