@@ -147,11 +147,7 @@ def sums_to_hex(sums: Sums) -> str:
 
 
 def sums_from_hex(text: str) -> Sums:
-    """Read checksums from text; see `sums_to_hex`.
-
-    >>> sums_from_hex("00000000000000ff").tolist()
-    [255]
-    """
+    """Read checksums from text; see `sums_to_hex`."""
     sums = np.frombuffer(bytes.fromhex(text), ">u8").astype(np.uint64)
     sums.flags.writeable = False
     return sums
@@ -209,7 +205,7 @@ class BlockSums:
         self.verified += len(done) - len(damaged)
         self.nbytes += sum(found.nbytes for found in done.values())
         if damaged:
-            files = sorted({source.files[spot.file] for spot in source.spots(damaged)})
+            files = sorted({source.files[place.file] for place in source.spots(damaged)})
             named = listed(sorted({name for name, _ in damaged}))
             raise FormatError(listed(files, quote=""), f"checksums do not fit: {named}")
 
@@ -241,7 +237,6 @@ class Proof:
     read again at the end, in small steps: such a chunk may not fit into memory.
 
     Attributes:
-        sums: The checksums of the blocks so far, from any number of threads.
         has_sums: Whether the format has checksums that are known without reading; no others are
             collected.
     """
@@ -310,10 +305,10 @@ class Proof:
 
     def _read_again(self, key: Key) -> None:
         """Read one chunk, block by block, and add the checksums."""
-        (spot,) = self._source.spots([key])
-        at, buffer = spot.begin, np.empty(min(self._source.block_bytes, spot.nbytes), np.uint8)
+        (place,) = self._source.spots([key])
+        at, buffer = place.begin, np.empty(min(self._source.block_bytes, place.nbytes), np.uint8)
         for (_, sizes), number in self._blocks_of(key).items():
-            view = buffer.data[: math.prod(sizes) * itemsize(spot.dtype)]
-            self._source.store.read(self._source.files[spot.file], [(at, view)])
+            view = buffer.data[: math.prod(sizes) * itemsize(place.dtype)]
+            self._source.store.read(self._source.files[place.file], [(at, view)])
             at += len(view)
             self._add(key, number, hash_views([view]))

@@ -87,13 +87,8 @@ def compare_tensors(
 ) -> Comparison:
     """Compare the elements of tensors that have the same shape and dtype on both sides.
 
-    Args:
-        a: The first side.
-        b: The second side, with the same pool.
-        names: The tensors.
-        locate: Whether to read chunks whose checksums differ, to find where and how much.
-        read: Whether to read everything, and ignore checksums.
-        progress: Called with the bytes read so far and in all, of one side.
+    ``locate``: read chunks whose checksums differ, to find where and how much. ``read``: read
+    everything, and ignore checksums. Progress counts the bytes of one side.
     """
     found, unread, skipped = dict[str, TensorDiff](), dict[str, Ints](), set[str]()
     for name, sums in _compare_sums(a, b, names, ignore=read):
@@ -150,12 +145,7 @@ def _compare_sums(
 
 
 def _same_boxes(a: Tiling, b: Tiling) -> Ints:
-    """Return, for each chunk of ``a``, the number of the same box in ``b``, or -1.
-
-    >>> from shardplan.planning import tile
-    >>> _same_boxes(tile([[0], [2]], [[2], [2]]), tile([[0], [2], [3]], [[2], [1], [1]])).tolist()
-    [0, -1]
-    """
+    """Return, for each chunk of ``a``, the number of the same box in ``b``, or -1."""
     if a == b:
         return column(np.arange(len(a)))
     number = {box: i for i, box in enumerate(b)}

@@ -84,16 +84,14 @@ def taken(operation: str, url: str) -> StoreError:
     return StoreError(operation, url, "the file exists", kind="exists", errno=codes.EEXIST)
 
 
-def a_folder(operation: str, url: str) -> StoreError:
-    """Return the error for a folder where a file should be."""
-    reason, remedy = "a folder has that name", "move the folder away, or choose another place"
-    return StoreError(operation, url, reason, remedy=remedy, kind="path", errno=codes.EISDIR)
-
-
-def no_file(operation: str, url: str) -> StoreError:
-    """Return the error for a pipe, a socket or a device where a file should be."""
-    reason, remedy = "it is a pipe, a socket or a device, not a file", "move it away"
-    return StoreError(operation, url, reason, remedy=remedy, kind="path", errno=codes.EINVAL)
+def not_a_file(operation: str, url: str, *, is_folder: bool) -> StoreError:
+    """Return the error for a folder, or for a pipe or a device, where a file should be."""
+    if is_folder:
+        reason, remedy = "a folder has that name", "move the folder away, or choose another place"
+    else:
+        reason, remedy = "it is a pipe, a socket or a device, not a file", "move it away"
+    code = codes.EISDIR if is_folder else codes.EINVAL
+    return StoreError(operation, url, reason, remedy=remedy, kind="path", errno=code)
 
 
 def too_long(url: str, size: int, limit: int) -> StoreError:

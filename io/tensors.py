@@ -44,16 +44,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def as_tensor(value: Any, *, writable: bool = False) -> torch.Tensor:
-    """Return a torch tensor that shares a value's memory; if not ``writable``, maybe a copy.
-
-    Args:
-        value: A tensor or an array.
-        writable: Whether the tensor will be written to. If not, it must not be: the memory of a
-            read-only array may be a mapped file.
-
-    >>> as_tensor(np.arange(3)[::-1]).tolist()
-    [2, 1, 0]
-    """
+    """Return a torch tensor that shares a value's memory; if not ``writable``, maybe a copy."""
     if isinstance(value, torch.Tensor):
         if value.device.type == "meta":
             raise TypeError("is on the meta device and has no elements; materialise it first")
@@ -162,19 +153,7 @@ def tensor_bytes(tensor: torch.Tensor, dtype: str) -> memoryview:
 def fill_from_bytes(
     tensor: torch.Tensor, data: Bytes, dtype: str, strides: Sequence[int] | None = None
 ) -> None:
-    """Fill a tensor from bytes that hold elements of ``dtype``, casting them.
-
-    Args:
-        tensor: The tensor.
-        data: The bytes.
-        dtype: Their dtype.
-        strides: The elements' strides there (surplus axes are ignored); row-major if left out.
-
-    >>> column = torch.zeros(2, 1)
-    >>> fill_from_bytes(column, np.arange(6, dtype=np.float32).view(np.uint8), "float32", (3, 1))
-    >>> column.tolist()
-    [[0.0], [3.0]]
-    """
+    """Fill a tensor from bytes that hold elements of ``dtype``, casting them."""
     if not data.size:
         return
     source = torch.from_numpy(data).view(torch_dtype(dtype))
@@ -197,9 +176,6 @@ def to_numpy(tensor: torch.Tensor, dtype: npt.DTypeLike | None = None) -> npt.ND
     """Return a tensor as an array, cast to ``dtype`` if given.
 
     Dtypes that numpy lacks become those of the package ml_dtypes, if it is installed.
-
-    >>> to_numpy(torch.ones(2, dtype=torch.bfloat16), np.float32)
-    array([1., 1.], dtype=float32)
     """
     try:
         return np.asarray(tensor.numpy(), dtype)

@@ -50,37 +50,21 @@ Answer = Callable[[list[bytes | None]], bytes | None]
 
 @attrs.define
 class Meetings:
-    """This rank's view of the meetings of its group.
+    """This rank's view of the meetings of its group."""
 
-    Attributes:
-        store: Where the meetings are held, private to them.
-        rank: This rank's place in the group.
-        coordinator: The place of the rank that gives verdicts.
-        ranks: Per place, the global rank, for messages.
-        timeout: Seconds to wait for the other ranks.
-        host: The global rank in whose process the store lives; None if it is not a rank's.
-        number: How many meetings this rank has come to.
-        lost: The lost ranks, if any: no meeting takes place after that.
-        worker: The thread that talks to the store.
-        leaving: Why this rank leaves, if it does; that thread then stops waiting.
-        heard: When the store last answered, by the monotonic clock.
-        suspects: Ranks whose bytes this one did not receive, and what happened.
-        broken: Whether the connection to them is gone, most likely because they are.
-    """
-
-    store: Store
-    rank: int
-    coordinator: int
-    ranks: Sequence[int]
-    timeout: float
-    host: int | None = 0
-    number: int = 0
-    lost: LostRanksError | None = None
-    worker: Worker = attrs.field(factory=Worker)
-    leaving: str | None = None
-    heard: float = 0.0
-    suspects: dict[int, str] = attrs.field(factory=dict)
-    broken: bool = False
+    store: Store  # private to the meetings
+    rank: int  # this rank's place in the group
+    coordinator: int  # the place of the rank that gives verdicts
+    ranks: Sequence[int]  # per place, the global rank
+    timeout: float  # seconds to wait for the other ranks
+    host: int | None = 0  # global rank in whose process the store lives; None if not in a rank's
+    number: int = 0  # of meetings that this rank has come to
+    lost: LostRanksError | None = None  # no meeting takes place after that
+    worker: Worker = attrs.field(factory=Worker)  # the thread that talks to the store
+    leaving: str | None = None  # why this rank leaves, if it does: the worker then stops waiting
+    heard: float = 0.0  # when the store last answered, by the monotonic clock
+    suspects: dict[int, str] = attrs.field(factory=dict)  # ranks whose bytes did not come, and why
+    broken: bool = False  # whether the connection to suspects is gone
 
     def meet(
         self, topic: str, note: bytes | None, answer: Answer, *, takes_time: bool = False
@@ -287,10 +271,7 @@ class Meetings:
         return not any(self.store.check([self._key(place)]) for place in others)
 
     def _wait(self, ready: Callable[[float], bool], seconds: float) -> bool:
-        """Poll, less often as time passes, until ready or out of time.
-
-        ``ready`` is given the seconds that have passed.
-        """
+        """Call ``ready`` with the seconds passed, ever less often, until true or out of time."""
         start, passed = time.monotonic(), 0.0
         # Polling takes processor time that the awaited rank may need. And where many ranks poll one
         # server, the first and the longest pause grow with their number.

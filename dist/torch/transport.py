@@ -80,14 +80,10 @@ class Worker:
         meanwhile: Callable[[], None] | None = None,
         alive: Callable[[], float] = lambda: 0.0,
     ) -> T:
-        """Return or raise what ``function`` does, or raise StuckError.
+        """Return or raise what ``function`` does, or raise StuckError after ``limit`` seconds.
 
-        Args:
-            function: What to call.
-            limit: Seconds that it may take.
-            meanwhile: Called now and then while waiting, less and less often; may raise.
-            alive: Returns when the function last gave a sign of life, by the monotonic clock: the
-                limit counts from then on.
+        ``meanwhile`` is called now and then while waiting, and may raise. ``alive`` returns the
+        monotonic time of the last sign of life: the limit counts from then on.
         """
         if self._thread is None:
             thread = threading.Thread(target=self._serve, name="shardplan-comm", daemon=True)
@@ -132,21 +128,13 @@ class Worker:
 
 @attrs.frozen
 class Wire:
-    """Sends and receives bytes between ranks that have met, and that may still die.
+    """Sends and receives bytes between ranks that have met, and that may still die."""
 
-    Attributes:
-        group: A gloo group, or its bare connections.
-        tag: Distinguishes these messages from all others between the same ranks.
-        timeout: Seconds that one message may take.
-        meanwhile: Called now and then while a message takes its time; it may raise.
-        worker: The thread that waits, so that this one can be interrupted.
-    """
-
-    group: Any
-    tag: int
-    timeout: float
-    meanwhile: Callable[[], None]
-    worker: Worker = attrs.field(factory=Worker)
+    group: Any  # a gloo group, or its bare connections
+    tag: int  # distinguishes these messages from all others between the same ranks
+    timeout: float  # seconds that one message may take
+    meanwhile: Callable[[], None]  # called now and then while a message takes time; may raise
+    worker: Worker = attrs.field(factory=Worker)  # waits, so that the caller can be interrupted
 
     def send(self, parts: Mapping[int, bytes]) -> dict[int, Trouble]:
         """Send each place its bytes, and return what went wrong, by place."""

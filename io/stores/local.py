@@ -16,7 +16,7 @@ import numpy as np
 from shardplan.planning.columns import Ints
 
 from ..buffers import Buffer, Bytes, bundles, byte_view, gather, pieces, placed, total_bytes, wanted
-from ..errors import a_folder, short, taken, too_long, wrong_size
+from ..errors import not_a_file, short, taken, too_long, wrong_size
 from ..pool import Pool, default_pool
 from . import local_files as system
 from .base import Contents, Entry, MissingFileError, Store, check_path
@@ -36,18 +36,6 @@ class LocalStore(Store):
 
     Symbolic links are followed when reading, as other tools' caches need it. A link is not
     followed when writing: the file takes its place.
-
-    >>> import tempfile
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> store = LocalStore(folder.name)
-    >>> store.write("a/b.bin", [b"012", b"345"])
-    6
-    >>> odd = bytearray(1), bytearray(2)
-    >>> store.read("a/b.bin", [(5, memoryview(odd[0])), (1, memoryview(odd[1]))])
-    3
-    >>> odd, store.list(recursive=False)
-    ((bytearray(b'5'), bytearray(b'12')), ('a/',))
-    >>> folder.cleanup()
     """
 
     def __init__(self, root: str | os.PathLike[str], *, pool: Pool | None = None) -> None:
@@ -63,20 +51,13 @@ class LocalStore(Store):
         """The folder, as an absolute path."""
         return self._root
 
-    @property
-    def staging(self) -> int:
-        """No memory is needed beside the caller's."""
-        return 0
+    staging = 0
+    can_rename = True
 
     @property
     def can_map(self) -> bool:
         """Whether files' own pages can be had; see `Store.can_map`."""
         return system.can_map()
-
-    @property
-    def can_rename(self) -> bool:
-        """A disk renames files."""
-        return True
 
     def __repr__(self) -> str:
         return f"LocalStore({self._root!r})"
@@ -174,7 +155,7 @@ class LocalStore(Store):
         temporary = f"{file}.{secrets.token_hex(8)}{system.TEMPORARY}"
         with system.reported("replace", file):
             if os.path.isdir(file):
-                raise a_folder("replace", file)
+                raise not_a_file("replace", file, is_folder=True)
             with self._created(temporary) as fd:
                 system.write_run(fd, 0, [byte_view(data)] if data else [])
                 os.fsync(fd)
@@ -229,8 +210,7 @@ class LocalStore(Store):
         """
         files = [self._file(path) for path in paths]
         folders = {os.path.dirname(file) for file in files}
-        with self._lock:
-            self._unsynced |= folders
+        self._note_changed(*files)
         for file in files:
             with system.reported("delete", file), suppress(FileNotFoundError):
                 os.unlink(file)
@@ -241,17 +221,18 @@ class LocalStore(Store):
         """Give a file another name; see `Store.rename`. `sync` makes it durable."""
         source, target = self._file(path), self._file(to)
         with system.reported("replace", target):
-            self._note_renamed(source, target)
+            self._note_changed(source, target)
             os.replace(source, target)
 
     def link(self, path: str, to: str) -> bool:
         """Give a file a second name; see `Store.link`."""
         source, target = self._file(path), self._file(to)
         with system.reported("replace", target):
-            self._note_renamed(source, target)
+            self._note_changed(source, target)
             return system.link(source, target)
 
-    def _note_renamed(self, *files: str) -> None:
+    def _note_changed(self, *files: str) -> None:
+        """Note that names of files change, for the next `sync`."""
         with self._lock:
             self._unsynced |= {os.path.dirname(file) for file in files}
 

@@ -24,7 +24,7 @@ import numpy as np
 from shardplan.planning.columns import Ints
 
 from ..buffers import Bytes, Run, advance
-from ..errors import StoreError, a_folder, from_os_error, no_file, short
+from ..errors import StoreError, from_os_error, not_a_file, short
 from .base import Entry
 
 IOV_MAX: Final = max(16, os.sysconf("SC_IOV_MAX")) if hasattr(os, "sysconf") else 16
@@ -70,10 +70,8 @@ def opened(file: str) -> Iterator[int]:
     """Open a file for reading; refuse pipes and devices, which may block or never end."""
     with closing(os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as fd:
         mode = os.fstat(fd).st_mode
-        if stat.S_ISDIR(mode):
-            raise a_folder("read", file)
         if not stat.S_ISREG(mode):
-            raise no_file("read", file)
+            raise not_a_file("read", file, is_folder=stat.S_ISDIR(mode))
         yield fd
 
 
@@ -260,14 +258,12 @@ def start_writeback(fd: int, offset: int, nbytes: int) -> None:
 
 def sync_folder(path: str) -> None:
     """Make the names in a folder durable, on file systems that support it."""
-    fd = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in {errno.EINVAL, errno.ENOTSUP}:
-            raise
-    finally:
-        os.close(fd)
+    with closing(os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))) as fd:
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno not in {errno.EINVAL, errno.ENOTSUP}:
+                raise
 
 
 @contextmanager
@@ -277,14 +273,13 @@ def locked_folder(path: str) -> Iterator[None]:
     On a disk without locks this does nothing. A lock that is held for many seconds is ignored: its
     process was stopped.
     """
-    fd = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | os.O_CLOEXEC)
-    try:
-        _lock(fd)
-        yield
-    finally:
-        with suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_UN)  # explicitly: a process that was just forked has it, too
-        os.close(fd)
+    with closing(os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | os.O_CLOEXEC)) as fd:
+        try:
+            _lock(fd)
+            yield
+        finally:
+            with suppress(OSError):  # explicitly: a process that was just forked has it, too
+                fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def _lock(fd: int) -> None:
@@ -300,10 +295,6 @@ def _lock(fd: int) -> None:
 
 
 def is_temporary(name: str, file: str) -> bool:
-    """Return whether a killed `LocalStore.replace` of a file leaves such a name behind.
-
-    >>> is_temporary("m.json.0123456789abcdef.tmp", "m.json"), is_temporary("m.json.tmp", "m.json")
-    (True, False)
-    """
+    """Return whether a killed `LocalStore.replace` of a file leaves such a name behind."""
     pattern = rf"{re.escape(file)}\.[0-9a-f]{{16}}{re.escape(TEMPORARY)}"
     return re.fullmatch(pattern, name) is not None
