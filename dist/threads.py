@@ -46,14 +46,10 @@ def run_ranks(
     room = _Room(n, timeout)
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
+    work = [(fn, _ThreadComm(rank, coordinator, room), results, errors) for rank in range(n)]
     threads = [
-        threading.Thread(
-            target=_run,
-            args=(fn, _ThreadComm(rank, coordinator, room), results, errors),
-            name=f"rank-{rank}",
-            daemon=True,
-        )
-        for rank in range(n)
+        threading.Thread(target=_run, args=args, name=f"rank-{rank}", daemon=True)
+        for rank, args in enumerate(work)
     ]
     for thread in threads:
         thread.start()
@@ -104,8 +100,7 @@ def _merged(
     for error in errors.values():
         if not isinstance(error, Exception):
             return error
-    reported: dict[int, Failure] = {}
-    own: dict[int, Failure] = {}
+    reported, own = dict[int, Failure](), dict[int, Failure]()
     for rank, error in sorted(errors.items()):
         if isinstance(error, CheckpointError):
             reported |= {failure.rank: failure for failure in error.failures}
@@ -114,8 +109,8 @@ def _merged(
         else:
             own[rank] = Failure.of(error, rank, "run_ranks")
     text = f"did not return within {timeout:g} s after another rank had failed"
-    silent = {r: Failure(r, "run_ranks", "LostRank", text) for r in range(n)}
-    missing = {r: f for r, f in silent.items() if r not in results and r not in errors}
+    silent = set(range(n)) - results.keys() - errors.keys()
+    missing = {r: Failure(r, "run_ranks", "LostRank", text) for r in silent}
     steps = [e for _, e in sorted(errors.items()) if isinstance(e, CheckpointError)]
     first = next((e.own for e in steps if e.own is not None), None)
     raised = next((e for r in own if isinstance(e := errors[r], Exception)), first)

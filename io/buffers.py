@@ -73,10 +73,7 @@ def gather(
 ) -> Iterator[Run]:
     """Join ranges that follow one another in the file into runs that one system call can move.
 
-    Args:
-        ranges: Byte offsets in the file and flat views, none of them empty.
-        max_bytes: A run holds no more, so longer views are cut.
-        max_views: A run holds no more.
+    Longer views are cut. No view may be empty.
 
     >>> views = [memoryview(text) for text in (b"abc", b"de", b"f")]
     >>> runs = gather(zip([0, 3, 9], views), max_bytes=4, max_views=8)

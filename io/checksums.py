@@ -218,12 +218,9 @@ class BlockSums:
 
     def unpack(self, packed: Sequence[tuple[Any, ...]]) -> None:
         """Add what `pack` returned elsewhere."""
-        for name, chunk, count, nbytes, *columns in packed:
-            numbers, digests = (
-                np.frombuffer(data, dtype).tolist()
-                for data, dtype in zip(columns, ("<i8", "<u8"), strict=True)
-            )
-            self.add(name, chunk, count, dict(zip(numbers, digests, strict=True)), nbytes)
+        for name, chunk, count, nbytes, numbers, digests in packed:
+            found = zip(np.frombuffer(numbers, "<i8"), np.frombuffer(digests, "<u8"), strict=True)
+            self.add(name, chunk, count, {int(n): int(digest) for n, digest in found}, nbytes)
 
 
 def _packed(digests: Mapping[int, int]) -> tuple[bytes, bytes]:
@@ -268,7 +265,7 @@ class Proof:
                 self._begin(key, offsets, tuple(items.lengths[row, : axes[row]].tolist()))
 
     def wants(self, key: Key, offsets: Box, sizes: Box) -> Callable[[int], None] | None:
-        """Return what to call with the xxh3-64 of a box that is about to be read."""
+        """Return what to call with the xxh3-64 of a box of a chunk; None if it is not a block."""
         if not self.has_sums:
             return None
         self._begin(key, offsets)

@@ -62,21 +62,13 @@ _DENIED: Final = "check who owns the folder, or the credentials in use"
 _FULL: Final = "free some space, or save elsewhere; what was half written has been removed"
 
 
-def missing(operation: str, url: str) -> MissingFileError:
-    """Return the error for a file that is not there."""
-    return _not_there(operation, url, "no such file", "check the name and its folder")
-
-
-def no_bucket(operation: str, url: str, reason: str) -> MissingFileError:
-    """Return the error for a bucket that is not there."""
-    remedy = "check its name and the endpoint in use, or make the bucket first"
-    return _not_there(operation, url, reason, remedy)
-
-
-def _not_there(operation: str, url: str, reason: str, remedy: str) -> MissingFileError:
-    return MissingFileError(
-        operation, url, reason, remedy=remedy, kind="missing", errno=codes.ENOENT
-    )
+def missing(operation: str, url: str, bucket: str = "") -> MissingFileError:
+    """Return the error for a missing file; ``bucket`` is the reason if its bucket is missing."""
+    reason, remedy, code = "no such file", "check the name and its folder", codes.ENOENT
+    if bucket:
+        reason = bucket
+        remedy = "check its name and the endpoint in use, or make the bucket first"
+    return MissingFileError(operation, url, reason, remedy=remedy, kind="missing", errno=code)
 
 
 def taken(operation: str, url: str) -> StoreError:

@@ -256,14 +256,10 @@ class _Job:
 
 
 class _Line(SimpleQueue["_Job | None"]):
-    """The jobs that wait for a thread; None when the pool ends.
-
-    Attributes:
-        idle: How many threads wait for a job.
-    """
+    """The jobs that wait for a thread; None when the pool ends."""
 
     def __init__(self) -> None:
-        self.idle, self._lock = 0, threading.Lock()
+        self.idle, self._lock = 0, threading.Lock()  # `idle` threads wait for a job
 
     def take(self) -> _Job | None:
         """Wait for the next job."""

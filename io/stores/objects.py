@@ -15,7 +15,7 @@ import attrs
 from shardplan.planning import named_extras
 
 from ..buffers import Buffer, Run, bundles, copy_into, gather, pieces, total_bytes, wanted
-from ..errors import Kind, denied, listed, missing, no_bucket, short, taken, too_long, wrong_size
+from ..errors import Kind, denied, listed, missing, short, taken, too_long, wrong_size
 from ..pool import Pool, default_pool
 from .base import Entry, Store, StoreError, check_path
 
@@ -106,7 +106,7 @@ class ObjectStore(Store):
 
     @property
     def staging(self) -> int:
-        """A few parts are held in memory while they are in flight."""
+        """Bytes of the parts that are in flight."""
         return _PARTS_IN_FLIGHT * self._part_size
 
     def __repr__(self) -> str:
@@ -288,15 +288,13 @@ def _reported(operation: str, url: str, *, lost: Kind = "other") -> Iterator[Non
         yield
     except StoreError:
         raise
-    except FileNotFoundError as error:
-        if any(code in str(error) for code in _NO_BUCKET):
-            raise no_bucket(operation, url, _answer(error)) from error
-        raise missing(operation, url) from error
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
         raise denied(operation, url, _answer(error)) from error
-    except exceptions.BaseError as error:
+    except (FileNotFoundError, exceptions.BaseError) as error:
         if any(code in str(error) for code in _NO_BUCKET):
-            raise no_bucket(operation, url, _answer(error)) from error
+            raise missing(operation, url, bucket=_answer(error)) from error
+        if isinstance(error, FileNotFoundError):
+            raise missing(operation, url) from error
         if _DENIED.search(str(error)):  # a refused listing is not a PermissionDeniedError
             raise denied(operation, url, _answer(error)) from error
         reason, remedy = _in_words(error, url, operation)
@@ -343,9 +341,6 @@ def _answer(error: BaseException) -> str:
     if said is not None:
         name = f" ({code[1]})" if code is not None else ""
         return unescape(said[1] or said[2]).strip().rstrip(".") + name
-    return f"the service answered {status[1]}" if status is not None else _first_line(error)
-
-
-def _first_line(error: BaseException) -> str:
-    """Drop what obstore adds for its own developers."""
+    if status is not None:
+        return f"the service answered {status[1]}"
     return _NOISE.sub("", str(error).strip().partition("\n")[0]).rstrip(".")

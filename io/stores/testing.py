@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Final, Literal
 
 import attrs
@@ -193,10 +194,7 @@ class FaultyStore(WrappedStore):
 
     def replace(self, path: str, data: bytes, *, overwrite: bool = True) -> None:
         """Replace; or fail before or after."""
-
-        def replace() -> None:
-            self.inner.replace(path, data, overwrite=overwrite)
-
+        replace = partial(self.inner.replace, path, data, overwrite=overwrite)
         if self._fails("replace", path):
             now = replace if self._landed == 1 else lambda: None
             raise self._failed("replace", path, replace, now)
