@@ -117,11 +117,16 @@ if TYPE_CHECKING:
         BoxReads,
         ByteRanges,
         ChunkPlaces,
+        CopyPlan,
         FetchPlan,
         Requests,
+        StoredChunks,
+        WritePlan,
         byte_ranges,
         coalesce,
+        copy_plan,
         fetch_plan,
+        write_plan,
     )
     from .tensors import (
         find_object,
@@ -176,8 +181,8 @@ __getattr__, __dir__ = door(
         "reports": "CostModel PlanDiff Report Why Writers explain plan_diff why writers_of",
         "save": "DEFAULT_PASSES global_plan local_plan",
         "storage": (
-            "Access BoxReads ByteRanges ChunkPlaces FetchPlan Requests byte_ranges coalesce "
-            "fetch_plan"
+            "Access BoxReads ByteRanges ChunkPlaces CopyPlan FetchPlan Requests StoredChunks "
+            "WritePlan byte_ranges coalesce copy_plan fetch_plan write_plan"
         ),
         "tensors": "find_object find_shard held kind_of placement_of shard_finder spec_of",
         "testing": "assert_all_saved assert_read_once assert_written_once",
@@ -190,7 +195,8 @@ __getattr__, __dir__ = door(
 )
 
 __all__ = [
-    "Access", "BoxReads", "ChunkPlaces", "FetchPlan", "fetch_plan",
+    "Access", "BoxReads", "ChunkPlaces", "CopyPlan", "FetchPlan", "StoredChunks", "WritePlan",
+    "copy_plan", "fetch_plan", "write_plan",
     "Boxes", "ByteRanges", "BytesMetadata", "Chunk", "CodecError", "CostModel", "DerivedPlans",
     "FrozenDict", "Grid", "Issue", "KeyReport", "LLAMA_TP", "LoadItemType", "LoadPlan", "Mesh",
     "Metadata", "MetadataIndex", "NotFoundError", "Only", "Overlap", "Pass", "Passes",

@@ -6,22 +6,30 @@ import hashlib
 import os
 import secrets
 from collections.abc import Iterator, Mapping
-from typing import Final
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final
 
 import attrs
 
-from shardplan.dist import Comm, solo
-from shardplan.io import Pool, ProgressCallback
-from shardplan.io.execute import Reader
-from shardplan.io.formats import Source, find_format, open_source, open_target
+from shardplan.dist import CheckpointError, Comm, solo
+from shardplan.io import FormatError, Pool, ProgressCallback, UnsureCommitError
+from shardplan.io.execute import Copied, Copies, stored_chunks, write_copies
+from shardplan.io.formats import Part, Source, find_format, open_source, open_target
 from shardplan.io.stores import Store
 from shardplan.planning import Mesh, Passes, SavePlan, counted, fingerprint, human_bytes, listed
-from shardplan.planning.storage import parse_size
+from shardplan.planning.storage import (
+    CopyBudget,
+    Placements,
+    Target,
+    copy_budget,
+    parse_size,
+    plan_target,
+    share_plans,
+)
 
-from ._comm import as_comm, take_step, told_apart
+from ._comm import Kept, as_comm, keep_step, told_apart
 from ._report import Stopwatch, dropped_text, logged, sheet_of, times_text
-from ._streaming import Budget, Done, Job
-from ._targets import Placements, Target, plan_target
 
 __all__ = ["ConvertReport", "convert", "dcp_to_torch_save", "torch_save_to_dcp"]
 
@@ -160,24 +168,23 @@ def convert(
             ``max_memory`` is too little.
         UnsureCommitError: The store failed at the last moment: the new checkpoint may be there
             nevertheless, and nothing of it was removed.
-        CheckpointError: With several processes, any of these; it tells where.
+        CheckpointError: With several processes, any of these; it names the ranks that failed.
     """
-    comm = as_comm(comm)
-    watch = Stopwatch()
-    job: list[Job] = []
+    comm, watch = as_comm(comm), Stopwatch()
 
-    def prepare() -> tuple[str, str]:
+    def prepare() -> Kept[_Job]:
         limit = _shard_limit(max_shard_size, format, mesh)
         store, writer = open_target(dst, format)
         with watch.phase("open"):
             source = open_source(src, pool=pool)
             _refuse_same(source, store, writer.file)
-        memory = parse_size(max_memory)
-        _check_memory(memory, source.store.staging + store.staging)
+        budget = _budget(parse_size(max_memory), source.store.staging, store.staging)
         with watch.phase("plan"):
+            stored = stored_chunks(source)
             target = plan_target(
-                source,
-                format,
+                source.metadata,
+                find_format(format),
+                stored,
                 planner=planner,
                 mesh=mesh,
                 placements=placements,
@@ -187,24 +194,50 @@ def convert(
             writer.carry_over(target.tied, source.remarks)
             if comm.rank == comm.coordinator:
                 writer.refuse(store, overwrite)
-        budget = Budget.of(memory, source.store, store)
-        job.append(Job(Reader(source, pool), store, format, writer, target, budget, verify))
-        alike = planner is None or comm.world_size == 1
-        return secrets.token_hex(6), "" if alike else _digest(target)
+        copies = Copies(source, stored, target.plans, store, writer, budget, verify)
+        digest = _digest(target) if planner is not None and comm.world_size > 1 else ""
+        return Kept(_Job(format, target, copies), (secrets.token_hex(6), digest))
 
-    def agreed(offers: list[tuple[str, str]]) -> str:
-        apart = told_apart(comm.ranks, [digest for _, digest in offers])
-        if apart:
-            raise ValueError(
-                f"the planner gives processes different plans (digests: {apart}); its passes must "
-                "not depend on the process that runs them: `plan.rank` is the rank of the mesh"
-            )
-        return offers[comm.coordinator][0]
+    opened = keep_step(comm, "open", prepare, partial(_agree, comm))
+    job, save_id = opened.mine, opened.got
+    share = share_plans(job.target.plans, comm.world_size)[comm.rank]
 
-    save_id = take_step(comm, "open", prepare, agreed)
-    done = job[0].run(comm, save_id, overwrite, watch, progress, pool)
-    report, loud = _report(job[0], done, watch), comm.rank == comm.coordinator
-    return logged(report, report.path, loud=loud, left=report.leftovers)
+    def write() -> Kept[Copied]:
+        with watch.phase("write"), _pointing_at_verify(job.copies.source):
+            copied = write_copies(job.copies, share, save_id, progress, pool)
+        return Kept(copied, _pack(copied))
+
+    def commit(shares: list[dict[str, Any]]) -> Kept[None]:
+        with watch.phase("commit"):
+            return Kept(None, _commit(job, shares, save_id, overwrite))
+
+    def undo(copied: Copied, error: BaseException) -> None:
+        for part in copied.parts.values() if _surely_failed(error) else ():
+            job.copies.writer.discard(job.copies.store, part.report, save_id)
+
+    done = keep_step(comm, "convert", write, commit, undo=undo).got
+    report = _report(job, done, watch)
+    return logged(report, report.path, loud=comm.rank == comm.coordinator, left=report.leftovers)
+
+
+@attrs.frozen(eq=False)
+class _Job:
+    """A conversion that was planned: to which format, what to write, and how."""
+
+    format: str
+    target: Target
+    copies: Copies
+
+
+def _agree(comm: Comm, offers: list[tuple[str, str]]) -> Kept[None]:
+    """Return the name of the save, if all processes have the same plans."""
+    apart = told_apart(comm.ranks, [digest for _, digest in offers])
+    if apart:
+        raise ValueError(
+            f"the planner gives processes different plans (digests: {apart}); its passes must "
+            "not depend on the process that runs them: `plan.rank` is the rank of the mesh"
+        )
+    return Kept(None, offers[comm.coordinator][0])
 
 
 def _digest(target: Target) -> str:
@@ -213,7 +246,9 @@ def _digest(target: Target) -> str:
     return hashlib.blake2b(" ".join(parts).encode(), digest_size=6).hexdigest()
 
 
-def _check_memory(max_memory: int, staging: int) -> None:
+def _budget(max_memory: int, reading: int, writing: int) -> CopyBudget:
+    """Divide the memory, given what stores hold of bytes on their way; refuse too little."""
+    staging = reading + writing
     least = _LEAST_MEMORY + staging
     if max_memory < least:
         stores = f", and {human_bytes(staging)} for parts on their way to or from object stores"
@@ -222,6 +257,8 @@ def _check_memory(max_memory: int, staging: int) -> None:
             f"{human_bytes(least)} at least: blocks of the file that it writes, and those that it "
             f"reads meanwhile{stores if staging else ''}"
         )
+    files = (os.cpu_count() or 1) + 2  # more files at once gain nothing
+    return copy_budget(max_memory, read_staging=reading, write_staging=writing, max_files=files)
 
 
 def _shard_limit(size: int | str | None, format: str, mesh: Mesh | None) -> int | None:
@@ -251,24 +288,68 @@ def _real(url: str) -> str:
     return url.rstrip("/") if "://" in url else os.path.realpath(url)
 
 
-def _report(job: Job, done: Done, watch: Stopwatch) -> ConvertReport:
-    entries = job.target.metadata.state_dict_metadata
-    tensors, left_out = int((entries.layout >= 0).sum()), job.target.left_out
+@contextmanager
+def _pointing_at_verify(source: Source) -> Iterator[None]:
+    """Say how to see all damage: a conversion ends at the first that is found."""
+    try:
+        yield
+    except FormatError as error:
+        more = f"to see all that is damaged, verify {source.store.url}"
+        raise FormatError(error.file, f"{error.reason}; {more}") from error
+
+
+def _pack(copied: Copied) -> dict[str, Any]:
+    """Return what one process did, as plain data that can be sent."""
+    parts = [(number, attrs.astuple(part)) for number, part in copied.parts.items()]
+    return {"parts": parts, "bytes_read": copied.bytes_read, "verified": copied.verified}
+
+
+def _commit(
+    job: _Job, shares: list[dict[str, Any]], save_id: str, overwrite: bool
+) -> dict[str, Any]:
+    """Make a checkpoint of what all processes wrote; return what they did together."""
+    target, copies = job.target, job.copies
+    parts = {n: Part(*fields) for share in shares for n, fields in share["parts"]}
+    left = copies.writer.commit(
+        copies.store,
+        target.metadata,
+        target.plans,
+        [parts[n].report for n in range(len(target.plans))],
+        save_id=save_id,
+        overwrite=overwrite,
+    )
+    return {
+        "files": sum(part.files for part in parts.values()),
+        "bytes_written": sum(part.nbytes for part in parts.values()),
+        "bytes_read": sum(share["bytes_read"] for share in shares),
+        "verified": sum(share["verified"] for share in shares),
+        "leftovers": left,
+    }
+
+
+def _surely_failed(error: BaseException) -> bool:
+    """Return True if no process has committed or still can."""
+    if isinstance(error, CheckpointError):
+        unsure = {"LostRank", UnsureCommitError.__name__}
+        return all(failure.type not in unsure for failure in error.failures)
+    return isinstance(error, Exception) and not isinstance(error, UnsureCommitError)
+
+
+def _report(job: _Job, done: Mapping[str, Any], watch: Stopwatch) -> ConvertReport:
+    target = job.target
+    entries = target.metadata.state_dict_metadata
+    tensors = int((entries.layout >= 0).sum())
     return ConvertReport(
-        path=job.store.url,
+        path=job.copies.store.url,
         format=job.format,
         tensors=tensors,
-        values=len(entries) - tensors - len(left_out),
-        files=done.files,
-        bytes_read=done.bytes_read,
-        bytes_written=done.nbytes,
-        verified=done.verified,
+        values=len(entries) - tensors - len(target.left_out),
         seconds=dict(watch.seconds),
-        left_out=left_out,
-        tied=dict(job.target.tied),
-        notes=job.reader.source.notes,
-        leftovers=done.leftovers,
-        dropped=job.target.dropped,
+        left_out=target.left_out,
+        tied=dict(target.tied),
+        notes=job.copies.source.notes,
+        dropped=target.dropped,
+        **{**done, "leftovers": tuple(done["leftovers"])},
     )
 
 

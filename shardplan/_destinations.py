@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from shardplan.io import ValueRefusedError, as_tensor, box_view, flat_memory
-from shardplan.io.execute import Reader, boxes_of
+from shardplan.io.execute import Reader
 from shardplan.planning import LoadItemType, TensorMetadata, shard_finder
 from shardplan.planning.columns import ReadItems
-from shardplan.planning.storage import find_chunks
+from shardplan.planning.storage import boxes_of, find_chunks
 
 from ._checkpoint import SavedTensor
 

@@ -20,11 +20,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save as torch
 
 import shardplan
 from shardplan import convert, open_checkpoint, restore
-from shardplan._streaming import Budget, file_bytes
 from shardplan.dist import CheckpointError, run_ranks
 from shardplan.io import ExistsError, FormatError, ValueRefusedError, open_store
 from shardplan.io.execute import cleanup as leftovers
-from shardplan.io.execute.ahead import BATCH_BYTES, Ahead, Box, Lender
+from shardplan.io.execute.ahead import Ahead, Lender
 from shardplan.io.execute.read import Reader
 from shardplan.io.formats.headers import TORCH_NAMES, file_entry
 from shardplan.io.formats.registry import detect
@@ -38,11 +37,14 @@ from shardplan.planning import (
     StridedShard,
     cast,
     chain,
+    copy_plan,
+    local_plan,
     rename,
     select,
     split_chunks,
 )
 from shardplan.planning.dtypes import ITEMSIZE
+from shardplan.planning.storage import BATCH_BYTES, Box, copy_budget, file_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 
@@ -699,20 +701,15 @@ def test_what_one_rank_cannot_begin_reaches_all_at_once(tmp_path, wrong):
 # ---- memory
 
 
-class Staging:
-    def __init__(self, staging):
-        self.staging = staging << 20
-
-
 @pytest.mark.parametrize("source", [0, 64])
 @pytest.mark.parametrize("target", [0, 64])
 @pytest.mark.parametrize("more", [0, 64, 1000])
 def test_what_stores_hold_on_the_way_counts(source, target, more):
-    least = (128 + source + target + more) << 20
-    budget = Budget.of(least, Staging(source), Staging(target))
-    files = budget.files * file_bytes(budget.depth, Staging(target))
+    least, source, target = (128 + source + target + more) << 20, source << 20, target << 20
+    budget = copy_budget(least, read_staging=source, write_staging=target)
+    files = budget.files * file_bytes(budget.depth, target)
     assert budget.files >= 1
-    assert budget.reading >= BATCH_BYTES + (source << 20)  # else one read would exceed it
+    assert budget.reading >= BATCH_BYTES + source  # else one read would exceed it
     assert budget.reading + files <= least
 
 
@@ -799,29 +796,28 @@ def test_memory_stays_within_its_bound_where_bytes_must_be_made(tmp_path, format
 # ---- reading ahead
 
 
-def ahead_of(tmp_path, sd, boxes):
+def test_boxes_come_in_any_order(tmp_path):
     from concurrent.futures import ThreadPoolExecutor
 
     from shardplan.io.formats.registry import open_source
 
-    shardplan.save(sd, tmp_path / "a")
-    threads = ThreadPoolExecutor(2)
-    return Ahead(Reader(open_source(tmp_path / "a")), boxes, threads), threads
-
-
-def test_boxes_come_in_any_order(tmp_path):
     sd = {f"w{i}": torch.randn(300, 300) for i in range(60)}
-    boxes = [Box(name, (at, 0), (100, 300)) for name in sd for at in (0, 100, 200)]
-    ahead, threads = ahead_of(tmp_path, sd, boxes)
-    order = list(np.random.default_rng(0).permutation(len(boxes)))
-    for i in [*range(9), *order, 5, 5]:
-        box = boxes[i]
-        expected = sd[box.name][box.offsets[0] : box.offsets[0] + 100]
-        assert torch.equal(ahead.read(box), expected)
-    odd = Box("w3", (7, 1), (2, 5))
-    assert torch.equal(ahead.read(odd), sd["w3"][7:9, 1:6])
-    ahead.close()
-    threads.shutdown()
+    shardplan.save(sd, tmp_path / "a")
+    reader = Reader(open_source(tmp_path / "a"))
+    (cut,) = split_chunks(100 * 300 * 4)((local_plan(sd),))
+    plan = copy_plan(reader.metadata, cut)
+    boxes = plan.boxes
+    assert len(boxes) == 180
+    with ThreadPoolExecutor(2) as threads:
+        ahead = Ahead(reader, plan, threads)
+        order = list(np.random.default_rng(0).permutation(len(boxes)))
+        for i in [*range(9), *order, 5, 5]:
+            box = boxes[i]
+            expected = sd[box.name][box.offsets[0] : box.offsets[0] + 100]
+            assert torch.equal(ahead.read(box), expected)
+        odd = Box("w3", (7, 1), (2, 5))
+        assert torch.equal(ahead.read(odd), sd["w3"][7:9, 1:6])
+        ahead.close()
 
 
 def test_memory_that_is_still_in_use_is_not_lent_again():

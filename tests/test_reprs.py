@@ -43,7 +43,7 @@ def test_a_checkpoint_of_another_format_tells_what_it_can(cut, tmp_path):
     shardplan.convert(cut, tmp_path / "hf", format="hf")
     text = repr(shardplan.open_checkpoint(tmp_path / "hf"))
     assert "format hf, 1 tensor, 128 B in 1 file" in text
-    assert re.search(r"w .*whole$", text)
+    assert re.search(r"w .*whole, 1 file$", text)
 
 
 def test_everything_has_html_that_escapes_names(tmp_path):

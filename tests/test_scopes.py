@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from functools import partial
 from pathlib import Path
 
 import attrs
@@ -17,9 +18,9 @@ from shardplan._agree import agree
 from shardplan._offers import Begun, PlanCache
 from shardplan._replicas import COMPARED_BYTES
 from shardplan._report import Stopwatch
-from shardplan._targets import plan_target
 from shardplan.dist import CheckpointError, run_ranks
-from shardplan.io.formats.registry import open_source
+from shardplan.io.execute import stored_chunks
+from shardplan.io.formats.registry import find_format, open_source
 from shardplan.io.stores.base import open_store
 from shardplan.planning import (
     Mesh,
@@ -55,6 +56,7 @@ from shardplan.planning import (
 )
 from shardplan.planning.completeness import dropped_names, with_replicas
 from shardplan.planning.passes.base import Stages, scope_of
+from shardplan.planning.storage import plan_target
 from shardplan.planning.testing.strategies import save_plans
 from shardplan.torch_dcp import from_torch, planners, to_torch
 
@@ -217,7 +219,9 @@ def test_a_planner_gives_equal_plans_through_convert_and_global_plan(names, worl
     passes, options = chain(planner, dedup_replicas()), {"mesh": mesh, "placements": placements}
     source = open_source(store)
     expected = planned(lambda: [global_plan(world_plans(specs | {"step": 7}, mesh), passes)])
-    found = planned(lambda: [plan_target(source, "safetensors", planner=planner, **options)])
+    into, stored = find_format("safetensors"), stored_chunks(source)
+    target = partial(plan_target, source.metadata, into, stored, planner=planner)
+    found = planned(lambda: [target(**options)])
     event("refused" if isinstance(expected, set) else "planned")
     if isinstance(expected, set):
         assert found == expected

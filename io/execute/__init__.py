@@ -5,17 +5,19 @@ from typing import TYPE_CHECKING
 from shardplan.planning.door import door
 
 if TYPE_CHECKING:
-    from .ahead import BATCH_BYTES, DEPTH, Ahead, Box, Lender
+    from .ahead import Ahead, Lender, stored_chunks
     from .cleanup import MIN_AGE, by_save, leftovers, strays
-    from .pieces import Kept, Lazy, Piece, boxes_of, collect, reads_of
+    from .pieces import Kept, Lazy, Piece, collect
     from .read import Reader, ReadStats
+    from .streaming import Copied, Copies, write_copies
 
 __getattr__, __dir__ = door(
     __name__,
     {
-        "ahead": "Ahead BATCH_BYTES Box DEPTH Lender",
+        "ahead": "Ahead Lender stored_chunks",
         "cleanup": "MIN_AGE by_save leftovers strays",
-        "pieces": "Kept Lazy Piece boxes_of collect reads_of",
+        "pieces": "Kept Lazy Piece collect",
         "read": "ReadStats Reader",
+        "streaming": "Copied Copies write_copies",
     },
 )

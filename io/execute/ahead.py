@@ -1,17 +1,16 @@
-"""Reading one checkpoint while another is written: in the order of need, a little ahead of it.
+"""Carry out a `CopyPlan`: read boxes of one checkpoint while another is written.
 
-Whoever writes asks for box after box. Boxes are read in batches of some megabytes, so that a
-thousand small tensors take a few reads, and the next batches are on their way while the present
-one is written. Boxes that are asked for in another order are read all the same, one at a time.
+The writer asks for box after box. Boxes are read in the plan's batches, so that a thousand small
+tensors take a few reads, and the next batches are on their way while the present one is written.
+Boxes that are asked for in another order are read all the same, one at a time.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from functools import cached_property, partial
 from typing import Final
@@ -21,37 +20,51 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardplan.planning import (
-    Metadata,
-    SavePlan,
-    TensorMetadata,
-    WriteItemType,
-    itemsize,
-    load_plan,
-)
-from shardplan.planning.columns import Catalog, Head, Ints, ReadItems, WriteItems, column, padded
-from shardplan.planning.storage import BLOCK_BYTES
+from shardplan.planning import TensorMetadata, itemsize
+from shardplan.planning.columns import Ints, ReadItems
+from shardplan.planning.storage import BATCH_BYTES, Box, CopyPlan, StoredChunks, read_boxes
 
 from ..checksums import Proof
+from ..formats.base import Source, Spot
 from ..tensors import block_of_memory, box_view, empty_tensor, torch_dtype
 from .copying import Block, Stretch
 from .pieces import Lazy
-from .places import Places, find_places
-from .read import Reader, ReadStats
+from .read import Reader, ReadStats, places_of
 
-__all__ = ["BATCH_BYTES", "DEPTH", "Ahead", "Box", "Lender"]
-
-BATCH_BYTES: Final = BLOCK_BYTES
-"""How many bytes are read at a time."""
-DEPTH: Final = 2
-"""How many batches are read before they are asked for, if memory allows."""
+__all__ = ["Ahead", "Lender", "stored_chunks"]
 
 _LENT: Final = BATCH_BYTES + (1 << 16)  # with room to align small tensors
-_MAX_BOXES: Final = 1 << 11  # of a batch
 _ALIGN: Final = 16
 _KEPT: Final = 2  # batches behind the present one that may still have boxes to give
 
-Corner = tuple[int, ...]
+Boxes = dict[Box, torch.Tensor]
+
+
+def stored_chunks(source: Source) -> StoredChunks:
+    """Find the chunks of all tensors of a checkpoint."""
+    entries = source.metadata.state_dict_metadata
+    sizes = {name: entry for name, entry in entries.items() if isinstance(entry, TensorMetadata)}
+    counts = [len(entry.chunks) for entry in sizes.values()]
+    keys = [(n, i) for n, count in zip(sizes, counts, strict=True) for i in range(count)]
+    spots = source.spots(keys)
+    first = dict(zip(sizes, np.cumsum([0, *counts]).tolist(), strict=False))
+    local = [source.store.locate(name) is not None for name in source.files]
+    # Views of one storage may begin at the same place of the same array: only sizes differ.
+    views: dict[tuple[Spot, tuple[int, ...]], str] = {}
+    tied = {}
+    for (name, entry), count in zip(sizes.items(), counts, strict=True):
+        if count == 1 and 0 not in entry.size:
+            kept = views.setdefault((spots[first[name]], entry.size), name)
+            if kept != name:
+                tied[name] = kept
+    return StoredChunks(
+        places_of(
+            spots, max((len(s.extents) for s in spots), default=1) or 1, [False] * len(spots)
+        ),
+        first,
+        np.array([spot.axes is None and local[spot.file] for spot in spots], bool),
+        tied,
+    )
 
 
 class Lender:
@@ -81,32 +94,17 @@ class Lender:
         return torch.from_numpy(lent)
 
 
-@attrs.frozen
-class Box:
-    """A part of a saved tensor.
-
-    Attributes:
-        name: The tensor.
-        offsets: Where the box starts in it.
-        sizes: How large it is.
-    """
-
-    name: str
-    offsets: Corner
-    sizes: Corner
-
-
 class Ahead:
     """Reads boxes of a checkpoint before they are asked for.
 
     Args:
         reader: The checkpoint.
-        boxes: What will be asked for, in order; nothing breaks if that is not so.
-        threads: Where to read; none of them may be one that asks.
+        plan: What will be asked for, in order; nothing breaks if that is not so.
+        threads: Where to read; a thread that asks must not be one of them.
         lender: Where memory comes from.
         depth: How many batches are read before they are asked for.
         proof: Where to note what was read, to check it against checksums; None not to check.
-        told: Called with the bytes of each box that was delivered.
+        delivered: Called with the bytes of each box that was delivered.
         last: Called before the last of the boxes is delivered, when all of them have been read.
 
     Attributes:
@@ -116,82 +114,75 @@ class Ahead:
     def __init__(
         self,
         reader: Reader,
-        boxes: Sequence[Box],
+        plan: CopyPlan,
         threads: Executor,
         lender: Lender | None = None,
         *,
-        depth: int = DEPTH,
+        depth: int = 2,
         proof: Proof | None = None,
-        told: Callable[[int], object] = lambda _: None,
+        delivered: Callable[[int], object] = lambda _: None,
         last: Callable[[], object] = lambda: None,
     ) -> None:
-        self._reader, self._threads, self._proof, self._told = reader, threads, proof, told
+        self._reader, self._plan, self._threads, self._proof = reader, plan, threads, proof
         self._lender, self._depth = lender or Lender(), depth
-        self._entries: dict[str, TensorMetadata] = {}
-        for name in dict.fromkeys(box.name for box in boxes):
-            self.tensor(name)
-        self._boxes = [box for box in boxes if 0 not in box.sizes]
-        self._reads, self._rows = self._plan()
-        self._at = {box: i for i, box in enumerate(self._boxes)}
-        self._batches = list(self._group())
-        self._batch_of = {
-            self._boxes[i]: number for number, batch in enumerate(self._batches) for i in batch
-        }
-        self._last, self._waiting = last, set(self._boxes)
+        self._delivered, self._last = delivered, last
+        self._number = {box: number for number, box in enumerate(plan.boxes)}
+        self._waiting = set(plan.boxes)
+        self._batches = plan.batches
         self._lock = threading.Lock()
-        self._under_way: dict[int, Future[dict[Box, torch.Tensor]]] = {}
+        self._under_way: dict[int, Future[Boxes]] = {}
         self._next = 0  # the first batch that was not begun yet
         self.stats = ReadStats()
 
     def tensor(self, name: str) -> AheadTensor:
         """Return one of the tensors, whose boxes are read through this."""
-        if name not in self._entries:
-            found = self._reader.metadata.state_dict_metadata[name]
-            assert isinstance(found, TensorMetadata)
-            self._entries[name] = found
-        entry = self._entries[name]
+        entry = self._reader.metadata.state_dict_metadata[name]
+        assert isinstance(entry, TensorMetadata)
         return AheadTensor(self, name, entry.size, torch_dtype(entry.properties.dtype))
 
     def read(self, box: Box) -> torch.Tensor:
         """Return a box."""
         if 0 in box.sizes:
-            return empty_tensor(box.sizes, self._entries[box.name].properties.dtype)
-        number = self._batch_of.get(box)
-        future = None if number is None else self._begin(number)
+            return empty_tensor(box.sizes, self._dtype(box))
+        number = self._number.get(box)
+        future = None if number is None else self._begin(int(self._plan.batch[number]))
         found = None if future is None else future.result().pop(box, None)
         if found is None:
-            found = self._fetch([box], *self._direct(box))[box]
-        self._delivered(box)
+            found = self._fetch([box], *read_boxes(self._reader.metadata, [box]))[box]
+        self._deliver(box)
         return found
 
     def stretches(self, box: Box) -> Block | None:
-        """Return the bytes of files that a box is made of; None if they are not to be had so."""
-        number = self._at.get(box)
-        places = self._places
-        if number is None or places is None or not all(places.plain[r] for r in self._rows[number]):
+        """Return the bytes of files that a box is copied from; None if it must be read."""
+        number = self._number.get(box)
+        if number is None or not self._plan.copied[number]:
             return None
-        rows = sorted(self._rows[number], key=places.into.__getitem__)
-        return Block([self._stretch(places, row) for row in rows], partial(self._done, box))
+        parts = [self._stretch(row) for row in self._plan.rows(number)]
+        return Block(parts, partial(self._copied, number))
 
-    def _stretch(self, places: Places, row: int) -> Stretch:
-        items, seen = self._reads, None
+    def _stretch(self, row: int) -> Stretch:
+        plan, items, seen = self._plan, self._plan.reads, None
         if self._proof is not None:
             axes = items.ndim[row]
             key = items.names[items.storage[row]], int(items.storage_hint[row])
             offsets, lengths = items.storage_offsets[row, :axes], items.lengths[row, :axes]
             seen = self._proof.wants(key, tuple(offsets.tolist()), tuple(lengths.tolist()))
-        number = places.file[row]
-        path, begin = places.paths[number], places.begin[row]
+        path, name = self._files[plan.file[row]]
         assert path is not None
-        return Stretch(path, places.files[number], begin, places.nbytes[row], seen)
+        return Stretch(path, name, int(plan.begin[row]), int(plan.length[row]), seen)
 
-    def _done(self, box: Box) -> None:
-        nbytes = self._nbytes(box)
-        self._count(ReadStats(nbytes, nbytes, len(self._rows[self._at[box]])))
-        self._delivered(box)
+    @cached_property
+    def _files(self) -> list[tuple[str | None, str]]:
+        """Where each file is, and its name."""
+        return [(self._reader.store.locate(name), name) for name in self._reader.source.files]
 
-    def _delivered(self, box: Box) -> None:
-        self._told(self._nbytes(box))
+    def _copied(self, number: int) -> None:
+        nbytes = int(self._plan.nbytes[number])
+        self._count(ReadStats(nbytes, nbytes, len(self._plan.rows(number))))
+        self._deliver(self._plan.boxes[number])
+
+    def _deliver(self, box: Box) -> None:
+        self._delivered(self._nbytes(box))
         with self._lock:
             complete = self._waiting == {box}
             self._waiting.discard(box)
@@ -206,11 +197,11 @@ class Ahead:
             self._under_way.clear()
             self._next = len(self._batches)
 
-    def _begin(self, number: int) -> Future[dict[Box, torch.Tensor]] | None:
-        """Have a batch and the next few read; None if that one was dropped already."""
+    def _begin(self, number: int) -> Future[Boxes] | None:
+        """Start reading a batch and the next few; return None if that one was dropped already."""
         with self._lock:
             if number >= self._next + max(self._depth, 1):
-                self._next = number  # somebody skips: what lies between is read when asked for
+                self._next = number  # batches that are skipped are read when they are asked for
             while self._next < min(number + 1 + self._depth, len(self._batches)):
                 batch = self._batches[self._next]
                 self._under_way[self._next] = self._threads.submit(self._fetch_batch, batch)
@@ -221,115 +212,52 @@ class Ahead:
                 del self._under_way[old]
             return self._under_way.get(number)
 
-    @cached_property
-    def _places(self) -> Places | None:
-        """Where the bytes of all reads lie, if that is on a disk."""
-        axes = self._reads.lengths.shape[1]
-        box = np.zeros(len(self._reads), np.int64)
-        for number, rows in enumerate(self._rows):
-            box[rows] = number
-        sizes = padded([box.sizes for box in self._boxes], 1, axes)
-        return find_places(self._reader.source, self._reads, sizes[box])
+    def _fetch_batch(self, batch: Ints) -> Boxes:
+        plan, first, last = self._plan, int(batch[0]), int(batch[-1])
+        rows = slice(plan.rows(first).start, plan.rows(last).stop)
+        return self._fetch(
+            plan.boxes[first : last + 1], plan.reads.take(rows), plan.box[rows] - first
+        )
 
-    def _plan(self) -> tuple[ReadItems, list[list[int]]]:
-        """Return all reads, and which of them fill which box."""
-        reads = _reads(Metadata(self._entries), self._entries, self._boxes)
-        at = {(box.name, box.offsets): i for i, box in enumerate(self._boxes)}
-        rows: list[list[int]] = [[] for _ in self._boxes]
-        anchors, ndim, dest = reads.dest_anchor.tolist(), reads.ndim.tolist(), reads.dest.tolist()
-        for row, (name, anchor, axes) in enumerate(zip(dest, anchors, ndim, strict=True)):
-            rows[at[reads.names[name], tuple(anchor[:axes])]].append(row)
-        return reads, rows
-
-    def _group(self) -> Iterator[list[int]]:
-        batch: list[int] = []
-        held = 0
-        for i, box in enumerate(self._boxes):
-            nbytes = self._nbytes(box)
-            if batch and (held + nbytes > BATCH_BYTES or len(batch) == _MAX_BOXES):
-                yield batch
-                batch, held = [], 0
-            batch.append(i)
-            held += nbytes
-        if batch:
-            yield batch
-
-    def _nbytes(self, box: Box) -> int:
-        width = itemsize(self._entries[box.name].properties.dtype)
-        return math.prod(box.sizes) * width
-
-    def _fetch_batch(self, batch: Sequence[int]) -> dict[Box, torch.Tensor]:
-        rows = column([row for i in batch for row in self._rows[i]])
-        return self._fetch([self._boxes[i] for i in batch], self._reads, rows)
-
-    def _direct(self, box: Box) -> tuple[ReadItems, Ints]:
-        reads = _reads(Metadata({box.name: self._entries[box.name]}), self._entries, [box])
-        return reads, column(range(len(reads)))
-
-    def _fetch(self, boxes: Sequence[Box], reads: ReadItems, rows: Ints) -> dict[Box, torch.Tensor]:
-        """Read some boxes into one stretch of memory."""
+    def _fetch(self, boxes: Sequence[Box], items: ReadItems, box: Ints) -> Boxes:
+        """Read some boxes into one stretch of memory, given the box of each read."""
         tensors = self._allocate(boxes)
-        found = {(box.name, box.offsets): tensors[box] for box in boxes}
-        items = reads.take(rows)
 
         def dest(row: int) -> torch.Tensor:
-            axes = items.ndim[row]
-            key = items.names[items.dest[row]], tuple(items.dest_anchor[row, :axes].tolist())
-            offsets, lengths = items.dest_offsets[row], items.lengths[row]
-            return box_view(found[key], offsets.tolist(), lengths.tolist())
+            offsets, lengths = items.dest_offsets[row].tolist(), items.lengths[row].tolist()
+            return box_view(tensors[box[row]], offsets, lengths)
 
-        if self._proof is None:
-            self._count(self._reader.fill(items, dest, verify=False))
-        else:
-            sums = self._proof.sums if self._proof.has_sums else None
-            self._count(self._reader.fill(items, dest, sums=sums))
+        proof = self._proof
+        sums = None if proof is None or not proof.has_sums else proof.sums
+        self._count(self._reader.fill(items, dest, verify=proof is not None, sums=sums))
+        if self._proof is not None:
             self._proof.note(items)
-        return tensors
+        return dict(zip(boxes, tensors, strict=True))
 
-    def _allocate(self, boxes: Sequence[Box]) -> dict[Box, torch.Tensor]:
-        dtypes = [self._entries[box.name].properties.dtype for box in boxes]
+    def _allocate(self, boxes: Sequence[Box]) -> list[torch.Tensor]:
         sizes = [self._nbytes(box) for box in boxes]
         starts = np.concatenate([[0], np.cumsum([-(-n // _ALIGN) * _ALIGN for n in sizes])])
         whole = self._lender.take(int(starts[-1]))
-        return {
-            box: whole[start : start + n].view(torch_dtype(dtype)).view(box.sizes)
-            for box, start, n, dtype in zip(boxes, starts.tolist(), sizes, dtypes, strict=False)
-        }
+        return [
+            whole[start : start + n].view(torch_dtype(self._dtype(box))).view(box.sizes)
+            for box, start, n in zip(boxes, starts.tolist(), sizes, strict=False)
+        ]
+
+    def _dtype(self, box: Box) -> str:
+        entries = self._reader.metadata.state_dict_metadata
+        return entries.props[int(entries.prop[entries.row_of[box.name]])].dtype
+
+    def _nbytes(self, box: Box) -> int:
+        return int(np.prod(box.sizes, dtype=np.int64)) * itemsize(self._dtype(box))
 
     def _count(self, new: ReadStats) -> None:
         with self._lock:
-            old = self.stats
-            self.stats = ReadStats(
-                *(getattr(old, a.name) + getattr(new, a.name) for a in attrs.fields(ReadStats))
-            )
+            self.stats += new
 
 
-def _is_empty(future: Future[dict[Box, torch.Tensor]]) -> bool:
-    return (
-        future.done()
-        and not future.cancelled()
-        and not future.exception()
-        and (not future.result())
-    )
-
-
-def _reads(
-    metadata: Metadata, entries: Mapping[str, TensorMetadata], boxes: Sequence[Box]
-) -> ReadItems:
-    """Return what fills some boxes."""
-    numbers: dict[str, int] = {}
-    row = [numbers.setdefault(box.name, len(numbers)) for box in boxes]
-    heads = [
-        Head(n, n, WriteItemType.SHARD, entries[n].properties, entries[n].size) for n in numbers
-    ]
-    catalog = Catalog.of(tuple(heads))
-    items = WriteItems(
-        catalog,
-        column(row),
-        padded([box.offsets for box in boxes], 0, catalog.axes),
-        padded([box.sizes for box in boxes], 1, catalog.axes),
-    )
-    return load_plan(metadata, SavePlan(items)).items
+def _is_empty(future: Future[Boxes]) -> bool:
+    failed = future.done() and (future.cancelled() or future.exception() is not None)
+    return future.done() and not failed and not future.result()
 
 
 @attrs.frozen(eq=False)

@@ -355,7 +355,7 @@ class _Mover:
         self._files.clear()
 
     def _read(self, stretch: Stretch) -> Iterator[memoryview]:
-        """Yield the bytes of a stretch, each part of which must be put before the next."""
+        """Yield the bytes of a stretch; each part must be put before the next is asked for."""
         fd = self._open(stretch)
         state = None if stretch.seen is None else xxhash.xxh3_64()
         done = 0

@@ -1,4 +1,4 @@
-"""What is to be written? The elements of each item of a save plan, as bytes, block by block.
+"""`Piece`: the elements of one item of a save plan as bytes, block by block.
 
 Every format writes `Piece`s. Their elements lie in tensor memory, or, when one checkpoint is
 converted to another, in the checkpoint that they are read from as they are needed.
@@ -17,8 +17,7 @@ import numpy.typing as npt
 import torch
 
 from shardplan.planning import SavePlan, dtype_name, itemsize, shard_finder
-from shardplan.planning.columns import column
-from shardplan.planning.storage import BLOCK_BYTES, cut_blocks
+from shardplan.planning.storage import BLOCK_BYTES, boxes_of, reads_of
 
 from ..pool import Progress, check_stopped
 from ..tensors import (
@@ -36,7 +35,7 @@ from ..tensors import (
 )
 from .copying import Block, Made
 
-__all__ = ["Kept", "Lazy", "Piece", "blocks_of", "boxes_of", "collect", "reads_of", "tied_pieces"]
+__all__ = ["Kept", "Lazy", "Piece", "blocks_of", "collect", "tied_pieces"]
 
 
 @runtime_checkable
@@ -86,7 +85,7 @@ class Piece:
         size: The tensor's global shape.
         source: What holds its elements, and maybe others.
         start: Where it starts there.
-        progress: Is told of its bytes as they are written.
+        progress: Gets its bytes as they are written.
     """
 
     name: str
@@ -202,38 +201,6 @@ def blocks_of(pieces: Sequence[Piece], local: bool) -> list[list[Block]]:
     return known if len(known) == len(pieces) else [piece.made_blocks() for piece in pieces]
 
 
-def boxes_of(
-    shape: Sequence[int], dtype: str, block_bytes: int = BLOCK_BYTES
-) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-    """Yield the blocks of a chunk, as offsets and sizes, in the order of its bytes.
-
-    >>> list(boxes_of((3, 4), "float32", 32))
-    [([0, 0], [2, 4]), ([2, 0], [1, 4])]
-    """
-    nbytes = math.prod(shape) * itemsize(dtype)
-    if nbytes <= block_bytes:
-        return iter([([0] * len(shape), shape)])
-    blocks = cut_blocks(column([shape], 1, len(shape)), column([itemsize(dtype)]), block_bytes)
-    return zip(blocks.offsets.tolist(), blocks.sizes.tolist(), strict=True)
-
-
-def reads_of(
-    shape: Sequence[int], dtype: str, stored: str, block_bytes: int = BLOCK_BYTES
-) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
-    """Yield the boxes by which a chunk is read that lies somewhere else, perhaps as another dtype.
-
-    They are its blocks; where elements are wider there, parts of these.
-
-    >>> list(reads_of((3, 4), "float32", "float64", 32))
-    [([0, 0], [1, 4]), ([1, 0], [1, 4]), ([2, 0], [1, 4])]
-    """
-    axes = len(shape)
-    for offsets, sizes in boxes_of(shape, dtype, block_bytes):
-        for inner, part in boxes_of(sizes[:axes], stored, block_bytes):
-            at = [o + i for o, i in zip(offsets[:axes], inner[:axes], strict=True)]
-            yield at, part[:axes]
-
-
 @torch.no_grad()  # so that DTensors give their local tensors as they are
 def collect(
     flat: Mapping[str, Any],
@@ -247,10 +214,10 @@ def collect(
         flat: The rank's state dict, flattened.
         plan: What to write of it.
         refused_name: Says why a format cannot carry a tensor of some name; None if it can.
-        progress: Is told of the pieces' bytes as they are written.
+        progress: Gets the pieces' bytes as they are written.
 
     Returns:
-        The pieces by row of the plan's items; the values that are no tensors, by name in the
+        The pieces by row of the plan's items; the non-tensor values, by name in the
         checkpoint; and what cannot be written, by name, with the reason.
     """
     items = plan.items
@@ -293,7 +260,7 @@ def collect(
 
 
 def _holder(shard: Any) -> torch.Tensor | Lazy:
-    """Return what holds a shard's elements, none of which are copied yet."""
+    """Return what holds a shard's elements, without copying them."""
     if isinstance(shard, torch.Tensor):
         return as_tensor(shard)
     if isinstance(shard, Lazy):

@@ -56,6 +56,10 @@ class ReadStats:
     verified: int = 0
     unverified: int = 0
 
+    def __add__(self, other: ReadStats) -> ReadStats:
+        pairs = zip(attrs.astuple(self), attrs.astuple(other), strict=True)
+        return ReadStats(*(mine + theirs for mine, theirs in pairs))
+
     @property
     def amplification(self) -> float:
         """How many bytes were fetched for each byte that was needed."""
@@ -152,12 +156,11 @@ class Reader:
         damaged = self._misfits(found, plan, chunks)
         if damaged:
             raise self._damaged(damaged, plan, chunks, names)
-        counts = plan.chunk_blocks.tolist()
-        parts = {chunk: seen for chunk, seen in found.items() if len(seen) < counts[chunk]}
+        parts = {c: seen for c, seen in found.items() if len(seen) < plan.chunk_blocks[c]}
         nbytes = _hashed_bytes(plan)
         if sums is not None:
             for chunk, seen in parts.items():
-                sums.add(*chunks.names[chunk], counts[chunk], seen, int(nbytes[chunk]))
+                sums.add(*chunks.names[chunk], plan.chunk_blocks[chunk], seen, int(nbytes[chunk]))
         verified = found.keys() - parts
         needed = int(plan.nbytes.sum())
         unverified = needed - int(nbytes[list(verified)].sum())
@@ -277,7 +280,7 @@ def _digests(plan: FetchPlan, fetch: Fetch) -> dict[int, dict[int, int]]:
 
     A chunk is left out if any part of it that was asked for did not come.
     """
-    came = np.ones(len(plan.chunk_blocks), bool)
+    came = np.ones(len(plan.places.file), bool)
     came[plan.chunk[~fetch.done]] = False
     hashed = np.flatnonzero(plan.hashed[plan.blocks.box] & came[plan.chunk])
     blocks = hashed[numbered(plan.unit[hashed])[1]]  # one of each unit
@@ -294,7 +297,7 @@ def _digests(plan: FetchPlan, fetch: Fetch) -> dict[int, dict[int, int]]:
 def _hashed_bytes(plan: FetchPlan) -> Ints:
     """Return how many bytes of each chunk are hashed."""
     hashed = plan.hashed[plan.blocks.box]
-    nbytes = np.zeros(len(plan.chunk_blocks), np.int64)
+    nbytes = np.zeros(len(plan.places.file), np.int64)
     np.add.at(nbytes, plan.chunk[hashed], plan.nbytes[hashed])
     return nbytes
 

@@ -5,7 +5,20 @@ from typing import TYPE_CHECKING
 from ..door import door
 
 if TYPE_CHECKING:
-    from .blocks import BLOCK_BYTES, Blocks, cut_blocks, reach_of
+    from .blocks import BLOCK_BYTES, Blocks, boxes_of, cut_blocks, reach_of, reads_of
+    from .copy import (
+        BATCH_BYTES,
+        Box,
+        CopyBudget,
+        CopyPlan,
+        StoredChunks,
+        copy_budget,
+        copy_plan,
+        file_bytes,
+        read_boxes,
+        share_plans,
+        tensor_bytes,
+    )
     from .fetch import (
         FAR_GAP,
         PIECE_BYTES,
@@ -16,7 +29,7 @@ if TYPE_CHECKING:
         Requested,
         fetch_plan,
     )
-    from .files import FileAssignment, assign_files, file_numbers, save_id_of
+    from .files import file_numbers, save_id_of
     from .located import ChunkTable, entries_of, find_chunks, locate_reads
     from .ranges import (
         SMALL,
@@ -43,13 +56,19 @@ if TYPE_CHECKING:
         shards_of,
     )
     from .sharing_cost import MOST_READS, Need, need_of, plan_bytes, read_widths, sharing_pays
+    from .target import Placements, Target, Traits, plan_target
+    from .write import WritePlan, write_plan
 
 __getattr__, __dir__ = door(
     __name__,
     {
-        "blocks": "BLOCK_BYTES Blocks cut_blocks reach_of",
+        "blocks": "BLOCK_BYTES Blocks boxes_of cut_blocks reach_of reads_of",
+        "copy": (
+            "BATCH_BYTES Box CopyBudget CopyPlan StoredChunks copy_budget copy_plan file_bytes "
+            "read_boxes share_plans tensor_bytes"
+        ),
         "fetch": ("Access BoxReads ChunkPlaces FAR_GAP FetchPlan PIECE_BYTES Requested fetch_plan"),
-        "files": "FileAssignment assign_files file_numbers save_id_of",
+        "files": "file_numbers save_id_of",
         "located": "ChunkTable entries_of find_chunks locate_reads",
         "ranges": (
             "ByteRanges Requests SMALL byte_ranges coalesce fetched filled lies_together "
@@ -61,5 +80,7 @@ __getattr__, __dir__ = door(
             "MAX_SHARD_SIZE Shards assign_shards number_shards parse_size refuse_split shard_plans "
             "shards_of"
         ),
+        "target": "Placements Target Traits plan_target",
+        "write": "WritePlan write_plan",
     },
 )

@@ -1,24 +1,28 @@
-"""Blocks: a saved chunk cut into boxes of bounded size, each of which lies together in its file.
+"""Blocks: a saved chunk cut into boxes of bounded size, each of them one range of its file.
 
-They are what is hashed, staged and handed to a thread at a time. The cut is part of the format: it
-follows from a chunk's sizes alone.
+A block is hashed, staged and handed to a thread as one. The cut is part of the format: it follows
+from a chunk's sizes alone.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import attrs
 import numpy as np
 
 from ..columns.arrays import Ints
+from ..columns.catalog import column
+from ..dtypes import itemsize
 from ..geometry.overlap import expand
 from ..geometry.tilings import pad
 
-__all__ = ["BLOCK_BYTES", "Blocks", "cut_blocks", "reach_of"]
+__all__ = ["BLOCK_BYTES", "Blocks", "boxes_of", "cut_blocks", "reach_of", "reads_of"]
 
 BLOCK_BYTES: Final = 16 << 20
-"""How many bytes a block has at most; a checkpoint says which limit it was made with."""
+"""The most bytes of a block; a checkpoint says which limit it was made with."""
 
 
 @attrs.frozen(eq=False)
@@ -26,10 +30,10 @@ class Blocks:
     """The blocks of some boxes; one row a block, by box, then row-major.
 
     Attributes:
-        box: Which box it is a block of.
+        box: The box that it is a block of.
         offsets: Where it starts, relative to the box, in elements.
         sizes: How large it is, in elements.
-        number: Which block of its chunk it is, or is a part of; see `cut_blocks`.
+        number: The block of its chunk that it is, or is a part of; see `cut_blocks`.
     """
 
     box: Ints
@@ -51,12 +55,12 @@ def cut_blocks(
 ) -> Blocks:
     """Cut boxes into blocks: by rows where a row fits into a block, else within rows.
 
-    A box that is a part of a chunk may be cut where the chunk's own blocks end, so that the parts
-    of one block, brought by several boxes, can be put together again.
+    A box that is a part of a chunk may be cut where the chunk's own blocks end, so that parts of
+    one block that come in several boxes can be put together again.
 
     Args:
         sizes: How large each box is, in elements; one row a box.
-        itemsize: Bytes an element takes.
+        itemsize: Bytes of an element.
         max_bytes: The most bytes a block has (but it has one element at least).
         offsets: Where each box starts in its chunk, in elements; at its start if left out.
         extents: How large that chunk is; as large as the box if left out.
@@ -93,7 +97,7 @@ def reach_of(extents: Ints, itemsize: Ints, max_bytes: int = BLOCK_BYTES) -> Int
 
     Args:
         extents: How large each chunk is, in elements; one row a chunk.
-        itemsize: Bytes an element takes.
+        itemsize: Bytes of an element.
         max_bytes: The most bytes a block has (but it has one element at least).
 
     A chunk without elements is one block, however long its other axes are.
@@ -109,3 +113,35 @@ def reach_of(extents: Ints, itemsize: Ints, max_bytes: int = BLOCK_BYTES) -> Int
     empty = (extents == 0).any(axis=1)
     reach[empty] = np.maximum(extents[empty], 1)
     return reach
+
+
+def boxes_of(
+    shape: Sequence[int], dtype: str, block_bytes: int = BLOCK_BYTES
+) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+    """Yield the blocks of a chunk, as offsets and sizes, in the order of its bytes.
+
+    >>> list(boxes_of((3, 4), "float32", 32))
+    [([0, 0], [2, 4]), ([2, 0], [1, 4])]
+    """
+    nbytes = math.prod(shape) * itemsize(dtype)
+    if nbytes <= block_bytes:
+        return iter([([0] * len(shape), shape)])
+    blocks = cut_blocks(column([shape], 1, len(shape)), column([itemsize(dtype)]), block_bytes)
+    return zip(blocks.offsets.tolist(), blocks.sizes.tolist(), strict=True)
+
+
+def reads_of(
+    shape: Sequence[int], dtype: str, stored: str, block_bytes: int = BLOCK_BYTES
+) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+    """Yield the boxes by which a chunk is read from a checkpoint that may store another dtype.
+
+    They are its blocks; where elements are wider as stored, parts of these.
+
+    >>> list(reads_of((3, 4), "float32", "float64", 32))
+    [([0, 0], [1, 4]), ([1, 0], [1, 4]), ([2, 0], [1, 4])]
+    """
+    axes = len(shape)
+    for offsets, sizes in boxes_of(shape, dtype, block_bytes):
+        for inner, part in boxes_of(sizes[:axes], stored, block_bytes):
+            at = [o + i for o, i in zip(offsets[:axes], inner[:axes], strict=True)]
+            yield at, part[:axes]

@@ -19,7 +19,7 @@ import attrs
 import numpy as np
 
 from ..columns.arrays import Ints, numbered
-from ..text import Sheet, human_bytes, listing
+from ..text import Printed, Sheet, human_bytes, listing
 from .blocks import BLOCK_BYTES, Blocks, cut_blocks, reach_of
 from .ranges import (
     SMALL,
@@ -147,7 +147,7 @@ class Requested:
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)
-class FetchPlan:
+class FetchPlan(Printed):
     """What a load fetches, hashes and delivers. Columns have one row a block.
 
     Attributes:
@@ -157,7 +157,7 @@ class FetchPlan:
         hashed: Per read, whether its blocks are hashed.
         strides: Per read, how many elements of the file a step along each axis skips.
         axis: Per read, the axis from which on it is fetched as one range, gaps and all.
-        chunk_blocks: Per chunk, how many blocks it is hashed in.
+        block_bytes: The most bytes of a block.
         blocks: The blocks, each a box of a read.
         start: Where a block's first byte lies in its file.
         into: Where that byte goes in the read's box, laid out row-major.
@@ -177,7 +177,7 @@ class FetchPlan:
     hashed: Flags
     strides: Ints
     axis: Ints
-    chunk_blocks: Ints
+    block_bytes: int
     blocks: Blocks
     start: Ints
     into: Ints
@@ -195,6 +195,14 @@ class FetchPlan:
         """The chunk of each block."""
         chunk: Ints = self.reads.chunk[self.blocks.box]
         return chunk
+
+    @cached_property
+    def chunk_blocks(self) -> list[int]:
+        """How many blocks each chunk is hashed in."""
+        extents = self.places.extents
+        reach = reach_of(extents, self.places.itemsize, self.block_bytes)
+        counts: list[int] = np.maximum(-(-extents // reach), 1).prod(axis=1).tolist()
+        return counts
 
     @cached_property
     def file(self) -> Ints:
@@ -218,6 +226,9 @@ class FetchPlan:
     def request(self, blocks: Ints) -> Requested:
         """Return the byte ranges of some blocks of one file, joined into requests."""
         found = self.byte_ranges(blocks)
+        if (found.start[1:] == (found.start + found.length)[:-1]).all():  # one range, mostly
+            together = np.zeros_like(found.start)
+            return Requested(found.read, found.start, found.length, found.into, together)
         far = self.access.is_far
         requests = coalesce(
             np.zeros_like(found.start),
@@ -239,12 +250,7 @@ class FetchPlan:
             strides[axis], step = step, step * int(self.blocks.sizes[block, axis])
         return strides
 
-    def __repr__(self) -> str:
-        return self._sheet().text()
-
-    def _repr_html_(self) -> str:
-        return self._sheet().html()
-
+    @property
     def _sheet(self) -> Sheet:
         title = (
             f"fetch {human_bytes(self.nbytes.sum())} in {len(self.blocks):,} blocks, "
@@ -321,8 +327,6 @@ def fetch_plan(
     if access.is_single:  # large units take no memory, and mapped blocks little
         size = np.where(large, 0, np.where(mapped, size // _MAPPED, size))
     tasks = _tasks(places.file[reads.chunk[box]], start, unit, size)
-    reach = reach_of(places.extents, places.itemsize, block_bytes)
-    chunk_blocks = np.maximum(-(-places.extents // reach), 1).prod(axis=1)
     return FetchPlan(
         places=places,
         reads=reads,
@@ -330,7 +334,7 @@ def fetch_plan(
         hashed=hashed,
         strides=strides,
         axis=axis,
-        chunk_blocks=chunk_blocks,
+        block_bytes=block_bytes,
         blocks=blocks,
         start=start,
         into=into,

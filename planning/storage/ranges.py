@@ -87,7 +87,7 @@ def byte_ranges(
 
 
 def spread(first: Ints, lengths: Ints, strides: Ints, axis: Ints, itemsize: Ints) -> ByteRanges:
-    """Return the byte ranges of boxes, each of which is one range from some axis on.
+    """Return the byte ranges of boxes, each of them one range from some axis on.
 
     Args:
         first: Where the first element of each box lies in its file, in bytes.

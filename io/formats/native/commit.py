@@ -12,7 +12,7 @@ import numpy as np
 
 from shardplan.planning import Entries, Metadata, SavePlan, StorageMeta
 from shardplan.planning.columns import Catalog, Ints, column, distinct, readonly
-from shardplan.planning.storage import BLOCK_BYTES, assign_files, file_numbers
+from shardplan.planning.storage import BLOCK_BYTES, file_numbers, write_plan
 
 from ...checksums import Sums
 from ...errors import FormatError, listed
@@ -40,7 +40,7 @@ class NativeWriter(Writer):
 
     def write_order(self, plan: SavePlan, rank: int) -> Iterable[int]:
         """Return the items by file, and by width in each; see `Writer.write_order`."""
-        order: list[int] = assign_files(plan, rank, "").order.tolist()
+        order: list[int] = write_plan(plan).order.tolist()
         return order
 
     def write(

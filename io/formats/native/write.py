@@ -11,7 +11,7 @@ import numpy as np
 
 from shardplan.planning import CodecError, SavePlan, flatten
 from shardplan.planning.columns import DAMAGE, pack, unpack
-from shardplan.planning.storage import BLOCK_BYTES, FileAssignment, assign_files
+from shardplan.planning.storage import BLOCK_BYTES, WritePlan, write_plan
 
 from ...checksums import Sums, combine, hash_views, xxhash
 from ...errors import ValueRefusedError
@@ -119,7 +119,7 @@ def write_rank(
         StoreError: The store failed; what was written is removed again.
     """
     pieces, values = _collect(flatten(sd)[0], plan, progress)
-    files = _files(plan, assign_files(plan, rank, save_id), pieces, values)
+    files = _files(plan, write_plan(plan, rank, save_id), pieces, values)
     headers = [build_header(file.name, file.slots, save_id) for file in files]
     try:
         written = (pool or default_pool()).map(
@@ -221,7 +221,7 @@ def _blocks(content: Piece | bytes, block_bytes: int) -> Iterator[memoryview]:
 
 def _files(
     plan: SavePlan,
-    files: FileAssignment,
+    files: WritePlan,
     pieces: Mapping[int, Piece],
     values: Mapping[str, StoredValue],
 ) -> list[_File]:
@@ -238,7 +238,7 @@ def _files(
             contents[row] = (data, Slot(name, "uint8", (len(data),), (0,)))
     found = []
     for number, file in enumerate(files.names):
-        mine = files.order[files.file[files.order] == number].tolist()
+        mine = files.rows(number).tolist()
         rows = [row for row in mine if row in contents]
         held = [contents[row] for row in rows]
         if rows:

@@ -1,0 +1,340 @@
+"""`copy_plan`: which bytes of one checkpoint become which bytes of another, and in which order.
+
+1. The items of a save plan, in the order in which they are written, are cut into boxes: blocks of
+   the new checkpoint, or parts of these where elements are wider in the old one.
+2. `load_plan` says which reads of the old checkpoint fill each box.
+3. A box whose every read is one range, both in its file and in the box, is copied from file to
+   file. Other boxes, and those whose dtype changes, pass through memory.
+4. Boxes that pass through memory are read in batches of some megabytes, a little ahead.
+
+Nothing is read here; `shardplan.io.execute` carries the plan out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Final
+
+import attrs
+import numpy as np
+
+from ..columns.arrays import Ints
+from ..columns.catalog import Catalog, Head, column, padded
+from ..columns.items import WriteItems
+from ..columns.reads import ReadItems
+from ..geometry.tilings import pad
+from ..load import load_plan
+from ..metadata import Metadata, TensorMetadata
+from ..plans import SavePlan
+from ..records import TensorProperties, WriteItemType
+from ..text import Printed, Sheet, human_bytes, listing
+from .blocks import BLOCK_BYTES, reads_of
+from .fetch import ChunkPlaces
+from .ranges import Flags, lies_together, steps
+
+__all__ = [
+    "BATCH_BYTES",
+    "Box",
+    "CopyBudget",
+    "CopyPlan",
+    "StoredChunks",
+    "copy_budget",
+    "copy_plan",
+    "file_bytes",
+    "read_boxes",
+    "share_plans",
+    "tensor_bytes",
+]
+
+BATCH_BYTES: Final = BLOCK_BYTES
+"""How many bytes of boxes are read at a time."""
+
+_BATCH_BOXES: Final = 1 << 11
+_DEPTH: Final = 2  # batches that are read before they are asked for, if memory allows
+_MADE: Final = 2  # blocks of a file that were cast: one is written while the next is made
+_HELD: Final = 2  # batches of a file: one is written, and another was begun to be
+_SHOWN: Final = 20  # rows of a printed plan
+
+
+@attrs.frozen
+class Box:
+    """A part of a saved tensor.
+
+    Attributes:
+        name: The tensor.
+        offsets: Where the box starts in it, in elements.
+        sizes: How large it is, in elements.
+    """
+
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@attrs.frozen(eq=False)
+class StoredChunks:
+    """Where all chunks of a checkpoint's tensors lie; one row a chunk, by tensor.
+
+    Attributes:
+        places: Where each lies.
+        first: The row of each tensor's first chunk, by name.
+        movable: Whether its bytes can be copied out of its file as they are.
+        tied: Names of tensors that are stored as another one, and those others.
+    """
+
+    places: ChunkPlaces
+    first: Mapping[str, int]
+    movable: Flags
+    tied: Mapping[str, str] = attrs.field(factory=dict)
+
+
+@attrs.frozen(eq=False, repr=False, slots=False)
+class CopyPlan(Printed):
+    """What one file, or the files of one rank, are copied from.
+
+    Attributes:
+        boxes: What is read, in the order in which it is written; none is empty.
+        nbytes: Per box, its bytes as they are stored.
+        batch: Per box, the batch that it is read in if it passes through memory.
+        copied: Per box, whether its bytes are copied from file to file as they are.
+        reads: The reads that fill the boxes, by box, then in the order of its bytes.
+        box: Per read, the box that it fills a part of.
+        file, begin: Per read of a copied box, where its bytes lie.
+        into: Per read of a copied box, where they go in the box, in bytes.
+        length: Per read, its bytes.
+    """
+
+    boxes: tuple[Box, ...]
+    nbytes: Ints
+    batch: Ints
+    copied: Flags
+    reads: ReadItems
+    box: Ints
+    file: Ints
+    begin: Ints
+    into: Ints
+    length: Ints
+
+    @property
+    def batches(self) -> list[Ints]:
+        """The boxes of each batch."""
+        edges = np.flatnonzero(np.diff(self.batch)) + 1
+        return np.split(np.arange(len(self.boxes)), edges) if self.boxes else []
+
+    def rows(self, box: int) -> range:
+        """Return the reads that fill a box, in the order of the box's bytes."""
+        return range(self._edges[box], self._edges[box + 1])
+
+    @cached_property
+    def _edges(self) -> list[int]:
+        edges: list[int] = np.searchsorted(self.box, np.arange(len(self.boxes) + 1)).tolist()
+        return edges
+
+    @property
+    def _sheet(self) -> Sheet:
+        copied = human_bytes(self.nbytes[self.copied].sum())
+        title = (
+            f"copy {human_bytes(self.nbytes.sum())} in {len(self.boxes):,} boxes, "
+            f"{copied} from file to file"
+        )
+        head = ("batch", "first box", "boxes", "bytes", "copied", "reads")
+        batches = self.batches
+        return listing(title, head, self._rows(batches[:_SHOWN]), len(batches))
+
+    def _rows(self, batches: Sequence[Ints]) -> Iterator[tuple[object, ...]]:
+        for number, boxes in enumerate(batches):
+            yield (
+                number,
+                self.boxes[boxes[0]].name,
+                len(boxes),
+                int(self.nbytes[boxes].sum()),
+                int(self.copied[boxes].sum()),
+                sum(len(self.rows(box)) for box in boxes.tolist()),
+            )
+
+
+def copy_plan(
+    metadata: Metadata,
+    plan: SavePlan,
+    order: Ints | None = None,
+    stored: StoredChunks | None = None,
+    *,
+    block_bytes: int = BLOCK_BYTES,
+) -> CopyPlan:
+    """Plan how the items of a plan are copied from another checkpoint.
+
+    Args:
+        metadata: The checkpoint to read.
+        plan: What to write. Each item's source is a whole tensor of the old checkpoint.
+        order: The items in the order in which they are written; some may be left out.
+        stored: Where the old checkpoint's chunks lie; None if nothing can be copied as it is.
+        block_bytes: The most bytes of a box.
+
+    >>> from shardplan.planning import TensorSpec, global_plan, local_plan
+    >>> plan = local_plan({"w": TensorSpec((4, 4)), "b": TensorSpec((4,))})
+    >>> copy_plan(global_plan([plan])[1], plan)
+    copy 80 B in 2 boxes, 0 B from file to file
+    batch  first box  boxes  bytes  copied  reads
+        0  b              2     80       0      2
+    """
+    boxes, same = _boxes(metadata, plan, order, block_bytes)
+    reads, box = read_boxes(metadata, boxes)
+    width = column([_properties(metadata, b.name).itemsize for b in boxes])
+    axes = max(reads.lengths.shape[1], 1)
+    sizes, lengths = padded([b.sizes for b in boxes], 1, axes), pad(reads.lengths, axes, 1)
+    nbytes = sizes.prod(axis=1) * width
+    into = (pad(reads.dest_offsets, axes, 0) * steps(sizes[box])).sum(axis=1) * width[box]
+    order = np.lexsort((into, box))
+    reads, lengths, box, into = reads.take(order), lengths[order], box[order], into[order]
+    single, file, begin = _stored_ranges(reads, stored)
+    same[box[~(single & lies_together(lengths, sizes[box]))]] = False
+    return CopyPlan(
+        boxes=boxes,
+        nbytes=nbytes,
+        batch=_batches(nbytes),
+        copied=same,
+        reads=reads,
+        box=box,
+        file=file,
+        begin=begin,
+        into=into,
+        length=reads.numel * width[box],
+    )
+
+
+def _boxes(
+    metadata: Metadata, plan: SavePlan, order: Ints | None, block_bytes: int
+) -> tuple[tuple[Box, ...], Flags]:
+    """Return the boxes of a plan's items, and whether each is written as it is stored."""
+    items, heads = plan.items, plan.items.catalog.heads
+    order = np.arange(len(items)) if order is None else order
+    offsets, sizes, rows = items.offsets.tolist(), items.sizes.tolist(), items.row.tolist()
+    found: dict[Box, bool] = {}  # a box that is written twice is planned once
+    for item in order.tolist():
+        _, name, _, properties, shape = heads[rows[item]]
+        if properties is None:
+            continue
+        axes, stored = len(shape), _properties(metadata, name).dtype
+        for at, size in reads_of(sizes[item][:axes], properties.dtype, stored, block_bytes):
+            if 0 not in size:
+                start = tuple(o + a for o, a in zip(offsets[item], at, strict=False))
+                found.setdefault(Box(name, start, tuple(size)), properties.dtype == stored)
+    return tuple(found), np.array(list(found.values()), bool)
+
+
+def read_boxes(metadata: Metadata, boxes: Sequence[Box]) -> tuple[ReadItems, Ints]:
+    """Return the reads that fill some boxes, by box, and the box of each read."""
+    entries = {box.name: metadata.state_dict_metadata[box.name] for box in boxes}
+    number = {name: row for row, name in enumerate(entries)}
+    heads: list[Head] = []
+    for name, entry in entries.items():
+        assert isinstance(entry, TensorMetadata)
+        heads.append(Head(name, name, WriteItemType.SHARD, entry.properties, entry.size))
+    catalog = Catalog.of(tuple(heads))
+    items = WriteItems(
+        catalog,
+        column([number[box.name] for box in boxes]),
+        padded([box.offsets for box in boxes], 0, catalog.axes),
+        padded([box.sizes for box in boxes], 1, catalog.axes),
+    )
+    reads = load_plan(Metadata(entries), SavePlan(items)).items
+    # Reads come by box, and cover each box once: so elements say where a box's reads end.
+    ends = np.cumsum(items.sizes.prod(axis=1))
+    return reads, np.searchsorted(ends, np.cumsum(reads.numel) - reads.numel, side="right")
+
+
+def _properties(metadata: Metadata, name: str) -> TensorProperties:
+    entries = metadata.state_dict_metadata
+    return entries.props[int(entries.prop[entries.row_of[name]])]
+
+
+def _stored_ranges(reads: ReadItems, stored: StoredChunks | None) -> tuple[Flags, Ints, Ints]:
+    """Return whether each read is one range that can be copied; its file, and where it begins."""
+    if stored is None or not len(reads):
+        nowhere = np.zeros(len(reads), np.int64)
+        return np.zeros(len(reads), bool), nowhere, nowhere
+    places = stored.places
+    chunk = column([stored.first[name] for name in reads.names])[reads.storage] + reads.storage_hint
+    axes = max(reads.lengths.shape[1], places.extents.shape[1])
+    extents = pad(places.extents, axes, 1)[chunk]
+    single = stored.movable[chunk] & lies_together(pad(reads.lengths, axes, 1), extents)
+    first = (pad(reads.storage_offsets, axes, 0) * steps(extents)).sum(axis=1)
+    return single, places.file[chunk], places.begin[chunk] + first * places.itemsize[chunk]
+
+
+def _batches(nbytes: Ints) -> Ints:
+    """Number the batches in which boxes are read."""
+    batch, number, held, boxes = np.zeros(len(nbytes), np.int64), 0, 0, 0
+    for row, size in enumerate(nbytes.tolist()):
+        if boxes and (held + size > BATCH_BYTES or boxes == _BATCH_BOXES):
+            number, held, boxes = number + 1, 0, 0
+        batch[row], held, boxes = number, held + size, boxes + 1
+    return batch
+
+
+@attrs.frozen
+class CopyBudget:
+    """How much of a conversion may happen at once.
+
+    Attributes:
+        files: How many files are written at a time.
+        depth: How many batches are read before they are asked for, of each file.
+        reading: Bytes that reads under way may hold.
+    """
+
+    files: int
+    depth: int
+    reading: int
+
+
+def copy_budget(
+    max_memory: int, *, read_staging: int = 0, write_staging: int = 0, max_files: int = 4
+) -> CopyBudget:
+    """Divide memory: a quarter for reads under way, the rest for files in the making.
+
+    Args:
+        max_memory: Bytes of memory to use at most.
+        read_staging: Bytes that a read of the old checkpoint's store holds on the way.
+        write_staging: Bytes that a write to the new one's store holds on the way.
+        max_files: How many files are written at a time at most.
+
+    >>> copy_budget(192 << 20, write_staging=64 << 20)
+    CopyBudget(files=1, depth=1, reading=50331648)
+    """
+    reading = max(min(max_memory // 4, 256 << 20), 2 * BATCH_BYTES + read_staging)
+    rest = max_memory - reading
+    depth = _DEPTH if rest >= 2 * file_bytes(_DEPTH, write_staging) else 1
+    files = min(rest // file_bytes(depth, write_staging), max_files)
+    return CopyBudget(max(1, files), depth, reading)
+
+
+def file_bytes(depth: int, staging: int) -> int:
+    """Return how much memory a file in the making takes at most."""
+    return (_HELD + depth) * BATCH_BYTES + _MADE * BLOCK_BYTES + staging
+
+
+def share_plans(plans: Sequence[SavePlan], processes: int) -> list[list[int]]:
+    """Return the plans that each process carries out: the largest first, to the least busy.
+
+    >>> from shardplan.planning import TensorSpec, local_plan
+    >>> share_plans([local_plan({"w": TensorSpec((n,))}) for n in (1, 5, 3, 3)], 2)
+    [[1, 0], [2, 3]]
+    """
+    sizes = [tensor_bytes(plan) for plan in plans]
+    shares: list[list[int]] = [[] for _ in range(processes)]
+    loads = [0] * processes
+    for number in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):
+        least = loads.index(min(loads))
+        loads[least] += sizes[number] + 1
+        shares[least].append(number)
+    return shares
+
+
+def tensor_bytes(plan: SavePlan) -> int:
+    """Return how many bytes of tensors a plan writes."""
+    items = plan.items
+    if not len(items):
+        return 0
+    numel = items.sizes.prod(axis=1) * np.maximum(items.catalog.itemsize[items.row], 0)
+    return int(numel[~items.catalog.is_bytes[items.row]].sum())

@@ -1,0 +1,277 @@
+"""`plan_target`: which tensors, cut how, go to which file when a checkpoint is converted.
+
+Every item's source is a whole tensor of the old checkpoint, so any box of it can be read wherever
+it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, Final, Protocol
+
+import attrs
+import numpy as np
+
+from ..columns.arrays import Ints, readonly
+from ..columns.catalog import Catalog, Head, column, padded
+from ..columns.items import WriteItems
+from ..completeness import dropped_names
+from ..mesh import Mesh, Placement, Shard, TensorSpec, as_mesh, world_plans
+from ..metadata import Metadata, TensorMetadata
+from ..passes import Passes, chain
+from ..plans import SavePlan
+from ..records import WriteItemType
+from ..save import DEFAULT_PASSES, global_plan
+from .copy import StoredChunks
+from .shards import MAX_SHARD_SIZE, refuse_split, shard_plans
+
+__all__ = ["Placements", "Target", "Traits", "plan_target"]
+
+Placements = (
+    Mapping[str, Sequence[Placement]]
+    | Sequence[Placement]
+    | Callable[[str, tuple[int, ...]], Sequence[Placement]]
+)
+"""How tensors lie on a mesh: the placements of all of them; or by shell-style pattern of their
+names, where the first that fits counts; or a function of name and shape."""
+
+_LEAST_PART: Final = 64 << 20
+_PARTS: Final = 4  # files that one process should have to write, to keep all threads busy
+_NESTING: Final = ("paths", "empty")  # what planner data says of nested keys
+
+
+@attrs.frozen(eq=False)
+class Target:
+    """A checkpoint to be made.
+
+    Attributes:
+        plans: What to write; each is written by one process, as if it were a rank.
+        metadata: What the checkpoint will hold.
+        tied: Names that share another's elements, and those others.
+        left_out: Names of values that the format cannot hold.
+        dropped: Names in the old checkpoint of what the planner left out.
+    """
+
+    plans: tuple[SavePlan, ...]
+    metadata: Metadata
+    tied: Mapping[str, str] = attrs.field(factory=dict)
+    left_out: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
+
+
+class Traits(Protocol):
+    """What a checkpoint format can hold; see `shardplan.io.formats.Format`."""
+
+    name: str
+    is_file: bool
+    whole_tensors: bool
+    has_values: bool
+    reserved: tuple[str, ...]
+
+
+def plan_target(
+    metadata: Metadata,
+    into: Traits,
+    stored: StoredChunks,
+    *,
+    planner: Passes[SavePlan] | None = None,
+    mesh: Mesh | None = None,
+    placements: Placements | None = None,
+    max_shard_size: int | None = None,
+    processes: int = 1,
+) -> Target:
+    """Plan what a conversion writes.
+
+    With a mesh, there is one plan per rank of it. Without one, tensors stay cut as they are, one
+    plan per file of the old checkpoint or part of it; a format that holds tensors whole gets them
+    so, one plan per file.
+
+    Args:
+        metadata: The old checkpoint.
+        into: The format to write.
+        stored: Where the old checkpoint's chunks lie.
+        planner: A pass over the plans, or a list of them.
+        mesh: The ranks to shard for.
+        placements: How tensors lie on the mesh; by default all are cut along their first axis,
+            over all axes of the mesh.
+        max_shard_size: The most bytes of a file, where there is no mesh.
+        processes: How many processes share the work.
+
+    Raises:
+        PlanError, RefusedError: There is no correct plan.
+        ValueError: What was asked for does not go together.
+    """
+    whole = into.whole_tensors
+    if mesh is None and placements is not None:
+        raise ValueError("placements need a mesh to lie on; pass mesh=Mesh(dp=4), say")
+    if mesh is not None and whole:
+        as_mesh(mesh)
+        raise ValueError(
+            f"a checkpoint of the format {into.name!r} is not sharded; leave out `mesh`"
+        )
+    if mesh is None:
+        local: Sequence[SavePlan] = (_held(metadata, whole),)
+    else:
+        local = _sharded(metadata, as_mesh(mesh), placements)
+    plans, described = global_plan(local, chain(planner or (), *DEFAULT_PASSES))
+    described = attrs.evolve(described, planner_data=_planner_data(metadata, described))
+    dropped = dropped_names(plans)
+    plans = tuple(attrs.evolve(plan, items=_from_whole(plan.items), held=None) for plan in plans)
+    tied = _tie_names(stored.tied, plans, into.reserved)
+    left_out: tuple[str, ...] = ()
+    if not into.has_values:
+        plans, left_out = _without_values(plans)
+    if whole and not into.is_file:
+        refuse_split(plans, "leave out the pass of `planner` that splits tensors")
+        plans = shard_plans(plans[0], max_shard_size or MAX_SHARD_SIZE, tied)
+    elif mesh is None and not whole:
+        plans = _split_by_file(plans[0], metadata, stored, max_shard_size, processes)
+    return Target(plans, described, tied, left_out, dropped)
+
+
+def _held(metadata: Metadata, whole: bool) -> SavePlan:
+    """Plan to write all that was saved, cut as it is or in whole tensors."""
+    heads: list[Head] = []
+    row, offsets, sizes = list[int](), list[Sequence[int]](), list[Sequence[int]]()
+    for number, (name, entry) in enumerate(sorted(metadata.state_dict_metadata.items())):
+        if not isinstance(entry, TensorMetadata):
+            heads.append(Head.value(name))
+            boxes: tuple[Any, Any] = ([()], [()])
+        elif whole or 0 in entry.size:
+            heads.append(Head(name, name, WriteItemType.TENSOR, entry.properties, entry.size))
+            boxes = ([(0,) * len(entry.size)], [entry.size])
+        else:
+            heads.append(Head(name, name, WriteItemType.SHARD, entry.properties, entry.size))
+            boxes = (entry.chunks.offsets.tolist(), entry.chunks.sizes.tolist())
+        row += [number] * len(boxes[0])
+        offsets += boxes[0]
+        sizes += boxes[1]
+    catalog = Catalog.of(tuple(heads))
+    items = WriteItems(
+        catalog, column(row), padded(offsets, 0, catalog.axes), padded(sizes, 1, catalog.axes)
+    )
+    return SavePlan(items, planner_data=_paths(metadata), held=items)
+
+
+def _sharded(metadata: Metadata, mesh: Mesh, placements: Placements | None) -> tuple[SavePlan, ...]:
+    """Plan what the ranks of a mesh would have written."""
+    specs: dict[str, TensorSpec | None] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        specs[name] = None
+        if isinstance(entry, TensorMetadata):
+            placed: Any = _placed(name, entry.size, mesh, placements)
+            specs[name] = TensorSpec(entry.size, entry.properties.dtype, placed)
+    data = _paths(metadata)
+    return tuple(attrs.evolve(plan, planner_data=data) for plan in world_plans(specs, mesh))
+
+
+def _placed(
+    name: str, shape: tuple[int, ...], mesh: Mesh, placements: Placements | None
+) -> Sequence[Placement]:
+    if placements is None:
+        return [Shard(0)] * len(mesh.shape) if shape else ()
+    if callable(placements):
+        return placements(name, shape)
+    if isinstance(placements, Mapping):
+        fitting = (p for pattern, p in placements.items() if fnmatchcase(name, pattern))
+        return next(fitting, ())
+    return placements if shape else ()
+
+
+def _paths(metadata: Metadata) -> dict[str, Any] | None:
+    data = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    return {key: data[key] for key in _NESTING if data.get(key)} or None
+
+
+def _planner_data(old: Metadata, new: Metadata) -> Any:
+    """Keep what planners left in the old checkpoint, except for nested keys: they may change."""
+    theirs = dict(old.planner_data) if isinstance(old.planner_data, Mapping) else {}
+    theirs = {key: part for key, part in theirs.items() if key not in _NESTING}
+    return {**theirs, **(new.planner_data or {})} or None
+
+
+def _from_whole(items: WriteItems) -> WriteItems:
+    """Let all items be parts of whole tensors, which start at the origin."""
+    return attrs.evolve(items, source_offsets=readonly(np.zeros_like(items.offsets)))
+
+
+def _without_values(plans: Sequence[SavePlan]) -> tuple[tuple[SavePlan, ...], tuple[str, ...]]:
+    """Leave out non-tensor values; return their names, too."""
+    kept, names = [], set[str]()
+    for plan in plans:
+        items = plan.items
+        is_value = items.catalog.is_bytes[items.row] if len(items) else np.zeros(0, bool)
+        names |= {items.catalog.names[row] for row in items.row[is_value].tolist()}
+        kept.append(attrs.evolve(plan, items=items.take(~is_value)))
+    return tuple(kept), tuple(sorted(names))
+
+
+def _tie_names(
+    tied: Mapping[str, str], plans: Sequence[SavePlan], reserved: Sequence[str]
+) -> dict[str, str]:
+    """Return the new names of tied tensors; those that are cast apart are tied no longer."""
+    if not tied:
+        return {}
+    written: dict[str, tuple[str, str]] = {}
+    for plan in plans:
+        for row in np.unique(plan.items.row).tolist():
+            name, source, _, properties, _ = plan.items.catalog.heads[row]
+            if properties is not None:
+                written[source] = (name, properties.dtype)
+    groups: dict[tuple[str, str], str] = {}
+    ties = {}
+    for source in sorted(written, key=lambda s: (s in tied, written[s][0])):
+        name, dtype = written[source]
+        kept = groups.setdefault((tied.get(source, source), dtype), name)
+        if kept != name and name not in reserved:
+            ties[name] = kept
+    return ties
+
+
+def _split_by_file(
+    plan: SavePlan,
+    metadata: Metadata,
+    stored: StoredChunks,
+    max_bytes: int | None,
+    processes: int,
+) -> tuple[SavePlan, ...]:
+    """Divide a plan by the files that its bytes come from, and these by size."""
+    items = plan.items
+    if not len(items):
+        return (plan,)
+    file, begin = _origins(items, metadata, stored)
+    width = np.maximum(items.catalog.itemsize[items.row], 0)
+    nbytes = np.where(items.catalog.is_bytes[items.row], 0, items.sizes.prod(axis=1) * width)
+    share = int(nbytes.sum()) // (_PARTS * processes)
+    limit = max_bytes or min(MAX_SHARD_SIZE, max(share, _LEAST_PART))
+    part, number, held, last = np.zeros(len(items), np.int64), 0, 0, None
+    for row in np.lexsort((begin, file)).tolist():
+        if last is not None and (file[row] != last or held + int(nbytes[row]) > limit):
+            number, held = number + 1, 0
+        part[row], last, held = number, file[row], held + int(nbytes[row])
+    rows = np.split(np.argsort(part, kind="stable"), np.cumsum(np.bincount(part))[:-1])
+    return tuple(attrs.evolve(plan, items=items.take(mine)) for mine in rows)
+
+
+def _origins(items: WriteItems, metadata: Metadata, stored: StoredChunks) -> tuple[Ints, Ints]:
+    """Return the file that each item begins in, and where; values are in the first file."""
+    heads, entries = items.catalog.heads, metadata.state_dict_metadata
+    corners: dict[str, dict[tuple[int, ...], int]] = {}
+    found = []
+    for row, offsets in zip(items.row.tolist(), items.offsets.tolist(), strict=True):
+        _, name, _, properties, size = heads[row]
+        if properties is None:
+            found.append(-1)
+            continue
+        if name not in corners:
+            entry = entries[name]
+            assert isinstance(entry, TensorMetadata)
+            starts = map(tuple, entry.chunks.offsets.tolist())
+            corners[name] = {start: number for number, start in enumerate(starts)}
+        found.append(stored.first[name] + corners[name].get(tuple(offsets[: len(size)]), 0))
+    chunk = column(found)
+    file, begin, real = np.zeros_like(chunk), np.zeros_like(chunk), chunk >= 0
+    file[real], begin[real] = stored.places.file[chunk[real]], stored.places.begin[chunk[real]]
+    file[~real] = min(file[real].tolist(), default=0)
+    return file, begin
