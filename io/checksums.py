@@ -219,8 +219,8 @@ class BlockSums:
     def unpack(self, packed: Sequence[tuple[Any, ...]]) -> None:
         """Add what `pack` returned elsewhere."""
         for name, chunk, count, nbytes, numbers, digests in packed:
-            found = zip(np.frombuffer(numbers, "<i8"), np.frombuffer(digests, "<u8"), strict=True)
-            self.add(name, chunk, count, {int(n): int(digest) for n, digest in found}, nbytes)
+            columns = np.frombuffer(numbers, "<i8").tolist(), np.frombuffer(digests, "<u8").tolist()
+            self.add(name, chunk, count, dict(zip(*columns, strict=True)), nbytes)
 
 
 def _packed(digests: Mapping[int, int]) -> tuple[bytes, bytes]:
