@@ -32,9 +32,8 @@ from torch.distributed.checkpoint.default_planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from shardplan.io.formats.native.commit import assemble
 from shardplan.io.formats.native.manifest import encode_manifest
-from shardplan.io.formats.native.write import Written, WrittenFile
+from shardplan.io.formats.native.write import Written, WrittenFile, assemble
 from shardplan.planning import (
     LLAMA_TP,
     Mesh,

@@ -205,7 +205,7 @@ class BlockSums:
         self.verified += len(done) - len(damaged)
         self.nbytes += sum(found.nbytes for found in done.values())
         if damaged:
-            files = sorted({source.files[place.file] for place in source.spots(damaged)})
+            files = sorted({source.files[place.file] for place in source.find_chunks(damaged)})
             named = listed(sorted({name for name, _ in damaged}))
             raise FormatError(listed(files, quote=""), f"checksums do not fit: {named}")
 
@@ -302,7 +302,7 @@ class Proof:
 
     def _read_again(self, key: Key) -> None:
         """Read one chunk, block by block, and add the checksums."""
-        (place,) = self._source.spots([key])
+        (place,) = self._source.find_chunks([key])
         at, buffer = place.begin, np.empty(min(self._source.block_bytes, place.nbytes), np.uint8)
         for (_, sizes), number in self._blocks_of(key).items():
             view = buffer.data[: math.prod(sizes) * itemsize(place.dtype)]

@@ -103,7 +103,9 @@ def compare_tensors(
     done = Progress(sum(box.nbytes for box in boxes), progress)
     for reader in (a, b):  # all chunks are found at once, not batch by batch
         counts = {name: len(_entry(reader, name).chunks) for name in unread}
-        reader.source.spots([(name, i) for name, count in counts.items() for i in range(count)])
+        reader.source.find_chunks(
+            [(name, i) for name, count in counts.items() for i in range(count)]
+        )
 
     def run(batch: list[Box]) -> tuple[list[tuple[Box, TensorDiff]], int]:
         (ours, some), (theirs, more) = _read(a, batch), _read(b, batch)

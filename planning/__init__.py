@@ -147,6 +147,7 @@ if TYPE_CHECKING:
         human_bytes,
         human_seconds,
         listing,
+        runs_text,
         shape_text,
     )
     from .tree import Path, _is_leaf, empty_names, is_tensor, leaves, nesting_issues
@@ -187,7 +188,8 @@ __getattr__, __dir__ = door(
         "tensors": "find_object find_shard held kind_of placement_of shard_finder spec_of",
         "testing": "assert_all_saved assert_read_once assert_written_once",
         "text": (
-            "Printed Sheet Table counted cut_text human_bytes human_seconds listing shape_text"
+            "Printed Sheet Table counted cut_text human_bytes human_seconds listing runs_text "
+            "shape_text"
         ),
         "tree": "Path _is_leaf empty_names is_tensor leaves nesting_issues",
         "whole": "WholePlan contents_tag plan_whole renumbered tag_of_parts",

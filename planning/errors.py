@@ -9,6 +9,8 @@ from typing import Final
 
 import attrs
 
+from .text import runs
+
 __all__ = ["CodecError", "Issue", "NotFoundError", "PlanError", "RefusedError"]
 
 _SHOWN = 8
@@ -152,20 +154,15 @@ def span(ranks: Sequence[int], most: int = _SHOWN) -> str:
     >>> span([0, 2, 4, 6, 7], most=2)
     'ranks 0, 2 and 3 more'
     """
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    words = [str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}-{b}" for a, b in runs]
+    found = runs(sorted(set(ranks)))
+    words = [str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}-{b}" for a, b in found]
     if len(words) > most:
-        left = sum(b - a + 1 for a, b in runs[most:])
+        left = sum(b - a + 1 for a, b in found[most:])
         words = [*words[:most], f"{left:,} more"]
     if len(words) > 1:
         words[-1:] = words[-1].split(", ")
     listing = " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-    return f"rank {listing}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {listing}"
+    return f"rank {listing}" if len(set(ranks)) == 1 else f"ranks {listing}"
 
 
 def region_text(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any, Final
 
 import attrs
@@ -18,6 +19,8 @@ __all__ = [
     "human_bytes",
     "human_seconds",
     "listing",
+    "runs",
+    "runs_text",
     "shape_text",
     "table",
 ]
@@ -73,6 +76,35 @@ def human_seconds(seconds: float) -> str:
     if seconds < 1:
         return f"{seconds * 1e3:.0f} ms"
     return f"{seconds:.1f} s" if seconds < 600 else f"{seconds / 60:,.0f} min"
+
+
+def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the first and the last of each run of consecutive numbers, which must ascend.
+
+    >>> runs([0, 1, 2, 5])
+    [(0, 2), (5, 5)]
+    """
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        first = found.pop()[0] if found and number == found[-1][1] + 1 else number
+        found.append((first, number))
+    return found
+
+
+def runs_text(numbers: Sequence[int], between: str = ", ") -> str:
+    """Write ascending numbers in short, as four runs at most.
+
+    >>> runs_text([0, 1, 2, 5]), runs_text(range(0, 80, 2)), runs_text([3, 7], ",")
+    ('0–2, 5', '0, 2, …, 78', '3,7')
+    >>> runs_text([0, 2, 3, 7, 11, 12, 20])
+    '0, 2–3, 7, …, 20'
+    """
+    words = [str(a) if a == b else f"{a}–{b}" for a, b in runs(numbers)]
+    if len(words) > 3 and len({b - a for a, b in pairwise(numbers)}) == 1:
+        words[2:-1] = ["…"]
+    elif len(words) > 4:
+        words[3:-1] = ["…"]
+    return between.join(words)
 
 
 def shape_text(shape: Sequence[int]) -> str:

@@ -7,7 +7,7 @@ import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import attrs
 import numpy as np
@@ -36,8 +36,6 @@ from shardplan.planning.columns import Catalog, Head, ReadItems, WriteItems, col
 from shardplan.planning.geometry import pad
 
 from ._read_errors import plain_errors
-
-__all__ = ["Axis", "Checkpoint", "SavedTensor", "normal_index", "open_checkpoint"]
 
 _SHOWN: Final = 12  # entries of a checkpoint that are printed
 _HEAD: Final = ("name", "shape", "dtype", "bytes", "sharding")
@@ -95,20 +93,14 @@ class Checkpoint(Mapping[str, Any]):
         return self._reader.metadata
 
     def __getitem__(self, name: str) -> Any:
-        entry = self.metadata.state_dict_metadata.get(name)
-        if entry is None:
-            self._refuse(name)
+        try:
+            entry = self.metadata.entry(name)
+        except LookupError as error:
+            raise KeyError(str(error)) from None
         if isinstance(entry, TensorMetadata):
             return SavedTensor(self._reader, name, entry, self._verify)
         with plain_errors(self._reader):
             return self._reader.value(name, verify=self._verify)
-
-    def _refuse(self, name: str) -> NoReturn:
-        try:
-            self.metadata.entry(name)
-        except LookupError as error:
-            raise KeyError(str(error)) from None
-        raise KeyError(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.metadata.state_dict_metadata)
@@ -128,13 +120,9 @@ class Checkpoint(Mapping[str, Any]):
 
 @attrs.frozen
 class Axis:
-    """Which elements along one axis are wanted.
+    """The elements that are wanted along one axis.
 
-    Attributes:
-        start: The first one.
-        step: The distance from one to the next; negative to go backwards.
-        count: How many there are.
-        dropped: Whether the axis is left out of the result, as for an index of a whole number.
+    ``step`` may be negative; ``dropped`` leaves the axis out of the result, as for an integer.
     """
 
     start: int
@@ -144,12 +132,12 @@ class Axis:
 
     @property
     def low(self) -> int:
-        """The lowest of them."""
+        """The lowest position."""
         return self.start + min(self.step, 0) * (self.count - 1)
 
     @property
     def reach(self) -> int:
-        """The distance from the lowest of them past the highest."""
+        """The distance from the lowest position past the highest."""
         return abs(self.step) * (self.count - 1) + 1
 
 
@@ -175,16 +163,16 @@ class SavedTensor(Lazy):
 
     @property
     def ndim(self) -> int:
-        """The number of its axes."""
+        """The number of axes."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """The number of its elements, as in numpy."""
+        """The number of elements, as in numpy."""
         return math.prod(self.shape)
 
     def numel(self) -> int:
-        """Return the number of its elements, as in torch."""
+        """Return the number of elements, as in torch."""
         return self.size
 
     @property
@@ -201,11 +189,7 @@ class SavedTensor(Lazy):
         return self[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
 
     def item(self) -> Any:
-        """Return its only element as a Python number.
-
-        Raises:
-            TypeError: It has more than one, or none.
-        """
+        """Return its only element as a Python number."""
         if self.size != 1:
             raise TypeError(f"`{self.name}` has {self.size:,} elements: only one can be a number")
         return self.read().item()
@@ -244,7 +228,7 @@ class SavedTensor(Lazy):
         return torch.empty(0).__dlpack_device__()
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        parts = spread(index if isinstance(index, tuple) else (index,), self.shape)
+        parts = _spread(index if isinstance(index, tuple) else (index,), self.shape)
         axes = normal_index(tuple(part for part in parts if part is not None), self.shape)
         with plain_errors(self._reader):
             out = self._read(axes)
@@ -306,15 +290,8 @@ def _every(reads: ReadItems, step: Sequence[int]) -> ReadItems:
     return begun.take(np.all(lengths > 0, axis=1))
 
 
-def spread(parts: Sequence[Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """Replace an ellipsis, or the end of a short index, by full slices; new axes stay.
-
-    >>> spread((0, ..., None), (4, 5, 6))
-    (0, slice(None, None, None), slice(None, None, None), None)
-
-    Raises:
-        IndexError: There are more parts than axes.
-    """
+def _spread(parts: Sequence[Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """Replace an ellipsis, or the end of a short index, by full slices; new axes stay."""
     dots = [i for i, part in enumerate(parts) if part is Ellipsis]
     said = sum(part is not None and part is not Ellipsis for part in parts)
     if len(dots) > 1 or said > len(shape):
@@ -325,16 +302,12 @@ def spread(parts: Sequence[Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
 
 
 def normal_index(index: Any, shape: tuple[int, ...]) -> tuple[Axis, ...]:
-    """Return what an index selects along each axis.
+    """Return what an index of integers, slices and an ellipsis selects along each axis.
 
     >>> normal_index((-1, slice(None, None, -2)), (4, 5))
     (Axis(start=3, step=1, count=1, dropped=True), Axis(start=4, step=-2, count=3, dropped=False))
-
-    Raises:
-        IndexError: It is out of range, or has too many axes.
-        TypeError: It is made of anything but whole numbers, slices and an ellipsis.
     """
-    parts = spread(index if isinstance(index, tuple) else (index,), shape)
+    parts = _spread(index if isinstance(index, tuple) else (index,), shape)
     return tuple(_axis(part, n, i) for i, (part, n) in enumerate(zip(parts, shape, strict=True)))
 
 
@@ -358,17 +331,7 @@ def _axis(part: Any, length: int, number: int) -> Axis:
 
 
 def _describe(source: Source, name: str | None = None) -> Sheet:
-    """Lay out a checkpoint, or one of its tensors, as ``shardplan inspect`` does.
-
-    >>> import tempfile
-    >>> from shardplan import save
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     _ = save({"w": torch.zeros(4, 3), "step": 7}, folder)
-    ...     print(_describe(open_checkpoint(folder).reader.source, "w").text())
-    Tensor w of ...
-    name  shape  dtype    bytes  sharding
-    w     4 × 3  float32   48 B  whole, 1 file
-    """
+    """Lay out a checkpoint, or one of its tensors, as ``shardplan inspect`` does."""
     entries = source.metadata.state_dict_metadata
     if name is not None:
         return listing(f"Tensor {name} of {source.store.url}", _HEAD, [_row(source, name)], 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Final, Literal
 
@@ -15,7 +15,6 @@ from shardplan.io import (
     Pool,
     Progress,
     ProgressCallback,
-    TensorDiff,
     compare_tensors,
     default_pool,
     named_errors,
@@ -38,8 +37,6 @@ from shardplan.planning import (
 
 from ._read_errors import read_anew
 from ._report import logged
-
-__all__ = ["Change", "CheckpointDiff", "diff", "taken_on_trust"]
 
 _SHOWN: Final = 50
 _WIDE: Final = 60  # characters of a value that are shown
@@ -188,27 +185,20 @@ def _open(path: str | os.PathLike[str] | Store, pool: Pool) -> Reader:
         raise error.within(locate(path)[0].url) from error.__cause__
 
 
-def _check_side(side: Reader) -> None:
-    try:
-        check(side.metadata)
-    except PlanError as error:
-        error.add_note(f"the checkpoint is {side.store.url}")
-        raise
-    _check_sizes(side.store, side.source.file_sizes)
-
-
 def _url(path: str | os.PathLike[str] | Store) -> str:
     """Name a checkpoint: its folder, or its file if it is a single one."""
     store, name = locate(path)
     return f"{store.url.rstrip('/')}/{name}" if name else store.url
 
 
-def _check_sizes(store: Store, files: Mapping[str, int]) -> None:
-    """Refuse a checkpoint if a file is missing or cut short: recorded checksums cannot show it.
-
-    Raises:
-        FormatError: There is such a file.
-    """
+def _check(side: Reader) -> None:
+    """Refuse a side with gaps, or with a file missing or cut short: checksums cannot show that."""
+    store, files = side.store, side.source.file_sizes
+    try:
+        check(side.metadata)
+    except PlanError as error:
+        error.add_note(f"the checkpoint is {store.url}")
+        raise
     listed = {entry.name: entry.size for entry in store.entries(recursive=False)} if files else {}
     for name, size in files.items():
         found = listed.get(name)
@@ -235,7 +225,7 @@ def _compare(
 ) -> CheckpointDiff:
     """Compare two open checkpoints, and fill in an empty report."""
     for side in (a, b):
-        _check_side(side)
+        _check(side)
     changes = list(_structure(a, b))
     entries = a.metadata.state_dict_metadata
     report = attrs.evolve(report, keys=len(entries.keys() & b.metadata.state_dict_metadata.keys()))
@@ -246,7 +236,10 @@ def _compare(
     shared = [name for name in entries if name not in changed]
     tensors = [n for n in shared if isinstance(entries[n], TensorMetadata)]
     found = compare_tensors(a, b, tensors, locate=locate, read=read, progress=tell)
-    changes += [_tensor_change(name, differs) for name, differs in found.differing.items()]
+    changes += [
+        Change(name, "values", d.before, d.after, d.elements, d.first, d.chunks)
+        for name, d in found.differing.items()
+    ]
     others = [n for n in shared if isinstance(entries[n], BytesMetadata)]
     alike = set() if read else {name for name in others if _stored_alike(a, b, name)}
     changes += _values(a, b, [name for name in others if name not in alike])
@@ -256,7 +249,7 @@ def _compare(
     )
 
 
-def _by_key(changes: Iterable[Change]) -> tuple[Change, ...]:
+def _by_key(changes: list[Change]) -> tuple[Change, ...]:
     return tuple(sorted(changes, key=lambda change: change.key))
 
 
@@ -278,14 +271,8 @@ def _structure(a: Reader, b: Reader) -> Iterator[Change]:
             yield Change(name, "type", _kind(old), _kind(new))
 
 
-def _tensor_change(name: str, found: TensorDiff) -> Change:
-    return Change(
-        name, "values", found.before, found.after, found.elements, found.first, found.chunks
-    )
-
-
 def _stored_alike(a: Reader, b: Reader, name: str) -> bool:
-    """Return True if both sides store a value in a file, with the same checksums."""
+    """Return True if both sides store a value in a file, with equal checksums."""
     key = a.source.value_key(name)
     return key is not None and key == b.source.value_key(name)
 
@@ -307,12 +294,8 @@ def _kind(entry: TensorMetadata | BytesMetadata) -> str:
     return f"{entry.properties.dtype} {list(entry.size)}"
 
 
-def taken_on_trust(found: CheckpointDiff) -> str:
-    """Return a note on what was not read; empty if all was.
-
-    >>> taken_on_trust(CheckpointDiff("a", "b", (), keys=3, by_checksum=2))
-    '2 of 3 keys compared by recorded checksums: their bytes were not read'
-    """
+def _taken_on_trust(found: CheckpointDiff) -> str:
+    """Return a note on what was not read; empty if all was."""
     if not found.values:
         return "values were not compared: only names, shapes and dtypes"
     if not found.by_checksum:
@@ -324,7 +307,7 @@ def taken_on_trust(found: CheckpointDiff) -> str:
 
 def _sheet(found: CheckpointDiff) -> Sheet:
     cost = f"{human_bytes(found.bytes_read)} of tensors read in {human_seconds(found.seconds)}"
-    trust = list(filter(None, [taken_on_trust(found)]))
+    trust = list(filter(None, [_taken_on_trust(found)]))
     if not found.changes:
         return Sheet(f"No difference: {counted(found.keys, 'key')}, {cost}", notes=trust)
     changed = len({change.key for change in found.changed})
@@ -356,8 +339,7 @@ def _text(value: Any) -> str:
 def _where(change: Change) -> str:
     if not change.chunks:
         return ""
-    chunks = f"{change.chunks:,} chunk{'s' if change.chunks > 1 else ''}"
     if change.elements is None or change.first is None:
-        return f"in {chunks}, by checksum"
+        return f"in {counted(change.chunks, 'chunk')}, by checksum"
     many = f"{change.elements:,} elements, the first" if change.elements > 1 else "1 element"
     return f"{many} at {list(change.first)}"

@@ -1,4 +1,4 @@
-"""What lies in the folders of a run: which of them hold a checkpoint, and whether it is whole."""
+"""The folders of a run: which of them hold a checkpoint, and whether it is whole."""
 
 from __future__ import annotations
 
@@ -14,20 +14,6 @@ from shardplan.io.execute import strays
 from shardplan.io.formats import find_any, find_format, known_formats
 from shardplan.io.formats.native import Manifest, decode_manifest, find_manifest
 from shardplan.io.stores import Entry, FolderStore, MissingFileError, Store, StoreError, open_store
-
-__all__ = [
-    "Look",
-    "Made",
-    "by_age",
-    "contents",
-    "is_whole",
-    "look",
-    "look_at",
-    "made",
-    "open_run",
-    "refuse_missing",
-    "within",
-]
 
 _ATTEMPTS: Final = 3
 _MANIFEST: Final = 32 << 20  # bytes of memory that reading most manifests takes
@@ -66,8 +52,8 @@ def look_at(
 ) -> Mapping[str, _T]:
     """Look into several folders of a store at once; the empty name is the root.
 
-    ``refused`` is the result for a folder that may not be looked into: on many disks there is one,
-    ``lost+found``. The root must be open.
+    ``refused`` is the result for a folder that may not be read, such as ``lost+found`` on many
+    disks. The root must be readable.
     """
 
     def see_one(name: str) -> _T:
@@ -152,11 +138,7 @@ def is_whole(store: Store, format: str) -> bool:
 
 
 def open_run(path: str | os.PathLike[str] | Store) -> Store:
-    """Open a folder that holds checkpoints; it need not be there yet.
-
-    Raises:
-        StoreError: It is a file.
-    """
+    """Open a folder that holds checkpoints; it need not be there yet, but may not be a file."""
     store = open_store(path)
     root = store.locate()
     if root is not None and os.path.isfile(root):
@@ -169,9 +151,6 @@ def refuse_missing(path: str | os.PathLike[str] | Store, store: Store) -> None:
     """Refuse a path to a folder that is not there: it is probably misspelt.
 
     An open store may be made yet, and in a bucket no folder is there without a file in it.
-
-    Raises:
-        MissingFileError: There is no such folder.
     """
     root = store.locate()
     if store is not path and root is not None and not os.path.isdir(root):
@@ -193,7 +172,7 @@ def within(store: Store, folder: str) -> Store:
 
 
 def by_age(dated: tuple[float, str]) -> tuple[float, list[Any]]:
-    """Sort by time, then by name, in which numbers count as such.
+    """Sort by time, then by name, with numbers in numeric order.
 
     >>> sorted([(1.0, "step-10"), (1.0, "step-9"), (0.5, "x")], key=by_age)
     [(0.5, 'x'), (1.0, 'step-9'), (1.0, 'step-10')]

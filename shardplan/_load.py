@@ -1,7 +1,7 @@
 """Load a checkpoint into a state dict, on one rank or on many.
 
 1. Open the checkpoint and plan this rank's reads, on many ranks together: `_load_plan`.
-2. Read, alone or together: `_read`, `_read_shared`. Compare checksums.
+2. Read, alone or together: `_read`. Compare checksums.
 3. Once all ranks have read, put values and new tensors in their places, and hand stateful objects
    their state.
 4. Report.
@@ -17,22 +17,18 @@ import attrs
 
 from shardplan.dist import Comm, LostRanksError
 from shardplan.io import BlockSums, FormatError, Pool, ProgressCallback, ValueRefusedError
-from shardplan.io.execute import Reader
+from shardplan.io.execute import ReadStats
 from shardplan.io.stores import Store
 from shardplan.planning import Passes, PlanError, SavePlan, Strict
 from shardplan.planning.passes import Stages
 
 from ._comm import Kept, Taken, as_comm, counting, keep_step, take_step
 from ._load_plan import LoadCall, Planned, open_reader, plan_alone, plan_together
-from ._nested import put, refilled
-from ._read import Outcome, read_rank
+from ._read import Outcome, read_rank, read_shared
 from ._read_errors import naming_place, read_anew, touching
-from ._read_shared import read_shared
 from ._report import LoadReport, RankReport, Stopwatch, logged, rank_report, slowest_ranks
 from ._resize import without_other_ranks
-from ._state import State, give_back, unpart
-
-__all__ = ["load"]
+from ._state import State, give_back, put, refilled, unpart
 
 
 def load(
@@ -123,14 +119,13 @@ def load(
         watch,
     )
     if comm.world_size == 1:
-        report = read_anew(lambda: (open_reader(call),), partial(_load_alone, call))
+        report = read_anew(
+            lambda: (open_reader(call),),
+            lambda reader: _carry_out(call, plan_alone(call, reader)),
+        )
     else:
         report = _carry_out(call, plan_together(call))
     return logged(report, path, loud=comm.rank == comm.coordinator)
-
-
-def _load_alone(call: LoadCall, reader: Reader) -> LoadReport:
-    return _carry_out(call, plan_alone(call, reader))
 
 
 def _carry_out(call: LoadCall, planned: Planned) -> LoadReport:
@@ -138,18 +133,11 @@ def _carry_out(call: LoadCall, planned: Planned) -> LoadReport:
     work, reduce = partial(_read, call, planned), partial(_sum_up, call, planned)
     with call.watch.phase("wait"):  # for the other ranks, as far as it is nothing else
         done = keep_step(call.comm, "read", work, reduce)
-    _put(planned, done.mine.outcome)
-    if done.got["stateful"]:
-        _hand_over(call, planned)
+    _put(planned, done.mine)
+    if done.got["stateful"]:  # a step of its own, since any object may refuse its state
+        hand_over = partial(_hand_over, call, planned.target.state)
+        take_step(call.comm, "load_state_dict", hand_over, lambda nothing: None)
     return _report(call, planned, done)
-
-
-@attrs.frozen
-class _Done:
-    """What this rank has read, and how many chunks it verified that several reads brought."""
-
-    outcome: Outcome
-    verified: int
 
 
 @attrs.frozen
@@ -160,18 +148,22 @@ class _Everyone:
     verified: int
 
 
-def _read(call: LoadCall, planned: Planned) -> Kept[_Done]:
+def _read(call: LoadCall, planned: Planned) -> Kept[Outcome]:
     """Read what this rank reads; return the outcome, and a summary of it for the coordinator."""
     sums = BlockSums()
     with call.watch.phase("read"), naming_place(call.path):
         outcome = _fill(call, planned, sums)
         _settle(call, planned, sums)
-    call.watch.count("read", outcome.stats.bytes_read)
-    is_stateful = planned.target.state is not call.state_dict
-    unverified = outcome.stats.unverified - sums.nbytes
-    own = attrs.astuple(_own_report(call, planned, outcome))
-    sent = (is_stateful, own, sums.pack(), unverified)
-    return Kept(_Done(outcome, sums.verified), sent)
+    stats = outcome.stats + ReadStats(verified=sums.verified, unverified=-sums.nbytes)
+    outcome = attrs.evolve(outcome, stats=stats)
+    call.watch.count("read", stats.bytes_read)
+    sent = (
+        planned.target.state is not call.state_dict,
+        attrs.astuple(_own_report(call, planned, outcome)),
+        sums.pack(),
+        stats.unverified,
+    )
+    return Kept(outcome, sent)
 
 
 def _fill(call: LoadCall, planned: Planned, sums: BlockSums) -> Outcome:
@@ -224,15 +216,11 @@ def _put(planned: Planned, outcome: Outcome) -> None:
     planned.resized.put(target.state)
 
 
-def _hand_over(call: LoadCall, planned: Planned) -> None:
-    """Give stateful objects their state: a step of its own, since any of them may refuse it."""
-
-    def give() -> None:
-        with call.watch.phase("hand over"):
-            unpart(planned.target.state, planned.target.state)
-            give_back(call.state_dict, planned.target.state)
-
-    take_step(call.comm, "load_state_dict", give, lambda nothing: None)
+def _hand_over(call: LoadCall, state: Any) -> None:
+    """Give stateful objects their state."""
+    with call.watch.phase("hand over"):
+        unpart(state, state)
+        give_back(call.state_dict, state)
 
 
 def _own_report(call: LoadCall, planned: Planned, outcome: Outcome) -> RankReport:
@@ -240,8 +228,8 @@ def _own_report(call: LoadCall, planned: Planned, outcome: Outcome) -> RankRepor
     return rank_report(call.comm, call.watch, planned.target.state, nbytes, sent)
 
 
-def _report(call: LoadCall, planned: Planned, done: Taken[_Done, _Everyone]) -> LoadReport:
-    keys, outcome, found = planned.plan.report, done.mine.outcome, done.got
+def _report(call: LoadCall, planned: Planned, done: Taken[Outcome, _Everyone]) -> LoadReport:
+    keys, outcome, found = planned.plan.report, done.mine, done.got
     everyone = done.whole
     if everyone is None:  # on any rank but the coordinator
         everyone = _Everyone((_own_report(call, planned, outcome),), 0)
@@ -252,7 +240,7 @@ def _report(call: LoadCall, planned: Planned, done: Taken[_Done, _Everyone]) -> 
         bytes_needed=planned.bytes_needed,
         bytes_read=outcome.stats.bytes_read,
         requests=outcome.stats.requests,
-        verified=outcome.stats.verified + done.mine.verified + everyone.verified,
+        verified=outcome.stats.verified + everyone.verified,
         seconds=call.watch.seconds,
         bytes_received=outcome.received,
         total_read=found["total"],

@@ -1,8 +1,7 @@
-"""Plan a load on all ranks: open the checkpoint, plan this rank's reads, agree on who reads what.
+"""The plan of a load: open the checkpoint, plan this rank's reads, agree on who reads what.
 
-1. `plan_alone`: a single rank plans what it reads.
-2. `plan_together`: passes that need the plans of all ranks are run first; every rank plans what it
-   reads; all compare what they have opened; what several need is given to one to read.
+On many ranks, passes that need the plans of all ranks are run first; every rank plans what it
+reads; all compare what they have opened; what several need is given to one to read.
 """
 
 from __future__ import annotations
@@ -51,15 +50,19 @@ from shardplan.planning.storage import Need, need_of, plan_bytes, sharing_pays
 
 from ._agree import run_together
 from ._comm import Kept, Place, fail_alike, host_name, keep_step, place_of, told_apart
-from ._destinations import Destinations, destinations
-from ._memory import blanks, refuse_fixed, refuse_unfillable, tied_names
+from ._memory import (
+    Destinations,
+    blanks,
+    destinations,
+    refuse_fixed,
+    refuse_unfillable,
+    tied_names,
+)
 from ._read import Opened, decode_values, encode_values, value_names, values_read
 from ._read_errors import naming_place
 from ._report import Stopwatch, place_name
 from ._resize import Resized, resize
 from ._state import State, expand, part
-
-__all__ = ["LoadCall", "Planned", "open_reader", "plan_alone", "plan_together"]
 
 
 @attrs.frozen(eq=False)
@@ -87,13 +90,8 @@ class LoadCall:
 
     @property
     def place(self) -> Place:
-        """Where this rank is among all ranks."""
+        """The position of this rank among all ranks."""
         return place_of(self.comm)
-
-    @property
-    def may_be_one_file(self) -> bool:
-        """Whether the checkpoint may be a file of `torch.save`, as far as its name says."""
-        return bool(self.located[1]) and (self.format is None or find_format(self.format).is_file)
 
 
 @attrs.frozen(eq=False)
@@ -101,8 +99,7 @@ class Target:
     """What this rank wants filled.
 
     Attributes:
-        state: The state dict, with the state of stateful objects, and this rank's part of each
-            `PerRank`, in their place.
+        state: The state dict, after `expand` and `part`.
         flat: The same, flattened; tensors on the meta device are replaced once reads are planned.
         paths: The path to each value; see `flatten`.
         whole: Names of containers that the checkpoint keeps as one value.
@@ -124,7 +121,7 @@ class Planned:
         opened: The checkpoint.
         target: What is filled.
         wanted: What this rank needs.
-        plan: What this rank reads; where ranks share reads, it differs from ``wanted``.
+        plan: What this rank reads; it differs from ``wanted`` where ranks share reads.
         into: The memory that is filled.
         blanks: Tensors that take the place of those on the meta device, by name.
         tied: Names that are not in the checkpoint, but share memory with one that is.
@@ -171,12 +168,7 @@ def plan_alone(call: LoadCall, reader: Reader) -> Planned:
 
 
 def plan_together(call: LoadCall) -> Planned:
-    """Plan a load on all ranks.
-
-    Raises:
-        CheckpointError: Something that must be filled cannot be, or ranks have opened different
-            checkpoints; on every rank.
-    """
+    """Plan a load on all ranks."""
     with call.watch.phase("exchange"):
         opened, target = _run_passes(call) if call.stages.rest else (None, None)
         offer = partial(_offer, call, opened, target, wait=opened is None)
@@ -210,8 +202,7 @@ def _run_passes(call: LoadCall) -> tuple[Opened, Target]:
 def _open_on_one(call: LoadCall) -> Opened | None:
     """Open a file of `torch.save` on the coordinator, which sends the others what it holds.
 
-    Returns:
-        The checkpoint, as this rank knows it; None if it is another one, for every rank to open.
+    None means that it is of another format, for every rank to open.
     """
     mine: Opened | None = None
 
@@ -290,14 +281,11 @@ def _offer(
 ) -> Kept[Planned | None]:
     """Plan this rank's reads; keep the plan, and send what others have to know of it.
 
-    Args:
-        call: The load.
-        opened: The checkpoint; it is opened here if left out.
-        target: What is wanted, after all passes; planned here if left out.
-        wait: Whether to return nothing if one rank should look at the checkpoint first.
+    The checkpoint is opened and the target planned unless they are given. With ``wait``, return
+    nothing if one rank should look at the checkpoint first.
     """
-    if wait and call.may_be_one_file:
-        return Kept(None, None)
+    if wait and call.located[1] and (call.format is None or find_format(call.format).is_file):
+        return Kept(None, None)  # it may be a file of `torch.save`
     opened = opened or _open(call)
     with call.watch.phase("plan"), naming_place(call.path):
         target = target or _after_passes(call, _target(call, opened.metadata))
@@ -310,9 +298,8 @@ def _offer(
             is_local=opened.reader is not None and not opened.reader.store.staging,
         )
     meta = opened.metadata.storage_meta
-    save = (meta and meta.save_id) or fingerprint(opened.metadata)
     offer = {
-        "save": save,
+        "save": (meta and meta.save_id) or fingerprint(opened.metadata),
         "place": place_name(call.path),
         "unmatched": planned.unmatched,
         "need": attrs.astuple(need),
@@ -321,16 +308,15 @@ def _offer(
 
 
 def _verdict(call: LoadCall, offers: Sequence[Any]) -> Kept[None]:
-    """Say what every rank has to know of what all want; None if some wait."""
+    """Return what every rank has to know of what all want; None if some wait."""
     if None in offers:
         return Kept(None, None)
     alike = len({offer["save"] for offer in offers}) == 1  # one place may have several names
     saves = [f"{offer['place']}, save {offer['save']}" for offer in offers]
-    lost = set.intersection(*(set(offer["unmatched"]) for offer in offers))
     needs = [Need(*offer["need"]) for offer in offers]
     verdict = {
         "apart": "" if alike else told_apart(call.comm.ranks, saves),
-        "lost": sorted(lost),
+        "lost": sorted(set.intersection(*(set(offer["unmatched"]) for offer in offers))),
         "share": call.share is True or (call.share == "auto" and sharing_pays(needs)),
     }
     return Kept(None, verdict)
@@ -357,10 +343,9 @@ def _share(call: LoadCall, planned: Planned, pays: bool) -> Planned:
         share = read_on(call.comm.coordinator)
     elif not pays:
         return planned
-    elif call.share is True:
-        share = share_reads(metadata, min_bytes=1, block_bytes=blocks, max_gap=gap)
     else:
-        share = share_reads(metadata, block_bytes=blocks, max_gap=gap)
+        most: dict[str, Any] = {"min_bytes": 1} if call.share is True else {}
+        share = share_reads(metadata, block_bytes=blocks, max_gap=gap, **most)
 
     def all_plans(blobs: list[bytes]) -> list[bytes]:
         with call.watch.phase("plan"):

@@ -1,32 +1,39 @@
-"""Tied tensors, tensors on the meta device, and containers that cannot change, in a load."""
+"""The memory that a load fills: found and checked before anything is read.
+
+Tied tensors share it, tensors on the meta device get it, and containers that cannot change keep it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
+import attrs
+import numpy as np
 import torch
 
-from shardplan.io import ValueRefusedError
-from shardplan.planning import LoadItemType, LoadPlan, Metadata, SavePlan
+from shardplan.io import ValueRefusedError, as_tensor, box_view, flat_memory
+from shardplan.io.execute import Reader
+from shardplan.planning import LoadItemType, LoadPlan, Metadata, SavePlan, shard_finder
+from shardplan.planning.columns import ReadItems
+from shardplan.planning.storage import boxes_of, find_chunks
 
+from ._checkpoint import Checkpoint
 from ._state import State, is_stateful
 
-__all__ = ["blank_like", "blanks", "refuse_fixed", "refuse_unfillable", "tied_names"]
+_WORK: Final = 100_000  # how long to look for an element that two views have in common
+_PAIRS: Final = 100_000  # how many pairs of overlapping views to compare
+
+_Key = tuple[str, tuple[int, ...]]  # a tensor's name in the state dict, where its shard starts
+
+
+# Tied tensors, and tensors on the meta device
 
 
 def tied_names(plan: SavePlan, flat: Mapping[str, Any], metadata: Metadata) -> dict[str, str]:
-    """Find tensors that are not in a checkpoint, but share memory with one that is.
+    """Map tensors that are not in a checkpoint to the one there with which they share memory.
 
     Many tools store tied weights once, under one of their names.
-
-    Args:
-        plan: What this rank wants, after any passes.
-        flat: The state dict, flattened.
-        metadata: The checkpoint.
-
-    Returns:
-        For each such tensor, the name of the one that is in the checkpoint.
 
     >>> from shardplan.planning import local_plan, metadata_of
     >>> sd = {"embed": torch.zeros(2)}
@@ -50,16 +57,9 @@ def tied_names(plan: SavePlan, flat: Mapping[str, Any], metadata: Metadata) -> d
 
 
 def blanks(flat: Mapping[str, Any], plan: LoadPlan) -> dict[str, Any]:
-    """Make memory for the tensors on the meta device that a load fills.
+    """Make memory for the tensors on the meta device that a load fills, by name.
 
-    Those that share their storage, as tied weights do, share the new memory. The new tensors are
-    returned by name in the state dict.
-
-    >>> from shardplan.planning import load_plan, local_plan, metadata_of
-    >>> sd = {"w": torch.empty(2, device="meta"), "v": torch.empty(2)}
-    >>> made = blanks(sd, load_plan(metadata_of(sd), local_plan(sd)))
-    >>> {name: tensor.device.type for name, tensor in made.items()}
-    {'w': 'cpu'}
+    Those that share their storage, as tied weights do, share the new memory.
     """
     made: dict[Hashable, Any] = {}
     reads = plan.items
@@ -71,85 +71,6 @@ def blanks(flat: Mapping[str, Any], plan: LoadPlan) -> dict[str, Any]:
         return {}
     places = {name: _place(value) for name, value in flat.items() if _is_meta(value)}
     return {name: made[place] for name, place in places.items() if place in made}
-
-
-def refuse_unfillable(
-    state_dict: State, paths: Mapping[str, Any], plan: LoadPlan, names: Iterable[str]
-) -> None:
-    """Refuse tensors on the meta device that would be filled in part, or that a module holds.
-
-    Args:
-        state_dict: What the load was given, stateful objects included.
-        paths: The path to each value; see `flatten`.
-        plan: The reads.
-        names: The tensors on the meta device that get memory.
-
-    Raises:
-        ValueRefusedError: There are such tensors; all of them are named.
-    """
-    partly = {issue.fqn for issue in plan.report.mismatched if issue.kind in ("uncovered", "shape")}
-    refused = {}
-    for name in names:
-        keeper = _keeper(state_dict, paths[name])
-        if name in partly:
-            refused[name] = (
-                "is on the meta device, and the checkpoint fills only a part of it; materialise it "
-                "first"
-            )
-        elif keeper is not None:
-            refused[name] = (
-                f"is on the meta device in a {type(keeper).__name__}, which cannot be filled; call "
-                'to_empty(device="cpu") on that first, or load its state_dict() and hand this over '
-                "with load_state_dict(..., assign=True)"
-            )
-    if refused:
-        raise ValueRefusedError(refused)
-
-
-def refuse_fixed(state_dict: State, paths: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Refuse to replace values in containers that cannot change.
-
-    Args:
-        state_dict: What the load was given, stateful objects included.
-        paths: The path to each value; see `flatten`.
-        names: The values that are to be replaced.
-
-    >>> from types import MappingProxyType
-    >>> from shardplan.planning import flatten
-    >>> fixed = MappingProxyType({"step": 0})
-    >>> refuse_fixed(fixed, flatten(fixed)[1], ["step"])
-    Traceback (most recent call last):
-    shardplan.io.errors.ValueRefusedError: `step` lies in a mappingproxy, which cannot change; ...
-
-    Raises:
-        ValueRefusedError: There are such containers; all values in them are named.
-    """
-    holders = {name: _holder(state_dict, paths[name]) for name in names}
-    refused = {
-        name: f"lies in a {type(holder).__name__}, which cannot change; pass a dict"
-        for name, holder in holders.items()
-        if not hasattr(holder, "__setitem__")
-    }
-    if refused:
-        raise ValueRefusedError(refused)
-
-
-def _holder(state_dict: State, path: Sequence[tuple[str, Any]]) -> Any:
-    """Return the innermost container on the way to a value that must take another entry.
-
-    Tuples are made anew, a `PerRank` is replaced, and a stateful object is given all its state.
-    """
-    holder: Any = state_dict
-    node: Any = state_dict
-    for kind, key in path:
-        if is_stateful(node):
-            return {}
-        if not isinstance(node, (Mapping, list, tuple)):
-            return holder
-        if kind != "tuple":
-            holder = node
-        node = node[key]
-    return holder
 
 
 def blank_like(value: Any, device: Any) -> torch.Tensor:
@@ -181,12 +102,7 @@ def _default_device() -> torch.device:
 
 
 def _place(value: Any) -> Hashable | None:
-    """Return a key that is equal for tensors of the same memory and shape; None if unknown.
-
-    >>> a = torch.zeros(4)
-    >>> _place(a) == _place(a.view(4)) != _place(a.view(2, 2))
-    True
-    """
+    """Return a key that is equal for tensors of the same memory and shape; None if unknown."""
     if not isinstance(value, torch.Tensor) or not value.numel():
         return None
     layout: tuple[Any, ...] = (value.dtype, tuple(value.shape))
@@ -202,11 +118,248 @@ def _place(value: Any) -> Hashable | None:
         return None
 
 
-def _keeper(state_dict: State, path: Sequence[tuple[str, Any]]) -> Any:
-    """Return the stateful object on the way to a value; None if there is none."""
+# What cannot be filled or replaced
+
+
+def refuse_unfillable(
+    state_dict: State, paths: Mapping[str, Any], plan: LoadPlan, names: Iterable[str]
+) -> None:
+    """Refuse tensors on the meta device that would be filled in part, or that a module holds.
+
+    Args:
+        state_dict: What the load was given, stateful objects included.
+        paths: The path to each value; see `flatten`.
+        plan: The reads.
+        names: The tensors on the meta device that get memory.
+    """
+    partly = {issue.fqn for issue in plan.report.mismatched if issue.kind in ("uncovered", "shape")}
+    refused = {}
+    for name in names:
+        *_, last = _nodes(state_dict, paths[name])
+        if name in partly:
+            refused[name] = (
+                "is on the meta device, and the checkpoint fills only a part of it; materialise it "
+                "first"
+            )
+        elif is_stateful(last):
+            refused[name] = (
+                f"is on the meta device in a {type(last).__name__}, which cannot be filled; call "
+                'to_empty(device="cpu") on that first, or load its state_dict() and hand this over '
+                "with load_state_dict(..., assign=True)"
+            )
+    if refused:
+        raise ValueRefusedError(refused)
+
+
+def refuse_fixed(state_dict: State, paths: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Refuse to replace values in containers that cannot change.
+
+    >>> from types import MappingProxyType
+    >>> from shardplan.planning import flatten
+    >>> fixed = MappingProxyType({"step": 0})
+    >>> refuse_fixed(fixed, flatten(fixed)[1], ["step"])
+    Traceback (most recent call last):
+    shardplan.io.errors.ValueRefusedError: `step` lies in a mappingproxy, which cannot change; ...
+    """
+    refused = {}
+    for name in names:
+        nodes = list(_nodes(state_dict, paths[name]))
+        # Tuples are made anew, a `PerRank` is replaced, a stateful object is given all its state.
+        holder = [node for node in nodes if isinstance(node, (Mapping, list))][-1:]
+        if holder and not is_stateful(nodes[-1]) and not hasattr(holder[0], "__setitem__"):
+            kind = type(holder[0]).__name__
+            refused[name] = f"lies in a {kind}, which cannot change; pass a dict"
+    if refused:
+        raise ValueRefusedError(refused)
+
+
+def _nodes(state_dict: State, path: Sequence[tuple[str, Any]]) -> Iterator[Any]:
+    """Yield what a path to a value leads through, up to a stateful object or a `PerRank`."""
     node: Any = state_dict
     for _, key in path:
-        if is_stateful(node):
-            return node
+        yield node
+        if is_stateful(node) or not isinstance(node, (Mapping, list, tuple)):
+            return
         node = node[key]
-    return None
+
+
+# The memory of the tensors
+
+
+@attrs.frozen(eq=False)
+class Destinations:
+    """The shards that a load fills.
+
+    Attributes:
+        shards: Their memory, by the tensor's name in the state dict and the shard's offset.
+    """
+
+    shards: Mapping[_Key, torch.Tensor]
+
+    def of(self, items: ReadItems) -> Callable[[int], torch.Tensor]:
+        """Return a function from the row of a read to the box of memory that it fills."""
+        names, anchors = items.names, items.dest_anchor.tolist()
+        dest, axes = items.dest.tolist(), items.ndim.tolist()
+        offsets, lengths = items.dest_offsets.tolist(), items.lengths.tolist()
+
+        def box(row: int) -> torch.Tensor:
+            shard = self.shards[names[dest[row]], tuple(anchors[row][: axes[row]])]
+            return box_view(shard, offsets[row], lengths[row])
+
+        return box
+
+
+def destinations(
+    flat: Mapping[str, Any], items: ReadItems, reader: Reader | None = None
+) -> Destinations:
+    """Find the memory that some reads fill, and refuse tensors that cannot be filled.
+
+    Given a reader, tensors that share memory must have been saved with the same values.
+    """
+    rows = _rows_by_shard(items)
+    shards: dict[_Key, torch.Tensor] = {}
+    refused: dict[str, str] = {}
+    find = shard_finder(flat)
+    with torch.no_grad():  # so that DTensors give their local tensors as they are
+        for key in rows:
+            try:
+                shards[key] = as_tensor(find(*key), writable=True)
+            except TypeError as error:
+                refused[key[0]] = str(error)
+    refused |= {
+        name: "has elements that share memory, as expand() makes them, and cannot hold what was "
+        "saved; make it contiguous first"
+        for (name, _), shard in shards.items()
+        if _is_folded(shard)
+    }
+    if not refused and reader is not None:
+        for a, b in _overlapping(shards):
+            ours, theirs = (items.take(np.array(rows[key], np.int64)) for key in (a, b))
+            if _layout(shards[a]) != _layout(shards[b]) or not _same_saved(
+                reader, ours, theirs, tuple(shards[a].shape)
+            ):
+                refused[a[0]] = (
+                    f"shares memory with `{b[0]}`, and they were saved with different values; load "
+                    "one of them, or give each its own memory"
+                )
+    if refused:
+        raise ValueRefusedError(refused)
+    return Destinations(shards)
+
+
+def _rows_by_shard(items: ReadItems) -> dict[_Key, list[int]]:
+    """Return which reads fill each shard."""
+    names, dest, axes = items.names, items.dest.tolist(), items.ndim.tolist()
+    anchors, rows = items.dest_anchor.tolist(), dict[_Key, list[int]]()
+    for row in np.flatnonzero(items.type == LoadItemType.TENSOR.value).tolist():
+        key = names[dest[row]], tuple(anchors[row][: axes[row]])
+        rows.setdefault(key, []).append(row)
+    return rows
+
+
+def _is_folded(tensor: torch.Tensor) -> bool:
+    """Return True if elements of a tensor share memory."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return False
+    axes = sorted(axis for axis in zip(tensor.stride(), tensor.shape, strict=True) if axis[1] > 1)
+    reach = 0  # from the first element to the last, along the axes so far
+    for stride, size in axes:
+        if stride <= reach:
+            break
+        reach += stride * (size - 1)
+    else:
+        return False
+    if axes[0][0] == 0:
+        return True
+    places = np.zeros(1, np.int64)  # of all elements: strides that interleave may not meet
+    for stride, size in axes:
+        places = (places[:, None] + np.arange(size) * stride).reshape(-1)
+    return len(np.unique(places)) < len(places)
+
+
+def _overlapping(shards: Mapping[_Key, torch.Tensor]) -> Iterator[tuple[_Key, _Key]]:
+    """Yield the shards that have elements in common, in pairs; the first comes first in memory."""
+    starts = {key: shard.data_ptr() for key, shard in shards.items() if shard.numel()}
+    ends: dict[_Key, int] = {}  # of earlier shards that reach as far as the current one
+    compared = 0
+    for key in sorted(starts, key=starts.__getitem__):
+        ends = {other: end for other, end in ends.items() if end > starts[key]}
+        for other in ends:
+            compared += 1
+            if compared <= _PAIRS and _share(shards[other], shards[key]):
+                yield other, key
+        ends[key] = starts[key] + _reach(shards[key])
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Return the bytes from a tensor's first element past its last."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    pairs = zip(tensor.stride(), tensor.shape, strict=True)
+    return (1 + sum(stride * (n - 1) for stride, n in pairs)) * tensor.itemsize
+
+
+class _Memory:
+    """A tensor's memory as numpy sees it; it is never read."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        width = tensor.itemsize
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), False),
+            "typestr": f"|V{width}",
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * width for stride in tensor.stride()),
+        }
+
+
+def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return True if two tensors have elements in common; False if that is too hard to find out."""
+    if a.device != b.device:
+        return False
+    if _layout(a) == _layout(b):
+        return True
+    work: Any = _WORK
+    try:
+        return np.shares_memory(np.asarray(_Memory(a)), np.asarray(_Memory(b)), max_work=work)
+    except np.exceptions.TooHardError:
+        return False
+
+
+def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+def _same_saved(reader: Reader, ours: ReadItems, theirs: ReadItems, shape: tuple[int, ...]) -> bool:
+    """Return True if the reads of two shards of one shape bring the same elements."""
+    both = (ours, theirs)
+    names = [items.names[items.storage[0]] for items in both]
+    lows = [(items.storage_anchor + items.storage_offsets).min(axis=0).tolist() for items in both]
+    if names[0] == names[1] and lows[0] == lows[1]:
+        return True
+    checkpoint = Checkpoint(reader, verify=False)
+    saved = [checkpoint[name] for name in names]
+    if saved[0].dtype != saved[1].dtype:
+        return False
+    if _same_sums(reader, ours, theirs):
+        return True
+    for offsets, sizes in boxes_of(shape, str(saved[0].dtype).removeprefix("torch.")):
+        one, other = (
+            tensor.read_box([o + at for o, at in zip(low, offsets, strict=False)], sizes)
+            for tensor, low in zip(saved, lows, strict=True)
+        )
+        if flat_memory(one) != flat_memory(other):
+            return False
+    return True
+
+
+def _same_sums(reader: Reader, ours: ReadItems, theirs: ReadItems) -> bool:
+    """Return True if the same parts of chunks with the same checksums are read."""
+    parts = ("dest_offsets", "storage_offsets", "lengths")
+    if not all(np.array_equal(getattr(ours, part), getattr(theirs, part)) for part in parts):
+        return False
+    a, b = (reader.source.sums_of(items.names[items.storage[0]]) for items in (ours, theirs))
+    if a is None or b is None:
+        return False
+    metadata = reader.metadata
+    return np.array_equal(a[find_chunks(metadata, ours)], b[find_chunks(metadata, theirs)])

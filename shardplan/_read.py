@@ -1,32 +1,56 @@
-"""Carry out a load plan, reading all of it from storage."""
+"""Carry out a load plan: alone, or together with other ranks, where one reads and others receive.
+
+Together, ranks go through the checkpoint in the same rounds; see `shared_rounds`. In a round each
+rank first makes ready to receive, then reads and sends, then waits: so ranks never wait for each
+other in a circle, and the bytes that are under way at a time are bounded.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final, TypeVar
 
 import attrs
 import numpy as np
+import numpy.typing as npt
+import torch
 
-from shardplan.io import BlockSums, Progress, ProgressCallback, StoredValue
+from shardplan.dist import Comm, LostRanksError, Pending, decode_json, encode_json
+from shardplan.io import (
+    BlockSums,
+    Progress,
+    ProgressCallback,
+    StoredValue,
+    box_view,
+    empty_tensor,
+    fill_from_bytes,
+    flat_memory,
+    load_value,
+    same_dtype,
+    store_values,
+)
 from shardplan.io.execute import Reader, ReadStats
 from shardplan.planning import LoadItemType, LoadPlan, Metadata
-from shardplan.planning.columns import ReadItems
-from shardplan.planning.storage import BLOCK_BYTES, FAR_GAP, plan_bytes
+from shardplan.planning.columns import ReadItems, Transfers
+from shardplan.planning.storage import (
+    BLOCK_BYTES,
+    FAR_GAP,
+    Arrival,
+    Piece,
+    Round,
+    plan_bytes,
+    shared_rounds,
+)
 
-from ._destinations import Destinations, destinations
+from ._memory import Destinations, destinations
 
-__all__ = [
-    "Opened",
-    "Outcome",
-    "add_stats",
-    "decode_values",
-    "encode_values",
-    "read_rank",
-    "value_names",
-    "values_read",
-]
+T = TypeVar("T")
+
+ROUND_BYTES: Final = 128 << 20
+"""Bytes of the checkpoint that are under way between ranks at a time."""
 
 
 @attrs.frozen(eq=False)
@@ -80,25 +104,26 @@ def read_rank(
     sums: BlockSums | None = None,
     progress: ProgressCallback | None = None,
 ) -> Outcome:
-    """Carry out one rank's load plan, reading all of it from storage.
+    """Fill a flattened state dict, reading all of one rank's load plan from storage.
 
     Args:
         reader: The checkpoint.
-        flat: The rank's state dict, flattened; its tensors are filled.
+        flat: The state dict.
         plan: What to read.
-        into: The memory of these tensors, if it was checked already.
+        into: The memory of its tensors, if it was checked already.
         verify: Whether to check what is read whole against its checksums.
-        sums: Gets the checksums of blocks that are read whole, of chunks that are not.
+        sums: Gets the checksums of whole blocks, of chunks that are read in part.
         progress: Called with the bytes of tensors done, and in all.
     """
-    values = reader.values(plan, verify=verify)
-    stats = values_read(reader, [name for _, name in value_names(plan.items)], verify=verify)
+    names = value_names(plan.items)
+    values = reader.values(names, verify=verify)
+    stats = values_read(reader, [name for _, name in names], verify=verify)
     into = destinations(flat, plan.items, reader) if into is None else into
     counter = Progress(plan_bytes(plan, reader.metadata), progress)
     dest = into.of(plan.items)
     filled = reader.fill(plan.items, dest, verify=verify, sums=sums, progress=counter)
     counter.finish()
-    return Outcome(add_stats(stats, filled), values)
+    return Outcome(stats + filled, values)
 
 
 def value_names(items: ReadItems) -> list[tuple[str, str]]:
@@ -108,12 +133,9 @@ def value_names(items: ReadItems) -> list[tuple[str, str]]:
 
 
 def values_read(reader: Reader, names: Sequence[str], *, verify: bool = True) -> ReadStats:
-    """Return what it takes to read some values once; those kept with the metadata take nothing.
+    """Return what it took to read some values once; those kept with the metadata took nothing.
 
-    Args:
-        reader: The checkpoint.
-        names: Names in the checkpoint. Read the values first: ``unverified`` is too large before.
-        verify: Whether they are compared with their checksums.
+    Before they are read, ``unverified`` is too large.
     """
     source = reader.source
     sizes = {name: size for name in names if (size := source.value_bytes(name))}
@@ -124,26 +146,261 @@ def values_read(reader: Reader, names: Sequence[str], *, verify: bool = True) ->
 
 def encode_values(stored: Mapping[str, StoredValue]) -> dict[str, tuple[str, bytes]]:
     """Return stored values as plain data that can be sent."""
-    return {name: (value.kind, _data(value)) for name, value in stored.items()}
-
-
-def _data(value: StoredValue) -> bytes:
-    """Return a stored value's data as bytes; JSON that is sent as such arrives frozen."""
-    return json.dumps(value.data).encode() if value.kind == "inline" else bytes(value.data)
+    return {  # JSON that is sent as such would arrive frozen
+        name: (v.kind, json.dumps(v.data).encode() if v.kind == "inline" else bytes(v.data))
+        for name, v in stored.items()
+    }
 
 
 def decode_values(sent: Mapping[str, tuple[Any, bytes]]) -> dict[str, StoredValue]:
-    """Return what `encode_values` was given."""
+    """Undo `encode_values`."""
     return {
         name: StoredValue(kind, json.loads(data) if kind == "inline" else data)
         for name, (kind, data) in sent.items()
     }
 
 
-def add_stats(*stats: ReadStats) -> ReadStats:
-    """Add up what several reads took.
+def read_shared(
+    comm: Comm,
+    opened: Opened,
+    plan: LoadPlan,
+    into: Destinations,
+    *,
+    verify: bool,
+    sums: BlockSums,
+    progress: ProgressCallback | None,
+    place: str,
+) -> Outcome:
+    """Carry out one rank's part of a load in which ranks read for each other; see `read_rank`.
 
-    >>> add_stats(ReadStats(1, 2, 3, 4), ReadStats(1, 1, 1, 1))
-    ReadStats(bytes_needed=2, bytes_read=3, requests=4, verified=5, unverified=0)
+    If anything but the sending fails here, others still get as many bytes as they wait for. Then
+    this raises, and the step that it is part of fails on all ranks. ``place`` names the checkpoint
+    in errors.
     """
-    return ReadStats(*map(sum, zip(*map(attrs.astuple, stats), strict=True)))
+    attempts = _Attempts()
+    boxes = into.of(plan.items), into.of(plan.transfers.reads)
+    share = _SharedRead(comm, opened, plan, verify, sums, place, attempts, *boxes)
+    rounds = shared_rounds(
+        plan,
+        opened.metadata,
+        comm.rank,
+        round_bytes=ROUND_BYTES,
+        block_bytes=opened.block_bytes,
+        max_gap=opened.max_gap,
+    )
+    counter = attempts.run(lambda: Progress(rounds.read + rounds.received, progress), Progress(0))
+    with _leaving(comm):
+        values = share.exchange_values()
+        moved = [share.move_tensors(one, counter) for one in rounds.rounds]
+    if attempts.error is not None:
+        raise attempts.error
+    rest = share.read_rest(rounds.rest, counter)
+    counter.finish()
+    sent, received = values.sent + rounds.sent, values.received + rounds.received
+    return Outcome(sum([*moved, rest], values.stats), values.values, sent, received)
+
+
+@contextmanager
+def _leaving(comm: Comm) -> Iterator[None]:
+    """Leave the comm when an error is raised: others would wait for bytes that never come."""
+    try:
+        yield
+    except LostRanksError:
+        raise
+    except Exception as error:
+        comm.leave(f"left the load: {type(error).__name__}: {error}")
+        raise
+
+
+class _Attempts:
+    """The work of a rank until its first error; then it only serves other ranks."""
+
+    error: Exception | None = None
+
+    def run(self, work: Callable[[], T], otherwise: T) -> T:
+        """Return what ``work`` returns; ``otherwise`` if that raises, or anything has before."""
+        if self.error is None:
+            try:
+                return work()
+            except Exception as error:
+                self.error = error
+        return otherwise
+
+
+@attrs.frozen(eq=False)
+class _SharedRead:
+    """One rank's part of a shared load.
+
+    ``own`` maps the row of one of the plan's own reads to the memory to fill; ``theirs`` does the
+    same for the reads of its transfers.
+    """
+
+    comm: Comm
+    opened: Opened
+    plan: LoadPlan
+    verify: bool
+    sums: BlockSums
+    place: str
+    attempts: _Attempts
+    own: Callable[[int], torch.Tensor]
+    theirs: Callable[[int], torch.Tensor]
+
+    def exchange_values(self) -> Outcome:
+        """Read non-tensor values, send those that others need, and receive others."""
+        transfers, reader = self.plan.transfers, self.opened.reader
+        coming = transfers.reads.take(np.flatnonzero(transfers.target == self.comm.rank))
+        names = value_names(self.plan.items) + value_names(coming)
+        if reader is None or self.opened.values is not None:
+            known = self.opened.values or {}
+            return Outcome(ReadStats(), self.attempts.run(lambda: self._load(known, names), {}))
+        routes = _ValueRoutes.of(transfers, self.comm.rank, reader)
+        read = sorted({name for wanted in routes.going.values() for name in wanted})
+        pairs, nothing = [(name, name) for name in read], dict[str, Any]()
+        stored = self.attempts.run(
+            lambda: store_values(reader.values(pairs, verify=self.verify)), nothing
+        )
+        messages = {
+            target: encode_json(encode_values({n: stored[n] for n in wanted})) if stored else b""
+            for target, wanted in routes.going.items()
+        }
+        arrived = _exchange(self.comm, messages, routes.sources)
+        for data in filter(None, arrived):
+            stored = {**stored, **decode_values(decode_json(data))}
+        alone = [pair for pair in names if pair[1] not in routes.names]
+        here = [pair for pair in names if pair[1] in stored]  # all, if no rank has failed
+        values = self.attempts.run(
+            lambda: reader.values(alone, verify=self.verify) | self._load(stored, here), nothing
+        )
+        stats = values_read(reader, [*(name for _, name in alone), *read], verify=self.verify)
+        return Outcome(stats, values, sum(map(len, messages.values())), sum(map(len, arrived)))
+
+    def _load(
+        self, stored: Mapping[str, StoredValue], names: Sequence[tuple[str, str]]
+    ) -> dict[str, Any]:
+        """Make values of what is stored, by name in the state dict; a new one for each name."""
+        return {dest: load_value(stored[name], self.place, name) for dest, name in names}
+
+    def move_tensors(self, one: Round, progress: Progress) -> ReadStats:
+        """Take part in a round: read, send and receive."""
+        incoming = [self._expect(arrival) for arrival in one.arrivals]
+        sizes = zip(one.reads.lengths.tolist(), one.reads.ndim.tolist(), one.dtypes, strict=True)
+        staged = [empty_tensor(lengths[:axes], dtype) for lengths, axes, dtype in sizes]
+        stats = self.attempts.run(
+            lambda: self._fill(one.reads, staged.__getitem__, progress), ReadStats()
+        )
+        pending = [
+            sent
+            for piece in one.pieces
+            for sent in self._send(piece, staged[piece.read], one.dtypes[piece.read])
+        ]
+        for sent in pending:
+            sent.wait()
+        for region in incoming:
+            region.pending.wait()
+            self.attempts.run(partial(region.deliver, progress), None)
+        return stats
+
+    def read_rest(self, rows: Sequence[int], progress: Progress) -> ReadStats:
+        """Fill what no other rank needs, straight from storage."""
+        items = self.plan.items.take(np.array(rows, np.int64))
+        return self._fill(items, lambda row: self.own(rows[row]), progress)
+
+    def _fill(
+        self, reads: ReadItems, dest: Callable[[int], torch.Tensor], progress: Progress
+    ) -> ReadStats:
+        reader = self.opened.reader
+        if reader is None or not len(reads):
+            return ReadStats()
+        return reader.fill(reads, dest, verify=self.verify, sums=self.sums, progress=progress)
+
+    def _send(self, piece: Piece, staged: torch.Tensor, dtype: str) -> list[Pending]:
+        """Begin to send a region, and copy it to where this rank needs it."""
+        view = flat_memory(box_view(staged, piece.offsets, piece.sizes).contiguous())
+        assert view is not None
+        pending = [self.comm.send(target, view) for target in piece.targets]
+
+        def keep() -> None:
+            for row in piece.items:
+                fill_from_bytes(self.own(row), np.frombuffer(view, np.uint8), dtype)
+
+        self.attempts.run(keep, None)
+        return pending
+
+    def _expect(self, arrival: Arrival) -> _Incoming:
+        """Make ready to receive a region, straight into its tensor where that is possible."""
+        nothing: tuple[torch.Tensor | None, memoryview | None] = (None, None)
+        tensor, view = self.attempts.run(lambda: self._memory_of(arrival), nothing)
+        staged = None
+        if view is None:
+            staged = np.empty(arrival.nbytes, np.uint8)
+            view = staged.data
+        return _Incoming(self.comm.receive(arrival.source, view), tensor, staged, arrival)
+
+    def _memory_of(self, arrival: Arrival) -> tuple[torch.Tensor | None, memoryview | None]:
+        tensor = self.theirs(arrival.transfer)
+        return tensor, flat_memory(tensor) if same_dtype(tensor, arrival.dtype) else None
+
+
+@attrs.frozen(eq=False)
+class _Incoming:
+    """A region that is being received; without a tensor, it is thrown away."""
+
+    pending: Pending
+    tensor: torch.Tensor | None
+    staged: npt.NDArray[np.uint8] | None
+    arrival: Arrival
+
+    def deliver(self, progress: Progress) -> None:
+        """Copy what has come to where it belongs, unless it came there."""
+        if self.staged is not None and self.tensor is not None:
+            fill_from_bytes(self.tensor, self.staged, self.arrival.dtype)
+        progress.add(self.arrival.nbytes)
+
+
+@attrs.frozen
+class _ValueRoutes:
+    """The non-tensor values that travel between ranks.
+
+    Attributes:
+        going: By target, the names of the values that this rank reads for it.
+        sources: The ranks that send values to this one.
+        names: All of these values, by name in the checkpoint.
+    """
+
+    going: Mapping[int, Sequence[str]]
+    sources: Sequence[int]
+    names: frozenset[str]
+
+    @classmethod
+    def of(cls, transfers: Transfers, rank: int, reader: Reader) -> _ValueRoutes:
+        """Find the routes; values that are kept with the metadata are known to every rank."""
+        names, going, sources = set[str](), dict[int, list[str]](), set[int]()
+        items = transfers.reads
+        for row in np.flatnonzero(items.type == LoadItemType.BYTE_IO.value).tolist():
+            name, source = items.names[items.storage[row]], int(transfers.source[row])
+            if not reader.source.value_bytes(name):
+                continue
+            names.add(name)
+            if source == rank:
+                going.setdefault(int(transfers.target[row]), []).append(name)
+            else:
+                sources.add(source)
+        return cls(going, sorted(sources), frozenset(names))
+
+
+def _exchange(comm: Comm, messages: Mapping[int, bytes], sources: Sequence[int]) -> list[bytes]:
+    """Send messages, and return those of some ranks; their lengths travel first."""
+    lengths = [bytearray(8) for _ in sources]
+    sizes = {target: len(data).to_bytes(8, "big") for target, data in messages.items()}
+    _swap(comm, sizes, dict(zip(sources, lengths, strict=True)))
+    arrived = [bytearray(int.from_bytes(length, "big")) for length in lengths]
+    _swap(comm, messages, dict(zip(sources, arrived, strict=True)))
+    return [bytes(data) for data in arrived]
+
+
+def _swap(comm: Comm, going: Mapping[int, bytes], coming: Mapping[int, bytearray]) -> None:
+    """Receive and send at the same time; both sides know which messages are empty."""
+    pending = [comm.receive(source, memoryview(into)) for source, into in coming.items() if into]
+    pending += [comm.send(target, memoryview(data)) for target, data in going.items() if data]
+    for one in pending:
+        one.wait()

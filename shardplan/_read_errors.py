@@ -1,4 +1,4 @@
-"""Errors of reading a checkpoint: which one it was, what was changed, was it overwritten meanwhile.
+"""Errors of reading a checkpoint: they name it, and say what was changed.
 
 Another process may overwrite a checkpoint while it is being read: the old files go as soon as the
 new checkpoint is there. Reading then begins anew.
@@ -24,15 +24,6 @@ if TYPE_CHECKING:
     from shardplan.io import Pool
     from shardplan.io.execute import Reader  # which needs torch, and a check does not
 
-__all__ = [
-    "ATTEMPTS",
-    "is_another",
-    "naming_place",
-    "plain_errors",
-    "read_anew",
-    "touching",
-]
-
 T = TypeVar("T")
 
 ATTEMPTS: Final = 16
@@ -42,27 +33,18 @@ _STOPPED: Final = (FormatError, LoadError, StoreError)  # raised when files are 
 
 
 def read_anew(open: Callable[[], tuple[Reader, ...]], work: Callable[..., T]) -> T:
-    """Open some checkpoints and work on them; if one is overwritten meanwhile, begin anew.
-
-    Args:
-        open: Opens the checkpoints.
-        work: Is given a reader of each.
-    """
+    """Open some checkpoints and work on them; if one is overwritten meanwhile, begin anew."""
     for _ in range(ATTEMPTS - 1):
         readers = open()
         try:
             return work(*readers)
         except _STOPPED:
-            if not any(map(_begins_anew, readers)):
+            replaced = next(filter(_was_replaced, readers), None)
+            if replaced is None:
                 raise
+            url = replaced.store.url
+            LOG.warning("%s was overwritten while it was read; reading begins anew", url)
     return work(*open())
-
-
-def _begins_anew(reader: Reader) -> bool:
-    replaced = _was_replaced(reader)
-    if replaced:
-        LOG.warning("%s was overwritten while it was read; reading begins anew", reader.store.url)
-    return replaced
 
 
 def _was_replaced(reader: Reader) -> bool:
@@ -85,15 +67,7 @@ def is_another(
 
 @contextmanager
 def naming_place(place: object) -> Iterator[None]:
-    """Add to errors about a checkpoint which one it is.
-
-    >>> try:
-    ...     with naming_place("run/step-7"):
-    ...         raise FormatError("shardplan.json", "it is not JSON")
-    ... except FormatError as error:
-    ...     print(error.__notes__)
-    ['the checkpoint is run/step-7']
-    """
+    """Add the name of the checkpoint to errors about it."""
     try:
         yield
     except (FormatError, LoadError, PlanError) as error:
@@ -104,10 +78,7 @@ def naming_place(place: object) -> Iterator[None]:
 def touching(error: Exception, items: ReadItems, *, together: bool) -> Exception:
     """Return an error that says that any tensor of some reads may be overwritten in part.
 
-    Args:
-        error: What stopped the load, when it is not known how far it had come.
-        items: What this rank wanted.
-        together: Whether other ranks are in the same state.
+    ``together`` adds that other ranks are in the same state.
     """
     tensors = items.type == LoadItemType.TENSOR.value
     keys = [items.names[number] for number in distinct(items.dest[tensors]).tolist()]
@@ -121,10 +92,7 @@ def touching(error: Exception, items: ReadItems, *, together: bool) -> Exception
 
 @contextmanager
 def plain_errors(reader: Reader) -> Iterator[None]:
-    """Leave out of errors what does not matter to a caller who gets new memory.
-
-    That is which keys were filled, and how to accept gaps.
-    """
+    """Leave out of errors which keys were filled, and how to accept gaps, for new memory."""
     try:
         yield
     except PlanError as error:
@@ -141,11 +109,7 @@ def plain_errors(reader: Reader) -> Iterator[None]:
 
 
 def _without_arguments(issue: Issue) -> Issue:
-    """Leave out the argument to try, which only `load` has; for a prefix, name `load`.
-
-    >>> str(_without_arguments(Issue("missing", "w", "no `w`", remedy="strict=False leaves it")))
-    'no `w`'
-    """
+    """Leave out the argument to try, which only `load` has; for a prefix, name `load`."""
     if issue.kind != "missing" or not issue.summary:
         return attrs.evolve(issue, remedy="")
     return attrs.evolve(issue, remedy=f"restore takes no planner: use load, and {issue.remedy}")

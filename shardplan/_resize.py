@@ -23,11 +23,8 @@ from shardplan.planning import (
 
 from ._checkpoint import Checkpoint, SavedTensor
 from ._comm import Place
-from ._nested import at, put
 from ._read import Opened
-from ._state import Parted, parted
-
-__all__ = ["Resized", "resize", "without_other_ranks"]
+from ._state import Parted, at, parted, put
 
 _LABEL: Final = re.compile(r"(?:^|\.)rank_(\d+)_of_(\d+)(?=\.|$)")
 
@@ -37,16 +34,16 @@ class Resized:
     """Per-rank state that was made of what other ranks had saved.
 
     Attributes:
-        values: This rank's states, and the path to each.
+        values: This rank's states, by path.
         names: The names that the states' parts would have in a checkpoint of as many ranks.
     """
 
-    values: tuple[tuple[Path, Any], ...]
+    values: Mapping[Path, Any]
     names: frozenset[str]
 
     def put(self, state: Any) -> None:
         """Put the states in their places, in what was loaded."""
-        for path, value in self.values:
+        for path, value in self.values.items():
             put(state, path, value)
 
 
@@ -68,23 +65,19 @@ def resize(
         place: Where this rank is.
         strict: What must be filled; see `load_plan`.
         verify: Whether to check what is read against its checksums.
-
-    Raises:
-        PlanError: State that must be filled was saved on another number of ranks, and cannot be
-            resized; all of it is named.
     """
-    values: list[tuple[Path, Any]] = []
+    values: dict[Path, Any] = {}
     names: set[str] = set()
     issues: list[Issue] = []
     for moved in _moved(state, plan, opened.metadata):
         if moved.node.source.resize is not None and opened.reader is not None:
-            values.append((moved.path, _resized(moved, opened.reader, place, verify)))
+            values[moved.path] = _resized(moved, opened.reader, place, verify)
             names.update(moved.names)
         elif _is_needed(moved.names, strict):
             issues.append(_refusal(moved, place))
     if issues:
         raise PlanError(issues)
-    return Resized(tuple(values), frozenset(names))
+    return Resized(values, frozenset(names))
 
 
 def without_other_ranks(names: Iterable[str], wanted: Iterable[str]) -> tuple[str, ...]:
@@ -93,28 +86,14 @@ def without_other_ranks(names: Iterable[str], wanted: Iterable[str]) -> tuple[st
     >>> without_other_ranks(["rng.rank_1_of_2.pos", "a.rank_1_of_2"], ["rng.rank_0_of_2.pos"])
     ('a.rank_1_of_2',)
     """
-    bases = {label.base for label in _labels(wanted)}
-    return tuple(n for n in names if not any(label.base in bases for label in _labels([n])))
+    bases = {base for base, _ in _labels(wanted)}
+    return tuple(n for n in names if not any(base in bases for base, _ in _labels([n])))
 
 
-@attrs.frozen
-class _Label:
-    """The part ``rank_0_of_2`` of a name: the number of ranks, and what comes before it."""
-
-    base: str
-    ranks: int
-
-
-def _labels(names: Iterable[str]) -> Iterator[_Label]:
-    """Yield the labels of those names that have one.
-
-    >>> list(_labels(["rng.rank_0_of_2.a", "w"]))
-    [_Label(base='rng', ranks=2)]
-    """
-    for name in names:
-        match = _LABEL.search(name)
-        if match is not None:
-            yield _Label(name[: match.start()], int(match[2]))
+def _labels(names: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """Yield what comes before each label ``rank_0_of_2``, and its number of ranks."""
+    for match in filter(None, map(_LABEL.search, names)):
+        yield match.string[: match.start()], int(match[2])
 
 
 @attrs.frozen(eq=False)
@@ -122,8 +101,8 @@ class _Moved:
     """Per-rank state that was saved on another number of ranks.
 
     Attributes:
-        path: The path to it.
-        node: Where it goes.
+        path: The path to it in the state dict.
+        node: What stands there.
         name: Its name in the checkpoint, without a label.
         names: The names of its parts as they would be on these ranks.
         ranks: On how many it was saved.
@@ -143,12 +122,12 @@ def _moved(state: Mapping[Any, Any], plan: SavePlan, metadata: Metadata) -> Iter
         prefix = ".".join([*(str(key) for _, key in path), node.label])
         pairs = zip(catalog.names, catalog.sources, strict=True)
         names = [name for name, source in pairs if f"{source}.".startswith(f"{prefix}.")]
-        bases = {label.base for label in _labels(names)}
+        bases = {base for base, _ in _labels(names)}
         if len(bases) != 1:
             continue  # a planner has given it other names
         (base,) = bases
         saved = _labels(metadata.state_dict_metadata)
-        worlds = {label.ranks for label in saved if label.base == base}
+        worlds = {ranks for labelled, ranks in saved if labelled == base}
         if worlds and int(node.label.rpartition("_")[2]) not in worlds:
             yield _Moved((*path, ("dict", node.label)), node, base, tuple(names), max(worlds))
 

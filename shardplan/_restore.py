@@ -37,8 +37,6 @@ from ._report import LOG
 from ._resize import resize
 from ._state import State, expand, part, unpart
 
-__all__ = ["restore"]
-
 
 def restore(
     path: str | os.PathLike[str] | Store,

@@ -31,8 +31,6 @@ from ._folder import (
 from ._report import logged
 from ._verify import verify as check
 
-__all__ = ["PruneReport", "latest", "prune"]
-
 _LOG: Final = logging.getLogger("shardplan")
 
 
@@ -152,8 +150,8 @@ def prune(
     process was sending to an object store are seen by the service alone; see `ObjectStore`.
 
     Args:
-        path: A folder that holds checkpoints, one folder each; or a checkpoint, of which only the
-            leftovers go.
+        path: A folder that holds checkpoints, one folder each; or a checkpoint, to remove only its
+            leftovers.
         keep_last: How many checkpoints stay.
         min_age: For how many seconds no file of a killed save must have been written before they
             are removed. Make it longer than any file takes; 0 only if no save can be under way.
@@ -187,11 +185,9 @@ def prune(
     else:
         kept, bad = whole[-keep_last:], set()
     doomed = [name for name in whole if name not in kept and name not in bad]
-    fates = {
-        name: "removed" if dry_run else _remove(store, name, found[name].save_id) for name in doomed
-    }
+    fates = ["removed" if dry_run else _remove(store, name, found[name].save_id) for name in doomed]
     removed, replaced = (
-        tuple(name for name, fate in fates.items() if fate == what)
+        tuple(name for name, fate in zip(doomed, fates, strict=True) if fate == what)
         for what in ("removed", "replaced")
     )
     old, spared = _tidy(store, found, min_age, dry_run)
@@ -248,7 +244,7 @@ def _check_options(keep_last: int, min_age: float) -> None:
 
 
 def _whole(found: Mapping[str, Look]) -> list[str]:
-    """Return the checkpoints of which all files are there, the newest last."""
+    """Return the checkpoints whose files are all there, the newest last."""
     dated = [
         (look.created, name)
         for name, look in found.items()

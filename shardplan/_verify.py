@@ -17,8 +17,6 @@ from shardplan.planning import Sheet, Table, counted, human_bytes, human_seconds
 from ._read_errors import ATTEMPTS, is_another
 from ._report import logged
 
-__all__ = ["VerifyReport", "verify"]
-
 _SHOWN: Final = 50
 
 
@@ -29,7 +27,7 @@ class VerifyReport:
     Attributes:
         path: The checkpoint.
         faults: All that is wrong: the manifest's faults first, then by file and place.
-        keys: Names of which some bytes are damaged, lost or could not be checked, sorted. If the
+        keys: Names with bytes that are damaged, lost or could not be checked, sorted. If the
             manifest cannot be read, they are not known.
         leftovers: Files of killed saves (or of one under way); they do no harm, and `prune`
             removes them.
@@ -61,7 +59,7 @@ class VerifyReport:
 
     @property
     def verdict(self) -> str:
-        """What the check came to, in a few words."""
+        """The result of the check, in a few words."""
         if self.faults:
             return counted(len(self.faults), "fault")
         if not self.unchecked:
@@ -124,7 +122,7 @@ def verify(
 
     Raises:
         FormatError: There is no checkpoint.
-        StoreError: The store cannot tell whether there is one.
+        StoreError: The store fails.
     """
     start = time.perf_counter()
     store, name = locate(path)

@@ -805,7 +805,7 @@ def test_a_save_that_fails_to_commit_leaves_nothing_behind(tmp_path, monkeypatch
     def fail(*args, **kwargs):
         raise OSError("disk full")
 
-    monkeypatch.setattr("shardplan.io.formats.native.commit.publish", fail)
+    monkeypatch.setattr("shardplan.io.formats.native.write.publish", fail)
     error = only_failure(
         dcp.save, {"w": torch.ones(2)}, storage_writer=as_torch_storage_writer(tmp_path)
     )

@@ -14,7 +14,7 @@ import torch
 
 import shardplan
 from shardplan.io.errors import FormatError, LoadError, UnsureCommitError, ValueRefusedError
-from shardplan.io.execute.cleanup import leftovers
+from shardplan.io.execute import leftovers
 from shardplan.io.formats.headers import Slot, parse_header
 from shardplan.io.formats.native.manifest import MANIFEST, decode_manifest, read_manifest, sign
 from shardplan.io.stores.base import StoreError, open_store

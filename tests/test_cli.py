@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 import shardplan
 from shardplan.cli.app import app
-from shardplan.cli.names import branches, runs_text
+from shardplan.cli.names import branches
 from shardplan.cli.placements import parse_mesh, parse_placements
 from shardplan.cli.screen import table
 from shardplan.io.formats.native.manifest import MANIFEST, FileTable, Manifest, encode_manifest
@@ -41,6 +41,7 @@ from shardplan.planning import (
 )
 from shardplan.planning.columns.catalog import column
 from shardplan.planning.storage.files import file_name
+from shardplan.planning.text import runs_text
 
 ROOT = Path(__file__).resolve().parent.parent
 SCREENS = Path(__file__).parent / "screens"
@@ -614,7 +615,7 @@ def test_only_like_layers_are_drawn_together():
 
 
 def test_many_runs_of_numbers_are_cut_short():
-    assert runs_text([0, 2, 3, 7, 11, 12, 20]) == "0,2–3,7,…,20"
+    assert runs_text([0, 2, 3, 7, 11, 12, 20], ",") == "0,2–3,7,…,20"
 
 
 # Formats and stores

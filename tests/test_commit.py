@@ -14,11 +14,10 @@ import torch
 import shardplan
 from shardplan.dist import run_ranks
 from shardplan.io.errors import ExistsError, FormatError, UnsureCommitError
-from shardplan.io.execute import cleanup as left_by_saves
-from shardplan.io.execute.cleanup import leftovers
-from shardplan.io.formats.native.commit import NativeWriter, assemble, publish
+from shardplan.io.execute import commit as left_by_saves
+from shardplan.io.execute import leftovers
 from shardplan.io.formats.native.manifest import MANIFEST, read_manifest, sign
-from shardplan.io.formats.native.write import write_rank
+from shardplan.io.formats.native.write import NativeWriter, assemble, publish, write_rank
 from shardplan.io.pool import Pool
 from shardplan.io.stores.base import MissingFileError, Store, StoreError, open_store
 from shardplan.io.stores.local import LocalStore

@@ -35,7 +35,7 @@ import shardplan
 from shardplan._read import read_rank
 from shardplan.io.errors import ExistsError, FormatError, UnsureCommitError, ValueRefusedError
 from shardplan.io.execute.read import Reader
-from shardplan.io.formats.dcp import ranks as dcp_ranks
+from shardplan.io.formats.dcp import metadata as rank_module
 from shardplan.io.formats.dcp.metadata import METADATA, Described, parse_metadata
 from shardplan.io.formats.registry import find_writer, open_source
 from shardplan.io.formats.torch_save.names import load_nested
@@ -314,13 +314,13 @@ def test_chunks_of_many_ranks_are_tiled_once_when_their_files_are_merged(monkeyp
         tiled.append(len(chunks))
         return tile_chunks(chunks)
 
-    monkeypatch.setattr(dcp_ranks, "tile_chunks", counted)
+    monkeypatch.setattr(rank_module, "tile_chunks", counted)
     parts = {}
     for rank in range(50):
         chunks = [Chunk((0,), (2,)), Chunk((2 + rank,), (1,))]
         entry = TensorMetadata(TensorProperties(), (52,), chunks)
         parts[f"__{rank}.metadata"] = Described(Metadata({"w": entry}), (), {}, False)
-    merged = dcp_ranks.merge_ranks(parts).metadata.state_dict_metadata["w"]
+    merged = rank_module.merge_ranks(parts).metadata.state_dict_metadata["w"]
     assert tiled == [51]
     assert [c.offsets for c in merged.chunks] == [(0,), *((i,) for i in range(2, 52))]
 
@@ -445,7 +445,7 @@ sys.modules["torch"] = None
 from shardplan.io.formats.registry import open_source
 source = open_source({str(tmp_path)!r})
 print(source.format, len(source.metadata.state_dict_metadata), source.value("betas"))
-print(source.spots([("model.w", 0)])[0].extents)
+print(source.find_chunks([("model.w", 0)])[0].extents)
 """
     done = subprocess.run(
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False

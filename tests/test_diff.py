@@ -18,9 +18,8 @@ from shardplan._diff import diff
 from shardplan.io import compare
 from shardplan.io.compare import same_value
 from shardplan.io.errors import FormatError
-from shardplan.io.formats.native.commit import assemble, publish
 from shardplan.io.formats.native.manifest import MANIFEST
-from shardplan.io.formats.native.write import write_rank
+from shardplan.io.formats.native.write import assemble, publish, write_rank
 from shardplan.io.pool import Pool
 from shardplan.io.stores.base import open_store
 from shardplan.io.stores.testing import CountingStore

@@ -468,7 +468,7 @@ def test_time_follows_the_stated_model():
     assert report.totals.seconds == 13
     narrow = explain(metadata, loads, model=attrs.evolve(model, storage_total=200))
     assert narrow.totals.seconds == 4000 / 200
-    with pytest.raises(ValueError, match="storage_total must be above 0"):
+    with pytest.raises(ValueError, match="'storage_total' must be > 0"):
         CostModel(storage_total=0)
 
 

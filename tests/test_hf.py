@@ -158,7 +158,7 @@ def test_reading_needs_no_torch(tmp_path):
     save_file(tensors(), tmp_path / "model.safetensors")
     code = (
         "import sys; from shardplan.io.formats.registry import open_source; "
-        "s = open_source(sys.argv[1]); s.spots([('mask', 0)]); "
+        "s = open_source(sys.argv[1]); s.find_chunks([('mask', 0)]); "
         "print(len(s.metadata.state_dict_metadata), 'torch' in sys.modules)"
     )
     out = subprocess.run(

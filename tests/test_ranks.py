@@ -26,8 +26,7 @@ from shardplan._offers import PlanCache
 from shardplan._replicas import COMPARED_BYTES, digests
 from shardplan.dist import CheckpointError, run_ranks, solo
 from shardplan.io.errors import ExistsError, FormatError, ValueRefusedError
-from shardplan.io.formats.native.commit import assemble, publish
-from shardplan.io.formats.native.write import write_rank
+from shardplan.io.formats.native.write import assemble, publish, write_rank
 from shardplan.io.pool import Pool
 from shardplan.io.stores.base import open_store
 from shardplan.io.stores.testing import CountingStore, FaultyStore

@@ -13,7 +13,7 @@ from shardplan.dist import CheckpointError, run_ranks
 from shardplan.io import ExistsError, open_store
 from shardplan.io.errors import UnsureCommitError
 from shardplan.io.execute.pieces import Lazy
-from shardplan.io.formats.hf.index import INDEX, SINGLE
+from shardplan.io.formats.hf.source import INDEX, SINGLE
 from shardplan.io.formats.registry import detect, find_writer, open_target
 from shardplan.io.stores.base import StoreError
 from shardplan.io.stores.testing import FaultyStore, InjectedError

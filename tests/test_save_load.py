@@ -25,8 +25,7 @@ from shardplan.io.execute import fetch
 from shardplan.io.execute import read as reading
 from shardplan.io.execute.read import Reader
 from shardplan.io.formats.headers import parse_header
-from shardplan.io.formats.native.commit import assemble, publish
-from shardplan.io.formats.native.write import write_rank
+from shardplan.io.formats.native.write import assemble, publish, write_rank
 from shardplan.io.formats.registry import open_source
 from shardplan.io.pool import Pool
 from shardplan.io.stores.base import StoreError, open_store
@@ -708,7 +707,7 @@ def test_a_save_that_comes_between_is_read_instead(tmp_path, monkeypatch, read):
     from shardplan.io.formats.native import source as native
 
     shardplan.save({"w": torch.zeros(3), "n": 0}, tmp_path)
-    spots, times = native.NativeSource.spots, [3]
+    spots, times = native.NativeSource.find_chunks, [3]
 
     def late(self, chunks):
         if times[0]:
@@ -717,7 +716,7 @@ def test_a_save_that_comes_between_is_read_instead(tmp_path, monkeypatch, read):
             shardplan.save({"w": torch.full((3,), float(n)), "n": n}, tmp_path, overwrite=True)
         return spots(self, chunks)
 
-    monkeypatch.setattr(native.NativeSource, "spots", late)
+    monkeypatch.setattr(native.NativeSource, "find_chunks", late)
     target = {"w": torch.full((3,), -1.0), "n": -1}
     if read == "load":
         shardplan.load(target, tmp_path)

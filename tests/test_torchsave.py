@@ -243,7 +243,7 @@ from shardplan.planning import TensorMetadata
 source = open_source(sys.argv[1])
 entries = source.metadata.state_dict_metadata
 tensors = [name for name, entry in entries.items() if isinstance(entry, TensorMetadata)]
-source.spots([(name, 0) for name in tensors])
+source.find_chunks([(name, 0) for name in tensors])
 for name in sorted(tensors):
     print(name, entries[name].properties.dtype, entries[name].size)
 print(source.value("betas"), source.value("raw"), source.value("step"))

@@ -15,7 +15,7 @@ import shardplan
 from shardplan import verify
 from shardplan.dist import run_ranks
 from shardplan.io import FormatError
-from shardplan.io.formats.hf.index import INDEX
+from shardplan.io.formats.hf.source import INDEX
 from shardplan.io.formats.torch_save import check as archive_check
 from shardplan.planning import Chunk
 

@@ -6,7 +6,7 @@ from shardplan.planning.door import door
 
 if TYPE_CHECKING:
     from .ahead import Ahead, Lender, stored_chunks
-    from .cleanup import MIN_AGE, by_save, leftovers, strays
+    from .commit import MIN_AGE, by_save, leftovers, strays
     from .pieces import Kept, Lazy, Piece, collect
     from .read import Reader, ReadStats
     from .streaming import Copied, Copies, write_copies
@@ -15,7 +15,7 @@ __getattr__, __dir__ = door(
     __name__,
     {
         "ahead": "Ahead Lender stored_chunks",
-        "cleanup": "MIN_AGE by_save leftovers strays",
+        "commit": "MIN_AGE by_save leftovers strays",
         "pieces": "Kept Lazy Piece collect",
         "read": "ReadStats Reader",
         "streaming": "Copied Copies write_copies",

@@ -25,7 +25,7 @@ from shardplan.planning.columns import Ints, ReadItems
 from shardplan.planning.storage import BATCH_BYTES, Box, CopyPlan, StoredChunks, read_boxes
 
 from ..checksums import Proof
-from ..formats.base import Source, Spot
+from ..formats.base import ChunkPlace, Source
 from ..tensors import block_of_memory, box_view, empty_tensor, torch_dtype
 from .copying import Block, Stretch
 from .pieces import Lazy
@@ -46,11 +46,11 @@ def stored_chunks(source: Source) -> StoredChunks:
     sizes = {name: entry for name, entry in entries.items() if isinstance(entry, TensorMetadata)}
     counts = [len(entry.chunks) for entry in sizes.values()]
     keys = [(n, i) for n, count in zip(sizes, counts, strict=True) for i in range(count)]
-    spots = source.spots(keys)
+    spots = source.find_chunks(keys)
     first = dict(zip(sizes, np.cumsum([0, *counts]).tolist(), strict=False))
     local = [source.store.locate(name) is not None for name in source.files]
     # Views of one storage may begin at the same place of the same array: only sizes differ.
-    views: dict[tuple[Spot, tuple[int, ...]], str] = {}
+    views: dict[tuple[ChunkPlace, tuple[int, ...]], str] = {}
     tied = {}
     for (name, entry), count in zip(sizes.items(), counts, strict=True):
         if count == 1 and 0 not in entry.size:

@@ -13,7 +13,7 @@ import attrs
 import numpy as np
 import torch
 
-from shardplan.planning import LoadItemType, LoadPlan, itemsize
+from shardplan.planning import LoadItemType, itemsize
 from shardplan.planning.columns import Ints, ReadItems, column, numbered, padded
 from shardplan.planning.geometry import pad
 from shardplan.planning.storage import (
@@ -27,7 +27,7 @@ from shardplan.planning.storage import (
 
 from ..checksums import BlockSums
 from ..errors import FormatError, LoadError, listed
-from ..formats.base import Source, Spot
+from ..formats.base import ChunkPlace, Source
 from ..pool import Pool, Progress, default_pool, own_processors
 from ..stores.base import Store, StoreError
 from ..stores.local_files import PAGE
@@ -88,11 +88,8 @@ class Reader:
         """
         return self.source.value(name, verify=verify)
 
-    def values(self, plan: LoadPlan, *, verify: bool = True) -> dict[str, Any]:
-        """Return, by name in the state dict, the values that a plan reads."""
-        items = plan.items
-        rows = np.flatnonzero(items.type == LoadItemType.BYTE_IO.value)
-        names = [(items.names[items.dest[r]], items.names[items.storage[r]]) for r in rows.tolist()]
+    def values(self, names: Sequence[tuple[str, str]], *, verify: bool = True) -> dict[str, Any]:
+        """Return new values by name in the state dict, given also the names in the checkpoint."""
         found = self.pool.map(
             lambda pair: self.value(pair[1], verify=verify),
             names,
@@ -210,7 +207,7 @@ class _Chunks:
     """
 
     names: list[tuple[str, int]]
-    spots: list[Spot]
+    spots: list[ChunkPlace]
     places: ChunkPlaces
     sums: list[int | None]
     of_read: Ints
@@ -221,7 +218,7 @@ def _chunks(source: Source, items: ReadItems, number: Ints, verify: bool) -> _Ch
     keys = list(zip(items.storage.tolist(), number.tolist(), strict=True))
     distinct = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     names = [(items.names[name], chunk) for name, chunk in distinct]
-    spots = source.spots(names)
+    spots = source.find_chunks(names)
     sums: list[int | None] = [None] * len(names)
     if verify:
         sums = source.chunk_sums(names)
@@ -229,7 +226,7 @@ def _chunks(source: Source, items: ReadItems, number: Ints, verify: bool) -> _Ch
     return _Chunks(names, spots, places, sums, column([distinct[key] for key in keys]))
 
 
-def places_of(spots: Sequence[Spot], axes: int, summed: Sequence[bool]) -> ChunkPlaces:
+def places_of(spots: Sequence[ChunkPlace], axes: int, summed: Sequence[bool]) -> ChunkPlaces:
     """Return where chunks lie, as columns of so many axes."""
     widths = {dtype: itemsize(dtype) for dtype in {spot.dtype for spot in spots}}
     return ChunkPlaces(

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from shardplan.planning.door import door
 
 if TYPE_CHECKING:
-    from .base import Fault, FileColumns, Findings, Format, Part, Source, Spot, Writer
+    from .base import ChunkPlace, Fault, FileColumns, Findings, Format, Part, Source, Writer
     from .registry import (
         detect,
         find_any,
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = door(
     __name__,
     {
-        "base": "Fault FileColumns Findings Format Part Source Spot Writer",
+        "base": "ChunkPlace Fault FileColumns Findings Format Part Source Writer",
         "registry": (
             "detect find_any find_format find_writer known_formats locate open_located open_source "
             "open_target register_format"

@@ -25,21 +25,16 @@ from ..stores.base import Store
 if TYPE_CHECKING:  # reading needs no plans of what to save
     from shardplan.planning import SavePlan
 
-__all__ = [
-    "Fault",
-    "FaultKind",
-    "FileColumns",
-    "Findings",
-    "Format",
-    "Part",
-    "Source",
-    "Spot",
-    "Writer",
-]
+
+def read_bytes(store: Store, file: str, begin: int, nbytes: int) -> bytes:
+    """Return some bytes of a file."""
+    data = bytearray(nbytes)
+    store.read(file, [(begin, memoryview(data))])
+    return bytes(data)
 
 
 @attrs.frozen
-class Spot:
+class ChunkPlace:
     """Where one chunk lies.
 
     Attributes:
@@ -99,8 +94,6 @@ class Fault:
             checkpoint under its name), ``foreign`` (a file of another save or program),
             ``header`` (damaged), ``disagrees`` (header and manifest contradict each other),
             ``checksum`` (a chunk's bytes were changed) or ``unreadable`` (the store fails).
-        file: The file, by its name inside the checkpoint.
-        reason: What was expected and what was found.
         key: The tensor or value concerned; None where it is the whole file.
         begin, end: The bytes of the file concerned.
     """
@@ -118,12 +111,11 @@ class Findings:
     """What a check of a whole checkpoint found.
 
     Attributes:
-        faults: All that is wrong, by file, then by place.
         files: How many data files there should be.
-        chunks: How many chunks were found to fit their checksums.
+        chunks: How many chunks fit their checksums.
         nbytes: How many bytes were read and checked.
         notes: What could not be checked, and why.
-        unchecked: How many bytes there are that have no checksums.
+        unchecked: How many bytes have no checksums.
         lost: Names that cannot be loaded whole, beside those of the faults.
         save_id: The save that made the checkpoint; None if that is not known.
     """
@@ -139,7 +131,7 @@ class Findings:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Names of which some bytes are damaged, lost or could not be checked, sorted."""
+        """Names with bytes that are damaged, lost or could not be checked, sorted."""
         # Names on which header and manifest disagree may not be names of the checkpoint at all.
         named = {f.key for f in self.faults if f.key is not None and f.kind != "disagrees"}
         return tuple(sorted(self.lost | named))
@@ -150,6 +142,8 @@ class Source(Protocol):
 
     Attributes:
         format: The name of its format.
+        store: Where its files are.
+        files: Their names there; `find_chunks` may add virtual ones.
         metadata: What it holds.
         block_bytes: The most bytes of a block that was hashed; see `planning.storage`.
         checksum: How the checksums of its chunks are made.
@@ -160,6 +154,8 @@ class Source(Protocol):
     """
 
     format: str
+    store: Store
+    files: Sequence[str]
     metadata: Metadata
     block_bytes: int = BLOCK_BYTES
     checksum: Checksum = XXH3
@@ -168,17 +164,7 @@ class Source(Protocol):
     notes: tuple[str, ...] = ()
     file_columns: FileColumns | None = None
 
-    @property
-    def store(self) -> Store:
-        """Where its files are."""
-        ...
-
-    @property
-    def files(self) -> Sequence[str]:
-        """Their names there."""
-        ...
-
-    def spots(self, chunks: Sequence[tuple[str, int]]) -> list[Spot]:
+    def find_chunks(self, chunks: Sequence[tuple[str, int]]) -> list[ChunkPlace]:
         """Find chunks, each given by its tensor's name and its number among the tensor's chunks.
 
         Raises:
@@ -211,7 +197,9 @@ class Source(Protocol):
         """Return the file of each chunk of a tensor, in `files`; None if that is not known."""
         entry = self.metadata.state_dict_metadata[name]
         count = len(entry.chunks) if isinstance(entry, TensorMetadata) else 0
-        return [spot.file for spot in self.spots([(name, number) for number in range(count)])]
+        return [
+            place.file for place in self.find_chunks([(name, number) for number in range(count)])
+        ]
 
     def sums_of(self, name: str) -> Sums | None:
         """Return the checksum of each chunk of one entry, as far as is known without any reading.
@@ -221,10 +209,10 @@ class Source(Protocol):
         return None
 
     def chunk_sums(self, chunks: Sequence[tuple[str, int]]) -> list[int | None]:
-        """Return the checksum of each chunk, None where there is none; see `spots`.
+        """Return the checksum of each chunk, None where there is none; see `find_chunks`.
 
         A few bytes of each may have to be read. These checksums are for comparing with the bytes
-        that lie where `spots` says, in their order.
+        that lie where `find_chunks` says, in their order.
         """
         return [None] * len(chunks)
 
@@ -262,13 +250,7 @@ class Source(Protocol):
 
 @attrs.frozen
 class Part:
-    """What one rank wrote.
-
-    Attributes:
-        files: How many files.
-        nbytes: Their size, in bytes.
-        report: What the writer's `commit` has to know of it, in bytes that may travel.
-    """
+    """What one rank wrote: how many files and bytes, and its report for `Writer.commit`."""
 
     files: int
     nbytes: int
@@ -279,8 +261,7 @@ class Writer(Protocol):
     """Writes checkpoints of one format; writers derive from this class.
 
     Attributes:
-        file: The file's name in the store, if the format is a single file; see `open_target`.
-            None if it is a folder.
+        file: The name of a checkpoint that is a single file; None if it is a folder.
         max_ranks: How many ranks may save; None if any number may.
     """
 
@@ -323,16 +304,8 @@ class Writer(Protocol):
     ) -> tuple[str, ...]:
         """Make a checkpoint of what all ranks wrote: it exists from one instant on.
 
-        Args:
-            store: Where to.
-            metadata: The checkpoint, as `global_plan` described it.
-            plans: The plans that were written, in rank order.
-            reports: Every rank's `Part.report`, in rank order.
-            save_id: The name of the save.
-            overwrite: Whether an older checkpoint may be replaced.
-
-        Returns:
-            Files of the older checkpoint that could not be removed.
+        ``plans`` and ``reports`` (each rank's `Part.report`) are in rank order. Returns the files
+        of an older checkpoint that could not be removed.
 
         Raises:
             ExistsError: There is a checkpoint, and it was not to be overwritten.
@@ -357,12 +330,7 @@ class Writer(Protocol):
         return tuple(plans)
 
     def carry_over(self, tied: Mapping[str, str], remarks: Mapping[str, str]) -> None:
-        """Take over what a conversion knows, before anything is written.
-
-        Args:
-            tied: Names that share another's elements, and those others.
-            remarks: What `Source.remarks` says.
-        """
+        """Take over what a conversion knows: names tied to others, and `Source.remarks`."""
         return
 
     def write_order(self, plan: SavePlan, rank: int) -> Iterable[int]:
@@ -379,7 +347,7 @@ class Format(Protocol):
             when it is committed.
         is_file: Whether a checkpoint is a single file, not a folder.
         whole_tensors: Whether every tensor lies in one piece.
-        has_values: Whether it can hold values other than tensors.
+        has_values: Whether it can hold non-tensor values.
         reserved: Names whose tensors are never tied to another's, as files say something else
             under them.
     """
@@ -392,12 +360,7 @@ class Format(Protocol):
     reserved: tuple[str, ...] = ()
 
     def detect(self, store: Store, name: str = "") -> bool:
-        """Return whether a checkpoint of this format is there.
-
-        Args:
-            store: The folder.
-            name: A single file there; empty for the folder.
-        """
+        """Return whether a checkpoint of this format is in a folder, or is the file of a name."""
         ...
 
     def open(self, store: Store, name: str = "", pool: Pool | None = None) -> Source:
@@ -428,11 +391,7 @@ class Format(Protocol):
     ) -> Findings:
         """Check all that can be checked of a checkpoint.
 
-        Args:
-            store: The folder.
-            name: A single file there; empty for the folder.
-            tell: Called with the bytes done and the bytes in all.
-            pool: The threads and the memory budget to use.
+        ``tell`` is called with the bytes done and the bytes in all.
 
         Raises:
             FormatError: What describes it is damaged, and that is all there is to say.

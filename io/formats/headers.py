@@ -24,18 +24,6 @@ from shardplan.planning.geometry import shape_fault
 from ..errors import FormatError
 from ..limits import LIMITS
 
-__all__ = [
-    "MAX_HEADER",
-    "TORCH_NAMES",
-    "Header",
-    "Slot",
-    "build_header",
-    "file_entry",
-    "framed",
-    "header_length",
-    "parse_header",
-]
-
 MAX_HEADER: Final = LIMITS["header"]
 """The longest header in bytes; the safetensors library refuses longer ones, too."""
 
@@ -75,8 +63,6 @@ class Slot:
     """One chunk in a file.
 
     Attributes:
-        name: The tensor's name.
-        dtype: Its dtype in the checkpoint, by torch's name.
         shape: The chunk's sizes, in elements.
         offsets: Where the chunk starts in the global tensor, in elements.
         begin: Where its bytes begin, counted from the file's start.
@@ -104,12 +90,10 @@ class Header:
     """What a file says about itself.
 
     Attributes:
-        file: The name under which it was read.
         slots: Its chunks by name, in order of their bytes.
         length: Where data begins, in bytes from the file's start.
         save_id: The save that wrote it; None for files of other programs.
         name: The name under which it was written; None for files of other programs.
-        metadata: All that its ``__metadata__`` says, as text.
     """
 
     file: str
@@ -143,12 +127,6 @@ def build_header(file: str, slots: Sequence[Slot], save_id: str) -> bytes:
     """Return a file's header.
 
     Slots lie one after the other, in the order given; ``begin`` is computed, never read.
-
-    >>> len(build_header("f", [Slot("w", "float32", (2, 3), (4, 0))], "s1")) % 64
-    0
-
-    Raises:
-        FormatError: The header would be longer than readers accept.
     """
     tensors: dict[str, Any] = {}
     own: dict[str, Any] = {"version": 1, "file": file, "save_id": save_id}
@@ -175,14 +153,7 @@ def build_header(file: str, slots: Sequence[Slot], save_id: str) -> bytes:
 
 
 def framed(text: bytes, file: str) -> bytes:
-    r"""Return a header with its length before it, and spaces after it so that data is aligned.
-
-    Raises:
-        FormatError: The header of this file would be longer than readers accept.
-
-    >>> framed(b'{"a":1}', "f")[:16], len(framed(b"{}", "f"))
-    (b'8\x00\x00\x00\x00\x00\x00\x00{"a":1} ', 64)
-    """
+    r"""Return a header with its length before it, and spaces after it so that data is aligned."""
     text += b" " * (-(8 + len(text)) % _ALIGN)
     if len(text) > MAX_HEADER:
         need = f"its header would take {len(text):,} bytes, and {MAX_HEADER:,} are the most"
@@ -191,14 +162,7 @@ def framed(text: bytes, file: str) -> bytes:
 
 
 def header_length(first: bytes, file: str, size: int) -> int:
-    """Return where a file's data begins, given its first eight bytes and its size.
-
-    >>> header_length((8).to_bytes(8, "little"), "f", 100)
-    16
-
-    Raises:
-        FormatError: The file is too short for the header that it promises.
-    """
+    """Return where a file's data begins, given its first eight bytes and its size."""
     if len(first) < 8:
         raise FormatError(file, f"it has {size} bytes, too few for a safetensors header")
     length = int.from_bytes(first[:8], "little")
@@ -210,21 +174,7 @@ def header_length(first: bytes, file: str, size: int) -> int:
 
 
 def parse_header(data: bytes, file: str, size: int) -> Header:
-    """Read a header and check all that it says against the file's size.
-
-    Args:
-        data: The file's first bytes: the whole header, at least.
-        file: The file's name, for errors.
-        size: The file's size in bytes.
-
-    >>> header = build_header("f", [Slot("w", "float32", (2,), (4,))], "s1")
-    >>> parse_header(header, "f", len(header) + 8).slots["w"].offsets
-    (4,)
-
-    Raises:
-        FormatError: It is not JSON, names an unknown dtype, or its tensors do not fill the file
-            exactly: they overlap, leave holes, run past the end or disagree with their shapes.
-    """
+    """Read a header and check all that it says against the file's size."""
     length = header_length(data[:8], file, size)
     table = _objects(_load(data[8:length], file, "its header"), file, "its header")
     raw = _objects(table.pop(_RESERVED, {}), file, "its `__metadata__`")
@@ -325,11 +275,7 @@ def _dump(value: Any) -> str:
 
 
 def refused_name(name: str) -> str | None:
-    """Return why a tensor cannot have this name in a safetensors file; None if it can.
-
-    >>> refused_name("__metadata__")
-    'is a name that safetensors keeps for itself; rename it'
-    """
+    """Return why a tensor cannot have this name in a safetensors file; None if it can."""
     if name == _RESERVED:
         return "is a name that safetensors keeps for itself; rename it"
     try:

@@ -20,20 +20,6 @@ from ..pool import Pool
 from ..stores.base import Store, open_store
 from .base import Format, Source, Writer
 
-__all__ = [
-    "detect",
-    "find_any",
-    "find_format",
-    "find_writer",
-    "format_names",
-    "known_formats",
-    "locate",
-    "open_located",
-    "open_source",
-    "open_target",
-    "register_format",
-]
-
 _OWN: Final = {
     "safetensors": "shardplan.io.formats.native.source:NativeFormat",
     "hf": "shardplan.io.formats.hf.source:HfFormat",
@@ -69,14 +55,7 @@ def format_names() -> tuple[str, ...]:
 
 
 def find_format(name: str) -> Format:
-    """Return the format of a name.
-
-    >>> find_format("hf").whole_tensors, find_format("dcp").marks
-    (True, ('.metadata', '__0.metadata'))
-
-    Raises:
-        ValueError: There is none.
-    """
+    """Return the format of a name."""
     if name in _OWN:
         return _own(name)
     names = format_names()
@@ -105,13 +84,7 @@ def open_source(
 ) -> Source:
     """Open a checkpoint of any format, reading only what describes it.
 
-    Args:
-        path: Its folder, or its file if it is a single one.
-        format: The name of its format; detected if left out.
-        pool: The threads and the memory budget to use.
-
-    Raises:
-        FormatError: There is no checkpoint, or what describes it is damaged.
+    Its path is that of a folder, or of a file. The format is detected if left out.
     """
     return open_located(*locate(path), format=format, pool=pool)
 
@@ -124,11 +97,7 @@ def open_located(
 
 
 def detect(store: Store, name: str = "") -> str:
-    """Return the name of the format of the checkpoint in a folder, or of a single file.
-
-    Raises:
-        FormatError: There is no checkpoint.
-    """
+    """Return the name of the format of the checkpoint in a folder, or of a single file."""
     found = find_any(store, name)
     if found is None:
         raise FormatError(name or store.url, _why_none(store, name))
@@ -188,11 +157,7 @@ def _is_marked(store: Store, folder: str) -> bool:
 
 
 def locate(path: str | os.PathLike[str] | Store) -> tuple[Store, str]:
-    """Return the store to look in, and the name of a single file there; empty for a folder.
-
-    >>> locate("memory://runs/step-1")[1]
-    ''
-    """
+    """Return the store to look in, and the name of a single file there; empty for a folder."""
     if not isinstance(path, (str, os.PathLike)):
         return open_store(path), ""
     path = os.fspath(path)
@@ -210,18 +175,7 @@ def locate(path: str | os.PathLike[str] | Store) -> tuple[Store, str]:
 
 
 def find_writer(format: str, **options: Any) -> Writer:
-    """Return what writes a format.
-
-    Args:
-        format: Its name.
-        **options: What its `Format.writer` takes: ``max_shard_size`` and ``leave_out`` for ``hf``.
-
-    >>> find_writer("hf", max_shard_size="2GB").max_shard_size
-    2000000000
-
-    Raises:
-        ValueError: There is no such format, it cannot be written, or has no such option.
-    """
+    """Return what writes a format, given the options that its `Format.writer` takes."""
     from inspect import signature  # reading does without
 
     make = find_format(format).writer
@@ -235,19 +189,7 @@ def find_writer(format: str, **options: Any) -> Writer:
 def open_target(
     path: str | os.PathLike[str] | Store, format: str, **options: Any
 ) -> tuple[Store, Writer]:
-    """Return where a checkpoint goes, and what writes it there.
-
-    Args:
-        path: Its folder; for a format that is a single file (``"torch"``), that file.
-        format: What to write.
-        **options: Options of the format; see `find_writer`.
-
-    >>> open_target("memory://runs/step-7.pt", "torch")[0].url
-    'memory://runs'
-
-    Raises:
-        ValueError: Nothing writes that format, or it is a file and the path is a folder.
-    """
+    """Return where a checkpoint goes, and what writes it there."""
     writer = find_writer(format, **options)
     if not find_format(format).is_file:
         return open_store(path), writer

@@ -6,7 +6,7 @@ Every picture is SVG text, made by a pure function, and shown by notebooks as it
 from ..reports import traffic_matrix
 from .charts import draw_bytes, draw_traffic
 from .svg import Picture
-from .tilings import draw_reshard, draw_tiling
+from .tensors import draw_reshard, draw_tiling
 
 __all__ = [
     "Picture",

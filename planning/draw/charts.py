@@ -22,7 +22,6 @@ from .svg import (
     MARGIN,
     MUTED,
     PALETTE,
-    PAPER,
     TOP,
     Picture,
     block,
@@ -36,6 +35,7 @@ from .svg import (
     span_names,
     text,
     thin,
+    upright,
     width_of,
 )
 
@@ -76,19 +76,13 @@ def draw_traffic(
         ValueError: The matrix has no cells or negative ones, or its rows are not the names'.
     """
     heat = _heat(traffic, writers, (source, reader), source_names)
-    rows, columns = heat.sums.shape
-    left = min(300.0, max(width_of(name, 11) for name in heat.names[0])) + 40
-    x, y = MARGIN + left, TOP + 44
-    wide, high = max(14.0, min(74.0, 480 / columns)), max(14.0, min(36.0, 448 / rows))
-    right, bottom = x + columns * wide, y + rows * high
-    body = [
-        *_cells(heat, x, y, wide, high),
-        *_names(heat, x, y, wide, high, left),
-        *_scale(right + 24, y, max(110.0, min(200.0, bottom - y - 26)), float(heat.sums.max())),
-    ]
+    x, y = heat.at
+    right, bottom = x + len(heat.names[1]) * heat.pitch[0], y + len(heat.names[0]) * heat.pitch[1]
+    scale = _scale(right + 24, y, max(110.0, min(200.0, bottom - y - 26)), float(heat.sums.max()))
+    body = "".join([*_cells(heat), *_names(heat), *scale])
     about = f"{counted(heat.shape[0], source)} → {counted(heat.shape[1], reader)}"
     size = max(420.0, right + 114 + MARGIN), max(bottom, y + 136) + 8
-    return card(title, about, "".join(body), _most(heat), size)
+    return card(title, about, body, _most(heat, bool(source_names)), size)
 
 
 @attrs.frozen(eq=False)
@@ -109,6 +103,18 @@ class _Heat:
     units: tuple[str, str]
     names: tuple[list[str], list[str]]
 
+    @property
+    def at(self) -> tuple[float, float]:
+        """Where the first cell lies: the names of rows stand to the left of it."""
+        widest = max(width_of(name, 11) for name in self.names[0])
+        return MARGIN + 40 + min(300.0, widest), TOP + 44
+
+    @property
+    def pitch(self) -> tuple[float, float]:
+        """From one cell to the next, across and down."""
+        rows, columns = self.sums.shape
+        return max(14.0, min(74.0, 480 / columns)), max(14.0, min(36.0, 448 / rows))
+
 
 def _heat(
     traffic: Any,
@@ -120,9 +126,9 @@ def _heat(
     if isinstance(traffic, WorldPlans) and isinstance(writers, Writers):
         shape = writers.world_size, len(traffic)
         steps = block(shape[0], _CELLS), block(shape[1], _CELLS)
-        sums = _checked(traffic_blocks(traffic, writers, steps))
+        sums = traffic_blocks(traffic, writers, steps)
     else:
-        matrix = _checked(_matrix(traffic, writers))
+        matrix = _matrix(traffic, writers)
         shape = matrix.shape[0], matrix.shape[1]
         steps = block(shape[0], _CELLS), block(shape[1], _CELLS)
         rows = np.add.reduceat(matrix, np.arange(0, shape[0], steps[0]), axis=0)
@@ -140,73 +146,59 @@ def _matrix(traffic: Any, writers: Writers | Iterable[SavePlan] | None) -> npt.N
     given = traffic if isinstance(traffic, np.ndarray) else list(traffic)
     if any(isinstance(plan, LoadPlan) for plan in given):
         raise ValueError("load plans do not say who wrote; pass writers=, the plans written")
-    return np.asarray(given)
-
-
-def _checked(matrix: npt.NDArray[Any]) -> Ints:
+    matrix = np.asarray(given)
     if matrix.ndim != 2 or not matrix.size or matrix.min() < 0:
         wanted = "expected bytes as a matrix, one row a source and one column a reader, none of "
         raise ValueError(f"{wanted}them negative; got shape {matrix.shape}")
     return matrix
 
 
-def _cells(heat: _Heat, x: float, y: float, wide: float, high: float) -> list[str]:
+def _cells(heat: _Heat) -> Iterator[str]:
     """Draw the cells, with their bytes if these fit everywhere."""
     words = [[byte_tick(v) for v in row] for row in heat.sums.tolist()]
+    (left, top), (wide, high), most = heat.at, heat.pitch, float(heat.sums.max())
     labelled = max(width_of(w, 10) for row in words for w in row) <= wide - 6
-    most, gap = float(heat.sums.max()), 1.0 if wide >= 20 else 0.5
-    drawn = []
+    gap = 1.0 if wide >= 20 else 0.5
     for (i, j), value in np.ndenumerate(heat.sums):
         fill = ramp(0.97 - 0.97 * value / most) if value else EMPTY
-        names = (f"{u} {n[k]}" for u, n, k in zip(heat.units, heat.names, (i, j), strict=True))
-        tip = f"{' → '.join(names)}: {words[i][j]}" if value else ""
-        at = x + j * wide, y + i * high
-        drawn.append(rect(*at, wide - gap, high - gap, fill, tip, class_="cell"))
+        ends = f"{heat.units[0]} {heat.names[0][i]} → {heat.units[1]} {heat.names[1][j]}"
+        x, y = left + j * wide, top + i * high
+        tip = f"{ends}: {words[i][j]}" if value else ""
+        yield rect(x, y, wide - gap, high - gap, fill, tip, class_="cell")
         if labelled and value:
-            middle = at[0] + (wide - gap) / 2, at[1] + (high - gap) / 2 + 3.6
-            ink = ink_on(fill)
-            drawn.append(text(*middle, words[i][j], anchor="middle", font_size=10, fill=ink))
-    return drawn
+            middle = x + (wide - gap) / 2, y + (high - gap) / 2 + 3.6
+            yield text(*middle, words[i][j], anchor="middle", font_size=10, fill=ink_on(fill))
 
 
-def _names(heat: _Heat, x: float, y: float, wide: float, high: float, left: float) -> list[str]:
+def _names(heat: _Heat) -> Iterator[str]:
     """Write the names of rows and columns, as many as fit, and what they are."""
-    rows = [y + (i + 0.5) * high for i in range(len(heat.names[0]))]
-    columns = [x + (j + 0.5) * wide for j in range(len(heat.names[1]))]
-    widest = max(width_of(name, 11) for name in heat.names[1]) + 8
-    drawn = [
-        text(x - 8, rows[i] + 4, elide(heat.names[0][i], left - 39, 11), anchor="end", fill=INK)
-        for i in thin(rows, 13)
-    ]
-    drawn += [
-        text(columns[j], y - 8, heat.names[1][j], anchor="middle", fill=INK)
-        for j in thin(columns, widest)
-    ]
-    side, middle, across = MARGIN + 8, y + len(rows) * high / 2, x + len(columns) * wide / 2
-    turn = f"rotate(-90 {side:.2f} {middle:.2f})"
-    source, reader = (f"{way} {unit}" for way, unit in zip(("from", "to"), heat.units, strict=True))
-    drawn.append(text(side, middle, source, anchor="middle", fill=MUTED, transform=turn))
-    return [*drawn, text(across, y - 28, reader, anchor="middle", fill=MUTED)]
+    (x, y), (wide, high), (names, heads) = heat.at, heat.pitch, heat.names
+    rows = [y + (i + 0.5) * high for i in range(len(names))]
+    columns = [x + (j + 0.5) * wide for j in range(len(heads))]
+    for i in thin(rows, 13):
+        yield text(x - 8, rows[i] + 4, elide(names[i], 301, 11), anchor="end", fill=INK)
+    for j in thin(columns, max(width_of(head, 11) for head in heads) + 8):
+        yield text(columns[j], y - 8, heads[j], anchor="middle", fill=INK)
+    yield upright(MARGIN + 8, y + len(rows) * high / 2, f"from {heat.units[0]}")
+    across = x + len(columns) * wide / 2
+    yield text(across, y - 28, f"to {heat.units[1]}", anchor="middle", fill=MUTED)
 
 
-def _scale(x: float, y: float, height: float, most: float) -> list[str]:
+def _scale(x: float, y: float, height: float, most: float) -> Iterator[str]:
     """Draw the colour scale from most, on top, to nothing."""
-    if not most:
-        return []
-    steps = 30
-    drawn = [
-        rect(x, y + height * i / steps, 14, height / steps + 0.3, ramp(0.97 * i / (steps - 1)))
-        for i in range(steps)
-    ]
-    for share in (0.0, 0.5, 1.0):
+    steps = 30 if most else 0
+    for i in range(steps):
+        fill = ramp(0.97 * i / (steps - 1))
+        yield rect(x, y + height * i / steps, 14, height / steps + 0.3, fill)
+    for share in (0.0, 0.5, 1.0)[: 3 * bool(most)]:
         at = y + height * share
-        drawn.append(line(x + 14, at, x + 18, at, MUTED))
-        drawn.append(text(x + 22, at + 4, byte_tick(most * (1 - share)), fill=INK))
-    none = y + height + 12
-    return [*drawn, rect(x, none, 14, 14, EMPTY), text(x + 22, none + 11, "none", fill=INK)]
+        yield line(x + 14, at, x + 18, at, MUTED)
+        yield text(x + 22, at + 4, byte_tick(most * (1 - share)), fill=INK)
+    yield rect(x, y + height + 12, 14, 14, EMPTY)
+    yield text(x + 22, y + height + 23, "none", fill=INK)
 
 
-def _most(heat: _Heat) -> str:
+def _most(heat: _Heat, are_named: bool) -> str:
     """Write how much there is in all, where most of it is, and what a cell adds up."""
     if not heat.sums.any():
         return "Nothing is read."
@@ -215,15 +207,15 @@ def _most(heat: _Heat) -> str:
         f"{unit}{'s' * (step > 1)} {names[i]}"
         for unit, step, names, i in zip(heat.units, heat.steps, heat.names, at, strict=True)
     ]
-    if heat.names[0] != span_names(heat.shape[0], heat.steps[0]):  # sources have their own names
+    if are_named:
         ends[0] = elide(heat.names[0][at[0]], 360, 12)
-    total, most = (human_bytes(int(count)) for count in (heat.sums.sum(), heat.sums.max()))
+    total, largest = human_bytes(int(heat.sums.sum())), human_bytes(int(heat.sums.max()))
+    most = f"{' → '.join(ends)} the most ({largest})."
     if heat.steps == (1, 1):
         pairs = f"{np.count_nonzero(heat.sums):,} of {heat.sums.size:,} pairs share bytes"
-        return f"{total} in all; {pairs}, {' → '.join(ends)} the most ({most})."
+        return f"{total} in all; {pairs}, {most}"
     blocks = (counted(step, unit) for step, unit in zip(heat.steps, heat.units, strict=True))
-    most = f"{' → '.join(ends)} the most ({most})"
-    return f"{total} in all, {most}. Each cell adds up {' × '.join(blocks)}."
+    return f"{total} in all, {most} Each cell adds up {' × '.join(blocks)}."
 
 
 def draw_bytes(
@@ -253,17 +245,18 @@ def draw_bytes(
         raise ValueError("expected at least one number of bytes, and none that is negative")
     values = np.array(given, np.float64)
     step, ticks = block(len(values), _BARS), _ticks(float(values.max()))
-    x = MARGIN + 12 + max(width_of(byte_tick(t), 11) for t in ticks)
-    chart = _Chart(values, step, x, min(56.0, 540 / -(-len(values) // step)), ticks[-1])
-    right = x + max(240.0, chart.width * -(-len(values) // step))
-    mean = f"mean {byte_tick(values.mean())}"
+    x, bars = MARGIN + 12 + max(width_of(byte_tick(t), 11) for t in ticks), -(-len(values) // step)
+    chart = _Chart(values, step, x, min(56.0, 540 / bars), (_BOTTOM - _TOP) / ticks[-1])
+    right, mean = x + max(240.0, chart.width * bars), f"mean {byte_tick(values.mean())}"
+    y = chart.level(float(values.mean()))
     body = [
         *_grid(chart, ticks, right),
         *_bars(chart, unit),
-        *_mean_line(chart, right, mean),
+        line(x, y, right + 4, y, INK, stroke_width=1.5, stroke_dasharray="5 3"),
+        text(right + 8, y + 4, mean, fill=INK),
         *_labels(chart, unit),
     ]
-    size = max(440.0, right + 12 + width_of(mean, 11) + MARGIN), _BOTTOM + 46
+    size = max(440.0, right + 12 + width_of(mean, 11) + MARGIN), _BOTTOM + 60
     return card(title, counted(len(given), unit), "".join(body), _evenness(chart, unit), size)
 
 
@@ -276,14 +269,14 @@ class _Chart:
         step: How many ranks a bar stands for.
         x: Where the first bar begins.
         width: From one bar to the next.
-        top: The bytes at the upper end.
+        scale: Pixels of one byte.
     """
 
     values: npt.NDArray[np.float64]
     step: int
     x: float
     width: float
-    top: float
+    scale: float
 
     @property
     def starts(self) -> npt.NDArray[Any]:
@@ -292,11 +285,7 @@ class _Chart:
 
     def level(self, value: float) -> float:
         """Return how far down a number of bytes lies."""
-        return _BOTTOM - (_BOTTOM - _TOP) * value / self.top
-
-    def middle(self, bar: float) -> float:
-        """Return where a bar's middle lies."""
-        return self.x + (bar + 0.5) * self.width
+        return _BOTTOM - value * self.scale
 
 
 def _grid(chart: _Chart, ticks: Sequence[float], right: float) -> Iterator[str]:
@@ -315,42 +304,27 @@ def _bars(chart: _Chart, unit: str) -> Iterator[str]:
     largest = int(values.argmax()) // chart.step if np.ptp(values) else -1
     names, width = span_names(len(values), chart.step), chart.width - min(6.0, chart.width / 5)
     for i, (mean, low, high) in enumerate(zip(means, least, most, strict=True)):
-        x, y = chart.middle(i), chart.level(mean)
+        x, y = chart.x + (i + 0.5) * chart.width, chart.level(mean)
         fill, tip = _MOST if i == largest else _BAR, f"{unit} {names[i]}: {byte_tick(mean)}"
         yield rect(x - width / 2, y, width, _BOTTOM - y, fill, tip, class_="bar")
         if low < high:
             yield line(x, chart.level(high), x, chart.level(low), INK)
 
 
-def _mean_line(chart: _Chart, right: float, words: str) -> Iterator[str]:
-    """Draw the mean across all bars, its value at the right."""
-    y = chart.level(float(chart.values.mean()))
-    yield line(chart.x, y, right + 4, y, INK, stroke_width=1.5, stroke_dasharray="5 3")
-    yield text(right + 8, y + 4, words, fill=INK)
-
-
 def _labels(chart: _Chart, unit: str) -> Iterator[str]:
-    """Write below each bar which rank it is, and above it how many bytes, if they fit."""
+    """Write below each bar which rank it is, and how many bytes, if they fit."""
     names = [str(start) for start in chart.starts.tolist()]
+    middles = [chart.x + (i + 0.5) * chart.width for i in range(len(names))]
     gap = max(width_of(name, 11) for name in names) + 8
     for i in range(0, len(names), max(1, math.ceil(gap / chart.width))):
-        yield text(chart.middle(i), _BOTTOM + 16, names[i], anchor="middle", fill=INK)
-    middle = chart.middle((len(names) - 1) / 2)
-    yield text(middle, _BOTTOM + 34, unit, anchor="middle", fill=MUTED)
-    values, mean = chart.values.tolist(), chart.level(float(chart.values.mean()))
-    sizes = [byte_tick(value) for value in values]
-    if chart.step > 1 or max(width_of(words, 10) for words in sizes) > chart.width:
-        return
-    halo: dict[str, float | str] = {
-        "font_size": 10,
-        "fill": INK,
-        "stroke": PAPER,
-        "stroke_width": 3,
-    }
-    for i, (value, words) in enumerate(zip(values, sizes, strict=True)):
-        y = chart.level(value) - 5
-        y = mean - 4 if y - 9 <= mean <= y + 3 else y  # the mean must not strike words through
-        yield text(chart.middle(i), y, words, anchor="middle", **halo, paint_order="stroke")
+        yield text(middles[i], _BOTTOM + 16, names[i], anchor="middle", fill=INK)
+    sizes = [byte_tick(value) for value in chart.values.tolist()] if chart.step == 1 else []
+    if max((width_of(words, 10) for words in sizes), default=0) > chart.width:
+        sizes = []
+    for middle, words in zip(middles, sizes, strict=False):
+        yield text(middle, _BOTTOM + 30, words, anchor="middle", font_size=10, fill=MUTED)
+    middle = (middles[0] + middles[-1]) / 2
+    yield text(middle, _BOTTOM + (46 if sizes else 34), unit, anchor="middle", fill=MUTED)
 
 
 def _evenness(chart: _Chart, unit: str) -> str:

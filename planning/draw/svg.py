@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import html
 import unicodedata
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import attrs
@@ -126,10 +125,16 @@ def tag(name: str, words: str, **attributes: float | str | None) -> str:
 
 
 def text(
-    x: float, y: float, words: str, *, anchor: str = "start", **more: float | str | None
+    x: float, y: float, words: str, *, anchor: str | None = None, **more: float | str | None
 ) -> str:
     """Write words; ``y`` is their base line."""
-    return tag("text", words, x=x, y=y, text_anchor=None if anchor == "start" else anchor, **more)
+    return tag("text", words, x=x, y=y, text_anchor=anchor, **more)
+
+
+def upright(x: float, y: float, words: str) -> str:
+    """Write words that run upwards, around a point."""
+    turn = f"rotate(-90 {x:.2f} {y:.2f})"
+    return text(x, y, words, anchor="middle", fill=MUTED, transform=turn)
 
 
 def line(x1: float, y1: float, x2: float, y2: float, stroke: str, **more: float | str) -> str:
@@ -148,14 +153,10 @@ def width_of(words: str, size: float) -> float:
 
 def _width(char: str) -> float:
     """Return the width of a character in ems."""
-    if char in _NARROW:
+    if char in " .,:;'|!fijlrt[]()·":
         return 0.38
-    if char in "mwMW@%…→" or unicodedata.east_asian_width(char) in "WF":
-        return 1.0
-    return 0.64
-
-
-_NARROW: Final = frozenset(" .,:;'|!fijlrt[]()·")
+    is_wide = char in "mwMW@%…→" or unicodedata.east_asian_width(char) in "WF"
+    return 1.0 if is_wide else 0.64
 
 
 def elide(words: str, width: float, size: float) -> str:
@@ -167,14 +168,12 @@ def elide(words: str, width: float, size: float) -> str:
     words = clean(words)
     if width_of(words, size) <= width:
         return words
-    keep = min(len(words), int(width / (0.38 * size)) + 2)  # as many of the narrowest as fit
-    while keep > 1 and width_of(short := _shorten(words, keep), size) > width:
-        keep -= 1
-    return short if keep > 1 else "…"
-
-
-def _shorten(words: str, keep: int) -> str:
-    return f"{words[: keep // 2]}…{words[len(words) - (keep - keep // 2) + 1 :]}"
+    most = min(len(words), int(width / (0.38 * size)) + 2)  # as many of the narrowest as fit
+    for keep in range(most, 1, -1):
+        short = f"{words[: keep // 2]}…{words[len(words) - (keep - keep // 2) + 1 :]}"
+        if width_of(short, size) <= width:
+            return short
+    return "…"
 
 
 def wrap(words: str, width: float, size: float) -> list[str]:
@@ -203,6 +202,18 @@ def ramp(share: float) -> str:
     low = min(int(at), len(_VIRIDIS) - 2)
     pairs = zip(_channels(_VIRIDIS[low]), _channels(_VIRIDIS[low + 1]), strict=True)
     return "#" + "".join(f"{round(a + (b - a) * (at - low)):02x}" for a, b in pairs)
+
+
+def colours_of(keys: Iterable[int]) -> dict[int, str]:
+    """Give each of the first ranks its own colour of the palette, or many their place on a ramp.
+
+    >>> colours_of([0, 2]), colours_of([8, 16])
+    ({0: '#0072b2', 2: '#009e73'}, {8: '#440154', 16: '#fde725'})
+    """
+    known = sorted(set(keys))
+    if not known or known[-1] < len(PALETTE):
+        return {key: PALETTE[key] for key in known}
+    return {key: ramp(i / max(1, len(known) - 1)) for i, key in enumerate(known)}
 
 
 def ink_on(fill: str) -> str:
@@ -253,26 +264,6 @@ def thin(places: Sequence[float], gap: float) -> list[int]:
         if places[i] - places[kept[-1]] >= gap and places[last] - places[i] >= gap:
             kept.append(i)
     return [*kept, last] if last else kept
-
-
-def runs_text(values: Sequence[int]) -> str:
-    """Write ascending numbers the short way.
-
-    >>> runs_text([0, 1, 2, 3, 8]), runs_text([0, 1]), runs_text([0, 4, 8, 12, 16])
-    ('0–3, 8', '0, 1', '0, 4, … 16')
-    """
-    step = values[1] - values[0] if len(values) > 3 else 1
-    if step > 1 and all(b - a == step for a, b in pairwise(values)):
-        return f"{values[0]}, {values[1]}, … {values[-1]}"
-    runs: list[list[int]] = []
-    for value in values:
-        if runs and value == runs[-1][1] + 1:
-            runs[-1][1] = value
-        else:
-            runs.append([value, value])
-    return ", ".join(
-        str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}–{b}" for a, b in runs
-    )
 
 
 def span_names(count: int, step: int, names: Sequence[str] = ()) -> list[str]:

@@ -1,316 +1,393 @@
-"""What a picture shows of a tensor: its chunks as cells of a plane, few enough to be read.
-
-1. `cut_of` finds how the tensor is cut, and which rank holds each chunk.
-2. `Window.of` chooses the two axes that are shown.
-3. `seen` projects the chunks onto them: chunks that lie behind each other are one cell.
-4. `merged` draws neighbours together if the cells would be too small to read.
-"""
+"""Pictures of one tensor: how it is cut, and which saved chunk goes where."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from functools import cached_property
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 import attrs
-import numpy as np
 
-from ..columns.arrays import Ints, group_rows
-from ..columns.world import World
-from ..errors import NotFoundError, PlanError, nearest_hint, nearest_names
-from ..geometry.overlap import fills, overlap
-from ..geometry.tilings import Chunk, Grid, Tiling, tile, tile_chunks
+from ..geometry.tilings import Chunk
 from ..mesh.worlds import WorldPlans
-from ..metadata import Metadata, TensorMetadata
+from ..metadata import Metadata
 from ..plans import SavePlan
-from ..records import MetadataIndex, TensorProperties
 from ..reports import Writers
-from .svg import block
+from ..text import counted, human_bytes, runs_text
+from . import svg
+from .cuts import (
+    Cell,
+    Cut,
+    Plans,
+    Size,
+    Window,
+    cut_by_writers,
+    cut_of,
+    cut_of_chunks,
+    edges_of,
+    fit,
+    pieces,
+    readable,
+    seen,
+    window_of,
+)
+from .svg import MARGIN, Picture, rect, text, width_of
 
-__all__ = [
-    "Cell",
-    "Cut",
-    "Plans",
-    "Window",
-    "cut_by_writers",
-    "cut_of",
-    "cut_of_chunks",
-    "edges_of",
-    "merged",
-    "pieces",
-    "seen",
-]
+__all__ = ["draw_reshard", "draw_tiling"]
 
-Plans = SavePlan | Iterable[SavePlan]
-
-_PIECES: Final = 4096  # more are not listed one by one: they would be drawn together anyway
-
-
-@attrs.frozen(eq=False, slots=False)
-class Cut:
-    """How one tensor is cut, and who holds the chunks; a chunk that two ranks hold has two rows.
-
-    Tensors of fewer than two axes get leading axes of length 1, so that all have a plane to show.
-
-    Attributes:
-        properties: The dtype in the checkpoint, and more.
-        size: The global shape.
-        offsets, sizes: The chunk of each row, in the global frame.
-        who: Whose chunk each row is: a rank, or the number of the chunk.
-        unit: What ``who`` counts: ``"rank"`` or ``"chunk"``.
-    """
-
-    properties: TensorProperties
-    size: tuple[int, ...]
-    offsets: Ints
-    sizes: Ints
-    who: Ints
-    unit: str = "rank"
-
-    @classmethod
-    def of(cls, like: TensorMetadata, offsets: Ints, sizes: Ints, who: Ints, unit: str) -> Cut:
-        """Make a cut that has two axes at least, of a tensor like a saved one."""
-        lead = np.ones((len(who), max(0, 2 - len(like.size))), np.int64)
-        boxes = np.hstack([lead * 0, offsets]), np.hstack([lead, sizes])
-        return cls(like.properties, like.size, *boxes, who, unit)
-
-    @property
-    def lead(self) -> int:
-        """How many axes were put in front."""
-        return max(0, 2 - len(self.size))
-
-    @property
-    def plane(self) -> tuple[int, ...]:
-        """The shape with the axes that were put in front."""
-        return (1,) * self.lead + self.size
-
-    @cached_property
-    def _chunks(self) -> tuple[Tiling, Ints]:
-        first, which = group_rows([self.offsets, self.sizes])
-        return tile(self.offsets[first], self.sizes[first]), which
-
-    @property
-    def tiling(self) -> Tiling:
-        """The distinct chunks, in row-major order."""
-        return self._chunks[0]
-
-    @property
-    def chunk(self) -> Ints:
-        """Which of the distinct chunks each row is."""
-        return self._chunks[1]
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every element lies in exactly one distinct chunk."""
-        return fills(self.tiling, self.plane)
+Colours = Mapping[int, str]
 
 
-def cut_of(source: Metadata | Plans, fqn: str) -> Cut:
-    """Return how a tensor is cut, by a checkpoint's metadata or by one plan per rank.
+def draw_tiling(source: Metadata | Plans, fqn: str) -> Picture:
+    """Draw how a tensor is cut, each chunk in the colour of the rank that holds it.
+
+    Boxes are to scale along each axis, and both axes have the same scale unless the tensor is very
+    long or thin. Of a tensor with more than two axes the first two that are cut are shown. Chunks
+    too small to be read are drawn together, and the caption says how many.
+
+    Args:
+        source: One plan per rank, in rank order (what ranks hold, or, after `global_plan`, what
+            they write), or a checkpoint's metadata, which knows the chunks but not the ranks.
+        fqn: The tensor's name in the checkpoint.
+
+    >>> from shardplan.planning import Mesh, Shard, TensorSpec, local_plan
+    >>> sd, mesh = {"w": TensorSpec((6, 4), "float32", [Shard(0)])}, Mesh(dp=2)
+    >>> picture = draw_tiling([local_plan(sd, mesh=mesh, rank=r) for r in range(2)], "w")
+    >>> picture
+    Picture: w. Colour and number: the rank that holds each chunk.
+    >>> str(picture).count('class="cell"')
+    2
 
     Raises:
         NotFoundError: There is no such name; the nearest ones are listed.
         PlanError: Ranks disagree about the tensor, or a chunk lies outside of it.
         ValueError: It is not a tensor.
     """
-    if isinstance(source, Metadata):
-        entry = source.entry(fqn)
-        if not isinstance(entry, TensorMetadata):
-            raise ValueError(_NOT_A_TENSOR.format(fqn))
-        return cut_of_chunks(entry.chunks, fqn, entry)
-    if isinstance(source, WorldPlans) and fqn in source.specs:
-        spec, held = source.specs[fqn], source.layouts[source.layout_of[fqn]]
-        tensor = TensorMetadata(TensorProperties(spec.dtype), spec.shape, ())
-        return Cut.of(tensor, held.offsets, held.sizes, held.rank, "rank")
-    return _cut_of_plans((source,) if isinstance(source, SavePlan) else tuple(source), fqn)
+    cut = cut_of(source, fqn)
+    window = window_of(cut)
+    cells = seen(cut, window)
+    size = fit(window, cells, (560, 320), 80)
+    panel = _panel(cut, window, readable(cells, size, cells), size)
+    left, above = panel.margins
+    width = max(460.0, 2 * MARGIN + left + size[0])
+    panel = attrs.evolve(panel, x=(width + left - size[0]) / 2, y=svg.TOP + above)
+    colours = svg.colours_of(cell.holders[0] for cell in panel.cells)
+    legend, bottom = _legend([panel], colours)
+    whose = "Colour and number: the rank that holds each chunk."
+    if cut.unit == "chunk":
+        whose = "Colour and number: the chunk, in the order of the metadata."
+    elif len(cut.who) > len(cut.tiling):
+        whose += " Several numbers: each of these ranks holds a copy."
+    caption = " ".join([whose, *_remarks(cut, window, size, panel.cells, len(cells))])
+    body = "".join([*_drawn(panel, colours), *legend])
+    return svg.card(fqn, _about(cut), body, caption, (width, bottom))
 
 
-def cut_of_chunks(chunks: Iterable[Chunk], fqn: str, like: TensorMetadata) -> Cut:
-    """Return how chunks that nobody in particular holds cut a tensor like a saved one."""
-    tiling, axes = tile_chunks(chunks), len(like.size)
-    if len(tiling) and tiling.ndim != axes:
-        text = f"`{fqn}` was saved with shape {list(like.size)}; chunks of {tiling.ndim} axes "
-        raise ValueError(f"{text}do not fit it")
-    offsets, sizes = (c.reshape(len(tiling), axes) for c in (tiling.offsets, tiling.sizes))
-    return Cut.of(like, offsets, sizes, np.arange(len(tiling)), "chunk")
+def draw_reshard(
+    metadata: Metadata,
+    wanted: Plans | Iterable[Chunk],
+    fqn: str,
+    writers: Writers | Plans | None = None,
+) -> Picture:
+    """Draw how a tensor was saved, how it is wanted, and, in between, the pieces that are read.
 
-
-def _cut_of_plans(plans: Sequence[SavePlan], fqn: str) -> Cut:
-    """Return how ranks hold a tensor; catalogs that they share are searched once."""
-    catalogs = {id(plan.items.catalog): plan.items.catalog for plan in plans}
-    rows_of = {
-        key: [row for row, name in enumerate(catalog.names) if name == fqn]
-        for key, catalog in catalogs.items()
-    }
-    only = (
-        plan.items.take(np.isin(plan.items.row, rows_of[id(plan.items.catalog)])) for plan in plans
-    )
-    rows = World(map(SavePlan, only)).rows
-    if rows.issues:
-        raise PlanError(rows.issues)
-    if not rows.names:
-        near = nearest_names(fqn, {name for catalog in catalogs.values() for name in catalog.names})
-        text = f"`{fqn}` is in none of the {len(plans):,} plans{nearest_hint(near)}"
-        raise NotFoundError(text, near)
-    if rows.prop[0] < 0:
-        raise ValueError(_NOT_A_TENSOR.format(fqn))
-    tensor, axes = TensorMetadata(rows.props[0], rows.shapes[0], ()), len(rows.shapes[0])
-    return Cut.of(tensor, rows.offsets[:, :axes], rows.sizes[:, :axes], rows.rank, "rank")
-
-
-_NOT_A_TENSOR: Final = "`{}` is a non-tensor value: it has no chunks to draw"
-
-
-def cut_by_writers(metadata: Metadata, writers: Writers | Plans | None, fqn: str) -> Cut:
-    """Return how a saved tensor is cut, and who wrote each chunk, if that is known."""
-    if not (writers is None or isinstance(writers, Writers)):
-        return cut_of(writers, fqn)
-    cut = cut_of(metadata, fqn)
-    if writers is None:
-        return cut
-    if metadata.entry(fqn) == writers.entries.get(fqn):
-        who = writers.columns[writers.column[writers.entries.row_of[fqn]]]
-    else:  # the writers of another checkpoint: look every chunk up
-        chunks = cut.offsets[:, cut.lead :].tolist()
-        who = np.array([writers[MetadataIndex(fqn, offset)] for offset in chunks], np.int64)
-    return attrs.evolve(cut, who=who, unit="rank")
-
-
-@attrs.frozen
-class Window:
-    """The two axes of a tensor (with those put in front) that a picture shows, and their lengths.
-
-    Attributes:
-        axes: Which axes run down and across.
-        lengths: How long they are.
-        hidden: Other axes that are cut, too.
-    """
-
-    axes: tuple[int, int]
-    lengths: tuple[int, int]
-    hidden: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, *cuts: Cut) -> Window:
-        """Choose the first two axes that any of the cuts cuts, or others if there are none."""
-        plane = tuple(max(lengths) for lengths in zip(*(cut.plane for cut in cuts), strict=True))
-        offsets = np.concatenate([cut.offsets for cut in cuts])
-        sliced = [a for a in range(len(plane)) if len(np.unique(offsets[:, a])) > 1]
-        rest = [a for a in range(len(plane)) if a not in sliced]
-        down, across = sorted([*sliced, *rest][:2])
-        return cls((down, across), (plane[down], plane[across]), tuple(sliced[2:]))
-
-    def of_shape(self, plane: Sequence[int]) -> tuple[int, int]:
-        """Return how long the axes that are shown are in a tensor of some shape."""
-        return plane[self.axes[0]], plane[self.axes[1]]
-
-
-@attrs.frozen
-class Cell:
-    """One box of a picture, in elements of the plane.
-
-    Attributes:
-        top, left, height, width: Where it lies.
-        holders: Whose it is: ranks or chunks, ascending.
-        sources: Where it comes from, if that is shown: ranks or chunks, ascending.
-        chunks: How many chunks, or pieces of them, it stands for.
-    """
-
-    top: int
-    left: int
-    height: int
-    width: int
-    holders: tuple[int, ...]
-    sources: tuple[int, ...] = ()
-    chunks: int = 1
-
-
-def seen(cut: Cut, window: Window) -> list[Cell]:
-    """Return the chunks as they are seen through a window, large ones first; empty ones are not."""
-    axes = list(window.axes)
-    boxes = np.hstack([cut.offsets[:, axes], cut.sizes[:, axes]])
-    stacks: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    for box, who, chunk in zip(boxes.tolist(), cut.who.tolist(), cut.chunk.tolist(), strict=True):
-        stacks.setdefault(tuple(box), []).append((who, chunk))
-    cells = [
-        _cell(box, _union([{who for who, _ in rows}]), chunks=len({chunk for _, chunk in rows}))
-        for box, rows in sorted(stacks.items())
-        if box[2] and box[3]
-    ]
-    return sorted(cells, key=lambda cell: -cell.height * cell.width)
-
-
-def pieces(saved: Sequence[Cell], wanted: Sequence[Cell]) -> list[Cell] | None:
-    """Return where saved cells meet wanted ones, by rows; None if there may be far too many."""
-    if math.prod(len(edges) for edges in edges_of([*saved, *wanted])) > _PIECES:
-        return None
-    meet = overlap(_tile(saved), _tile(wanted))
-    boxes = np.hstack([meet.offsets, meet.sizes]).tolist()
-    rows = zip(boxes, meet.box.tolist(), meet.chunk.tolist(), strict=True)
-    return sorted(
-        (_cell(box, wanted[b].holders, saved[a].holders) for box, b, a in rows),
-        key=lambda cell: (cell.top, cell.left),
-    )
-
-
-def merged(
-    cells: Sequence[Cell], most: tuple[int, int], sources: Sequence[Cell] = ()
-) -> list[Cell]:
-    """Lay a grid over cells, of every n-th of their cuts, and merge what falls into one of its own.
+    A piece is where a saved chunk meets a wanted one. It has the colour of the saved chunk, and in
+    it lies a field with the colour of the wanted one.
 
     Args:
-        cells: What is shown.
-        most: How many rows and columns may remain.
-        sources: Other cells, whose holders become the sources of what falls on them.
+        metadata: The checkpoint.
+        wanted: One plan per rank, in rank order, or chunks of the tensor.
+        fqn: The tensor's name in the checkpoint.
+        writers: Who wrote: the plans that were written, one per rank, or the result of
+            `writers_of`. Without them saved chunks are numbered and grey.
 
-    >>> column = [Cell(i, 0, 1, 1, (i,)) for i in range(6)]
-    >>> [(cell.top, cell.height, cell.holders) for cell in merged(column, (3, 1))]
-    [(0, 2, (0, 1)), (2, 2, (2, 3)), (4, 2, (4, 5))]
+    >>> from shardplan.planning import TensorMetadata, TensorProperties
+    >>> saved = [Chunk((0,), (3,)), Chunk((3,), (3,))]
+    >>> metadata = Metadata({"w": TensorMetadata(TensorProperties(), (6,), saved)})
+    >>> draw_reshard(metadata, [Chunk((i,), (2,)) for i in (0, 2, 4)], "w")
+    Picture: w, resharded. 2 saved chunks fill 3 wanted chunks in 4 pieces. Each piece ...
+
+    Raises:
+        NotFoundError: There is no such name; the nearest ones are listed.
+        PlanError: Ranks disagree about the tensor, or a chunk lies outside of it.
+        ValueError: It is not a tensor, or has another number of axes than it was saved with.
     """
-    if not cells:
-        return []
-    grid = Grid(tuple(map(_coarse, edges_of([*cells, *sources]), most)))
-    meet, origin = overlap(_tile(cells), grid), overlap(_tile(sources), grid)
+    saved, target = cut_by_writers(metadata, writers, fqn), _wanted(metadata, wanted, fqn)
+    if len(saved.size) != len(target.size):
+        words = f"`{fqn}` was saved with shape {list(saved.size)} and is wanted with "
+        raise ValueError(f"{words}{list(target.size)}: another number of axes")
+    window = window_of(saved, target)
+    olds, news = seen(saved, window), seen(target, window)
+    exact = pieces(olds, news)
+    # If no cut runs across, the panels lie below each other.
+    stacked = all(cell.height == window.lengths[0] for cell in (*olds, *news))
+    room = (640.0, 50.0) if stacked else (200.0, 300.0)
+    size = fit(window, [*olds, *news], room, 46 if stacked else 120)
+    old, between, new = panels = _placed(
+        [
+            _panel(saved, window, readable(olds, size, olds), size),
+            _panel(target, window, readable(exact, size, news, olds), size),
+            _panel(target, window, readable(news, size, news), size),
+        ],
+        size,
+        stacked,
+    )
+    origins, goals = _two_colours(*panels)
+    legend, bottom = _legend([old, new], goals)
+    body = [
+        *_headings(panels),
+        *_drawn(old, origins),
+        *_drawn_pieces(between, old.unit, origins, goals, stacked),
+        *_drawn(new, goals),
+        *legend,
+    ]
+    flow = _flow(saved, target, None if window.hidden else exact)
+    remarks = _remarks(target, window, size, [*old.cells, *new.cells], len(olds + news))
+    shape = f"{list(target.size)} in " if target.size != saved.size else ""
+    about = f"{_about(saved)} → {shape}{_count(target)}"
+    width = max(560.0, new.x + size[0] + MARGIN)
+    caption = " ".join([flow, *remarks])
+    return svg.card(f"{fqn}, resharded", about, "".join(body), caption, (width, bottom))
+
+
+def _wanted(metadata: Metadata, wanted: Plans | Iterable[Chunk], fqn: str) -> Cut:
+    """Return how plans or chunks cut the tensor."""
+    if isinstance(wanted, (SavePlan, WorldPlans)):
+        return cut_of(wanted, fqn)
+    given = tuple(wanted)
+    if any(isinstance(plan, SavePlan) for plan in given):
+        return cut_of(cast(tuple[SavePlan, ...], given), fqn)
+    return cut_of_chunks(cast(tuple[Chunk, ...], given), fqn, metadata)
+
+
+def _about(cut: Cut) -> str:
+    """Describe a tensor in one line."""
+    kind = cut.like.properties
+    nbytes = human_bytes(math.prod(cut.size) * kind.itemsize)
+    return f"{kind.dtype} {list(cut.size)} · {nbytes} · {_count(cut)}"
+
+
+def _count(cut: Cut) -> str:
+    """Count chunks and the ranks that hold them."""
+    chunks = counted(len(cut.tiling), "chunk")
+    ranks = len(set(cut.who.tolist()))
+    return f"{chunks} on {counted(ranks, 'rank')}" if cut.unit == "rank" else chunks
+
+
+def _flow(saved: Cut, wanted: Cut, exact: Sequence[Cell] | None) -> str:
+    """Count the pieces, and explain their colours and labels."""
+    total = "" if exact is None else f" in {counted(len(exact), 'piece')}"
+    chunks = len(saved.tiling)
+    origin = "rank that wrote it" if saved.unit == "rank" else "saved chunk it comes from"
+    return (
+        f"{counted(chunks, 'saved chunk')} {'fills' if chunks == 1 else 'fill'} "
+        f"{counted(len(wanted.tiling), 'wanted chunk')}{total}. Each piece has the colour of the "
+        f"{origin}, the field in it that of the {wanted.unit} that wants it."
+    )
+
+
+def _remarks(
+    cut: Cut, window: Window, size: Size, shown: Sequence[Cell], whole: int
+) -> Iterable[str]:
+    """Yield what a picture leaves out; ``whole`` counts the cells before any were joined."""
+    if len(shown) < whole:
+        most = counted(max(cell.chunks for cell in shown), "chunk")
+        ranks = counted(max(len(cell.holders) for cell in shown), "rank")
+        held = f", {ranks}" if cut.unit == "rank" else ""
+        yield f"Neighbours are drawn together: each cell up to {most}{held}."
+    if len(cut.size) > 2:
+        axes, cuts = (" and ".join(map(str, a)) for a in (window.axes, window.hidden))
+        behind = f"chunks cut along axis {cuts} lie behind each other"
+        rest = behind if cuts else "no other axis is cut"
+        yield f"Axes {axes} of {len(cut.size)} are shown; {rest}."
+    rows, columns = window.lengths
+    if rows > 1 and not math.isclose(size[0] / columns, size[1] / rows):
+        yield "The axes do not have the same scale."
+    if 0 in cut.size:
+        yield "The tensor is empty."
+    elif not cut.is_whole:
+        yield "The chunks leave gaps or overlap."
+
+
+def _named(who: Sequence[int], unit: str) -> str:
+    """Name ranks or chunks in a few words."""
+    return f"{unit}{'s' * (len(who) > 1)} {runs_text(who)}" if who else "nobody"
+
+
+@attrs.frozen
+class Panel:
+    """A tensor in a frame.
+
+    Attributes:
+        cells: The cells that are drawn.
+        unit: What the holders of cells are: ``"rank"`` or ``"chunk"``.
+        shape: How many elements the tensor has down and across.
+        axes: The numbers of these axes; below 0 if the tensor has no such axis.
+        scale: Pixels of one element, across and down.
+        x, y: Where its upper left corner lies.
+    """
+
+    cells: Sequence[Cell]
+    unit: str
+    shape: tuple[int, int]
+    axes: tuple[int, int]
+    scale: Size
+    x: float = 0.0
+    y: float = 0.0
+
+    @property
+    def margins(self) -> Size:
+        """How much room the cuts need to the left and above."""
+        left = 32 + width_of(f"{self.shape[0]:,}", 11) if self.axes[0] >= 0 else 0.0
+        return left, 40.0 if self.axes[1] >= 0 else 6.0
+
+    def place(self, cell: Cell) -> tuple[float, float, float, float]:
+        """Return x, y, width and height of a cell."""
+        wide, high = self.scale
+        at = self.x + cell.left * wide, self.y + cell.top * high
+        return *at, cell.width * wide, cell.height * high
+
+
+def _panel(cut: Cut, window: Window, cells: Sequence[Cell], size: Size) -> Panel:
+    down, across = window.axes
+    shape = cut.plane[down], cut.plane[across]
+    scale = size[0] / window.lengths[1], size[1] / window.lengths[0]
+    return Panel(cells, cut.unit, shape, (down - cut.lead, across - cut.lead), scale)
+
+
+def _placed(panels: Iterable[Panel], size: Size, stacked: bool) -> list[Panel]:
+    """Place panels below or beside each other."""
+    x, y, placed = MARGIN, svg.TOP + 18, []
+    for panel in panels:
+        left, above = panel.margins
+        placed.append(attrs.evolve(panel, x=x + left, y=y + above))
+        x, y = (x, y + above + size[1] + 30) if stacked else (x + left + size[0] + 14, y)
+    return placed
+
+
+def _headings(panels: Sequence[Panel]) -> Iterable[str]:
+    old, new = panels[0].unit, panels[2].unit
+    words = f"saved, by {old}", f"pieces, {old} → {new}", f"wanted, by {new}"
+    for panel, heading in zip(panels, words, strict=True):
+        y = panel.y - panel.margins[1] - 2
+        yield text(panel.x, y, heading, font_size=12, font_weight=600, fill=svg.INK)
+
+
+def _drawn(panel: Panel, colours: Colours) -> Iterable[str]:
+    """Draw the cells, each in the colour of its first holder, and the cuts."""
+    yield from _frame(panel)
+    for cell, words in zip(panel.cells, _labels(panel), strict=True):
+        x, y, width, height = panel.place(cell)
+        fill = colours[cell.holders[0]]
+        yield _box((x, y, width, height), fill, "cell", _tip(panel, cell))
+        yield _centred(x + width / 2, y + height / 2, words, fill, 11)
+
+
+def _drawn_pieces(
+    panel: Panel, origin: str, origins: Colours, goals: Colours, stacked: bool
+) -> Iterable[str]:
+    """Draw pieces in the colour they come from; a field in each has the colour it goes to."""
+    yield from _frame(panel)
+    for cell in panel.cells:
+        x, y, width, height = panel.place(cell)
+        came = origins[cell.sources[0]] if cell.sources else svg.EMPTY
+        goes = goals[cell.holders[0]]
+        yield _box((x, y, width, height), came, "piece", _tip(panel, cell, origin))
+        room = (width, height / 2) if stacked else (width / 2, height)
+        left, top = x + width - room[0], y + height - room[1]
+        inset = min(2.0, 0.05 * min(width, height))  # a thin field still has room for its label
+        field = left + inset, top + inset, room[0] - 2 * inset, room[1] - 2 * inset
+        yield _box(field, goes, "field")
+        for at, who, fill in ((x, y), cell.sources, came), ((left, top), cell.holders, goes):
+            words = _fitting((runs_text(who), f"{who[0]}…"), room, 10) if who else ""
+            yield _centred(at[0] + room[0] / 2, at[1] + room[1] / 2, words, fill, 10)
+
+
+def _box(place: tuple[float, float, float, float], fill: str, kind: str, tip: str = "") -> str:
+    """Draw a box with a white outline that never hides it."""
+    outline = min(1.5, 0.2 * min(place[2:]))
+    return rect(*place, fill, tip, class_=kind, stroke=svg.PAPER, stroke_width=outline)
+
+
+def _centred(x: float, y: float, words: str, fill: str, size: float) -> str:
+    """Write words, if any, around a point on some colour."""
+    ink = svg.ink_on(fill)
+    return words and text(x, y + size * 0.36, words, anchor="middle", font_size=size, fill=ink)
+
+
+def _labels(panel: Panel) -> list[str]:
+    """Return the longest label that fits each cell; none at all if most cells have no room."""
     found = []
-    for box in np.unique(meet.box).tolist():
-        mine = slice(*np.searchsorted(meet.box, [box, box + 1]).tolist())
-        theirs = slice(*np.searchsorted(origin.box, [box, box + 1]).tolist())
-        here = [cells[i] for i in meet.chunk[mine].tolist()]
-        there = [sources[i] for i in origin.chunk[theirs].tolist()]
-        low = meet.offsets[mine].min(axis=0)
-        size = (meet.offsets[mine] + meet.sizes[mine]).max(axis=0) - low
-        holders, origins = (_union(c.holders for c in group) for group in (here, there))
-        count = sum(cell.chunks for cell in there or here)
-        found.append(_cell([*low.tolist(), *size.tolist()], holders, origins, count))
-    return found
+    for cell in panel.cells:
+        who, first = cell.holders, f"{cell.holders[0]} …"
+        words = _named(who, panel.unit), runs_text(who), f"{first} {who[-1]}", first
+        found.append(_fitting(words, panel.place(cell)[2:], 11))
+    return found if 2 * sum(map(bool, found)) > len(found) else [""] * len(found)
 
 
-def _cell(
-    box: Sequence[int], holders: tuple[int, ...], sources: tuple[int, ...] = (), chunks: int = 1
-) -> Cell:
-    top, left, height, width = box
-    return Cell(top, left, height, width, holders, sources, chunks)
+def _fitting(choices: Iterable[str], room: Size, size: float) -> str:
+    """Return the first of some words that fits a box of some width and height, or nothing."""
+    if room[1] < size:
+        return ""
+    return next((words for words in choices if width_of(words, size) <= room[0] - 4), "")
 
 
-def _tile(cells: Sequence[Cell]) -> Tiling:
-    rows = np.array([(c.top, c.left, c.height, c.width) for c in cells], np.int64).reshape(-1, 4)
-    return tile(rows[:, :2], rows[:, 2:])
+def _tip(panel: Panel, cell: Cell, origin: str = "") -> str:
+    """Describe a cell in one line; a piece also by the unit of where it comes from."""
+    sides = zip((cell.top, cell.left), (cell.height, cell.width), panel.axes, strict=True)
+    box = ", ".join(f"{low}:{low + n}" for low, n, axis in sides if axis >= 0)
+    count = "" if cell.chunks == 1 else f"{cell.chunks:,} chunks, "
+    source = f"{_named(cell.sources, origin)} → " if origin else ""
+    return f"{source}{_named(cell.holders, panel.unit)}: {count}[{box}]"
 
 
-def edges_of(cells: Sequence[Cell]) -> tuple[list[int], list[int]]:
-    """Return where cells begin and end, along both axes, ascending."""
-    rows = {e for c in cells for e in (c.top, c.top + c.height)}
-    columns = {e for c in cells for e in (c.left, c.left + c.width)}
-    return sorted(rows), sorted(columns)
+def _frame(panel: Panel) -> Iterable[str]:
+    """Draw the tensor itself, which shows wherever no chunk is, and write where it is cut."""
+    (rows, columns), (wide, high), (x, y) = panel.shape, panel.scale, (panel.x, panel.y)
+    yield rect(x, y, (columns or 1) * wide, (rows or 1) * high, svg.EMPTY, stroke=svg.EDGE)
+    tops, lefts = edges_of(panel.cells)
+    if panel.axes[0] >= 0:
+        cuts = sorted({0, rows, *tops})
+        places = [y + cut * high for cut in cuts]
+        for at in places:
+            yield svg.line(x - 5, at, x - 1, at, svg.MUTED)
+        for i in svg.thin(places, 13):
+            yield text(x - 9, places[i] + 4, f"{cuts[i]:,}", anchor="end", fill=svg.INK)
+        yield svg.upright(x + 14 - panel.margins[0], y + rows * high / 2, f"axis {panel.axes[0]}")
+    if panel.axes[1] >= 0:
+        cuts = sorted({0, columns, *lefts})
+        places = [x + cut * wide for cut in cuts]
+        for at in places:
+            yield svg.line(at, y - 5, at, y - 1, svg.MUTED)
+        half = [max(0.0, width_of(f"{cut:,}", 11) / 2 - 4) for cut in (cuts[0], cuts[-1])]
+        places[0], places[-1] = places[0] + half[0], places[-1] - half[1]  # not beside the frame
+        for i in svg.thin(places, width_of(f"{cuts[-1]:,}", 11) + 8):
+            yield text(places[i], y - 9, f"{cuts[i]:,}", anchor="middle", fill=svg.INK)
+        axis = f"axis {panel.axes[1]}"
+        yield text(x + columns * wide / 2, y - 26, axis, anchor="middle", fill=svg.MUTED)
 
 
-def _coarse(edges: Sequence[int], most: int) -> list[int]:
-    """Keep every n-th of some edges, first and last always, spread as evenly as they can be."""
-    last = len(edges) - 1
-    count = -(-last // block(last, most))
-    return [edges[i * last // count] for i in range(count + 1)]
+def _two_colours(saved: Panel, between: Panel, wanted: Panel) -> tuple[Colours, Colours]:
+    """Return the colours of saved and of wanted chunks: one rank has one, on both sides."""
+    origins = {c.holders[0] for c in saved.cells}
+    origins |= {c.sources[0] for c in between.cells if c.sources}
+    goals = {c.holders[0] for c in (*between.cells, *wanted.cells)}
+    if saved.unit == "chunk":
+        return {key: svg.GREYS[key % 2] for key in origins}, svg.colours_of(goals)
+    colours = svg.colours_of(goals | origins)
+    return colours, colours
 
 
-def _union(groups: Iterable[Iterable[int]]) -> tuple[int, ...]:
-    return tuple(sorted({value for group in groups for value in group}))
+def _legend(panels: Sequence[Panel], colours: Colours) -> tuple[list[str], float]:
+    """Draw a bar of all colours if cells lack a label; return also how far down all reaches."""
+    bottom = max(p.y + (p.shape[0] or 1) * p.scale[1] for p in panels) + 12
+    keys = list(colours)
+    if not keys or all(words for panel in panels for words in _labels(panel)):
+        return [], bottom
+    first, last = (f"{panels[-1].unit} {key}" for key in (keys[0], keys[-1]))
+    start, count, y = MARGIN + width_of(first, 11) + 6, min(24, len(keys)), bottom + 6
+    steps = [keys[i * (len(keys) - 1) // max(1, count - 1)] for i in range(count)]
+    wide = 144 / count
+    bars = [rect(start + wide * i, y, wide + 0.2, 12, colours[k]) for i, k in enumerate(steps)]
+    ends = (MARGIN, first), (start + 152, last)
+    return [*bars, *(text(x, y + 10, words, fill=svg.INK) for x, words in ends)], bottom + 26

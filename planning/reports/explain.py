@@ -8,6 +8,7 @@ from typing import Any, Final, Literal, cast
 import attrs
 import numpy as np
 import numpy.typing as npt
+from attrs.validators import ge, gt
 
 from ..errors import span
 from ..mesh.worlds import WorldPlans
@@ -33,16 +34,6 @@ _MANY: Final = 1_000  # requests of one rank, if they are tiny
 _TINY: Final = 64 * 1024  # bytes of a request
 
 
-def _positive(instance: object, attribute: attrs.Attribute[Any], value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"{attribute.name} must be above 0, not {value}")
-
-
-def _not_negative(instance: object, attribute: attrs.Attribute[Any], value: float) -> None:
-    if not value >= 0:
-        raise ValueError(f"{attribute.name} must not be negative, and is {value}")
-
-
 @attrs.frozen
 class CostModel:
     """How fast things move: a stated guess, not a measurement.
@@ -63,11 +54,11 @@ class CostModel:
     2.0
     """
 
-    storage_bandwidth: float = attrs.field(default=2e9, validator=_positive)
-    storage_total: float = attrs.field(default=200e9, validator=_positive)
-    network_bandwidth: float = attrs.field(default=25e9, validator=_positive)
-    request_latency: float = attrs.field(default=1e-3, validator=_not_negative)
-    parallel_requests: int = attrs.field(default=16, validator=_positive)
+    storage_bandwidth: float = attrs.field(default=2e9, validator=gt(0))
+    storage_total: float = attrs.field(default=200e9, validator=gt(0))
+    network_bandwidth: float = attrs.field(default=25e9, validator=gt(0))
+    request_latency: float = attrs.field(default=1e-3, validator=ge(0))
+    parallel_requests: int = attrs.field(default=16, validator=gt(0))
 
     def seconds(self, nbytes: Any, requests: Any, moved: Any) -> Any:
         """Return how long a rank takes; numbers or columns of them."""

@@ -27,7 +27,7 @@ from ..geometry.tilings import Grid, Tiling, pad, tile
 from ..metadata import Entries, Metadata
 from ..plans import LoadPlan, SavePlan
 from ..records import LoadItemType
-from ..storage.located import ChunkTable
+from ..storage.located import ChunkTable, entries_of
 from .writers import Writers
 
 __all__ = ["FileCost", "RankCost", "Traffic", "count_runs", "load_traffic", "save_traffic"]
@@ -369,7 +369,7 @@ def _relayed(plan: LoadPlan, rank: int) -> ReadItems:
 def _entry(metadata: Metadata, items: ReadItems, rank: Ints) -> Ints:
     """Return which entry each item reads; raise if the checkpoint has no such entry."""
     entries = metadata.state_dict_metadata
-    entry = column([entries.row_of.get(name, -1) for name in items.names])[items.storage]
+    entry, _ = entries_of(metadata, items)
     for row in np.flatnonzero(entry < 0)[:1].tolist():
         metadata.entry(items.names[items.storage[row]])  # raises, with the nearest names
     is_value = items.type == _VALUE

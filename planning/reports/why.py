@@ -16,7 +16,7 @@ from ..errors import NotFoundError, span
 from ..geometry.tilings import Chunk, as_ints, pad
 from ..load import resolve_overlaps
 from ..mesh.worlds import WorldPlans
-from ..metadata import BytesMetadata
+from ..metadata import BytesMetadata, TensorMetadata
 from ..plans import LoadPlan, SavePlan
 from ..records import LoadItemType, MetadataIndex, ReadItem
 from ..text import Printed, Sheet, listing
@@ -113,24 +113,29 @@ def why(report: Report, fqn: str, element: Iterable[int] = ()) -> Why:
         IndexError: The element lies outside the tensor.
     """
     entry, at = report.metadata.entry(fqn), as_ints(element)
+    index, chunk, place, itemsize = MetadataIndex(fqn), None, None, None
     if isinstance(entry, BytesMetadata):
         if at:
             raise IndexError(f"`{fqn}` is a non-tensor value: it has no element {list(at)}")
-        index = MetadataIndex(fqn)
-        writers, reads = _writers(report, index, at), tuple(_reads(report, fqn, at))
-        return Why(fqn, at, index, None, None, None, writers, reads)
+    else:
+        number = _chunk_at(entry, fqn, at)
+        chunk, itemsize = entry.chunks[number], entry.properties.itemsize
+        index = MetadataIndex(fqn, chunk.offsets, number)
+        inside = [i - offset for i, offset in zip(at, chunk.offsets, strict=True)]
+        place = itemsize * (int(np.ravel_multi_index(inside, chunk.sizes)) if at else 0)
+    writers, reads = _writers(report, index, at), tuple(_reads(report, fqn, at))
+    return Why(fqn, at, index, chunk, place, itemsize, writers, reads)
+
+
+def _chunk_at(entry: TensorMetadata, fqn: str, at: Element) -> int:
+    """Return the number of the first saved chunk that holds an element."""
     if len(at) != len(entry.size) or not all(map(range.__contains__, map(range, entry.size), at)):
         raise IndexError(f"`{fqn}` has the shape {list(entry.size)}: it has no element {list(at)}")
     low = entry.chunks.offsets
-    rows = np.flatnonzero(_holds(low, low + entry.chunks.sizes, at)).tolist()
-    if not rows:
+    rows = np.flatnonzero(_holds(low, low + entry.chunks.sizes, at))
+    if not len(rows):
         raise NotFoundError(f"no saved chunk of `{fqn}` holds element {list(at)}")
-    chunk, itemsize, place = entry.chunks[rows[0]], entry.properties.itemsize, 0
-    for i, offset, size in zip(at, chunk.offsets, chunk.sizes, strict=True):
-        place = place * size + i - offset
-    index = MetadataIndex(fqn, chunk.offsets, rows[0])
-    writers, reads = _writers(report, index, at), tuple(_reads(report, fqn, at))
-    return Why(fqn, at, index, chunk, place * itemsize, itemsize, writers, reads)
+    return int(rows[0])
 
 
 def _holds(low: Ints, high: Ints, element: Element) -> npt.NDArray[np.bool_]:

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
         steps,
         whole_blocks,
     )
-    from .rounds import Arrival, Piece, Round, SharedRounds, shared_rounds
     from .shards import (
         MAX_SHARD_SIZE,
         Shards,
@@ -55,7 +54,18 @@ if TYPE_CHECKING:
         shard_plans,
         shards_of,
     )
-    from .sharing_cost import MOST_READS, Need, need_of, plan_bytes, read_widths, sharing_pays
+    from .shared_reads import (
+        MOST_READS,
+        Arrival,
+        Need,
+        Piece,
+        Round,
+        SharedRounds,
+        need_of,
+        plan_bytes,
+        shared_rounds,
+        sharing_pays,
+    )
     from .target import Placements, Target, Traits, plan_target
     from .write import WritePlan, write_plan
 
@@ -74,8 +84,10 @@ __getattr__, __dir__ = door(
             "ByteRanges Requests SMALL byte_ranges coalesce fetched filled lies_together "
             "range_axis steps whole_blocks"
         ),
-        "rounds": "Arrival Piece Round SharedRounds shared_rounds",
-        "sharing_cost": "MOST_READS Need need_of plan_bytes read_widths sharing_pays",
+        "shared_reads": (
+            "Arrival MOST_READS Need Piece Round SharedRounds need_of plan_bytes shared_rounds "
+            "sharing_pays"
+        ),
         "shards": (
             "MAX_SHARD_SIZE Shards assign_shards number_shards parse_size refuse_split shard_plans "
             "shards_of"

@@ -9,18 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Final
 
 import attrs
 
-from shardplan.planning import nearest_hint, nearest_names
+from shardplan.planning import nearest_hint, nearest_names, runs_text
 
-__all__ = ["Branch", "branches", "choose", "continuations", "hint", "runs_text"]
+__all__ = ["Branch", "branches", "choose", "continuations", "hint"]
 
 _HARMLESS: Final = re.compile(r"[\w.][\w.,/@%+=:-]*")
 _DEEPEST: Final = 32  # steps of a name; deeper ones stay in one piece
-_RUNS: Final = 4  # runs of numbers that a label lists
 
 
 def choose(pattern: str, names: Sequence[str]) -> list[int]:
@@ -174,28 +173,9 @@ def _groups(nodes: Sequence[_Node], collapse: bool) -> Iterator[tuple[str, list[
     for step in numbered:
         groups.setdefault(children[step].kind if collapse else step, []).append(step)
     for group in groups.values():
-        label = runs_text(list(map(int, group))) if len(group) > 1 else group[0]
+        label = runs_text([*map(int, group)], ",") if len(group) > 1 else group[0]
         yield label, [node.children[step] for node in nodes for step in group]
 
 
 def _is_number(step: str) -> bool:
     return step.isascii() and step.isdecimal() and str(int(step)) == step
-
-
-def runs_text(numbers: Sequence[int]) -> str:
-    """Write ascending numbers in short.
-
-    >>> runs_text([0, 1, 2, 5]), runs_text(range(0, 80, 2)), runs_text([3, 7])
-    ('0–2,5', '0,2,…,78', '3,7')
-    """
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    texts = [str(a) if a == b else f"{a}–{b}" for a, b in runs]
-    if len(texts) <= _RUNS:
-        return ",".join(texts)
-    regular = len({b - a for a, b in pairwise(numbers)}) == 1
-    return ",".join([*texts[: 2 if regular else _RUNS - 1], "…", texts[-1]])

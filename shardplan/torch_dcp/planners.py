@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import metadata as theirs
 from torch.distributed.checkpoint import planner as torch_plans
 
 from shardplan._memory import blanks, refuse_unfillable, tied_names
-from shardplan._nested import put, refilled
+from shardplan._state import put, refilled
 from shardplan.io import ValueRefusedError, as_tensor, box_view, can_cast, torch_dtype
 from shardplan.planning import (
     DEFAULT_PASSES,

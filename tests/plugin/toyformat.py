@@ -8,7 +8,7 @@ import zlib
 
 from shardplan.io import ExistsError, FormatError
 from shardplan.io.execute import collect
-from shardplan.io.formats import Fault, Findings, Format, Part, Source, Spot, Writer
+from shardplan.io.formats import ChunkPlace, Fault, Findings, Format, Part, Source, Writer
 from shardplan.planning import (
     BytesMetadata,
     Chunk,
@@ -26,7 +26,7 @@ class ToySource(Source):
     format = "toy"
 
     def __init__(self, store):
-        self._store = store
+        self.store = store
         index = json.loads(store.read_all(INDEX, limit=1 << 20))
         self._values = index["values"]
         self._chunks, entries = {}, {}
@@ -41,18 +41,13 @@ class ToySource(Source):
         values = dict.fromkeys(self._values, BytesMetadata())
         meta = StorageMeta(save_id=index["save_id"])
         self.metadata = Metadata(tensors | values, storage_meta=meta)
+        self.files = [file for chunks in self._chunks.values() for _, _, file, _ in chunks]
 
-    @property
-    def store(self):
-        return self._store
-
-    @property
-    def files(self):
-        return [file for chunks in self._chunks.values() for _, _, file, _ in chunks]
-
-    def spots(self, chunks):
+    def find_chunks(self, chunks):
         found = [self._chunks[name][number] for name, number in chunks]
-        return [Spot(self.files.index(f), 0, dtype, tuple(size)) for dtype, size, f, _ in found]
+        return [
+            ChunkPlace(self.files.index(f), 0, dtype, tuple(size)) for dtype, size, f, _ in found
+        ]
 
     def value(self, name, *, verify=True):
         return self._values[name]
@@ -60,7 +55,7 @@ class ToySource(Source):
     def faults(self):
         for name, chunks in self._chunks.items():
             for _, _, file, crc in chunks:
-                if zlib.crc32(self._store.read_all(file, limit=1 << 20)) != crc:
+                if zlib.crc32(self.store.read_all(file, limit=1 << 20)) != crc:
                     yield Fault("checksum", file, "it was changed", name)
 
 

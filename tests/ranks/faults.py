@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import shardplan
-from shardplan import _read_shared
+from shardplan import _read
 from shardplan import _save as saving  # noqa: F401  # imported once, before the forks
 from shardplan.dist import CheckpointError, torch_comm
 from shardplan.io.stores.base import open_store
@@ -123,7 +123,7 @@ def take(case, rank, comm, path):
     else:
         wanted = old(rank)
         if phase == "rounds":
-            _read_shared.ROUND_BYTES = 1 << 19
+            _read.ROUND_BYTES = 1 << 19
             wanted = {f"all{i}": wanted[f"all{i}"] for i in WANTED[rank]}
         state = {"part": {name: torch.zeros_like(value) for name, value in wanted.items()}}
         shardplan.load(state, store, comm=comm, share_reads=True)

@@ -6,8 +6,10 @@ name and fields. A pickle that names anything else is refused; `_CLASSES` lists 
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -16,18 +18,22 @@ import numpy as np
 
 from shardplan.planning import (
     ITEMSIZE,
+    BytesMetadata,
     CodecError,
     Entries,
     Layout,
     Metadata,
     Path,
     StorageMeta,
+    TensorMetadata,
     TensorProperties,
+    empty_names,
     from_json,
+    nesting_issues,
     to_json,
 )
 from shardplan.planning.columns import DAMAGE, column
-from shardplan.planning.geometry import Tiling, shape_fault, tile
+from shardplan.planning.geometry import Tiling, shape_fault, tile, tile_chunks
 
 from ...errors import FormatError, ValueRefusedError
 from ...limits import MAX_BYTES
@@ -44,20 +50,11 @@ from ..torch_save.unpickler import (
     require,
 )
 
-__all__ = [
-    "METADATA",
-    "OWN_EMPTY",
-    "OWN_PATHS",
-    "Described",
-    "Item",
-    "Place",
-    "pack_path",
-    "parse_metadata",
-    "unpack_path",
-]
-
 METADATA: Final = ".metadata"
 """The file that makes a folder a checkpoint of torch.distributed.checkpoint."""
+FIRST_RANK: Final = "__0.metadata"
+"""The file that makes a folder a checkpoint whose ranks saved independently; see `merge_ranks`."""
+_RANK_FILE: Final = re.compile(r"__(\d{1,9})\.metadata")
 OWN_PATHS: Final = "_shardplan_paths"
 """An attribute of the pickled metadata: nested keys that torch's own paths do not describe."""
 OWN_EMPTY: Final = "_shardplan_empty"
@@ -70,13 +67,7 @@ Item = tuple[str, tuple[int, ...] | None]
 
 @attrs.frozen
 class Place:
-    """The position of one item.
-
-    Attributes:
-        file: The number of its file.
-        offset, length: Its bytes there.
-        transforms: The extensions that its bytes went through.
-    """
+    """The bytes of one item in a file, and the extensions that they went through."""
 
     file: int
     offset: int
@@ -86,15 +77,7 @@ class Place:
 
 @attrs.frozen(eq=False)
 class Described:
-    """A checkpoint as its `.metadata` describes it.
-
-    Attributes:
-        metadata: What it holds.
-        files: The files that it names.
-        places: Where each item lies.
-        old: Whether torch 2.3 or older wrote it: these kept dicts without tensors whole.
-        copies: Where else an item lies, if several ranks saved it; see `merge_ranks`.
-    """
+    """A checkpoint as its `.metadata` describes it; `copies` if several ranks saved an item."""
 
     metadata: Metadata
     files: tuple[str, ...]
@@ -168,11 +151,7 @@ class _Names(dict[str, Any]):
 
 
 def parse_metadata(data: bytes, file: str = METADATA) -> Described:
-    """Read a `.metadata` file, or that of one rank.
-
-    Raises:
-        FormatError: It is damaged, or names a class that no checkpoint needs; none was called.
-    """
+    """Read a `.metadata` file, or that of one rank."""
     try:
         return _describe(_fields(load_pickle(data, _Names())[0], "Metadata"))
     except RefusedName as error:
@@ -354,14 +333,7 @@ def _torch_path(name: str, path: Any) -> Path:
 
 
 def pack_path(name: str, path: Path) -> Any:
-    """Return a path as `OWN_PATHS` stores it: as text, if its keys are not plain.
-
-    >>> pack_path("a.(1, 2)", (("dict", "a"), ("dict", (1, 2))))
-    '[["dict", "a"], ["dict", [1, 2]]]'
-
-    Raises:
-        ValueRefusedError: A key is of a type that our own format cannot store either.
-    """
+    """Return a path as `OWN_PATHS` stores it: as text, if its keys are not plain."""
     if all(type(key) in _PLAIN_KEYS for _, key in path):
         return tuple(path)
     for _, key in path:
@@ -376,14 +348,7 @@ def pack_path(name: str, path: Path) -> Any:
 
 
 def unpack_path(name: str, packed: Any) -> Path:
-    """Return the path that `pack_path` was given.
-
-    >>> unpack_path("a.(1, 2)", '[["dict", "a"], ["dict", [1, 2]]]')
-    (('dict', 'a'), ('dict', (1, 2)))
-
-    Raises:
-        PickleError: It is something else.
-    """
+    """Return the path that `pack_path` was given."""
     is_text = type(packed) is str
     path = from_json(json.loads(packed)) if is_text else packed
     if type(path) is not tuple or not all(
@@ -395,3 +360,104 @@ def unpack_path(name: str, packed: Any) -> Path:
     ):
         raise PickleError(f"the path of `{name}` has keys that are not plain")
     return path
+
+
+Entry = TensorMetadata | BytesMetadata
+
+
+def is_rank_metadata(name: str) -> bool:
+    """Return True if a file's name is that of one rank's metadata."""
+    return _RANK_FILE.fullmatch(name) is not None
+
+
+def rank_metadata(names: Iterable[str]) -> tuple[str, ...]:
+    """Pick the metadata files of ranks from a folder's files, in order of rank."""
+    found = [match for match in map(_RANK_FILE.fullmatch, names) if match]
+    return tuple(match[0] for match in sorted(found, key=lambda match: int(match[1])))
+
+
+def merge_ranks(parts: Mapping[str, Described]) -> Described:
+    """Describe what all ranks saved together, given the contents of each file, in order of rank.
+
+    ``torch.distributed.checkpoint.save(use_collectives=False)`` writes ``__0.metadata``,
+    ``__1.metadata``, … and no `.metadata`. Items that several ranks saved are there several times:
+    as copies, which `DcpSource` compares before it uses one.
+    """
+    _refuse_gaps(parts)
+    saved: dict[str, dict[str, Entry]] = {}  # by name, what each file has of it
+    for file, part in parts.items():
+        for name, entry in part.metadata.state_dict_metadata.items():
+            saved.setdefault(name, {})[file] = entry
+    files: dict[str, int] = {}
+    places: dict[Any, list[Place]] = {}
+    for part in parts.values():
+        numbers = [files.setdefault(name, len(files)) for name in part.files]
+        for key, place in part.places.items():
+            places.setdefault(key, []).append(attrs.evolve(place, file=numbers[place.file]))
+    first = next(iter(parts.values()))
+    metadata = Metadata(
+        {name: _joined(name, entries) for name, entries in saved.items()},
+        planner_data=_nesting(parts),
+        storage_meta=first.metadata.storage_meta,
+        version=first.metadata.version,
+    )
+    return Described(
+        metadata,
+        tuple(files),
+        {key: found[0] for key, found in places.items()},
+        first.old,
+        {key: tuple(found[1:]) for key, found in places.items() if len(found) > 1},
+    )
+
+
+def _refuse_gaps(parts: Mapping[str, Described]) -> None:
+    for rank, file in enumerate(parts):
+        if file != f"__{rank}.metadata":
+            raise FormatError(
+                f"__{rank}.metadata",
+                f"it is missing, and {file} is there: rank {rank} never finished its part of this "
+                "save, in which ranks saved independently",
+            )
+
+
+def _joined(name: str, entries: Mapping[str, Entry]) -> Entry:
+    """Return the entry of one name for all ranks, given that in the file of each."""
+    (first, one), *others = entries.items()
+    for file, other in others:
+        if _described(one) != _described(other):
+            raise FormatError(
+                file,
+                f"`{name}` is {_described(other)} there, and {_described(one)} in {first}; ranks "
+                "saved different things under one name. Open one rank's part",
+            )
+    if not others or isinstance(one, BytesMetadata):
+        return one
+    tensors = (entry for entry in entries.values() if isinstance(entry, TensorMetadata))
+    chunks = dict.fromkeys(itertools.chain.from_iterable(entry.chunks for entry in tensors))
+    return attrs.evolve(one, chunks=tile_chunks(chunks))
+
+
+def _described(entry: Entry) -> str:
+    if isinstance(entry, BytesMetadata):
+        return "a single value"
+    return f"{entry.properties.dtype} of shape {list(entry.size)}"
+
+
+def _nesting(parts: Mapping[str, Described]) -> dict[str, Any] | None:
+    """Merge the paths of nested keys of all ranks."""
+    paths: dict[str, Any] = {}
+    holders: dict[str, int] = {}
+    empty: set[str] = set()
+    for rank, (file, part) in enumerate(parts.items()):
+        data = part.metadata.planner_data or {}
+        empty |= empty_names(data)
+        for name in part.metadata.state_dict_metadata:
+            path = data.get("paths", {}).get(name, (("dict", name),))
+            holders.setdefault(name, rank)
+            if paths.setdefault(name, path) != path:
+                raise FormatError(file, f"`{name}` is nested in another way than on other ranks")
+    for issue in nesting_issues(paths, holders):
+        raise FormatError(f"__{issue.ranks[-1]}.metadata", str(issue))
+    nested = {name: path for name, path in paths.items() if path != (("dict", name),)}
+    data = {"paths": nested, "empty": tuple(sorted(empty))}
+    return {key: found for key, found in data.items() if found} or None

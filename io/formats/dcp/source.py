@@ -22,7 +22,7 @@ from ...errors import FormatError
 from ...limits import read_whole
 from ...pool import Pool, ProgressCallback, default_pool
 from ...stores.base import MissingFileError, Store
-from ..base import Fault, Findings, Format, Source, Spot
+from ..base import ChunkPlace, Fault, Findings, Format, Source
 from ..headers import Header, header_length, parse_header
 from ..torch_save.check import Stored, check_archives, file_size
 from ..torch_save.names import load_tensor
@@ -38,13 +38,20 @@ from ..torch_save.zip_read import (
     read_archive,
     read_ranges,
 )
-from .metadata import METADATA, Described, Place, parse_metadata
-from .ranks import FIRST_RANK, is_rank_metadata, merge_ranks, rank_metadata
+from .metadata import (
+    FIRST_RANK,
+    METADATA,
+    Described,
+    Place,
+    is_rank_metadata,
+    merge_ranks,
+    parse_metadata,
+    rank_metadata,
+)
 
 if TYPE_CHECKING:
     from .write import DcpWriter
 
-__all__ = ["DcpFormat", "DcpSource"]
 
 Chunk = tuple[str, int]
 """A chunk: its tensor's name, and its number among the tensor's chunks."""
@@ -132,13 +139,7 @@ def _read(store: Store, name: str) -> Described:
 
 @attrs.frozen
 class _Layout:
-    """The position of a tensor in an archive.
-
-    Attributes:
-        length: How many bytes the archive has.
-        begin: Where the tensor's storage begins in it.
-        tensor: The tensor.
-    """
+    """The position of a tensor in an archive of so many bytes."""
 
     length: int
     begin: int
@@ -158,12 +159,7 @@ class _Item:
 
 
 class DcpSource(Source):
-    """A checkpoint of torch.distributed.checkpoint; a `Source`.
-
-    Attributes:
-        described: What its `.metadata` says.
-        inner: Its store, without the virtual files of `store`.
-    """
+    """A checkpoint of torch.distributed.checkpoint; a `Source`."""
 
     format = "dcp"
     checksum = CRC32
@@ -172,10 +168,11 @@ class DcpSource(Source):
         self.described = described
         self.metadata = described.metadata
         self.inner = store
-        self._overlay = Overlay(store, described.files)
+        self.store = self._overlay = Overlay(store, described.files)
+        self.files = self._overlay.files
         self._pool = pool or default_pool()
         self._sizes: dict[int, int] = {}
-        self._spots: dict[Chunk, Spot] = {}
+        self._found: dict[Chunk, ChunkPlace] = {}
         self._known: dict[int, dict[bytes, _Layout]] = defaultdict(dict)  # by `begin`
         self._shared: dict[tuple[int, int], Header] = {}  # headers of safetensors
         self._inline: dict[str, Any] = {}
@@ -183,28 +180,18 @@ class DcpSource(Source):
         self._summed_values: set[str] = set()  # those whose archives have checksums
         self._boxes: dict[int, Any] = {}  # by layout: offsets and sizes of its chunks
 
-    @property
-    def store(self) -> Store:
-        """Where its files are."""
-        return self._overlay
-
-    @property
-    def files(self) -> Sequence[str]:
-        """Their names."""
-        return self._overlay.files
-
     # Tensors
 
-    def spots(self, chunks: Sequence[Chunk]) -> list[Spot]:
-        """Find chunks; see `Source.spots`. Only the first bytes of most of them are read."""
+    def find_chunks(self, chunks: Sequence[Chunk]) -> list[ChunkPlace]:
+        """Find chunks; see `Source.find_chunks`. Only the first bytes of most of them are read."""
         groups: dict[int, list[_Item]] = defaultdict(list)
         for chunk in dict.fromkeys(chunks):
-            if chunk not in self._spots:
+            if chunk not in self._found:
                 item = self._item(*chunk)
                 groups[item.place.file].append(item)
         for found in self._pool.map(self._locate, groups.values()):
-            self._spots.update(found)
-        return [self._spots[chunk] for chunk in chunks]
+            self._found.update(found)
+        return [self._found[chunk] for chunk in chunks]
 
     def _item(self, name: str, number: int) -> _Item:
         entries = self.metadata.state_dict_metadata
@@ -249,7 +236,7 @@ class DcpSource(Source):
             )
         return Window(self.inner, file, place.offset, place.length, head)
 
-    def _locate(self, items: Sequence[_Item]) -> dict[Chunk, Spot]:
+    def _locate(self, items: Sequence[_Item]) -> dict[Chunk, ChunkPlace]:
         """Find some chunks of one file."""
         windows = [self._window(item.name, item.place) for item in items]
         heads = [bytearray(min(_HEAD, window.length)) for window in windows]
@@ -259,14 +246,14 @@ class DcpSource(Source):
         found = {}
         for item, head in zip(items, heads, strict=True):
             try:
-                found[item.name, item.number] = self._spot(item, bytes(head))
+                found[item.name, item.number] = self._chunk_place(item, bytes(head))
                 self._compare_chunks(item)
             except (FormatError, PickleError) as error:
                 reason = error.reason if isinstance(error, FormatError) else str(error)
                 raise FormatError(file, f"`{item.name}`: {reason}") from None
         return found
 
-    def _spot(self, item: _Item, head: bytes) -> Spot:
+    def _chunk_place(self, item: _Item, head: bytes) -> ChunkPlace:
         is_zip = head[:4] == b"PK\3\4"
         layout = self._in_archive(item, head) if is_zip else self._in_safetensors(item)
         tensor, place = layout.tensor, item.place
@@ -275,7 +262,7 @@ class DcpSource(Source):
                 f"it is {tensor.dtype} of shape {list(tensor.size)}, and {METADATA} says "
                 f"{item.dtype} of shape {list(item.sizes)}"
             )
-        return self._overlay.spot(place.file, place.offset + layout.begin, tensor)
+        return self._overlay.chunk_place(place.file, place.offset + layout.begin, tensor)
 
     def _in_archive(self, item: _Item, head: bytes) -> _Layout:
         """Find the elements in an archive: as in one that begins with the same bytes, if any."""
@@ -317,24 +304,24 @@ class DcpSource(Source):
 
         It follows the elements, so that a few bytes after them are read.
         """
-        groups: dict[int, list[tuple[Chunk, Spot]]] = defaultdict(list)
-        for chunk, spot in zip(chunks, self.spots(chunks), strict=True):
-            if chunk not in self._sums and spot.file < len(self.described.files):
-                groups[spot.file].append((chunk, spot))
+        groups: dict[int, list[tuple[Chunk, ChunkPlace]]] = defaultdict(list)
+        for chunk, place in zip(chunks, self.find_chunks(chunks), strict=True):
+            if chunk not in self._sums and place.file < len(self.described.files):
+                groups[place.file].append((chunk, place))
         for found in self._pool.map(self._read_sums, groups.values()):
             self._sums.update(found)
         return [self._sums.get(chunk) for chunk in chunks]
 
-    def _read_sums(self, items: Sequence[tuple[Chunk, Spot]]) -> dict[Chunk, int | None]:
+    def _read_sums(self, items: Sequence[tuple[Chunk, ChunkPlace]]) -> dict[Chunk, int | None]:
         """Read the descriptors after some chunks of one file."""
         number = items[0][1].file
-        ends = [spot.begin + spot.nbytes for _, spot in items]
+        ends = [place.begin + place.nbytes for _, place in items]
         room = [max(min(self._sizes[number] - end, DESCRIPTOR), 0) for end in ends]
         views = [memoryview(bytearray(nbytes)) for nbytes in room]
         file = self.described.files[number]
         read_ranges(self.inner, file, list(zip(ends, views, strict=True)))
         pairs = zip(items, views, strict=True)
-        return {chunk: described_crc(bytes(view), spot.nbytes) for (chunk, spot), view in pairs}
+        return {chunk: described_crc(bytes(view), place.nbytes) for (chunk, place), view in pairs}
 
     def file_numbers(self, name: str) -> Sequence[int] | None:
         """Return the file of each chunk as the metadata has it; see `Source.file_numbers`."""
@@ -409,12 +396,7 @@ class DcpSource(Source):
         return value
 
     def plain_value(self, name: str) -> Any:
-        """Return a non-tensor value that needs no torch.
-
-        Raises:
-            FormatError: It is not where it should be, or its archive is damaged.
-            PickleError: It needs torch, or is damaged.
-        """
+        """Return a non-tensor value that needs no torch; see `Source.plain_value`."""
         return self._inline[name] if name in self._inline else _plain(*self._value(name))
 
     def value_bytes(self, name: str) -> int:

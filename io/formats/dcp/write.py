@@ -27,8 +27,7 @@ from shardplan.planning import (
 from shardplan.planning.columns import DAMAGE
 
 from ...errors import FormatError, ValueRefusedError
-from ...execute.cleanup import tidy
-from ...execute.commit import committing, put_in_place, refuse_folder, remove
+from ...execute.commit import committing, put_in_place, refuse_folder, remove, tidy
 from ...execute.copying import Content, FileContents, Seal, literal, threads_for, write_file
 from ...execute.pieces import Piece, blocks_of, collect
 from ...limits import check_size, read_whole
@@ -38,11 +37,17 @@ from ..base import Part, Writer
 from ..torch_save.torch_values import dump_values, pickle_tensor
 from ..torch_save.zip_read import ALIGNMENT
 from ..torch_save.zip_write import Frame, frame_of
-from .metadata import METADATA, OWN_EMPTY, OWN_PATHS, Item, pack_path, parse_metadata
-from .ranks import FIRST_RANK, rank_metadata
+from .metadata import (
+    FIRST_RANK,
+    METADATA,
+    OWN_EMPTY,
+    OWN_PATHS,
+    Item,
+    pack_path,
+    parse_metadata,
+    rank_metadata,
+)
 from .source import DcpFormat
-
-__all__ = ["DcpWriter"]
 
 _FILE_BYTES: Final = 256 << 20  # a rank with more than this writes several files at once
 _MAX_FILES: Final = 4

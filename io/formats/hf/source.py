@@ -1,16 +1,18 @@
 """Safetensors files as Hugging Face tools and torch write them, read where they lie.
 
-`choose_files` decides which files make up a checkpoint. Several files may hold chunks of one
-tensor, if their headers say where each starts (as torch's ``HuggingFaceStorageWriter`` does).
-Nothing here needs torch.
+Files are chosen as those tools choose them: ``model.safetensors`` if it is there; else the files
+that the one ``*.safetensors.index.json`` names; else all safetensors files of the folder. Several
+files may hold chunks of one tensor, if their headers say where each starts (as torch's
+``HuggingFaceStorageWriter`` does). Nothing here needs torch.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NoReturn
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import attrs
 
@@ -28,31 +30,25 @@ from shardplan.planning.storage import MAX_SHARD_SIZE, save_id_of
 from ...errors import FormatError, listed
 from ...limits import read_whole
 from ...pool import Pool, Progress, ProgressCallback, default_pool
-from ...stores.base import MissingFileError, Store, StoreError
-from ..base import Fault, Findings, Format, Source, Spot
-from ..headers import Header, Slot
-from .index import (
-    INDEX,
-    INDEX_SUFFIX,
-    RESERVED,
-    SINGLE,
-    SUFFIX,
-    TIED,
-    choose_files,
-    indices,
-    is_part,
-    missing_parts,
-    own_words,
-    plain_files,
-    read_header,
-    uncommitted,
-)
+from ...stores.base import MissingFileError, Store, StoreError, check_path
+from ..base import ChunkPlace, Fault, Findings, Format, Source, read_bytes
+from ..headers import Header, Slot, header_length, parse_header
 
 if TYPE_CHECKING:
     from .write import HfWriter
 
-__all__ = ["HfFormat", "HfSource"]
 
+SINGLE: Final = "model.safetensors"  # holds a whole model
+INDEX: Final = "model.safetensors.index.json"  # says which of several files holds which tensor
+PART_OF: Final = "index"  # key of a header: the file counts only together with an index
+TIED: Final = "tied"  # key of a header of ours: names that are tied to the file's tensors
+RESERVED: Final = ("format", "shardplan", "DCP_VERSION", "DCP_SHARDING_INFO")
+"""Keys of a header's ``__metadata__`` that are not names of tensors."""
+_SUFFIX: Final = ".safetensors"
+_INDEX_SUFFIX: Final = ".safetensors.index.json"
+_NUMBERED: Final = re.compile(r"(?!shard-)(.+)-(\d{5})-of-(\d{5})\.safetensors")
+OWN_NAME: Final = re.compile(r"model-(?:[0-9a-f]+-)?\d{5}-of-\d{5}\.safetensors")
+_FIRST: Final = 1 << 16  # bytes that are read of a file at first: most headers fit
 _LOG: Final = logging.getLogger("shardplan")
 _NO_SUMS: Final = (
     "safetensors files have no checksums: headers and sizes were checked, elements were not"
@@ -71,7 +67,7 @@ class HfFormat(Format):
     def detect(self, store: Store, name: str = "") -> bool:
         """Return whether there are safetensors files; see `Format.detect`."""
         if name:
-            return name.endswith((SUFFIX, INDEX_SUFFIX)) and save_id_of(name) is None
+            return name.endswith((_SUFFIX, _INDEX_SUFFIX)) and save_id_of(name) is None
         found = store.list(recursive=False)
         if SINGLE in found or indices(found):
             return True
@@ -155,19 +151,10 @@ class _Place:
 class HfSource(Source):
     """Safetensors files; all entries are tensors.
 
-    Args:
-        store: Where they lie.
-        name: A single file, or an index; empty for whatever is in the folder.
-        pool: The threads to use.
-
     Attributes:
         tied: Names that share another's elements, and those others: a header says so of weights
             that were saved once under one of their names.
         header_bytes, data_bytes: How many bytes all headers have, and all elements in the files.
-
-    Raises:
-        FormatError: A file is damaged or missing; the index names what is not there; chunks of one
-            tensor overlap or leave holes.
     """
 
     format = "hf"
@@ -185,7 +172,7 @@ class HfSource(Source):
             headers = [header for header in headers if not is_part(header.metadata)]
         if not headers:
             raise FormatError(name or store.url, "there are no safetensors files to read")
-        self._store, self._files = store, tuple(header.file for header in headers)
+        self.store, self.files = store, tuple(header.file for header in headers)
         self.header_bytes = sum(header.length for header in headers)
         self.data_bytes = sum(slot.nbytes for h in headers for slot in h.slots.values())
         self._places = _gather(headers, chosen.weights)
@@ -200,31 +187,21 @@ class HfSource(Source):
             notes.append(_excuse(store, absent, chosen.weights, chosen.index))
         self.notes = tuple(f"{store.url}: {note}" for note in notes)
         self.metadata = Metadata(
-            {name: _entry(name, held, self._files) for name, held in self._places.items()}
+            {name: _entry(name, held, self.files) for name, held in self._places.items()}
         )
         self._log()
 
     def _log(self) -> None:
         if self.tied:
             pairs = listed([f"`{name}` to `{kept}`" for name, kept in self.tied.items()], quote="")
-            _LOG.info("%s: tied weights are stored once: %s", self._store.url, pairs)
+            _LOG.info("%s: tied weights are stored once: %s", self.store.url, pairs)
         for note in self.notes:
             _LOG.warning(note)
 
-    @property
-    def store(self) -> Store:
-        """Where the files lie."""
-        return self._store
-
-    @property
-    def files(self) -> Sequence[str]:
-        """Their names."""
-        return self._files
-
-    def spots(self, chunks: Sequence[tuple[str, int]]) -> list[Spot]:
-        """Find chunks; see `Source.spots`."""
+    def find_chunks(self, chunks: Sequence[tuple[str, int]]) -> list[ChunkPlace]:
+        """Find chunks; see `Source.find_chunks`."""
         found = [self._places[name][chunk] for name, chunk in chunks]
-        return [Spot(p.file, p.slot.begin, p.slot.dtype, p.slot.shape) for p in found]
+        return [ChunkPlace(p.file, p.slot.begin, p.slot.dtype, p.slot.shape) for p in found]
 
 
 def _gather(headers: Sequence[Header], weights: Mapping[str, str]) -> dict[str, list[_Place]]:
@@ -253,7 +230,7 @@ def _find_ties(
     """Find names that are tied to tensors, among all that headers say by name; and doubtful ones.
 
     ``safetensors.torch.save_model`` notes there which tensor stands for one that it left out,
-    beside whatever its caller noted. So a note alone is no proof: it counts if we wrote it, if
+    beside whatever its caller noted. So a note alone proves nothing: it counts if we wrote it, if
     the index has the name, or if both are the same parameter, of two modules.
     """
     tied: dict[str, str] = {}
@@ -336,3 +313,144 @@ def _refuse(name: str, holders: Sequence[str], layout: Layout) -> NoReturn:
     raise FormatError(
         listed(list(dict.fromkeys(holders)), quote=""), f"{reason}; is a file missing?"
     )
+
+
+@attrs.frozen
+class Chosen:
+    """The files of a checkpoint, and the index that names them; None if there is none."""
+
+    files: Sequence[str]
+    index: str | None = None
+    weights: Mapping[str, str] = attrs.Factory(dict)
+
+
+def choose_files(store: Store, name: str = "") -> Chosen:
+    """Choose the files of a checkpoint.
+
+    Args:
+        store: The folder.
+        name: A single file, or an index; empty for whatever is in the folder.
+    """
+    if name and not name.endswith(_INDEX_SUFFIX):
+        return Chosen([name])
+    found = () if name else store.list(recursive=False)
+    if SINGLE in found:
+        return Chosen([SINGLE])
+    named = [name] if name else indices(found)
+    if len(named) > 1 and INDEX not in named:
+        raise FormatError(
+            store.url, f"it holds several models: {', '.join(named)}; give the path of one of these"
+        )
+    if not named:
+        return Chosen(plain_files(found))
+    index = INDEX if INDEX in named else named[0]
+    weights = read_index(store, index)
+    return Chosen(sorted(set(weights.values())), index, weights)
+
+
+def indices(found: Iterable[str]) -> list[str]:
+    """Name the files that say which of several files holds which tensor."""
+    return [name for name in found if name.endswith(_INDEX_SUFFIX)]
+
+
+def plain_files(found: Iterable[str]) -> list[str]:
+    """Name the safetensors files that may be a checkpoint: not those of a killed save of ours."""
+    return [name for name in found if name.endswith(_SUFFIX) and save_id_of(name) is None]
+
+
+def missing_parts(files: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the files that are missing of those that belong together by their names, and why."""
+    known = set(files)
+    for file in files:
+        match = _NUMBERED.fullmatch(file)
+        if match is None:
+            continue
+        stem, count = match[1], int(match[3])
+        for name in (f"{stem}-{i + 1:05d}-of-{match[3]}{_SUFFIX}" for i in range(count)):
+            if name not in known:
+                known.add(name)
+                yield name, f"it is missing; {file} is one of {count} files"
+
+
+def uncommitted(store: Store, file: str) -> bool:
+    """Return whether a file belongs to a save that was never committed: one that needs an index.
+
+    A file named as such a save names it counts as one, too, if it has no header yet.
+    """
+    try:
+        return is_part(_peek(store, file))
+    except (FormatError, StoreError):
+        return OWN_NAME.fullmatch(file) is not None
+
+
+def _peek(store: Store, file: str) -> Mapping[str, str]:
+    """Return the ``__metadata__`` of a file's header; the file may well be cut short."""
+    data = _header_bytes(store, file, store.size(file))
+    try:
+        found = json.loads(data[8:]).get("__metadata__", {})
+    except (ValueError, AttributeError, RecursionError):
+        raise FormatError(file, "its header is damaged") from None
+    return found if isinstance(found, dict) else {}
+
+
+def is_part(metadata: Mapping[str, str]) -> bool:
+    """Return whether a file counts only together with an index, by what its header says."""
+    return PART_OF in own_words(metadata)
+
+
+def own_words(metadata: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return what a file of ours says of itself; nothing if it is not ours, or damaged."""
+    try:
+        own = json.loads(metadata.get("shardplan", "{}"))
+    except (ValueError, TypeError, RecursionError):
+        return {}
+    return own if isinstance(own, dict) else {}
+
+
+def read_header(store: Store, file: str, index: str | None = None) -> Header:
+    """Read one header, in one request if it is short; an index may have named the file."""
+    try:
+        size = store.size(file)
+        data = _header_bytes(store, file, size)
+    except MissingFileError:
+        named = f", and {index} names it" if index else ""
+        raise FormatError(file, f"it is missing{named}; was all of it downloaded?") from None
+    return parse_header(data, file, size)
+
+
+def _header_bytes(store: Store, file: str, size: int) -> bytes:
+    data = read_bytes(store, file, 0, min(size, _FIRST))
+    length = header_length(data[:8], file, size)
+    if length > len(data):
+        data += read_bytes(store, file, len(data), length - len(data))
+    return data[:length]
+
+
+def read_index(store: Store, index: str) -> dict[str, str]:
+    """Return which tensor lies in which file, as an index says."""
+    try:
+        table = json.loads(read_whole(store, index, "index"))
+        weights = table["weight_map"]
+    except MissingFileError:
+        raise FormatError(index, "it is missing") from None
+    except FormatError:
+        raise
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise FormatError(index, f"it is not an index of safetensors files: {error!r}") from None
+    if not isinstance(weights, dict) or not weights:
+        raise FormatError(index, "its `weight_map` names no files")
+    for name, file in weights.items():
+        _check_inside(index, name, file)
+    return weights
+
+
+def _check_inside(index: str, name: str, file: Any) -> None:
+    try:
+        inside = isinstance(file, str) and bool(check_path(file))
+    except StoreError:
+        inside = False
+    if not inside or not file.endswith(_SUFFIX):
+        raise FormatError(
+            index,
+            f"it has `{name}` in {str(file)[:80]!r}, which is not a safetensors file beside it",
+        )

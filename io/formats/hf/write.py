@@ -53,24 +53,15 @@ from ...stores.base import Store
 from ...stores.local_files import TEMPORARY
 from ..base import Part, Writer
 from ..headers import file_entry, framed, refused_name
-from .index import INDEX, PART_OF, RESERVED, SINGLE, TIED, read_index, uncommitted
-
-__all__ = ["HfWriter"]
+from .source import INDEX, OWN_NAME, PART_OF, RESERVED, SINGLE, TIED, read_index, uncommitted
 
 _STAGED: Final = 96 << 20  # memory that one file in the making may take
-_OWN: Final = re.compile(r"model-(?:[0-9a-f]+-)?\d{5}-of-\d{5}\.safetensors")
 _STRAY: Final = re.compile(rf"model\.safetensors\.[0-9a-f]+{re.escape(TEMPORARY)}")
 
 
 @attrs.frozen(eq=False)
 class _File:
-    """One file to write.
-
-    Attributes:
-        name: Its name while it is written.
-        pieces: Its tensors, as they lie in it: the widest elements first, so that all are aligned.
-        header: What comes before them.
-    """
+    """One file to write; tensors with the widest elements come first, so that all are aligned."""
 
     name: str
     pieces: Sequence[Piece]
@@ -96,9 +87,6 @@ class HfWriter(Writer):
     Args:
         max_shard_size: How many bytes of tensors a file holds, as a number or as ``"5GB"``.
         leave_out: Whether non-tensor values are left out; else they are refused.
-
-    Attributes:
-        max_ranks: How many ranks may save; a conversion may have more, as it knows what is whole.
     """
 
     max_ranks = 1
@@ -112,12 +100,7 @@ class HfWriter(Writer):
         self._unsure: set[str] = set()  # saves that may have been committed
 
     def refuse(self, store: Store, overwrite: bool) -> None:
-        """Refuse to save where a checkpoint is; see `Writer.refuse`.
-
-        Raises:
-            ExistsError: There is one.
-            ValueError: The folder is named as a file would be.
-        """
+        """Refuse to save where a checkpoint is; see `Writer.refuse`."""
         if store.url.endswith(".safetensors"):
             raise ValueError(f"an `hf` checkpoint is a folder; {store.url} is the name of a file")
         refuse_folder(store, "hf", overwrite)
@@ -252,7 +235,11 @@ class HfWriter(Writer):
     ) -> set[str]:
         """Give files their usual names, if these are free; put the index in place; name all."""
         own = [name for part in parts for name in part["files"]]
-        usual = {} if _is_taken(store, len(own)) else {n: _usual_name(n, save_id) for n in own}
+        usual = (
+            {}
+            if _is_taken(store, len(own))
+            else {n: n.replace(f"model-{save_id}-", "model-", 1) for n in own}
+        )
         taken = {name: better for name, better in usual.items() if take_name(store, name, better)}
         weights = {
             name: taken.get(file, file) for part in parts for name, file in part["weights"].items()
@@ -314,10 +301,6 @@ def _own_name(name: str, save_id: str) -> str:
     if name == SINGLE:
         return f"{SINGLE}.{save_id}{TEMPORARY}"
     return name.replace("model-", f"model-{save_id}-", 1)
-
-
-def _usual_name(name: str, save_id: str) -> str:
-    return name.replace(f"model-{save_id}-", "model-", 1)
 
 
 def _check_there(store: Store, files: set[str]) -> None:
@@ -383,5 +366,5 @@ def _strays(store: Store) -> set[str]:
     return {
         name
         for name in store.list(recursive=False)
-        if _STRAY.fullmatch(name) or (_OWN.fullmatch(name) and uncommitted(store, name))
+        if _STRAY.fullmatch(name) or (OWN_NAME.fullmatch(name) and uncommitted(store, name))
     }

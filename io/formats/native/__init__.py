@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING
 from shardplan.planning.door import door
 
 if TYPE_CHECKING:
-    from .commit import NativeWriter
     from .manifest import MANIFEST, Manifest, decode_manifest, find_manifest, read_manifest
     from .source import NativeSource
+    from .write import NativeWriter
 
 __getattr__, __dir__ = door(
     __name__,
     {
-        "commit": "NativeWriter",
+        "write": "NativeWriter",
         "manifest": "MANIFEST Manifest decode_manifest find_manifest read_manifest",
         "source": "NativeSource",
     },

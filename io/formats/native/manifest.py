@@ -35,20 +35,8 @@ from ...errors import FormatError
 from ...limits import LIMITS, MAX_BYTES, check_size, read_whole
 from ...stores.base import MissingFileError, Store, StoreError, check_path
 from ...values import RAW
+from ..base import read_bytes
 from .manifest_record import FileTable, Manifest
-
-__all__ = [
-    "MANIFEST",
-    "VERSIONS",
-    "FileTable",
-    "Manifest",
-    "decode_manifest",
-    "encode_manifest",
-    "find_manifest",
-    "read_manifest",
-    "sign",
-    "version_of",
-]
 
 MANIFEST: Final = "shardplan.json"
 VERSIONS: Final = (1, 2)
@@ -67,11 +55,7 @@ _FILE: Final = re.compile(r"[^/]+\.safetensors")
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest's JSON text, which starts with a checksum of what follows it.
-
-    Raises:
-        FormatError: No state dict has such names, so that it could not be opened.
-    """
+    """Return the manifest's JSON text, which starts with a checksum of what follows it."""
     entries = manifest.entries
     try:
         _check_paths(manifest.metadata.planner_data, entries.names)
@@ -116,9 +100,6 @@ def version_of(values: Mapping[str, tuple[str, Any]]) -> int:
 
     Bytes that are stored as they are came with the second. All else stays readable by programs that
     know the first alone.
-
-    >>> version_of({"step": ("inline", 7)}), version_of({"blob": ("bytes", 100_000)})
-    (1, 2)
     """
     return 2 if any(kind in RAW for kind, _ in values.values()) else 1
 
@@ -148,9 +129,6 @@ def find_manifest(store: Store) -> bytes | None:
     """Return the text of a checkpoint's manifest, all of it of one version; None if there is none.
 
     An unusually large one is validated before it is read in full.
-
-    Raises:
-        FormatError: It is larger than any manifest, or a folder.
     """
     try:
         try:
@@ -172,7 +150,7 @@ def find_manifest(store: Store) -> bytes | None:
 
 def _validate(store: Store, size: int) -> None:
     """Refuse a large file that is not a manifest, or damaged, before all of it is in memory."""
-    head = _piece(store, 0, _HEAD_BYTES)
+    head = read_bytes(store, MANIFEST, 0, _HEAD_BYTES)
     found = _HEAD.match(head)
     if found is None:
         raise FormatError(MANIFEST, "it is not a manifest: it does not begin as one")
@@ -183,7 +161,9 @@ def _validate(store: Store, size: int) -> None:
     except StoreError as error:
         if error.kind != "short":
             raise
-    if _piece(store, 0, _HEAD_BYTES) == head:  # else another save has just replaced it
+    if (
+        read_bytes(store, MANIFEST, 0, _HEAD_BYTES) == head
+    ):  # else another save has just replaced it
         raise FormatError(MANIFEST, _MISFIT)
 
 
@@ -191,25 +171,15 @@ def _has_digest(store: Store, size: int, head: re.Match[bytes]) -> bool:
     """Return whether the text after its head has the checksum that the head says."""
     state = xxhash.xxh3_64()
     for at in range(head.end(), size, _PIECE):
-        piece = _piece(store, at, min(_PIECE, size - at))
+        piece = read_bytes(store, MANIFEST, at, min(_PIECE, size - at))
         if piece.translate(None, _TEXT):  # no manifest has such characters
             return False
         state.update(piece)
     return state.hexdigest() == head[2].decode()
 
 
-def _piece(store: Store, offset: int, nbytes: int) -> bytes:
-    data = bytearray(nbytes)
-    store.read(MANIFEST, [(offset, memoryview(data))])
-    return bytes(data)
-
-
 def decode_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
-    """Read a manifest's text; see `encode_manifest`.
-
-    Raises:
-        FormatError: It is not a manifest, of a newer version, or anything in it is impossible.
-    """
+    """Read a manifest's text; see `encode_manifest`."""
     try:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:

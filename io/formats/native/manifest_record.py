@@ -18,21 +18,12 @@ from shardplan.planning.storage import BLOCK_BYTES
 from ...checksums import Sums, hash_views
 from ..headers import MAX_HEADER, Header, Slot
 
-__all__ = ["Expected", "FileTable", "Manifest"]
-
 _PARSED: Final = 8  # how many times its own size a header takes in memory while it is read
 
 
 @attrs.frozen(eq=False)
 class FileTable:
-    """A checkpoint's data files; one row each.
-
-    Attributes:
-        names: Their names inside the checkpoint.
-        sizes: Their sizes, in bytes.
-        headers: The lengths of their headers, in bytes: where data begins.
-        digests: The xxh3-64 of each header.
-    """
+    """A checkpoint's data files, one row each; sizes and lengths of headers are in bytes."""
 
     names: tuple[str, ...]
     sizes: Ints
@@ -48,9 +39,6 @@ class Manifest:
     """A checkpoint, all but its bytes.
 
     Attributes:
-        save_id: The save that made it.
-        metadata: Its tensors and values.
-        files: Its data files.
         places: The distinct columns of file numbers, one number a chunk.
         place: Per entry of the metadata, which of these columns it has; -1 for an inline value.
         sums: The checksum of every chunk, by entry, then by chunk; see `sums_of`.
@@ -98,11 +86,7 @@ class Manifest:
 
 
 def _file_bytes(manifest: Manifest) -> Ints:
-    """Add up, per file, the bytes of its chunks; tensors alike are counted, not visited.
-
-    Raises:
-        ValueError: Chunks and files do not go together.
-    """
+    """Add up, per file, the bytes of its chunks; tensors alike are counted, not visited."""
     entries, limit = manifest.entries, float(manifest.files.sizes.sum())
     tensors = np.stack([manifest.place, entries.layout, entries.prop])[:, entries.layout >= 0]
     kinds = Counter(map(tuple, tensors.T.tolist()))
@@ -133,11 +117,7 @@ def _file_bytes(manifest: Manifest) -> Ints:
 
 
 def _volumes(tiling: Tiling) -> Ints:
-    """Return how many elements each chunk has, in little more memory than that.
-
-    >>> _volumes(Grid((column([0, 3, 5]), column([0, 4, 6])))).tolist()
-    [12, 6, 8, 4]
-    """
+    """Return how many elements each chunk has, in little more memory than that."""
     if not isinstance(tiling, Grid):
         volume: Ints = tiling.sizes.prod(axis=1)
         return volume
@@ -185,7 +165,7 @@ class Expected:
         """Return how many bytes of memory it takes to parse the header of a file."""
         return _PARSED * int(self._manifest.files.headers[number])
 
-    def fits(self, number: int, data: bytes | bytearray) -> bool:
+    def fits(self, number: int, data: bytes) -> bool:
         """Return whether these bytes are the header that was saved."""
         return hash_views([memoryview(data)]) == self._manifest.files.digests[number]
 

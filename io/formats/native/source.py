@@ -18,15 +18,14 @@ from ...errors import FormatError, listed
 from ...pool import Pool, ProgressCallback, default_pool
 from ...stores.base import MissingFileError, Store
 from ...values import RAW, StoredValue, load_value
-from ..base import Fault, FileColumns, Findings, Format, Source, Spot
+from ..base import ChunkPlace, Fault, FileColumns, Findings, Format, Source, read_bytes
 from ..headers import parse_header
 from .manifest import MANIFEST, Manifest, decode_manifest, find_manifest, read_manifest
 from .manifest_record import Expected
 
 if TYPE_CHECKING:
-    from .commit import NativeWriter
+    from .write import NativeWriter
 
-__all__ = ["NativeFormat", "NativeSource"]
 
 _REMEDY: Final = (
     "; copy the checkpoint whole, or if it was overwritten or pruned meanwhile, open it again"
@@ -55,7 +54,7 @@ class NativeFormat(Format):
 
     def writer(self) -> NativeWriter:
         """Return what writes this format; see `Format.writer`."""
-        from .commit import NativeWriter  # which needs torch
+        from .write import NativeWriter  # which needs torch
 
         return NativeWriter()
 
@@ -83,13 +82,7 @@ class NativeFormat(Format):
 
 
 class NativeSource(Source):
-    """A checkpoint of ours. Of headers that were read, only places are kept.
-
-    Args:
-        store: Where it lies.
-        manifest: What it says of itself; see `read_manifest`.
-        pool: The threads and the memory budget to use.
-    """
+    """A checkpoint of ours. Of headers that were read, only places are kept."""
 
     format = "safetensors"
 
@@ -97,20 +90,10 @@ class NativeSource(Source):
         self.manifest, self.metadata = manifest, manifest.metadata
         self.block_bytes, self.created = manifest.block_bytes, manifest.created
         self.file_columns = FileColumns(manifest.places, manifest.place)
-        self._store = store
+        self.store, self.files = store, manifest.files.names
         self._pool = pool or default_pool()
         self._known: set[int] = set()  # the files whose headers were read
         self._begins = np.full(int(manifest.start[-1]), -1, np.int64)  # one row a chunk
-
-    @property
-    def store(self) -> Store:
-        """Where it lies."""
-        return self._store
-
-    @property
-    def files(self) -> Sequence[str]:
-        """The names of its data files."""
-        return self.manifest.files.names
 
     @property
     def file_sizes(self) -> Mapping[str, int]:
@@ -123,11 +106,11 @@ class NativeSource(Source):
         numbers: list[int] = self.manifest.files_of(name).tolist()
         return numbers
 
-    def spots(self, chunks: Sequence[tuple[str, int]]) -> list[Spot]:
-        """Find chunks; see `Source.spots`. Only the headers of their files are read."""
+    def find_chunks(self, chunks: Sequence[tuple[str, int]]) -> list[ChunkPlace]:
+        """Find chunks; see `Source.find_chunks`. Only the headers of their files are read."""
         places = {name: self.manifest.files_of(name) for name in {name for name, _ in chunks}}
         self._read_headers(int(places[name][chunk]) for name, chunk in chunks)
-        return [self._spot(name, chunk, int(places[name][chunk])) for name, chunk in chunks]
+        return [self._chunk_place(name, chunk, int(places[name][chunk])) for name, chunk in chunks]
 
     def sums_of(self, name: str) -> Sums:
         """Return the checksum of each chunk of one entry; see `Source.sums_of`."""
@@ -153,11 +136,11 @@ class NativeSource(Source):
         kind, data = self.manifest.values[name]
         if kind == "inline":
             return load_value(StoredValue("inline", data), MANIFEST, name)
-        (spot,) = self.spots([(name, 0)])
-        file = self.files[spot.file]
-        buffer = io.BytesIO(bytes(spot.extents[0]))  # which gives away its bytes without a copy
+        (place,) = self.find_chunks([(name, 0)])
+        file = self.files[place.file]
+        buffer = io.BytesIO(bytes(place.extents[0]))  # which gives away its bytes without a copy
         with buffer.getbuffer() as view:
-            self._store.read(file, [(spot.begin, view)])
+            self.store.read(file, [(place.begin, view)])
             if verify and XXH3.of_blocks(view, self.block_bytes) != int(self.sums_of(name)[0]):
                 raise FormatError(file, f"the value of `{name}` does not fit its checksum")
         return load_value(StoredValue(kind, buffer.getvalue()), file, name)
@@ -182,7 +165,7 @@ class NativeSource(Source):
 
     def missing(self) -> Sequence[Fault]:
         """Return the files that are not there in their full sizes; see `Source.missing`."""
-        sizes = {entry.name: entry.size for entry in self._store.entries(recursive=False)}
+        sizes = {entry.name: entry.size for entry in self.store.entries(recursive=False)}
         wrong = ((n, size) for n, size in self.file_sizes.items() if sizes.get(n) != size)
         return [size_fault(name, size, sizes.get(name)) for name, size in wrong]
 
@@ -191,15 +174,11 @@ class NativeSource(Source):
         return Expected(self.manifest)
 
     def _read_headers(self, numbers: Iterable[int]) -> None:
-        """Read the headers of some files, and check that these are the files that were saved.
-
-        Raises:
-            FormatError: A file is missing, of another size, or its header is not the saved one.
-        """
+        """Read the headers of some files, and check that these are the files that were saved."""
         new = [number for number in dict.fromkeys(numbers) if number not in self._known]
         if not new:
             return
-        expected, staging = self._expected, self._store.staging
+        expected, staging = self._expected, self.store.staging
         found = self._pool.map(
             self._header,
             new,
@@ -215,16 +194,15 @@ class NativeSource(Source):
         files, expected = self.manifest.files, self._expected
         name, size = files.names[number], int(files.sizes[number])
         try:
-            found = self._store.size(name)
+            found = self.store.size(name)
             if found != size:
                 raise self._bad(number, f"it has {found:,} bytes and was saved with {size:,}")
-            data = bytearray(expected.header_bytes(number, size))
-            self._store.read(name, [(0, memoryview(data))])
+            data = read_bytes(self.store, name, 0, expected.header_bytes(number, size))
         except MissingFileError:
             raise self._bad(number, "it is missing", _REMEDY) from None
         if not expected.fits(number, data):
             raise self._bad(number, "its header is damaged, or belongs to another file")
-        header = parse_header(bytes(data), name, size)
+        header = parse_header(data, name, size)
         if not expected.wrote(number, header):
             who = f"{header.name} by save {header.save_id}"
             raise self._bad(number, f"it was written as {who}: files were swapped")
@@ -241,7 +219,7 @@ class NativeSource(Source):
         text = f"{reason}; {listed(names)} should lie in it{remedy}"
         return FormatError(self.files[number], text)
 
-    def _spot(self, name: str, chunk: int, number: int) -> Spot:
+    def _chunk_place(self, name: str, chunk: int, number: int) -> ChunkPlace:
         """Return where a chunk lies, once the header of its file was read."""
         row = self.manifest.entries.row_of[name]
         slot = self._expected.slot(row, chunk)
@@ -252,7 +230,7 @@ class NativeSource(Source):
                 f"its header does not have `{name}` as the manifest says ({slot.dtype} "
                 f"{list(slot.shape)} at {list(slot.offsets)}); see verify",
             )
-        return Spot(number, begin, slot.dtype, slot.shape)
+        return ChunkPlace(number, begin, slot.dtype, slot.shape)
 
 
 def size_fault(name: str, size: int, found: int | None) -> Fault:

@@ -27,13 +27,11 @@ from ...errors import FormatError
 from ...pool import Pool, Progress, ProgressCallback, default_pool
 from ...stores.base import MissingFileError, Store, StoreError
 from ...values import StoredValue, load_value
-from ..base import Fault, FaultKind, Findings
+from ..base import Fault, FaultKind, Findings, read_bytes
 from ..headers import Header, Slot, header_length, parse_header
 from .manifest import MANIFEST, Manifest, decode_manifest, find_manifest
 from .manifest_record import Expected
 from .source import size_fault
-
-__all__ = ["verify_native"]
 
 _TASK: Final = 16 << 20  # bytes that are worth a thread's while
 _TASK_BLOCKS: Final = 1 << 12
@@ -44,11 +42,7 @@ _FAR_PIECE: Final = 16 << 20  # the same where each read is a request
 def verify_native(
     store: Store, tell: ProgressCallback | None = None, pool: Pool | None = None
 ) -> Findings:
-    """Check a checkpoint of ours; see `Format.verify`.
-
-    Raises:
-        FormatError: There is none.
-    """
+    """Check a checkpoint of ours; see `Format.verify`."""
     try:
         data = find_manifest(store)
         if data is None:
@@ -115,9 +109,6 @@ class _Scan:
     """What one file's header says.
 
     Attributes:
-        file: The file.
-        faults: What is wrong so far.
-        lost: Names of its chunks that cannot be checked.
         header_bytes: How many bytes were read for it.
         slots: The chunks that can be checked, in order of place, and ``sums``, their checksums.
         lengths: The bytes of each block of these, ``chunk``, which of them it is a block of, and
@@ -175,12 +166,12 @@ class _Scanner:
 
     def _header(self, number: int, name: str, size: int, found: int) -> _Opened:
         length = int(self.manifest.files.headers[number])
-        data = self._read(name, self.expected.header_bytes(number, found))
+        data = read_bytes(self.store, name, 0, self.expected.header_bytes(number, found))
         genuine = self.expected.fits(number, data)
         faults = [] if found == size else [size_fault(name, size, found)]
         try:
             if not genuine:
-                data = self._read(name, header_length(data[:8], name, found))
+                data = read_bytes(self.store, name, 0, header_length(data[:8], name, found))
             header = parse_header(data, name, size if genuine else found)
         except FormatError as error:
             if found >= length:  # else it is cut short, and no more can be said
@@ -207,11 +198,6 @@ class _Scanner:
             return None  # no save wrote that: it is the header that is damaged
         reason = f"save {header.save_id} wrote it as {header.name}; this is save {save_id}"
         return Fault("foreign", name, reason, None, 0, found)
-
-    def _read(self, name: str, nbytes: int) -> bytes:
-        data = bytearray(nbytes)
-        self.store.read(name, [(0, memoryview(data))])
-        return bytes(data)
 
     def _match(
         self, file: str, wanted: Mapping[str, tuple[Slot, int]], opened: _Opened, header: Header
@@ -293,14 +279,7 @@ def _tasks(scan: _Scan) -> Iterator[_Task]:
 
 @attrs.frozen(eq=False)
 class _Hasher:
-    """Reads blocks and hashes them, on any number of threads.
-
-    Attributes:
-        store: Where the files are.
-        progress: Counts the bytes.
-        piece: How many bytes a thread holds.
-        turn: Limits how many threads are at work.
-    """
+    """Reads blocks, so many bytes at a time, and hashes them, on any number of threads."""
 
     store: Store
     progress: Progress

@@ -1,44 +1,115 @@
-"""Writing one rank's files: straight out of tensor memory, in one pass, hashed on the way."""
+"""Writing our own format.
+
+Each rank writes its files straight out of tensor memory, in one pass, hashed on the way. Then one
+rank makes a manifest of what all wrote, and publishes it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
 import attrs
 import numpy as np
 
-from shardplan.planning import CodecError, SavePlan, flatten
-from shardplan.planning.columns import DAMAGE, pack, unpack
-from shardplan.planning.storage import BLOCK_BYTES, WritePlan, write_plan
+from shardplan.planning import CodecError, Entries, Metadata, SavePlan, StorageMeta, flatten
+from shardplan.planning.columns import (
+    DAMAGE,
+    Catalog,
+    Ints,
+    column,
+    distinct,
+    pack,
+    readonly,
+    unpack,
+)
+from shardplan.planning.storage import BLOCK_BYTES, WritePlan, file_numbers, write_plan
 
 from ...checksums import Sums, combine, hash_views, xxhash
-from ...errors import ValueRefusedError
+from ...errors import FormatError, ValueRefusedError, listed
+from ...execute.commit import committing, put_in_place, refuse_folder, remove, tidy
 from ...execute.pieces import Piece, collect
+from ...limits import check_size
 from ...pool import Pool, Progress, check_stopped, default_pool
-from ...stores.base import Store
+from ...stores.base import MissingFileError, Store, StoreError
 from ...values import StoredValue, sort_values
+from ..base import Part, Writer
 from ..headers import Slot, build_header, refused_name
-
-__all__ = ["Written", "WrittenFile", "write_rank"]
+from .manifest import MANIFEST, FileTable, Manifest, encode_manifest, read_manifest, version_of
 
 _PIECE: Final = 1 << 20  # bytes that are hashed and then written, while they are in the cache
 _STAGED: Final = 96 << 20  # memory that copies for one file in the making may take
 _COPIES: Final = 3  # of what cannot be written as it lies: cast, laid out, waiting to be written
 
 
+class NativeWriter(Writer):
+    """Writes our own format."""
+
+    def __init__(self) -> None:
+        self._unsure: set[str] = set()  # saves whose commit failed, but may have happened, or may
+
+    def refuse(self, store: Store, overwrite: bool) -> None:
+        """Refuse to save where a checkpoint is; see `Writer.refuse`."""
+        refuse_folder(store, "safetensors", overwrite)
+
+    def write_order(self, plan: SavePlan, rank: int) -> Iterable[int]:
+        """Return the items by file, and by width in each; see `Writer.write_order`."""
+        order: list[int] = write_plan(plan).order.tolist()
+        return order
+
+    def write(
+        self,
+        store: Store,
+        sd: Mapping[Any, Any],
+        plan: SavePlan,
+        *,
+        save_id: str,
+        rank: int,
+        pool: Pool | None = None,
+        progress: Progress | None = None,
+    ) -> Part:
+        """Write one rank's safetensors files; see `Writer.write`."""
+        written = write_rank(
+            store, sd, plan, save_id=save_id, rank=rank, pool=pool, progress=progress
+        )
+        return Part(len(written.files), written.nbytes, written.to_bytes())
+
+    def commit(
+        self,
+        store: Store,
+        metadata: Metadata,
+        plans: Sequence[SavePlan],
+        reports: Sequence[bytes],
+        *,
+        save_id: str,
+        overwrite: bool,
+    ) -> tuple[str, ...]:
+        """Publish the manifest; see `Writer.commit`."""
+        written = [Written.from_bytes(report) for report in reports]
+        manifest = assemble(metadata, plans, written, save_id=save_id, created=time.time())
+        with committing(self._unsure, save_id):
+            left = publish(store, manifest, overwrite=overwrite)
+        tidy(store, (*manifest.files.names, *left))
+        return left
+
+    def discard(self, store: Store, report: bytes, save_id: str) -> None:
+        """Remove one rank's files, unless a manifest may come to name them."""
+        if save_id in self._unsure:
+            return
+        with suppress(Exception):
+            try:
+                published = read_manifest(store).save_id == save_id
+            except FormatError:
+                published = False
+            if not published:
+                store.delete([file.name for file in Written.from_bytes(report).files])
+
+
 @attrs.frozen
 class WrittenFile:
-    """A data file that a rank wrote.
-
-    Attributes:
-        number: Which of the rank's files it is.
-        name: Its name inside the checkpoint.
-        size: Its size, in bytes.
-        header: The length of its header, in bytes.
-        digest: The xxh3-64 of its header.
-    """
+    """A data file that a rank wrote; `size` and `header` are lengths in bytes."""
 
     number: int
     name: str
@@ -52,7 +123,6 @@ class Written:
     """What one rank wrote, for whoever commits the checkpoint.
 
     Attributes:
-        files: Its data files.
         sums: The checksum of each of its plan's items; 0 for an inline value.
         values: Its non-tensor values, by name: kind (see `StoredValue`), and the JSON data of an
             inline one, or how many bytes another takes.
@@ -74,11 +144,7 @@ class Written:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Written:
-        """Decode it.
-
-        Raises:
-            CodecError: These bytes are something else.
-        """
+        """Decode it."""
         head, arrays = unpack(data)
         try:
             files = tuple(WrittenFile(*fields) for fields in head["files"])
@@ -101,24 +167,10 @@ def write_rank(
 ) -> Written:
     """Write the data files of one rank; nothing can be loaded until the save is committed.
 
-    Args:
-        store: Where to.
-        sd: The rank's state dict, nested or flat.
-        plan: The rank's plan, as `global_plan` returned it.
-        save_id: A name for this save, part of every file's name.
-        rank: Which rank it is.
-        pool: The threads and the memory budget to use.
-        block_bytes: The most bytes of a block; `assemble` must be given the same.
-        progress: Counts the bytes of tensors.
-
     Returns:
         What was written. All of it has reached the disk, the names of the files included.
-
-    Raises:
-        ValueRefusedError: Some values cannot be stored; nothing was written then.
-        StoreError: The store failed; what was written is removed again.
     """
-    pieces, values = _collect(flatten(sd)[0], plan, progress)
+    pieces, values = _collect_items(flatten(sd)[0], plan, progress)
     files = _files(plan, write_plan(plan, rank, save_id), pieces, values)
     headers = [build_header(file.name, file.slots, save_id) for file in files]
     try:
@@ -140,7 +192,7 @@ def write_rank(
     return Written(tuple(made), sums, kinds)
 
 
-def _collect(
+def _collect_items(
     flat: Mapping[str, Any], plan: SavePlan, progress: Progress | None
 ) -> tuple[dict[int, Piece], dict[str, StoredValue]]:
     """Find all that is to be written, and refuse what cannot be, before anything is."""
@@ -158,15 +210,7 @@ def _collect(
 
 @attrs.frozen(eq=False)
 class _File:
-    """One file to write.
-
-    Attributes:
-        number: Which of the rank's files it is.
-        name: Its name.
-        rows: The plan's items that lie in it, in order.
-        contents: The bytes of each: a piece of a tensor, or those of a value.
-        slots: What the header says of each.
-    """
+    """One file to write: the plan's items that lie in it, in order, and the bytes of each."""
 
     number: int
     name: str
@@ -245,3 +289,153 @@ def _files(
             slots = [slot for _, slot in held]
             found.append(_File(number, file, rows, [data for data, _ in held], slots))
     return found
+
+
+def assemble(
+    metadata: Metadata,
+    plans: Sequence[SavePlan],
+    written: Sequence[Written],
+    *,
+    save_id: str,
+    created: float = 0.0,
+    block_bytes: int = BLOCK_BYTES,
+) -> Manifest:
+    """Make the manifest of what all ranks wrote."""
+    metadata = attrs.evolve(metadata, state_dict_metadata=_tensors_first(metadata))
+    entries = metadata.state_dict_metadata
+    values = {k: v for one in written for k, v in one.values.items()}
+    counts = [
+        len(entries.layouts[layout].tiling) if layout >= 0 else int(values[name][0] != "inline")
+        for name, layout in zip(entries.names, entries.layout.tolist(), strict=True)
+    ]
+    start = np.concatenate([[0], np.cumsum(column(counts))])
+    file, sums = _chunk_files(metadata, plans, written, start)
+    if (file < 0).any():
+        lost = entries.names[int(np.searchsorted(start, np.argmin(file), "right")) - 1]
+        raise ValueError(f"some of `{lost}` was not written; were plans and results mixed up?")
+    places, place = _places(file, start)
+    made = [f for one in written for f in one.files]
+    files = FileTable(
+        tuple(f.name for f in made),
+        column([f.size for f in made]),
+        column([f.header for f in made]),
+        tuple(f.digest for f in made),
+    )
+    version = str(version_of(values))
+    metadata = attrs.evolve(metadata, storage_meta=StorageMeta(save_id=save_id), version=version)
+    return Manifest(save_id, metadata, files, places, place, sums, values, created, block_bytes)
+
+
+def _chunk_files(
+    metadata: Metadata, plans: Sequence[SavePlan], written: Sequence[Written], start: Ints
+) -> tuple[Ints, Sums]:
+    """Return, per chunk of the checkpoint, the number of its file and its checksum."""
+    file = np.full(int(start[-1]), -1, np.int64)
+    sums = np.zeros(int(start[-1]), np.uint64)
+    stored = np.diff(start) > 0  # all but inline values
+    first = 0  # how many files the ranks before have
+    catalog, rows = None, column([])
+    for plan, one in zip(plans, written, strict=True):
+        items = plan.items
+        if items.catalog is not catalog:  # ranks often share one
+            catalog, rows = items.catalog, _entries_of(items.catalog, metadata)
+        if len(items) and items.hint is None:
+            raise ValueError("these plans number no chunks; pass those that global_plan returned")
+        number = np.full(max((made.number for made in one.files), default=-1) + 1, -1, np.int64)
+        for position, made in enumerate(one.files):
+            number[made.number] = first + position
+        first += len(one.files)
+        if items.hint is None:
+            continue
+        row = rows[items.row]
+        kept = stored[row]
+        at = start[row[kept]] + np.maximum(items.hint[kept], 0)
+        file[at], sums[at] = number[file_numbers(plan)[kept]], one.sums[kept]
+    return file, sums
+
+
+def _tensors_first(metadata: Metadata) -> Entries:
+    """Sort the entries, and leave out layouts that none of them has."""
+    entries = metadata.state_dict_metadata
+    order = np.argsort(entries.layout < 0, kind="stable")
+    names = tuple(entries.names[row] for row in order.tolist())
+    used = distinct(entries.layout[entries.layout >= 0])
+    layout = np.where(entries.layout < 0, -1, np.searchsorted(used, entries.layout))[order]
+    layouts = tuple(entries.layouts[number] for number in used.tolist())
+    return Entries(names, entries.props, readonly(entries.prop[order]), layouts, readonly(layout))
+
+
+def _entries_of(catalog: Catalog, metadata: Metadata) -> Ints:
+    """Return which entry of the checkpoint each row of a catalog is; -1 if no item is of it."""
+    row_of = metadata.state_dict_metadata.row_of
+    return column([row_of.get(name, -1) for name in catalog.names])
+
+
+def _places(file: Ints, start: Ints) -> tuple[tuple[Ints, ...], Ints]:
+    """Find the distinct columns of file numbers, and which of them each entry has."""
+    distinct: dict[bytes, int] = {}
+    columns: list[Ints] = []
+    place = []
+    for low, high in zip(start[:-1].tolist(), start[1:].tolist(), strict=True):
+        key = file[low:high].tobytes()
+        number = distinct.setdefault(key, len(columns)) if low < high else -1
+        if number == len(columns):
+            columns.append(readonly(file[low:high].copy()))
+        place.append(number)
+    return tuple(columns), column(place)
+
+
+def publish(
+    store: Store, manifest: Manifest, *, overwrite: bool = False, pool: Pool | None = None
+) -> tuple[str, ...]:
+    """Put the manifest in place, at which instant the checkpoint exists; then tidy up.
+
+    Returns:
+        Files of the older checkpoint that could not be removed; `prune` will try again.
+
+    Raises:
+        ExistsError: There is a checkpoint, and it was not to be overwritten; of several saves at
+            once, one succeeds.
+        UnsureCommitError: The store failed while it put the manifest in place. The new checkpoint
+            is there, or will be in a while, or the old one stays; so nothing was removed.
+        StoreError: It failed before that, or some data files are not there; what was there before
+            is as it was.
+    """
+    old: Sequence[str] = ()
+    if overwrite:
+        # There may be none, or one that cannot be read: whatever it named is left to `prune`.
+        with suppress(FormatError):
+            old = read_manifest(store).files.names
+    data = encode_manifest(manifest)
+    check_size(MANIFEST, len(data), "manifest")
+    store.sync()
+    _check_written(store, manifest.files, pool or default_pool())
+    put_in_place(store, MANIFEST, data, overwrite=overwrite)
+    return remove(store, sorted(set(old) - set(manifest.files.names)))
+
+
+def _check_written(store: Store, files: FileTable, pool: Pool) -> None:
+    """Refuse to commit unless every file is there, whole: another process may have removed some."""
+    wanted: dict[str, int] = dict(zip(files.names, files.sizes.tolist(), strict=True))
+    if not wanted:
+        return
+    sizes = {entry.name: entry.size for entry in store.entries(recursive=False)}
+    doubtful = [name for name, size in wanted.items() if sizes.get(name) != size]
+
+    def differs(name: str) -> bool:
+        try:
+            return store.size(name) != wanted[name]
+        except MissingFileError:
+            return True
+
+    # A network disk may list another machine's new files late, but finds them by name.
+    wrong = pool.map(differs, doubtful)
+    lost = [name for name, is_wrong in zip(doubtful, wrong, strict=True) if is_wrong]
+    if lost:
+        raise StoreError(
+            "commit",
+            store.url,
+            f"files that this save wrote are gone, or were changed: {listed(lost, quote='')}",
+            remedy="did something tidy the folder meanwhile, with prune(min_age=0)? save again",
+            kind="missing",
+        )

@@ -14,10 +14,8 @@ from ...checksums import CRC32
 from ...errors import FormatError
 from ...pool import Pool, Progress, ProgressCallback, default_pool
 from ...stores.base import MissingFileError, Store, StoreError
-from ..base import Fault, Findings
+from ..base import Fault, Findings, read_bytes
 from .zip_read import Record, Window, read_archive
-
-__all__ = ["Stored", "check_archives", "file_size"]
 
 _SPAN: Final = 64 << 20  # bytes of a record that one thread sums
 _STEP: Final = 4 << 20
@@ -28,7 +26,6 @@ class Stored:
     """An archive: its bytes of a file, and what they hold.
 
     Attributes:
-        file: The file.
         offset, length: Its bytes there.
         key: The tensor or value that it holds; None if it holds a whole state dict.
         keys_in: Names what one of its records holds, if it holds a whole state dict.
@@ -62,14 +59,7 @@ def check_archives(
     tell: ProgressCallback | None = None,
     pool: Pool | None = None,
 ) -> Findings:
-    """Compare every record of some archives with its checksum.
-
-    Args:
-        store: Where their files are.
-        archives: The archives.
-        tell: Called with the bytes done and the bytes in all.
-        pool: The threads and the memory budget to use.
-    """
+    """Compare every record of some archives with its checksum."""
     pool = pool or default_pool()
     opened = list(zip(archives, pool.map(lambda a: _records(store, a), archives), strict=True))
     faults = [found for _, found in opened if isinstance(found, Fault)]
@@ -110,8 +100,7 @@ def _records(store: Store, archive: Stored) -> list[_Summed] | Fault:
 
 def _is_safetensors(store: Store, archive: Stored) -> bool:
     """Return whether DCP's tensors lie there as safetensors, which begin with a length and JSON."""
-    head = bytearray(min(9, archive.length))
-    store.read(archive.file, [(archive.offset, memoryview(head))])
+    head = read_bytes(store, archive.file, archive.offset, min(9, archive.length))
     return len(head) == 9 and head[8:] == b"{"
 
 

@@ -31,15 +31,9 @@ from .standins import (
 )
 from .unpickler import Call, PickleError, calls, check_alike, load_pickle, require
 
-__all__ = ["NAMES", "PLAIN", "Nested", "load_nested", "load_tensor"]
-
 
 class _Storages:
-    """The storages that a pickle refers to.
-
-    Attributes:
-        nbytes: How many bytes each has, by key.
-    """
+    """The storages that a pickle refers to: how many bytes each has, by key."""
 
     def __init__(self) -> None:
         self.nbytes: dict[str, int] = {}
@@ -51,9 +45,6 @@ class _Storages:
             pid: The persistent id: a word, the type of storage, its key, its device, its number of
                 elements. In older files, a sixth part selects some of these: any name, the first,
                 and their number.
-
-        Raises:
-            PickleError: There can be no such storage.
         """
         if type(pid) is not tuple or len(pid) not in (5, 6) or pid[0] != "storage":
             raise PickleError("it refers to something else than a storage")
@@ -334,14 +325,7 @@ def _user_new(name: str, target: Any, *args: Any) -> Later:
 
 @attrs.frozen(eq=False)
 class Nested:
-    """A state dict or a value, with stand-ins for all that is not plain.
-
-    Attributes:
-        value: The state dict or value.
-        storages: How many bytes each storage has that it refers to, by key.
-        names: The names that the pickle uses.
-        end: Where the pickle ends.
-    """
+    """A state dict or a value, with stand-ins for all that is not plain; bytes of its storages."""
 
     value: Any
     storages: Mapping[str, int]
@@ -350,28 +334,14 @@ class Nested:
 
 
 def load_nested(data: bytes, begin: int = 0) -> Nested:
-    """Read the pickle of a state dict or of a value.
-
-    >>> import pickle
-    >>> load_nested(pickle.dumps({"lr": 0.1, "raw": b"x"}, protocol=2)).value
-    {'lr': 0.1, 'raw': b'x'}
-
-    Raises:
-        RefusedName: It names something that no checkpoint needs; nothing of it was called.
-        PickleError: It is damaged, or would take more memory or time than its length justifies.
-    """
+    """Read the pickle of a state dict or of a value."""
     names, storages = _Allowed(), _Storages()
     value, end = load_pickle(data, names, storages.refer, begin)
     return Nested(value, storages.nbytes, tuple(names.seen), end)
 
 
 def load_tensor(data: bytes) -> StoredTensor:
-    """Read the pickle of an archive that holds one tensor, of a whole storage.
-
-    Raises:
-        RefusedName: It names something that plain tensors do not need.
-        PickleError: It is damaged, or holds something else.
-    """
+    """Read the pickle of an archive that holds one tensor, of a whole storage."""
     found = load_nested(data).value
     if type(found) is not TensorLeaf or found.stored.storage.first:
         raise PickleError(f"it holds a {type(found).__name__}, not a tensor of its own")

@@ -27,7 +27,7 @@ from ...errors import FormatError, listed
 from ...limits import LIMITS
 from ...pool import Pool, Progress, ProgressCallback
 from ...stores.base import MissingFileError, Store, StoreError
-from ..base import Findings, Format, Source, Spot
+from ..base import ChunkPlace, Findings, Format, Source, read_bytes
 from .check import Stored, check_archives
 from .names import Nested, load_nested
 from .standins import Later, Named, OddTensor, TensorLeaf, build_value, needs_torch
@@ -39,7 +39,6 @@ from .zip_read import Archive, Window, read_archive, read_ranges
 if TYPE_CHECKING:
     from .write import TorchWriter
 
-__all__ = ["TorchFormat", "TorchSource"]
 
 _ZIP: Final = b"PK\3\4"
 _OLD: Final = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # a pickle: torch's magic number
@@ -97,22 +96,17 @@ class TorchFormat(Format):
 
 
 def _head(store: Store, name: str) -> bytes:
-    data = bytearray(len(_OLD))
     try:
-        data = data[: store.size(name)]
-        store.read(name, [(0, memoryview(data))])
+        return read_bytes(store, name, 0, min(len(_OLD), store.size(name)))
     except StoreError:
         return b""
-    return bytes(data)
 
 
 @attrs.frozen(eq=False)
 class _Saved:
-    """The contents of a file.
+    """The contents of a file; `archive` is None for the older kind.
 
     Attributes:
-        nested: What was saved.
-        archive: The archive that the file is; None for the older kind.
         begins: Where each storage begins, by key, in a file of the older kind.
     """
 
@@ -147,7 +141,7 @@ def _read_zip(store: Store, file: str, size: int) -> _Saved:
 
 
 def _read_old(store: Store, file: str, size: int) -> _Saved:
-    """Read a file of the older kind, of which only the length of its pickles is unknown."""
+    """Read a file of the older kind: as much as its pickles take, whose length is unknown."""
     data = b""
     while True:
         try:
@@ -205,17 +199,7 @@ def _old_storages(
 
 
 class TorchSource(Source):
-    """A `torch.save` file; a `Source`.
-
-    Args:
-        store: The folder it lies in.
-        file: Its name there.
-        saved: Its contents.
-
-    Attributes:
-        inner: The folder as it is, without the virtual files of `store`.
-        archive: The archive that the file is; None for the older kind.
-    """
+    """A `torch.save` file; a `Source`."""
 
     format = "torch"
     checksum = CRC32
@@ -226,9 +210,10 @@ class TorchSource(Source):
             kind = "tensor" if is_tensor(nested) else type(nested).__name__
             raise FormatError(file, f"it holds a {kind}, not a state dict: a dict by name")
         self.inner, self.file, self.archive = store, file, saved.archive
-        self._overlay = Overlay(store, (file,))
+        self.store = self._overlay = Overlay(store, (file,))
+        self.files = self._overlay.files
         self._saved = saved
-        self._spots: dict[str, Spot] = {}
+        self._found: dict[str, ChunkPlace] = {}
         try:
             self._flat, paths = flatten(nested)
             _check_keys(paths, file)
@@ -237,24 +222,14 @@ class TorchSource(Source):
         except (PlanError, RefusedError) as error:
             raise FormatError(file, str(error)) from None
 
-    @property
-    def store(self) -> Store:
-        """The folder it lies in."""
-        return self._overlay
-
-    @property
-    def files(self) -> Sequence[str]:
-        """The file."""
-        return self._overlay.files
-
-    def spots(self, chunks: Sequence[tuple[str, int]]) -> list[Spot]:
-        """Find tensors, each of which is one chunk; see `Source.spots`."""
+    def find_chunks(self, chunks: Sequence[tuple[str, int]]) -> list[ChunkPlace]:
+        """Find tensors, which are one chunk each; see `Source.find_chunks`."""
         for name, _ in chunks:
-            if name not in self._spots:
+            if name not in self._found:
                 stored = self._tensors[name].stored
                 begin = self._saved.begin(stored.storage.key) + stored.storage.first
-                self._spots[name] = self._overlay.spot(0, begin, stored)
-        return [self._spots[name] for name, _ in chunks]
+                self._found[name] = self._overlay.chunk_place(0, begin, stored)
+        return [self._found[name] for name, _ in chunks]
 
     def keys_in(self, record: str) -> tuple[str, ...]:
         """Name the tensors whose elements lie in a record of the archive."""
@@ -270,11 +245,11 @@ class TorchSource(Source):
         if self.archive is None or not self.archive.is_summed:
             return [None] * len(chunks)
         sums: list[int | None] = []
-        for (name, _), spot in zip(chunks, self.spots(chunks), strict=True):
+        for (name, _), place in zip(chunks, self.find_chunks(chunks), strict=True):
             stored = self._tensors[name].stored
             record = self.archive.records[f"data/{stored.storage.key}"]
-            whole = spot.nbytes == record.nbytes and not stored.offset and not stored.storage.first
-            sums.append(record.crc if whole and spot.file == 0 else None)  # not of a virtual file
+            whole = place.nbytes == record.nbytes and not stored.offset and not stored.storage.first
+            sums.append(record.crc if whole and place.file == 0 else None)  # not of a virtual file
         return sums
 
     def has_value_sum(self, name: str) -> bool:
@@ -289,11 +264,7 @@ class TorchSource(Source):
             raise FormatError(self.file, f"`{name}` cannot be loaded: {error}") from None
 
     def plain_value(self, name: str) -> Any:
-        """Return a non-tensor value that needs no torch.
-
-        Raises:
-            PickleError: It needs torch.
-        """
+        """Return a non-tensor value that needs no torch; see `Source.plain_value`."""
         if needs_torch(self._flat[name]):
             raise PickleError(f"the value of `{name}` needs torch")
         return self.value(name)
@@ -316,11 +287,7 @@ def _check_keys(paths: Mapping[str, Path], file: str) -> None:
 
 
 def _find_tensors(flat: Mapping[str, Any], file: str) -> dict[str, TensorLeaf]:
-    """Return the tensors of a state dict.
-
-    Raises:
-        FormatError: Some cannot be read in place; all are named.
-    """
+    """Return the tensors of a state dict."""
     odd = [f"`{name}` {leaf.why}" for name, leaf in flat.items() if isinstance(leaf, OddTensor)]
     if odd:
         raise FormatError(file, listed(odd, quote="", between="; "))

@@ -22,24 +22,6 @@ from shardplan.planning.geometry import MAX_NUMEL, shape_fault
 
 from .unpickler import PickleError, StandIn, Stateful, require
 
-__all__ = [
-    "Array",
-    "Builder",
-    "DType",
-    "Later",
-    "Named",
-    "OddTensor",
-    "StorageRef",
-    "StoredTensor",
-    "Stream",
-    "TensorLeaf",
-    "build_value",
-    "make_array",
-    "needs_torch",
-    "row_major",
-    "whole_numbers",
-]
-
 _WHOLE: Final = frozenset((int,))
 _FIXED: Final = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _COPIED: Final = (list, tuple, set, frozenset, bytearray)
@@ -48,11 +30,7 @@ _NUMPY: Final = re.compile(r"[biufc](1|2|4|8|16)|[SU][0-9]{1,9}")
 
 
 def whole_numbers(value: Any) -> tuple[int, ...]:
-    """Return a tuple of sizes, strides or offsets as it is.
-
-    Raises:
-        PickleError: It is something else, or its numbers cannot be right.
-    """
+    """Return a tuple of sizes, strides or offsets as it is."""
     if type(value) is not tuple or not _WHOLE.issuperset(map(type, value)):
         raise PickleError("a shape or an offset is not a tuple of whole numbers")
     if value and not (min(value) >= 0 and max(value) < MAX_NUMEL):
@@ -78,9 +56,7 @@ class StorageRef:
     """The bytes that a tensor is a view of.
 
     Attributes:
-        key: Its name: the record is ``data/<key>``.
         dtype: The dtype of its elements; ``"uint8"`` if the tensor decides.
-        numel: How many elements it has.
         first: Where it begins in the record, in bytes.
     """
 
@@ -100,8 +76,6 @@ class StoredTensor:
     """A tensor as a pickle describes it.
 
     Attributes:
-        storage: The bytes that it is a view of.
-        dtype: The dtype of its elements.
         offset: Where in the storage it starts, in elements.
         size, stride: Its shape and its strides, in elements.
         conj, neg: Whether its elements are the conjugates, or the negatives, of the stored ones.
@@ -137,13 +111,7 @@ class StoredTensor:
 
 @attrs.frozen(eq=False)
 class TensorLeaf(StandIn):
-    """A tensor in a nested state dict.
-
-    Attributes:
-        stored: Where its elements lie.
-        requires_grad: Whether it needs gradients.
-        parameter: Whether it is a parameter of a module.
-    """
+    """A tensor in a nested state dict."""
 
     needs_torch = True
     stored: StoredTensor
@@ -177,12 +145,7 @@ class TensorLeaf(StandIn):
 
 @attrs.frozen(eq=False)
 class Named(StandIn):
-    """A constant of torch or numpy, such as a dtype.
-
-    Attributes:
-        name: Its full name.
-        dtype: The dtype that it is, or that a type of storages is for; empty for others.
-    """
+    """A constant of torch or numpy, such as a dtype; `dtype` is empty for others."""
 
     needs_torch = True
     name: str
@@ -199,14 +162,7 @@ class Named(StandIn):
 
 
 class Later(Stateful):
-    """An object that is made by a call once its value is asked for.
-
-    Attributes:
-        name: The name of what is called.
-        args: The arguments of the call.
-        target: What to call, if the user allowed it with ``torch.serialization.add_safe_globals``.
-        is_new: Whether to call ``__new__`` of the class, not the class itself.
-    """
+    """An object made by a call once its value is asked for; the user allowed `target`, if any."""
 
     __slots__ = ("args", "is_new", "name", "target")
     needs_torch = True
@@ -241,11 +197,7 @@ class Later(Stateful):
 
 
 class OddTensor(Later):
-    """A tensor that is more than a view of a storage: it can be part of a value, not a tensor.
-
-    Attributes:
-        why: What it is, and what to do about it.
-    """
+    """A tensor that is more than a view of a storage: it can be part of a value, not a tensor."""
 
     __slots__ = ("why",)
     shape = ()
@@ -291,11 +243,7 @@ class Stream(Stateful):
 
 
 class DType(Stateful):
-    """A dtype of numpy; its state holds the order of bytes.
-
-    Args:
-        code: Its kind and its bytes, such as ``"f4"``.
-    """
+    """A dtype of numpy; its state holds the order of bytes."""
 
     __slots__ = ("code",)
 
@@ -328,11 +276,7 @@ class Array(Stateful):
 
 
 def make_array(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
-    """Return a numpy array, given what a pickle says of it.
-
-    Raises:
-        PickleError: Its bytes are not those of its shape.
-    """
+    """Return a numpy array, given what a pickle says of it."""
     if type(dtype) is not DType or type(data) not in (bytes, bytearray):
         raise PickleError("it holds a numpy array of objects")
     made, count = dtype.build(), 1
@@ -345,11 +289,7 @@ def make_array(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
 
 
 def needs_torch(value: Any) -> bool:
-    """Return True if torch is needed to build a value.
-
-    >>> needs_torch([1, {"a": Stream()}]), needs_torch((Named("torch.float32"),))
-    (False, True)
-    """
+    """Return True if torch is needed to build a value."""
     if isinstance(value, StandIn):
         return value.needs_torch
     if isinstance(value, Mapping):
@@ -364,12 +304,6 @@ def build_value(value: Any, read: Callable[[str], memoryview]) -> Any:
         value: Plain values and stand-ins.
         read: Returns the bytes of a storage, writable, given its key. Only storages that the value
             needs are read.
-
-    >>> build_value({"lr": 0.1, "seen": [1, 2]}, lambda key: memoryview(b""))
-    {'lr': 0.1, 'seen': [1, 2]}
-
-    Raises:
-        PickleError: Some of it cannot be built.
     """
     try:
         return Builder(read).build(value)

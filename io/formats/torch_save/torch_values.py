@@ -22,21 +22,6 @@ from .unpickler import PickleError, RefusedName
 from .zip_read import Archive, in_memory, read_archive
 from .zip_write import zip_bytes
 
-__all__ = [
-    "Leaf",
-    "dump_value",
-    "dump_values",
-    "explain_name",
-    "explain_refusal",
-    "explain_value",
-    "load_archive",
-    "load_summed",
-    "load_torch",
-    "pickle_nested",
-    "pickle_tensor",
-    "why_unsafe",
-]
-
 _SCALARS: Final = (bool, float, type(None))
 _SMALL_INT: Final = 1 << 31
 _DANGEROUS: Final = frozenset(
@@ -48,16 +33,7 @@ _DANGEROUS: Final = frozenset(
 
 
 def load_torch(data: bytes, file: str, name: str) -> Any:
-    """Return a value that `torch.save` wrote.
-
-    Args:
-        data: The bytes that it wrote.
-        file: The file they are from, for errors.
-        name: The value's name, for errors.
-
-    Raises:
-        FormatError: It is damaged, or not safe to load; then it says how to allow it.
-    """
+    """Return a value that `torch.save` wrote."""
     return load_summed(data, file, name)[0]
 
 
@@ -74,17 +50,7 @@ def load_summed(data: bytes, file: str, name: str) -> tuple[Any, bool]:
 
 
 def load_archive(archive: Archive, *, plain: bool = False) -> Any:
-    """Return the value that an archive of `torch.save` holds.
-
-    Args:
-        archive: The archive.
-        plain: Whether to refuse a value that needs torch.
-
-    Raises:
-        FormatError: The archive is damaged.
-        RefusedName: The value needs a class or function that is not allowed.
-        PickleError: The value is damaged, or needs torch.
-    """
+    """Return the value that an archive of `torch.save` holds."""
     if archive.packed:
         raise PickleError("its records are compressed, which torch.save never does")
     if not archive.is_little:
@@ -118,14 +84,7 @@ def explain_name(kind: str) -> str:
 
 
 def dump_values(values: Mapping[str, Any]) -> dict[str, bytes]:
-    """Encode every value as `torch.save` does.
-
-    >>> sorted(dump_values({"step": 7, "betas": (0.9, 0.99)}))
-    ['betas', 'step']
-
-    Raises:
-        ValueRefusedError: Some cannot be read back without running code; all are named.
-    """
+    """Encode every value as `torch.save` does."""
     dumped: dict[str, bytes] = {}
     refused: dict[str, str] = {}
     for key, value in values.items():
@@ -144,11 +103,7 @@ def explain_value(value: Any, why: str) -> str:
 
 
 def dump_value(value: Any) -> bytes:
-    """Return what `torch.save` makes of a value, having checked that we read it back.
-
-    Raises:
-        Exception: It cannot be pickled, or not be read back without running code.
-    """
+    """Return what `torch.save` makes of a value, having checked that we read it back."""
     if type(value) in _SCALARS or (type(value) is int and abs(value) < _SMALL_INT):
         return zip_bytes(pickle.dumps(value, protocol=2))
     import torch
@@ -175,15 +130,7 @@ def why_unsafe(data: bytes) -> str | None:
 
 @attrs.frozen
 class Leaf:
-    """A tensor's place in a nested state dict that is to be pickled.
-
-    Attributes:
-        key: The name of its storage.
-        dtype: The dtype of its elements.
-        shape: Its shape; its elements are row-major.
-        requires_grad: Whether it needs gradients.
-        parameter: Whether it is a parameter of a module.
-    """
+    """A row-major tensor's place in a nested state dict that is to be pickled."""
 
     key: str
     dtype: str
@@ -200,15 +147,7 @@ class _Storage:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes leaves the way torch writes tensors, so that `torch.load` makes tensors of them.
-
-    Args:
-        file: Where to.
-        first: The number of the first storage that is not a leaf's.
-
-    Attributes:
-        storages: The storages of tensors inside values.
-    """
+    """Writes leaves the way torch writes tensors, so that `torch.load` makes tensors of them."""
 
     def __init__(self, file: io.BytesIO, first: int) -> None:
         import torch
@@ -280,10 +219,6 @@ def _storage_types() -> Mapping[Any, str]:
 
 def pickle_nested(nested: Any, first: int = 0) -> tuple[bytes, list[Any]]:
     """Return the pickle of a nested state dict whose tensors are leaves.
-
-    Args:
-        nested: The state dict.
-        first: The number of the first storage that is not a leaf's.
 
     Returns:
         The pickle, and the storages of tensors inside values, in the order of their numbers.

@@ -28,19 +28,6 @@ from typing import Any, ClassVar, Final
 
 import attrs
 
-__all__ = [
-    "Call",
-    "CutShort",
-    "PickleError",
-    "RefusedName",
-    "StandIn",
-    "Stateful",
-    "calls",
-    "check_alike",
-    "load_pickle",
-    "require",
-]
-
 
 class PickleError(ValueError):
     """A pickle that is damaged, or asks for something that is not allowed."""
@@ -54,11 +41,7 @@ class CutShort(PickleError):
 
 
 class RefusedName(PickleError):
-    """A class or function that a pickle names and may not use.
-
-    Attributes:
-        name: Its full name.
-    """
+    """A class or function that a pickle names and may not use."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -75,21 +58,13 @@ def require(valid: bool, reason: str) -> None:
 
 
 class StandIn:
-    """A sealed description of an object: what a pickle gets in place of it.
-
-    Attributes:
-        needs_torch: Whether building the object takes torch.
-    """
+    """A sealed description of an object: what a pickle gets in place of it."""
 
     __slots__ = ()
     needs_torch: ClassVar[bool] = False
 
     def build(self, builder: Any) -> Any:
-        """Return the object; ``builder`` is a `standins.Builder`.
-
-        Raises:
-            PickleError: It cannot be a value.
-        """
+        """Return the object; ``builder`` is a `standins.Builder`."""
         raise PickleError(f"it holds a {type(self).__name__} as a value")
 
     @property
@@ -99,11 +74,7 @@ class StandIn:
 
 
 class Stateful(StandIn):
-    """A stand-in to which the pickle may give state.
-
-    Attributes:
-        state: That state; None if there was none.
-    """
+    """A stand-in to which the pickle may give state; None if it gave none."""
 
     __slots__ = ("state",)
     state: Any
@@ -122,10 +93,6 @@ class Call:
     """A function that a pickle may call.
 
     Attributes:
-        name: Its name in the pickle.
-        make: The function. It returns plain values and stand-ins.
-        free: Whether it returns its arguments without looking at them.
-        new: The function for a call of ``__new__`` of the class of this name.
         allowed: The class or function that it stands for, if the user allowed that one by name.
     """
 
@@ -157,12 +124,6 @@ def load_pickle(
     begin: int = 0,
 ) -> tuple[Any, int]:
     r"""Read a pickle; return its value, and where it ends.
-
-    Args:
-        data: Bytes that hold the pickle.
-        names: What it may name, by full name: a `Call`, or a constant.
-        persistent: Turns a persistent id into an object.
-        begin: Where the pickle begins.
 
     >>> import pickle
     >>> load_pickle(pickle.dumps([1, {"a": (2.5, b"x")}]), {})[0]
@@ -264,7 +225,8 @@ class _Machine:
                     elif op == 0x65:  # APPENDS
                         _expect(stack[-1], list).extend(items)
                     elif op == 0x90:  # ADDITEMS
-                        self._add_items(_expect(stack[-1], set), items)
+                        self._check_keys(_expect(stack[-1], set), items)
+                        stack[-1].update(items)
                     else:  # FROZENSET
                         self._charge(*items)
                         check_alike(items)
@@ -395,10 +357,6 @@ class _Machine:
             for key, value in zip(keys, items[1::2], strict=True):
                 target[key] = value
 
-    def _add_items(self, target: set[Any], items: list[Any]) -> None:
-        self._check_keys(target, items)
-        target.update(items)
-
     def _check_keys(self, target: Any, keys: Sequence[Any]) -> None:
         """Charge for keys that are added to a collection, and check their hashes if it is large."""
         self._charge(*keys)
@@ -406,11 +364,7 @@ class _Machine:
             check_alike(keys, self._hashes.setdefault(id(target), (target, Counter()))[1])
 
     def check_shared(self) -> None:
-        """Refuse objects that occur so often that a walk over all their parts would take too long.
-
-        Raises:
-            PickleError: There are any, or one that holds itself.
-        """
+        """Refuse objects that occur so often that walking over all parts would take too long."""
         left: float = _SHARED + _PART * len(self._data)
         known: dict[int, float] = {}
         for shared in self._again:
@@ -424,19 +378,7 @@ class _Machine:
 
 
 def check_alike(keys: Iterable[Any], known: Counter[int] | None = None) -> None:
-    """Refuse keys of one collection that have the same hash: each is compared with all others.
-
-    Args:
-        keys: Keys that can be hashed.
-        known: How many keys of each hash the collection has; it is kept up to date.
-
-    >>> check_alike([n * (2**61 - 1) for n in range(100)])
-    Traceback (most recent call last):
-    shardplan.io.formats.torch_save.unpickler.PickleError: it holds a collection with many keys ...
-
-    Raises:
-        PickleError: There are too many.
-    """
+    """Refuse keys of one collection that have the same hash: each is compared with all others."""
     known = Counter() if known is None else known
     for key in {id(key): key for key in keys if type(key) not in _TEXTS}.values():
         known[code := hash(key)] += 1

@@ -1,9 +1,9 @@
 """Stored views of any strides, read in place where possible.
 
-A view whose axes nest, in any order and with gaps, is a box of a row-major array: a `Spot`. Any
-other (every second column, a repeated row, conjugates) is exposed as a virtual file, which an
-`Overlay` computes from the real one as it is read, a few MiB at a time. Its axes are in the order
-of the storage, so that elements that are read together lie together.
+A view whose axes nest, in any order and with gaps, is a box of a row-major array: a
+`ChunkPlace`. Any other (every second column, a repeated row, conjugates) is exposed as a virtual
+file, which an `Overlay` computes from the real one as it is read, a few MiB at a time. Its axes are
+in the order of the storage, so that elements that are read together lie together.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from shardplan.planning import ITEMSIZE
 
 from ...buffers import copy_into
 from ...stores.base import Store, WrappedStore
-from ..base import Spot
+from ..base import ChunkPlace
 from .standins import StoredTensor
 from .zip_read import read_ranges
-
-__all__ = ["Overlay", "nest"]
 
 _WORDS: Final = {1: "<u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 _GROUP: Final = 4 << 20  # bytes of a view that are computed at once
@@ -80,13 +78,7 @@ def _extents(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] | No
 
 @attrs.frozen
 class _Virtual:
-    """A virtual file: the elements of a view, row-major, its widest strides first.
-
-    Attributes:
-        file: The real file.
-        begin: Where the view's first element lies there, in bytes.
-        tensor: The view.
-    """
+    """A virtual file: the elements of a view, row-major, its widest strides first."""
 
     file: str
     begin: int
@@ -94,51 +86,36 @@ class _Virtual:
 
 
 class Overlay(WrappedStore):
-    """A store with some virtual files; all others are those of the inner store.
-
-    Args:
-        inner: The store with the real files.
-        files: Their names; virtual files are numbered after them.
-    """
+    """A store with some virtual files; all others are those of the inner store."""
 
     def __init__(self, inner: Store, files: Sequence[str]) -> None:
         super().__init__(inner)
-        self._real = tuple(files)
+        self.files = list(files)  # the real files, then the virtual ones so far
         self._virtual: dict[str, _Virtual] = {}
         self._numbers: dict[_Virtual, int] = {}
         self._lock = threading.Lock()
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        """All files so far."""
-        return (*self._real, *self._virtual)
 
     def locate(self, path: str = "") -> str | None:
         """Return where a real file is on this machine's disks; see `Store.locate`."""
         return self.inner.locate(path) if path and path not in self._virtual else None
 
-    def spot(self, file: int, begin: int, tensor: StoredTensor) -> Spot:
-        """Return where a view's elements can be read.
-
-        Args:
-            file: The number of the file that holds its storage.
-            begin: Where the storage begins there.
-            tensor: The view.
-        """
+    def chunk_place(self, file: int, begin: int, tensor: StoredTensor) -> ChunkPlace:
+        """Return where a view's elements can be read."""
         first = begin + tensor.offset * ITEMSIZE[tensor.dtype]
         nested = None if tensor.conj or tensor.neg else nest(tensor.size, tensor.stride)
         if nested is not None:
-            return Spot(file, first, tensor.dtype, *nested)
+            return ChunkPlace(file, first, tensor.dtype, *nested)
         order = tuple(sorted(range(len(tensor.size)), key=lambda axis: -tensor.stride[axis]))
         size = tuple(tensor.size[axis] for axis in order)
         stride = tuple(tensor.stride[axis] for axis in order)
-        view = _Virtual(self._real[file], first, attrs.evolve(tensor, size=size, stride=stride))
+        view = _Virtual(self.files[file], first, attrs.evolve(tensor, size=size, stride=stride))
         with self._lock:
             if view not in self._numbers:
-                self._numbers[view] = len(self.files)
-                self._virtual[f"<view {len(self._virtual)} of {view.file}>"] = view
+                name = f"<view {len(self._virtual)} of {view.file}>"
+                self._virtual[name], self._numbers[view] = view, len(self.files)
+                self.files.append(name)
         axes = None if order == tuple(range(len(order))) else order
-        return Spot(self._numbers[view], 0, tensor.dtype, size, axes)
+        return ChunkPlace(self._numbers[view], 0, tensor.dtype, size, axes)
 
     def read(self, path: str, ranges: Sequence[Range]) -> int:
         """Fill buffers from a file; see `Store.read`."""

@@ -1,4 +1,4 @@
-"""How is a `torch.save` file written? One archive, streamed, put in place when it is complete."""
+"""Writing a `torch.save` file: one archive, streamed, put in place when it is complete."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from shardplan.planning import Metadata, SavePlan, flatten, unflatten
 
 from ...errors import ExistsError, ValueRefusedError
-from ...execute.cleanup import tidy
+from ...execute.commit import tidy
 from ...execute.copying import FileContents, threads_for, write_file
 from ...execute.pieces import Lazy, Piece, blocks_of, collect, tied_pieces
 from ...limits import check_size
@@ -25,8 +25,6 @@ from ..registry import known_formats
 from .torch_values import Leaf, explain_refusal, explain_value, pickle_nested, why_unsafe
 from .zip_write import lay_out
 
-__all__ = ["TorchWriter"]
-
 _TAKEN: Final = (".safetensors", ".safetensors.index.json", ".distcp")  # endings of others' files
 
 
@@ -38,8 +36,6 @@ class TorchWriter(Writer):
 
     Attributes:
         file: The file's name in the store; see `open_target`.
-        tied: Names whose tensor is that of another name, for tensors that are not in memory.
-        max_ranks: How many ranks may take part.
     """
 
     max_ranks = 1

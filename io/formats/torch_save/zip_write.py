@@ -6,36 +6,33 @@ known before the first byte is written, and parts can be written in any order.
 
 from __future__ import annotations
 
-import struct
 import zlib
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Final
 
 import attrs
 
 from ...execute.copying import Block, Content, Seal, literal
-from .zip_read import END, HUGE, LOCAL, MANY, data_begin, tail_size, zip64_field
+from .zip_read import (
+    CENTRAL,
+    DESCRIBED,
+    END,
+    END64,
+    HUGE,
+    LOCAL,
+    LOCATOR,
+    data_begin,
+    tail_size,
+    zip64_field,
+)
 
-__all__ = ["ArchiveLayout", "Frame", "frame_of", "lay_out", "zip_bytes"]
-
-_CENTRAL: Final = struct.Struct("<4s6H3I5H2I")
-_END64: Final = struct.Struct("<4sQ2H2I4Q")
-_LOCATOR: Final = struct.Struct("<4sIQI")
 _UTF8: Final = 0x800
-_DESCRIBED: Final = 8
 
 
 @attrs.frozen(eq=False)
 class _Placed:
-    """A record to write.
-
-    Attributes:
-        name: Its name, with its folder.
-        nbytes: Its size.
-        data: Its bytes, if they are few and known.
-        header: Where its local header begins.
-    """
+    """A record to write; its data is None unless it is short and known."""
 
     name: bytes
     nbytes: int
@@ -55,12 +52,12 @@ class _Placed:
     @property
     def flags(self) -> int:
         """The flags of its headers."""
-        return _UTF8 | (_DESCRIBED if self.nbytes else 0)
+        return _UTF8 | (DESCRIBED if self.nbytes else 0)
 
     @property
     def entry_size(self) -> int:
         """How many bytes its entry in the directory has."""
-        return _CENTRAL.size + len(self.name) + len(zip64_field(self.nbytes, self.header))
+        return CENTRAL.size + len(self.name) + len(zip64_field(self.nbytes, self.header))
 
     def head(self) -> bytes:
         """Return what comes before its data: its header, and padding as torch makes it."""
@@ -85,7 +82,7 @@ class _Placed:
         size, place = min(self.nbytes, HUGE), min(self.header, HUGE)
         lengths = (len(self.name), len(huge), 0, 0, 0, 0)
         fields = (b"PK\1\2", 0, 0, self.flags, 0, 0, 0, crc, size, size, *lengths, place)
-        return _CENTRAL.pack(*fields) + self.name + huge
+        return CENTRAL.pack(*fields) + self.name + huge
 
 
 @attrs.frozen(eq=False)
@@ -107,17 +104,10 @@ class ArchiveLayout:
     @property
     def size(self) -> int:
         """How many bytes the archive has."""
-        return self.end + self.directory_size + _END64.size + _LOCATOR.size + END.size
+        return self.end + self.directory_size + END64.size + LOCATOR.size + END.size
 
     def contents(self, blocks: Sequence[Sequence[Block]] = ()) -> list[Content | Seal]:
-        """Return the parts of the archive, which may be written in any order.
-
-        Args:
-            blocks: The bytes of each record whose bytes are not known yet.
-
-        >>> [type(part).__name__ for part in lay_out(b"N.").contents()]
-        ['Content', 'Seal']
-        """
+        """Return the parts of the archive, which may be written in any order."""
         parts: list[Content | Seal] = []
         number, known = 0, b""  # the next unknown record; known bytes that are not in `parts`
         last: _Placed | None = None  # the last unknown record
@@ -139,9 +129,9 @@ class ArchiveLayout:
             for record in self.records
         )
         begin, size, count = self.end, len(entries), len(self.records)
-        long = _END64.pack(b"PK\6\6", 44, 798, 45, 0, 0, count, count, size, begin)
-        where = _LOCATOR.pack(b"PK\6\7", 0, begin + size, 1)
-        few = min(count, MANY)
+        long = END64.pack(b"PK\6\6", 44, 798, 45, 0, 0, count, count, size, begin)
+        where = LOCATOR.pack(b"PK\6\7", 0, begin + size, 1)
+        few = min(count, 0xFFFF)
         short = END.pack(b"PK\5\6", 0, 0, few, few, min(size, HUGE), min(begin, HUGE), 0)
         return entries + long + where + short
 
@@ -179,14 +169,7 @@ def _after(record: _Placed | None, number: int, known: bytes) -> Content | Seal:
 
 @attrs.frozen(eq=False)
 class Frame:
-    """An archive of one storage, without the storage's bytes.
-
-    Attributes:
-        head: What comes before them.
-        nbytes: How many they are.
-        tail: How many bytes come after them.
-        make_tail: Returns these, given the CRC-32 of the storage.
-    """
+    """An archive of one storage, without the storage's bytes; `tail` is how many follow these."""
 
     head: bytes
     nbytes: int
@@ -213,11 +196,12 @@ def frame_of(pickle: bytes, nbytes: int) -> Frame:
     *before, storage, version = layout.records
     head = _known_bytes(before) + storage.head()
     tail = layout.size - len(head) - nbytes
-    return Frame(head, nbytes, tail, partial(_frame_tail, layout, storage, _known_bytes([version])))
+    known = _known_bytes([version])
 
+    def make_tail(crc: int) -> bytes:
+        return storage.descriptor(crc) + known + layout.directory([crc])
 
-def _frame_tail(layout: ArchiveLayout, storage: _Placed, known: bytes, crc: int) -> bytes:
-    return storage.descriptor(crc) + known + layout.directory([crc])
+    return Frame(head, nbytes, tail, make_tail)
 
 
 def _known_bytes(records: Sequence[_Placed]) -> bytes:
@@ -231,13 +215,6 @@ def _known_bytes(records: Sequence[_Placed]) -> bytes:
 
 
 def zip_bytes(pickle: bytes) -> bytes:
-    """Return the archive of a value that holds no tensors, given its pickle.
-
-    >>> import io, zipfile
-    >>> zipfile.ZipFile(io.BytesIO(zip_bytes(b"N."))).testzip() is None
-    True
-    >>> len(zip_bytes(b"N.")) == lay_out(b"N.").size
-    True
-    """
+    """Return the archive of a value that holds no tensors, given its pickle."""
     layout = lay_out(pickle)
     return _known_bytes(layout.records) + layout.directory(())

@@ -1,4 +1,4 @@
-"""The rounds of a shared load: what one rank reads, sends and receives, in which order.
+"""Shared reads of a load: whether reading together is cheaper, and in which rounds ranks do it.
 
 1. All tensors of the checkpoint are thought to lie end to end, in order of their names, and are
    cut into rounds of a fixed number of bytes. Each block of a chunk belongs to one round.
@@ -10,36 +10,134 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from itertools import groupby
+from typing import Final
 
 import attrs
 import numpy as np
 
-from ..columns.arrays import Ints, group_rows, readonly
+from ..columns.arrays import Ints, distinct, group_rows, readonly
 from ..columns.catalog import column, padded
 from ..columns.reads import ReadItems
 from ..geometry.tilings import pad
-from ..metadata import Metadata
+from ..metadata import Entries, Metadata
 from ..plans import LoadPlan
 from ..records import LoadItemType
 from .located import Located, locate_reads
 from .ranges import fetched
-from .sharing_cost import read_widths
 
-__all__ = ["Arrival", "Piece", "Round", "SharedRounds", "shared_rounds"]
+MOST_READS: Final = 1 << 22
+"""The most reads of all ranks together for which sharing is planned unasked: so many take the
+coordinator some 12 s and 4 GB."""
+
+
+@attrs.frozen
+class Need:
+    """What one rank needs of a checkpoint.
+
+    Attributes:
+        fetched: Bytes that it would fetch alone: what it needs, and narrow gaps in between.
+        names: A fingerprint of the names of all tensors that it reads, in whole or in part.
+        size: Bytes of these tensors, whole.
+        reads: The number of reads in its plan.
+        total: Bytes of all tensors of the checkpoint.
+        host: The machine it runs on.
+        is_local: Whether the checkpoint is on a local path.
+    """
+
+    fetched: int
+    names: str
+    size: int
+    reads: int
+    total: int
+    host: str
+    is_local: bool
+
+
+def need_of(plan: LoadPlan, metadata: Metadata, max_gap: int, *, host: str, is_local: bool) -> Need:
+    """Return what a rank with this plan needs; gaps of up to ``max_gap`` bytes are fetched.
+
+    One column of four, of rows of 4 bytes, is 3 bytes, or 9 with what lies between:
+
+    >>> from shardplan.planning import Mesh, Shard, TensorSpec, global_plan, load_plan, world_plans
+    >>> wanted = world_plans({"w": TensorSpec((3, 4), "int8", [Shard(1)])}, Mesh(tp=4))
+    >>> metadata = global_plan(world_plans({"w": TensorSpec((3, 4), "int8")}, Mesh(one=1)))[1]
+    >>> plan = load_plan(metadata, wanted[0])
+    >>> [need_of(plan, metadata, gap, host="a", is_local=True).fetched for gap in (0, 3)]
+    [3, 9]
+    """
+    entries, items = metadata.state_dict_metadata, plan.items
+    used = sorted({items.names[n] for n in distinct(items.storage).tolist()})
+    return Need(
+        _fetched_bytes(items, metadata, max_gap) if max_gap else plan_bytes(plan, metadata),
+        hashlib.blake2b("\0".join(used).encode(), digest_size=16).hexdigest(),
+        _size(entries, [entries.row_of[name] for name in used]),
+        len(items),
+        _size(entries, slice(None)),
+        host,
+        is_local,
+    )
+
+
+def _fetched_bytes(items: ReadItems, metadata: Metadata, max_gap: int) -> int:
+    if not len(items):
+        return 0
+    extents, width = locate_reads(metadata, items).extents, _read_widths(items, metadata)
+    lengths = pad(items.lengths, extents.shape[1], 1)
+    return int((fetched(lengths, extents, width, max_gap) * width).sum())
+
+
+def plan_bytes(plan: LoadPlan, metadata: Metadata) -> int:
+    """Count the bytes of tensors that a plan reads."""
+    return int((plan.items.numel * _read_widths(plan.items, metadata)).sum())
+
+
+def _read_widths(items: ReadItems, metadata: Metadata) -> Ints:
+    """Return the bytes of one element of each read; 0 for non-tensor values."""
+    entries = metadata.state_dict_metadata
+    if not len(items):
+        return column([])
+    width = column([*(p.itemsize for p in entries.props), 0])[entries.prop]
+    row = column([entries.row_of.get(name, 0) for name in items.names])
+    return width[row[items.storage]]
+
+
+def sharing_pays(needs: Sequence[Need]) -> bool:
+    """Return True if reading once and sending is cheaper than reading more than once.
+
+    If ranks fetch more bytes than there are in the tensors that they need, or in all, some fetch
+    the same. Planning for all of them takes the coordinator time and memory, though, and a local
+    disk is read faster than other ranks can send.
+
+    >>> needs = [Need(9, f"tensors of {r}", 9, 1, 12, "host", is_local=False) for r in range(4)]
+    >>> sharing_pays(needs), sharing_pays(needs[:1])
+    (True, False)
+    """
+    size = min(sum({need.names: need.size for need in needs}.values()), needs[0].total)
+    if sum(need.fetched for need in needs) <= size:
+        return False
+    if sum(need.reads for need in needs) > MOST_READS:
+        return False
+    return not all(need.is_local for need in needs) or len({need.host for need in needs}) > 1
+
+
+def _size(entries: Entries, rows: list[int] | slice) -> int:
+    """Count the bytes of some tensors, whole."""
+    kinds = zip(entries.layout[rows].tolist(), entries.prop[rows].tolist(), strict=True)
+    return sum(
+        count * math.prod(entries.layouts[layout].size) * entries.props[prop].itemsize
+        for (layout, prop), count in Counter(kinds).items()
+        if layout >= 0
+    )
 
 
 @attrs.frozen
 class Arrival:
-    """A region that another rank sends.
-
-    Attributes:
-        transfer: The row of the plan's transfers.
-        source: The rank that sends it.
-        dtype: The stored dtype.
-        nbytes: Its size in bytes.
-    """
+    """A region that another rank sends; ``transfer`` is the row of the plan's transfers."""
 
     transfer: int
     source: int
@@ -53,8 +151,7 @@ class Piece:
 
     Attributes:
         read: The row of the round's reads that brings it.
-        offsets: Where the region starts in the box of that read, in elements.
-        sizes: Its sizes, in elements.
+        offsets, sizes: The region in the box of that read, in elements.
         nbytes: Its size in bytes.
         targets: The ranks it is sent to.
         items: The rows of the plan's own reads that it fills.
@@ -126,7 +223,7 @@ def shared_rounds(
         rank: The rank.
         round_bytes: Bytes of the checkpoint in a round: they are in memory at a time.
         block_bytes: The most bytes of a block that the checkpoint was hashed with.
-        max_gap: Bytes between two ranges that are sooner fetched than left out.
+        max_gap: Gaps of up to so many bytes between two ranges are fetched.
 
     >>> from shardplan.planning import TensorSpec, global_plan, load_plan, local_plan, share_reads
     >>> plan = local_plan({"w": TensorSpec((4,))})
@@ -142,15 +239,14 @@ def shared_rounds(
     table = _Table.of(plan, metadata, block_bytes, max_gap)
     number = table.round_numbers(round_bytes)
     batches, rest = table.batches(rank)
-    coming, going = dict[int, list[int]](), dict[int, list[_Batch]]()
+    coming, going = defaultdict[int, list[int]](list), defaultdict[int, list[_Batch]](list)
     for row in table.arrivals(rank):
-        coming.setdefault(number[row], []).append(row)
+        coming[number[row]].append(row)
     for batch in batches:
-        going.setdefault(number[batch.row], []).append(batch)
-    order = sorted({*coming, *going})
-    rounds = tuple(table.round(coming.get(n, []), going.get(n, [])) for n in order)
+        going[number[batch.row]].append(batch)
+    rounds = tuple(table.round(coming[n], going[n]) for n in sorted({*coming, *going}))
     reads = ReadItems.concat([plan.items.take(column(rest)), *(one.reads for one in rounds)])
-    nbytes = int((reads.numel * read_widths(reads, metadata)).sum())
+    nbytes = int((reads.numel * _read_widths(reads, metadata)).sum())
     return SharedRounds(rounds, tuple(rest), nbytes)
 
 
@@ -158,9 +254,7 @@ def shared_rounds(
 class _Batch:
     """Regions that are read as one: a region alone, or all those that make up a block.
 
-    Attributes:
-        regions: The rows of each region; transfers come before own reads.
-        is_block: Whether they make up a block.
+    ``regions`` has the rows of each region; transfers come before own reads.
     """
 
     regions: list[list[int]]
@@ -177,10 +271,8 @@ class _Table:
     """A plan's reads, one row each: those of its transfers, then its own.
 
     Attributes:
-        plan: The plan.
-        metadata: The checkpoint.
-        reads: The reads.
-        located: The blocks they lie in.
+        plan, metadata: The plan, and the checkpoint.
+        reads, located: The reads, and the blocks they lie in.
         by_name: The checkpoint's entries in order of their names.
         width: Bytes of one element.
         region: Which region of the checkpoint is read; all ranks number them in the same order.
@@ -200,7 +292,7 @@ class _Table:
     def of(cls, plan: LoadPlan, metadata: Metadata, block_bytes: int, max_gap: int) -> _Table:
         """Find the blocks, regions and sizes of all reads."""
         reads = ReadItems.concat([plan.transfers.reads, plan.items])
-        located, width = locate_reads(metadata, reads, block_bytes), read_widths(reads, metadata)
+        located, width = locate_reads(metadata, reads, block_bytes), _read_widths(reads, metadata)
         names = metadata.state_dict_metadata.names
         by_name = column(sorted(range(len(names)), key=names.__getitem__))
         where = reads.storage_anchor + reads.storage_offsets
