@@ -7,9 +7,6 @@ from typing import Final, Protocol
 
 import attrs
 
-__all__ = ["Comm", "Pending", "Reduce", "solo"]
-
-
 Reduce = Callable[[list[bytes]], bytes]
 """Computes a result from every rank's bytes, by rank, on the coordinator."""
 
@@ -33,13 +30,6 @@ class Comm(Protocol):
     raises at once; the remaining ranks can make another. The topic is the purpose of a meeting:
     ranks that come for different ones get an error. Only bytes are sent, so that nothing received
     can run code.
-
-    Attributes:
-        rank: This rank's place in the group, from 0.
-        world_size: How many ranks the group has.
-        coordinator: The place of the rank that gathers and scatters.
-        ranks: Per place in the group, the rank's number in the whole job; errors use these.
-        lost: Whether ranks were lost, so that the comm cannot be used any more.
     """
 
     @property
@@ -91,7 +81,7 @@ class Comm(Protocol):
 
 
 @attrs.frozen
-class Solo:
+class _Solo:
     """The group of one rank; see `solo`."""
 
     rank: int = 0
@@ -101,41 +91,34 @@ class Solo:
     lost: bool = False
 
     def gather(self, data: bytes, topic: str = "gather") -> list[bytes] | None:
-        """Return the bytes in a list."""
         return [as_bytes(data)]
 
     def scatter(self, parts: Sequence[bytes] | None, topic: str = "scatter") -> bytes:
-        """Return the only part."""
         return as_parts(parts, 1)[0]
 
     def broadcast(self, data: bytes | None, topic: str = "broadcast") -> bytes:
-        """Return the bytes."""
         return as_bytes(data)
 
     def all_gather(self, data: bytes, topic: str = "all_gather") -> list[bytes]:
-        """Return the bytes in a list."""
         return [as_bytes(data)]
 
     def reduce(self, data: bytes, work: Reduce, topic: str = "reduce") -> bytes:
-        """Return what ``work`` makes of the bytes."""
         return as_bytes(work([as_bytes(data)]))
 
     def barrier(self) -> None:
-        """Return."""
+        pass
 
     def send(self, place: int, data: memoryview) -> Pending:
-        """Refuse: there is no other rank."""
         raise ValueError(f"a group of one rank has no rank {place} to send to")
 
     def receive(self, place: int, into: memoryview) -> Pending:
-        """Refuse: there is no other rank."""
         raise ValueError(f"a group of one rank has no rank {place} to receive from")
 
     def leave(self, reason: str) -> None:
-        """Do nothing: there is no other rank."""
+        pass
 
 
-_SOLO: Final = Solo()
+_SOLO: Final = _Solo()
 
 
 def solo() -> Comm:
@@ -149,21 +132,13 @@ def solo() -> Comm:
 
 
 def departure(topic: str, error: BaseException) -> str:
-    """Return why a rank leaves, for those that wait for it.
-
-    >>> departure("a step", KeyboardInterrupt())
-    'left a step: KeyboardInterrupt'
-    """
+    """Return why a rank leaves, for those that wait for it."""
     text = f": {error}" if str(error) else ""
     return f"left {topic}: {type(error).__name__}{text}"
 
 
 def as_bytes(data: object) -> bytes:
-    """Return ``data`` as bytes, or raise TypeError: objects are not sent.
-
-    >>> as_bytes(memoryview(b"abc"))
-    b'abc'
-    """
+    """Return ``data`` as bytes, or raise TypeError: objects are not sent."""
     if not isinstance(data, (bytes, bytearray, memoryview)):
         raise TypeError(
             f"only bytes travel between ranks, and this is a {type(data).__name__}; "
@@ -173,12 +148,7 @@ def as_bytes(data: object) -> bytes:
 
 
 def as_parts(parts: Sequence[bytes] | None, world_size: int) -> list[bytes]:
-    """Return what a coordinator scatters as a list of bytes, one part per rank, or raise.
-
-    >>> as_parts([b"a"], world_size=2)
-    Traceback (most recent call last):
-    ValueError: scatter takes one part for each of 2 ranks, and 1 came
-    """
+    """Return what a coordinator scatters as a list of bytes, one part per rank, or raise."""
     if parts is None or len(parts) != world_size:
         came = "none" if parts is None else len(parts)
         raise ValueError(f"scatter takes one part for each of {world_size} ranks, and {came} came")

@@ -10,8 +10,6 @@ import attrs
 
 from shardplan.planning import listed, span
 
-__all__ = ["CheckpointError", "Failure", "LostRanksError", "thinned"]
-
 T = TypeVar("T")
 
 _LONGEST = 20_000

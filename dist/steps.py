@@ -20,16 +20,6 @@ from shardplan.planning import CodecError, flatten, from_json, to_json
 from .comm import Comm, departure
 from .errors import CheckpointError, Failure, LostRanksError, thinned
 
-__all__ = [
-    "all_gather",
-    "all_keys",
-    "all_reduce",
-    "broadcast",
-    "decode_json",
-    "encode_json",
-    "reduce_scatter",
-]
-
 T = TypeVar("T")
 
 Encode = Callable[[Any], bytes]
@@ -251,11 +241,6 @@ class _Here:
     """One rank within one step: turns work into frames, and frames into results or errors.
 
     A frame is bytes with a mark in front: the result of some work, or the failures of ranks.
-
-    Attributes:
-        comm: The ranks.
-        step: The step's name.
-        own: The first error that was raised on this rank, if any.
     """
 
     comm: Comm
@@ -268,12 +253,7 @@ class _Here:
         return self.comm.ranks[self.comm.rank]
 
     def topic(self, collective: str) -> str:
-        """Name a collective, so that ranks in different steps notice it.
-
-        >>> from shardplan.dist import solo
-        >>> _Here(solo(), "write").topic("gather")
-        "gather of 'write'"
-        """
+        """Name a collective, so that ranks in different steps notice it."""
         return f"{collective} of {self.step!r}"
 
     def frame(self, work: Callable[[], bytes]) -> bytes:

@@ -13,8 +13,6 @@ import attrs
 from .comm import Comm, Pending, Reduce, as_bytes, as_parts, departure
 from .errors import CheckpointError, Failure, LostRanksError
 
-__all__ = ["run_ranks"]
-
 T = TypeVar("T")
 
 
@@ -48,14 +46,10 @@ def run_ranks(
     room = _Room(n, timeout)
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
+    work = [(fn, _ThreadComm(rank, coordinator, room), results, errors) for rank in range(n)]
     threads = [
-        threading.Thread(
-            target=_run,
-            args=(fn, ThreadComm(rank, coordinator, room), results, errors),
-            name=f"rank-{rank}",
-            daemon=True,
-        )
-        for rank in range(n)
+        threading.Thread(target=_run, args=args, name=f"rank-{rank}", daemon=True)
+        for rank, args in enumerate(work)
     ]
     for thread in threads:
         thread.start()
@@ -71,7 +65,7 @@ def run_ranks(
 
 def _run(
     fn: Callable[[Comm], T],
-    comm: ThreadComm,
+    comm: _ThreadComm,
     results: dict[int, T],
     errors: dict[int, BaseException],
 ) -> None:
@@ -106,8 +100,7 @@ def _merged(
     for error in errors.values():
         if not isinstance(error, Exception):
             return error
-    reported: dict[int, Failure] = {}
-    own: dict[int, Failure] = {}
+    reported, own = dict[int, Failure](), dict[int, Failure]()
     for rank, error in sorted(errors.items()):
         if isinstance(error, CheckpointError):
             reported |= {failure.rank: failure for failure in error.failures}
@@ -116,8 +109,8 @@ def _merged(
         else:
             own[rank] = Failure.of(error, rank, "run_ranks")
     text = f"did not return within {timeout:g} s after another rank had failed"
-    silent = {r: Failure(r, "run_ranks", "LostRank", text) for r in range(n)}
-    missing = {r: f for r, f in silent.items() if r not in results and r not in errors}
+    silent = set(range(n)) - results.keys() - errors.keys()
+    missing = {r: Failure(r, "run_ranks", "LostRank", text) for r in silent}
     steps = [e for _, e in sorted(errors.items()) if isinstance(e, CheckpointError)]
     first = next((e.own for e in steps if e.own is not None), None)
     raised = next((e for r in own if isinstance(e := errors[r], Exception)), first)
@@ -215,7 +208,7 @@ class _Transfer:
 
 
 @attrs.define(eq=False, repr=False)
-class ThreadComm:
+class _ThreadComm:
     """A comm among threads; see `run_ranks`."""
 
     rank: int
@@ -226,60 +219,48 @@ class ThreadComm:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
         return self._room.n
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The ranks' numbers."""
         return range(self._room.n)
 
     @property
     def lost(self) -> bool:
-        """Whether ranks were lost."""
         return self._lost is not None
 
     def gather(self, data: bytes, topic: str = "gather") -> list[bytes] | None:
-        """Return every rank's bytes on the coordinator; None on the others."""
         found = self._meet(topic, lambda: as_bytes(data))
         return self._listed(found) if self.rank == self.coordinator else None
 
     def scatter(self, parts: Sequence[bytes] | None, topic: str = "scatter") -> bytes:
-        """Return this rank's part of what the coordinator gives."""
         mine = self.rank == self.coordinator
         found = self._meet(topic, lambda: as_parts(parts, self.world_size) if mine else None)
         return as_bytes(found[self.coordinator][self.rank])
 
     def broadcast(self, data: bytes | None, topic: str = "broadcast") -> bytes:
-        """Return, on every rank, what the coordinator gives."""
         mine = self.rank == self.coordinator
         found = self._meet(topic, lambda: as_bytes(data) if mine else None)
         return as_bytes(found[self.coordinator])
 
     def all_gather(self, data: bytes, topic: str = "all_gather") -> list[bytes]:
-        """Return every rank's bytes on every rank."""
         return self._listed(self._meet(topic, lambda: as_bytes(data)))
 
     def reduce(self, data: bytes, work: Reduce, topic: str = "reduce") -> bytes:
-        """Return what the coordinator makes of every rank's bytes."""
         gathered = self.gather(data, topic)
         found = self._meet(topic, lambda: None if gathered is None else as_bytes(work(gathered)))
         return as_bytes(found[self.coordinator])
 
     def barrier(self) -> None:
-        """Return once all ranks have come."""
         self._meet("barrier", lambda: None)
 
     def send(self, place: int, data: memoryview) -> Pending:
-        """Begin to send bytes to one rank; see `Comm.send`."""
         return self._room.transfer(self.rank, place, data, is_send=True)
 
     def receive(self, place: int, into: memoryview) -> Pending:
-        """Begin to fill memory with what one rank sends; see `Comm.receive`."""
         return self._room.transfer(place, self.rank, into, is_send=False)
 
     def leave(self, reason: str) -> None:
-        """Announce that this rank takes part in no further meeting."""
         self._room.lose({self.rank: reason})
 
     def _meet(self, topic: str, data: Callable[[], object]) -> dict[int, Any]:

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
         ValueRefusedError,
         listed,
     )
-    from .pool import Pool, default_pool
-    from .progress import Progress, Tell
+    from .pool import Pool, Progress, ProgressCallback, default_pool
     from .stores import MissingFileError, Store, StoreError, open_store
     from .tensors import (
         as_tensor,
@@ -39,8 +38,7 @@ __getattr__, __dir__ = door(
         "checksums": "BlockSums Proof Sums combine hash_views xxhash",
         "compare": "TensorDiff compare_tensors named_errors same_value",
         "errors": "ExistsError FormatError LoadError UnsureCommitError ValueRefusedError listed",
-        "pool": "Pool default_pool",
-        "progress": "Progress Tell",
+        "pool": "Pool Progress ProgressCallback default_pool",
         "stores": "MissingFileError Store StoreError open_store",
         "tensors": (
             "as_tensor box_view can_cast empty_tensor fill_from_bytes flat_memory flip_axes "

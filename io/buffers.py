@@ -9,21 +9,6 @@ from typing import Any, Final, TypeAlias, cast
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "Buffer",
-    "Bytes",
-    "Run",
-    "advance",
-    "bundles",
-    "byte_view",
-    "copy_into",
-    "gather",
-    "pieces",
-    "placed",
-    "total_bytes",
-    "wanted",
-]
-
 _NOTHING: Final = memoryview(b"")
 
 Buffer: TypeAlias = bytes | bytearray | memoryview | NDArray[Any]
@@ -37,14 +22,7 @@ Run: TypeAlias = tuple[int, list[memoryview]]
 
 
 def byte_view(buffer: Buffer) -> memoryview:
-    """Return a view of contiguous memory as flat bytes.
-
-    >>> byte_view(np.array([[1, 2]], np.int16)).tolist()
-    [1, 0, 2, 0]
-
-    Raises:
-        ValueError: The memory is not contiguous.
-    """
+    """Return a view of contiguous memory as flat bytes."""
     view = memoryview(cast(bytes, buffer))  # typed so for Python 3.11, where arrays are not buffers
     if not view.c_contiguous:
         raise ValueError(f"memory of shape {view.shape} is not contiguous: make it so first")
@@ -54,15 +32,7 @@ def byte_view(buffer: Buffer) -> memoryview:
 
 
 def wanted(ranges: Iterable[tuple[int, memoryview]]) -> list[tuple[int, memoryview]]:
-    """Return ranges to read as flat views, sorted by offset, without empty ones.
-
-    >>> buffer = memoryview(bytearray(4))
-    >>> [(at, len(view)) for at, view in wanted([(9, buffer), (5, buffer[:0]), (2, buffer)])]
-    [(2, 4), (9, 4)]
-
-    Raises:
-        ValueError: An offset is negative, or memory is read-only.
-    """
+    """Return ranges to read as flat views, sorted by offset, without empty ones."""
     found = []
     for offset, buffer in ranges:
         view = byte_view(buffer)
@@ -76,22 +46,14 @@ def wanted(ranges: Iterable[tuple[int, memoryview]]) -> list[tuple[int, memoryvi
 
 
 def total_bytes(parts: Iterable[Buffer]) -> int | None:
-    """Return the size of all parts in bytes, or None if they are made on the fly.
-
-    >>> total_bytes([b"abc", b"de"])
-    5
-    """
+    """Return the size of all parts in bytes, or None if they are made on the fly."""
     if not isinstance(parts, Sequence):
         return None
     return sum(byte_view(part).nbytes for part in parts)
 
 
 def pieces(parts: Iterable[Buffer], max_bytes: int) -> Iterator[memoryview]:
-    """Cut parts into views of at most ``max_bytes``, without empty ones.
-
-    >>> [bytes(piece) for piece in pieces([b"abcde", b"", b"f"], 2)]
-    [b'ab', b'cd', b'e', b'f']
-    """
+    """Cut parts into views of at most ``max_bytes``, without empty ones."""
     for part in parts:
         view = byte_view(part)
         for start in range(0, view.nbytes, max_bytes):
@@ -99,11 +61,7 @@ def pieces(parts: Iterable[Buffer], max_bytes: int) -> Iterator[memoryview]:
 
 
 def placed(views: Iterable[memoryview]) -> Iterator[tuple[int, memoryview]]:
-    """Pair each view with its offset in the file, where one follows another.
-
-    >>> [offset for offset, _ in placed([memoryview(b"abc"), memoryview(b"d"), memoryview(b"e")])]
-    [0, 3, 4]
-    """
+    """Pair each view with its offset in the file, where one follows another."""
     offset = 0
     for view in views:
         yield offset, view
@@ -115,10 +73,7 @@ def gather(
 ) -> Iterator[Run]:
     """Join ranges that follow one another in the file into runs that one system call can move.
 
-    Args:
-        ranges: Byte offsets in the file and flat views, none of them empty.
-        max_bytes: A run holds no more, so longer views are cut.
-        max_views: A run holds no more.
+    Longer views are cut. No view may be empty.
 
     >>> views = [memoryview(text) for text in (b"abc", b"de", b"f")]
     >>> runs = gather(zip([0, 3, 9], views), max_bytes=4, max_views=8)
@@ -145,12 +100,7 @@ def gather(
 
 
 def bundles(runs: Iterable[Run], max_bytes: int) -> Iterator[list[Run]]:
-    """Group small runs into bundles of about ``max_bytes``, each enough work for a thread.
-
-    >>> runs = [(offset, [memoryview(b"abc")]) for offset in (0, 10, 20)]
-    >>> [[offset for offset, _ in bundle] for bundle in bundles(runs, 6)]
-    [[0, 10], [20]]
-    """
+    """Group small runs into bundles of about ``max_bytes``, each enough work for a thread."""
     bundle, held = list[Run](), 0
     for run in runs:
         bundle.append(run)
@@ -163,11 +113,7 @@ def bundles(runs: Iterable[Run], max_bytes: int) -> Iterator[list[Run]]:
 
 
 def advance(views: Sequence[memoryview], done: int) -> list[memoryview]:
-    """Drop the first ``done`` bytes of some views.
-
-    >>> [bytes(view) for view in advance([memoryview(b"abc"), memoryview(b"de")], 4)]
-    [b'e']
-    """
+    """Drop the first ``done`` bytes of some views."""
     for position, view in enumerate(views):
         if done < view.nbytes:
             return [view[done:], *views[position + 1 :]]

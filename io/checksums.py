@@ -17,7 +17,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import numpy as np
@@ -38,22 +38,6 @@ if TYPE_CHECKING:  # what is planned to be read is not needed to open a checkpoi
     from .formats.base import Source
     from .pool import Pool
 
-__all__ = [
-    "CRC32",
-    "XXH3",
-    "BlockSums",
-    "Checksum",
-    "Proof",
-    "Sums",
-    "combine",
-    "combine_crc",
-    "hash_views",
-    "sum_crc",
-    "sums_from_hex",
-    "sums_to_hex",
-    "xxhash",
-]
-
 Sums = npt.NDArray[np.uint64]
 Key = tuple[str, int]  # a tensor's name, and the number of one of its chunks
 Box = tuple[int, ...]
@@ -61,53 +45,28 @@ Box = tuple[int, ...]
 sum_crc = zlib.crc32
 
 
-class State(Protocol):
-    """A checksum in the making."""
-
-    def update(self, data: memoryview, /) -> object:
-        """Add bytes."""
-
-    def intdigest(self) -> int:
-        """Return the checksum of all bytes so far."""
-
-
 @attrs.frozen
 class Checksum:
-    """A kind of checksum.
+    """A kind of checksum."""
 
-    Attributes:
-        start: Begins the checksum of a block.
-        combine: Returns that of a chunk, given those of its blocks, in order.
-    """
-
-    start: Callable[[], State]
-    combine: Callable[[Sequence[int]], int]
+    start: Callable[[], Any]  # begins that of a block, as hashlib does
+    combine: Callable[[Sequence[int]], int]  # returns that of a chunk, given those of its blocks
 
     def of(self, views: Iterable[memoryview]) -> int:
         """Return the checksum of a block, one view after the other."""
         state = self.start()
         for view in views:
             state.update(view)
-        return state.intdigest()
+        return int(state.intdigest())
 
     def of_blocks(self, view: memoryview, block_bytes: int) -> int:
-        """Return the checksum of a chunk of bytes.
-
-        >>> XXH3.of_blocks(memoryview(b"abc"), 2) == combine(
-        ...     [hash_views([b"ab"]), hash_views([b"c"])]
-        ... )
-        True
-        """
+        """Return the checksum of a chunk of bytes."""
         starts = range(0, len(view) or 1, block_bytes)
         return self.combine([self.of([view[start : start + block_bytes]]) for start in starts])
 
 
 def combine(digests: Sequence[int]) -> int:
-    """Return a chunk's xxh3-64, given those of its blocks in order.
-
-    >>> combine([7])
-    7
-    """
+    """Return a chunk's xxh3-64, given those of its blocks in order."""
     if len(digests) == 1:
         return digests[0]
     return xxhash.xxh3_64_intdigest(b"".join(d.to_bytes(8, "big") for d in digests))
@@ -139,6 +98,7 @@ def _combine_crcs(digests: Sequence[int]) -> int:
 
 XXH3: Final = Checksum(xxhash.xxh3_64, combine)
 """The checksums of our own format."""
+hash_views: Final = XXH3.of
 CRC32: Final = Checksum(_Crc, _combine_crcs)
 """The checksums of archives.
 
@@ -147,26 +107,8 @@ CRC32: Final = Checksum(_Crc, _combine_crcs)
 """
 
 
-def hash_views(views: Iterable[memoryview]) -> int:
-    """Return the xxh3-64 of some memory, one view after the other.
-
-    >>> hash_views([memoryview(b"ab"), memoryview(b"c")]) == xxhash.xxh3_64_intdigest(b"abc")
-    True
-    """
-    return XXH3.of(views)
-
-
 def combine_crc(first: int, second: int, nbytes: int) -> int:
-    """Return the CRC-32 of bytes in two parts, given those of each part.
-
-    Args:
-        first: The CRC-32 of the first part.
-        second: That of the second part.
-        nbytes: How many bytes the second part has.
-
-    >>> combine_crc(zlib.crc32(b"check"), zlib.crc32(b"point"), 5) == zlib.crc32(b"checkpoint")
-    True
-    """
+    """Return the CRC-32 of two parts, given those of each; the second has ``nbytes`` bytes."""
     return _times(_power(nbytes), first) ^ second
 
 
@@ -200,23 +142,12 @@ def _power(nbytes: int) -> int:
 
 
 def sums_to_hex(sums: Sums) -> str:
-    """Write checksums as text, sixteen digits each.
-
-    >>> sums_to_hex(np.array([1, 255], np.uint64))
-    '000000000000000100000000000000ff'
-    """
+    """Write checksums as text, sixteen digits each."""
     return sums.astype(">u8").tobytes().hex()
 
 
 def sums_from_hex(text: str) -> Sums:
-    """Read checksums from text; see `sums_to_hex`.
-
-    >>> sums_from_hex("00000000000000ff").tolist()
-    [255]
-
-    Raises:
-        ValueError: The text is not a row of hexadecimal numbers of sixteen digits.
-    """
+    """Read checksums from text; see `sums_to_hex`."""
     sums = np.frombuffer(bytes.fromhex(text), ">u8").astype(np.uint64)
     sums.flags.writeable = False
     return sums
@@ -224,7 +155,7 @@ def sums_from_hex(text: str) -> Sums:
 
 @attrs.define
 class _Partial:
-    """What is known of one chunk: its number of blocks, their checksums, and the bytes read."""
+    """One chunk: its number of blocks, the checksums of some of them, and the bytes read."""
 
     count: int
     digests: dict[int, int] = attrs.field(factory=dict)
@@ -239,10 +170,6 @@ class BlockSums:
     """Checksums of blocks by chunk, collected until all blocks of a chunk are known.
 
     Any thread may add to it.
-
-    Attributes:
-        verified: How many chunks were complete and matched their checksums.
-        nbytes: How many bytes of these were read.
     """
 
     def __init__(self) -> None:
@@ -253,15 +180,7 @@ class BlockSums:
     def add(
         self, name: str, chunk: int, count: int, digests: Mapping[int, int], nbytes: int = 0
     ) -> None:
-        """Add the checksums of some blocks of a chunk.
-
-        Args:
-            name: The tensor.
-            chunk: The number of the chunk.
-            count: How many blocks the chunk has.
-            digests: The checksums, by number of the block.
-            nbytes: How many bytes of these blocks were read.
-        """
+        """Add the checksums of some blocks of a chunk."""
         with self._lock:
             found = self._chunks.setdefault((name, chunk), _Partial(count))
             found.digests.update(digests)
@@ -272,11 +191,7 @@ class BlockSums:
         return key in self._chunks and self._chunks[key].complete
 
     def settle(self, source: Source) -> None:
-        """Compare all complete chunks with the checksums of a checkpoint, and drop them.
-
-        Raises:
-            FormatError: Some do not match; all are named.
-        """
+        """Compare all complete chunks with the checksums of a checkpoint, and drop them."""
         with self._lock:
             done = {key: found for key, found in self._chunks.items() if found.complete}
             self._chunks = {key: found for key, found in self._chunks.items() if key not in done}
@@ -290,7 +205,7 @@ class BlockSums:
         self.verified += len(done) - len(damaged)
         self.nbytes += sum(found.nbytes for found in done.values())
         if damaged:
-            files = sorted({source.files[spot.file] for spot in source.find_chunks(damaged)})
+            files = sorted({source.files[place.file] for place in source.find_chunks(damaged)})
             named = listed(sorted({name for name, _ in damaged}))
             raise FormatError(listed(files, quote=""), f"checksums do not fit: {named}")
 
@@ -302,20 +217,10 @@ class BlockSums:
         ]
 
     def unpack(self, packed: Sequence[tuple[Any, ...]]) -> None:
-        """Add what `pack` returned elsewhere.
-
-        >>> one, other = BlockSums(), BlockSums()
-        >>> one.add("w", 0, 2, {1: 7}, 16)
-        >>> other.unpack(one.pack())
-        >>> other.pack() == one.pack()
-        True
-        """
-        for name, chunk, count, nbytes, *columns in packed:
-            numbers, digests = (
-                np.frombuffer(data, dtype).tolist()
-                for data, dtype in zip(columns, ("<i8", "<u8"), strict=True)
-            )
-            self.add(name, chunk, count, dict(zip(numbers, digests, strict=True)), nbytes)
+        """Add what `pack` returned elsewhere."""
+        for name, chunk, count, nbytes, numbers, digests in packed:
+            columns = np.frombuffer(numbers, "<i8").tolist(), np.frombuffer(digests, "<u8").tolist()
+            self.add(name, chunk, count, dict(zip(*columns, strict=True)), nbytes)
 
 
 def _packed(digests: Mapping[int, int]) -> tuple[bytes, bytes]:
@@ -329,7 +234,6 @@ class Proof:
     read again at the end, in small steps: such a chunk may not fit into memory.
 
     Attributes:
-        sums: The checksums of the blocks so far, from any number of threads.
         has_sums: Whether the format has checksums that are known without reading; no others are
             collected.
     """
@@ -361,16 +265,7 @@ class Proof:
                 self._begin(key, offsets, tuple(items.lengths[row, : axes[row]].tolist()))
 
     def wants(self, key: Key, offsets: Box, sizes: Box) -> Callable[[int], None] | None:
-        """Return what to call with the xxh3-64 of a box that is about to be read.
-
-        Args:
-            key: Its chunk.
-            offsets: Where in the chunk it starts.
-            sizes: How large it is.
-
-        Returns:
-            The function; None if the box is not a block, or has no checksum.
-        """
+        """Return what to call with the xxh3-64 of a box of a chunk; None if it is not a block."""
         if not self.has_sums:
             return None
         self._begin(key, offsets)
@@ -378,11 +273,7 @@ class Proof:
         return None if number is None else partial(self._add, key, number)
 
     def settle(self, pool: Pool) -> None:
-        """Compare all chunks that were begun; read those again that are incomplete.
-
-        Raises:
-            FormatError: Some do not match; all are named.
-        """
+        """Compare all chunks that were begun; read those again that are incomplete."""
         again = [key for key in self._begun - self._whole if not self.sums.is_complete(key)]
         limit = self._source.block_bytes + self._source.store.staging
         pool.map(self._read_again, sorted(again), nbytes=limit)
@@ -411,10 +302,10 @@ class Proof:
 
     def _read_again(self, key: Key) -> None:
         """Read one chunk, block by block, and add the checksums."""
-        (spot,) = self._source.find_chunks([key])
-        at, buffer = spot.begin, np.empty(min(self._source.block_bytes, spot.nbytes), np.uint8)
+        (place,) = self._source.find_chunks([key])
+        at, buffer = place.begin, np.empty(min(self._source.block_bytes, place.nbytes), np.uint8)
         for (_, sizes), number in self._blocks_of(key).items():
-            view = buffer.data[: math.prod(sizes) * itemsize(spot.dtype)]
-            self._source.store.read(self._source.files[spot.file], [(at, view)])
+            view = buffer.data[: math.prod(sizes) * itemsize(place.dtype)]
+            self._source.store.read(self._source.files[place.file], [(at, view)])
             at += len(view)
             self._add(key, number, hash_views([view]))

@@ -23,10 +23,8 @@ from shardplan.planning.storage import cut_blocks
 
 from .errors import FormatError, LoadError
 from .execute.read import Reader
-from .progress import Progress, Tell
+from .pool import Progress, ProgressCallback
 from .tensors import box_view, empty_tensor, flat_memory
-
-__all__ = ["Comparison", "TensorDiff", "compare_tensors", "named_errors", "same_value"]
 
 _BATCH: Final = 8 << 20  # bytes that are read from either side at a time
 _BATCH_BOXES: Final = 1 << 10
@@ -35,19 +33,12 @@ _WORDS: Final[dict[int, str]] = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "u8"}
 
 @attrs.frozen
 class Box:
-    """A box of a tensor to compare, small enough for memory.
-
-    Attributes:
-        name: The tensor.
-        chunk: The box.
-        nbytes: Its size in bytes.
-        number: The chunk of the first side that it is a part of.
-    """
+    """A box of a tensor to compare, small enough for memory."""
 
     name: str
     chunk: Chunk
     nbytes: int
-    number: int
+    number: int  # of the chunk of the first side that it is a part of
 
 
 @attrs.frozen
@@ -70,17 +61,11 @@ class TensorDiff:
 
 @attrs.frozen
 class Comparison:
-    """The result of comparing tensors.
-
-    Attributes:
-        differing: The tensors that differ, by name.
-        bytes_read: Bytes of elements that were read, of both sides.
-        unread: Tensors with chunks that were compared by checksum, and not read.
-    """
+    """The result of comparing tensors."""
 
     differing: Mapping[str, TensorDiff]
-    bytes_read: int
-    unread: frozenset[str]
+    bytes_read: int  # of both sides
+    unread: frozenset[str]  # tensors with chunks that were compared by checksum only
 
 
 @attrs.frozen(eq=False)
@@ -98,17 +83,12 @@ def compare_tensors(
     *,
     locate: bool = False,
     read: bool = False,
-    tell: Tell | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Comparison:
     """Compare the elements of tensors that have the same shape and dtype on both sides.
 
-    Args:
-        a: The first side.
-        b: The second side, with the same pool.
-        names: The tensors.
-        locate: Whether to read chunks whose checksums differ, to find where and how much.
-        read: Whether to read everything, and ignore checksums.
-        tell: Called with the bytes read so far and in all, of one side.
+    ``locate``: read chunks whose checksums differ, to find where and how much. ``read``: read
+    everything, and ignore checksums. Progress counts the bytes of one side.
     """
     found, unread, skipped = dict[str, TensorDiff](), dict[str, Ints](), set[str]()
     for name, sums in _compare_sums(a, b, names, ignore=read):
@@ -120,7 +100,7 @@ def compare_tensors(
             if sums.differs.any():
                 found[name] = TensorDiff(int(sums.differs.sum()))
     boxes = list(_boxes(a, unread))
-    progress = Progress(sum(box.nbytes for box in boxes), tell)
+    done = Progress(sum(box.nbytes for box in boxes), progress)
     for reader in (a, b):  # all chunks are found at once, not batch by batch
         counts = {name: len(_entry(reader, name).chunks) for name in unread}
         reader.source.find_chunks(
@@ -131,12 +111,12 @@ def compare_tensors(
         (ours, some), (theirs, more) = _read(a, batch), _read(b, batch)
         pairs = zip(batch, ours, theirs, strict=True)
         differing = [(box, diff) for box, x, y in pairs if (diff := _compare(box.chunk, x, y))]
-        progress.add(sum(box.nbytes for box in batch))
+        done.add(sum(box.nbytes for box in batch))
         return differing, some + more
 
     cost = 4 * _BATCH + max(a.store.staging, b.store.staging)
     parts = a.pool.map(run, _batches(boxes), nbytes=cost)
-    progress.finish()
+    done.finish()
     found |= _merge(piece for pieces, _ in parts for piece in pieces)
     return Comparison(found, sum(nbytes for _, nbytes in parts), frozenset(skipped))
 
@@ -167,12 +147,7 @@ def _compare_sums(
 
 
 def _same_boxes(a: Tiling, b: Tiling) -> Ints:
-    """Return, for each chunk of ``a``, the number of the same box in ``b``, or -1.
-
-    >>> from shardplan.planning import tile
-    >>> _same_boxes(tile([[0], [2]], [[2], [2]]), tile([[0], [2], [3]], [[2], [1], [1]])).tolist()
-    [0, -1]
-    """
+    """Return, for each chunk of ``a``, the number of the same box in ``b``, or -1."""
     if a == b:
         return column(np.arange(len(a)))
     number = {box: i for i, box in enumerate(b)}
@@ -200,7 +175,6 @@ def _entry(reader: Reader, name: str) -> TensorMetadata:
 
 
 def _batches(boxes: Iterable[Box]) -> Iterator[list[Box]]:
-    """Group boxes up to the size that is read at a time."""
     batch, held = list[Box](), 0
     for box in boxes:
         if batch and (held + box.nbytes > _BATCH or len(batch) == _BATCH_BOXES):
@@ -242,9 +216,8 @@ def named_errors(reader: Reader) -> Iterator[None]:
 
 def _plan(entries: Mapping[str, TensorMetadata], batch: Sequence[Box]) -> SavePlan:
     """Return the plan of a rank that holds these boxes."""
-    kind = WriteItemType.SHARD
-    heads = [Head(name, name, kind, e.properties, e.size) for name, e in entries.items()]
-    catalog = Catalog.of(heads)
+    shard = WriteItemType.SHARD
+    catalog = Catalog.of(Head(n, n, shard, e.properties, e.size) for n, e in entries.items())
     number = {name: row for row, name in enumerate(entries)}
     items = WriteItems(
         catalog,
@@ -328,11 +301,7 @@ def same_value(a: Any, b: Any) -> bool:
 
 
 def _token(value: Any) -> Any:
-    """Return an object that equals another one's only if type and bits are the same.
-
-    >>> _token(1) == _token(True), _token((0.0,)) == _token((-0.0,))
-    (False, False)
-    """
+    """Return an object that equals another one's only if type and bits are the same."""
     if isinstance(value, (float, complex)):
         return type(value), np.array(value).tobytes()
     if isinstance(value, np.generic):

@@ -9,28 +9,6 @@ from typing import Any, Final, Literal
 
 from shardplan.planning import listed
 
-__all__ = [
-    "ExistsError",
-    "FormatError",
-    "Kind",
-    "LoadError",
-    "MissingFileError",
-    "StoreError",
-    "UnsureCommitError",
-    "ValueRefusedError",
-    "a_folder",
-    "denied",
-    "from_os_error",
-    "listed",
-    "missing",
-    "no_bucket",
-    "no_file",
-    "short",
-    "taken",
-    "too_long",
-    "wrong_size",
-]
-
 Kind = Literal[
     "missing", "exists", "denied", "full", "short", "long", "path", "unsure", "stopped", "other"
 ]
@@ -84,21 +62,13 @@ _DENIED: Final = "check who owns the folder, or the credentials in use"
 _FULL: Final = "free some space, or save elsewhere; what was half written has been removed"
 
 
-def missing(operation: str, url: str) -> MissingFileError:
-    """Return the error for a file that is not there."""
-    return _not_there(operation, url, "no such file", "check the name and its folder")
-
-
-def no_bucket(operation: str, url: str, reason: str) -> MissingFileError:
-    """Return the error for a bucket that is not there."""
-    remedy = "check its name and the endpoint in use, or make the bucket first"
-    return _not_there(operation, url, reason, remedy)
-
-
-def _not_there(operation: str, url: str, reason: str, remedy: str) -> MissingFileError:
-    return MissingFileError(
-        operation, url, reason, remedy=remedy, kind="missing", errno=codes.ENOENT
-    )
+def missing(operation: str, url: str, bucket: str = "") -> MissingFileError:
+    """Return the error for a missing file; ``bucket`` is the reason if its bucket is missing."""
+    reason, remedy, code = "no such file", "check the name and its folder", codes.ENOENT
+    if bucket:
+        reason = bucket
+        remedy = "check its name and the endpoint in use, or make the bucket first"
+    return MissingFileError(operation, url, reason, remedy=remedy, kind="missing", errno=code)
 
 
 def taken(operation: str, url: str) -> StoreError:
@@ -106,16 +76,14 @@ def taken(operation: str, url: str) -> StoreError:
     return StoreError(operation, url, "the file exists", kind="exists", errno=codes.EEXIST)
 
 
-def a_folder(operation: str, url: str) -> StoreError:
-    """Return the error for a folder where a file should be."""
-    reason, remedy = "a folder has that name", "move the folder away, or choose another place"
-    return StoreError(operation, url, reason, remedy=remedy, kind="path", errno=codes.EISDIR)
-
-
-def no_file(operation: str, url: str) -> StoreError:
-    """Return the error for a pipe, a socket or a device where a file should be."""
-    reason, remedy = "it is a pipe, a socket or a device, not a file", "move it away"
-    return StoreError(operation, url, reason, remedy=remedy, kind="path", errno=codes.EINVAL)
+def not_a_file(operation: str, url: str, *, is_folder: bool) -> StoreError:
+    """Return the error for a folder, or for a pipe or a device, where a file should be."""
+    if is_folder:
+        reason, remedy = "a folder has that name", "move the folder away, or choose another place"
+    else:
+        reason, remedy = "it is a pipe, a socket or a device, not a file", "move it away"
+    code = codes.EISDIR if is_folder else codes.EINVAL
+    return StoreError(operation, url, reason, remedy=remedy, kind="path", errno=code)
 
 
 def too_long(url: str, size: int, limit: int) -> StoreError:
@@ -131,12 +99,7 @@ def denied(operation: str, url: str, reason: str) -> StoreError:
 
 
 def short(url: str, offset: int, length: int, size: int) -> StoreError:
-    """Return the error for a range that reaches past the end of its file.
-
-    >>> print(short("a.bin", offset=90, length=20, size=100))
-    cannot read a.bin: bytes 90 to 110 were asked for, but the file has 100; it was cut short, or
-    replaced since the plan was made: verify the checkpoint
-    """
+    """Return the error for a range that reaches past the end of its file."""
     reason = f"bytes {offset} to {offset + length} were asked for, but the file has {size}"
     remedy = "it was cut short, or replaced since the plan was made: verify the checkpoint"
     return StoreError("read", url, reason, remedy=remedy, kind="short")
@@ -149,14 +112,7 @@ def wrong_size(url: str, expected: int, written: int) -> StoreError:
 
 
 def from_os_error(operation: str, url: str, error: OSError) -> StoreError:
-    """Return the `StoreError` for an error of the operating system.
-
-    >>> error = from_os_error("write", "/ckpt/a.bin", OSError(codes.ENOSPC, "No space left"))
-    >>> error.kind
-    'full'
-    >>> print(error)
-    cannot write /ckpt/a.bin: disk full (No space left); free some space, or save elsewhere; ...
-    """
+    """Return the `StoreError` for an error of the operating system."""
     if isinstance(error, StoreError):
         return error
     text = error.strerror or str(error) or type(error).__name__
@@ -212,11 +168,7 @@ class FormatError(ValueError):
         return f"{file}: {self.reason}{_progress(self.filled, self.touched)}"
 
     def within(self, folder: str) -> FormatError:
-        """Return the error with the checkpoint's name, and without what a load has filled.
-
-        >>> print(FormatError("a.bin", "it is cut short", filled="w").within("run/step-7"))
-        run/step-7/a.bin: it is cut short
-        """
+        """Return the error with the checkpoint's name, and without what a load has filled."""
         return FormatError(self.file, self.reason, folder=folder)
 
     def __reduce__(self) -> tuple[Any, ...]:

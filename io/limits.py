@@ -11,8 +11,6 @@ from typing import Final
 from .errors import FormatError
 from .stores.base import Store, StoreError
 
-__all__ = ["LIMITS", "MAX_BYTES", "check_size", "read_whole"]
-
 LIMITS: Final = {
     "manifest": 1 << 30,  # one of a million chunks has 20 MB
     "metadata": 1 << 30,  # one of a million chunks has 150 MB
@@ -29,20 +27,7 @@ MAX_BYTES: Final = 1 << 60
 
 
 def check_size(file: str, nbytes: int, what: str) -> None:
-    """Refuse a file that is too large to be read whole.
-
-    Args:
-        file: The file's name, for errors.
-        nbytes: Its size in bytes.
-        what: Its kind: a key of `LIMITS`.
-
-    >>> check_size("config.json", 1 << 30, "config")
-    Traceback (most recent call last):
-    shardplan.io.errors.FormatError: config.json: it has 1,073,741,824 bytes; the limit for a ...
-
-    Raises:
-        FormatError: It is too large.
-    """
+    """Refuse a file that is too large to be read whole."""
     if nbytes > LIMITS[what]:
         raise FormatError(
             file, f"it has {nbytes:,} bytes; the limit for a file of this kind is {LIMITS[what]:,}"
@@ -50,18 +35,7 @@ def check_size(file: str, nbytes: int, what: str) -> None:
 
 
 def read_whole(store: Store, file: str, what: str) -> bytes:
-    """Read a file whole, if it is not too large.
-
-    Args:
-        store: Where it is.
-        file: Its name.
-        what: Its kind: a key of `LIMITS`.
-
-    Raises:
-        MissingFileError: There is no such file.
-        FormatError: It is too large, or not a file.
-        StoreError: The store fails.
-    """
+    """Read a file whole, if it is not too large."""
     try:
         return store.read_all(file, limit=LIMITS[what])
     except StoreError as error:

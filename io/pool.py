@@ -1,4 +1,4 @@
-"""A pool of threads that share a budget of memory.
+"""A pool of threads that share a budget of memory, and a counter of their progress.
 
 A call of `Pool.map` is a job that waits in the pool's line. A thread takes the first job, takes its
 next item, waits until the item's bytes fit into the budget, puts the job back at the end of the
@@ -13,17 +13,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager, nullcontext
 from queue import SimpleQueue
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 from weakref import WeakSet, finalize
-
-__all__ = [
-    "Pool",
-    "StoppedError",
-    "check_stopped",
-    "default_pool",
-    "own_processors",
-    "processors",
-]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -40,11 +31,6 @@ def check_stopped() -> None:
     """Raise if the `Pool.map` that this thread works for has failed or was interrupted.
 
     Long work calls it between its steps. Outside of `Pool.map` it does nothing.
-
-    >>> check_stopped()
-
-    Raises:
-        StoppedError: The result is not needed; the map raises the error that came first.
     """
     if any(job.failures for job in _thread.jobs):
         raise StoppedError("stopped, because the operation that this is a part of has failed")
@@ -197,13 +183,7 @@ class Pool:
 
 
 class _Job:
-    """One call of `Pool.map`: its items, results and errors.
-
-    Attributes:
-        pool: Where it runs.
-        results: What the work returned, by the number of the item.
-        failures: What the work, the items or an interrupt raised, in order of time.
-    """
+    """One call of `Pool.map`: its items, results and errors."""
 
     def __init__(
         self,
@@ -235,11 +215,7 @@ class _Job:
             raise
 
     def step(self, *, hand_on: bool = False) -> bool:
-        """Take the next item and do its work; return whether there may be another one.
-
-        Args:
-            hand_on: Whether another thread may take the item after.
-        """
+        """Take the next item and do its work; return whether there may be another one."""
         with self._lock:
             if self.failures or self._exhausted:
                 return False
@@ -280,14 +256,10 @@ class _Job:
 
 
 class _Line(SimpleQueue["_Job | None"]):
-    """The jobs that wait for a thread; None when the pool ends.
-
-    Attributes:
-        idle: How many threads wait for a job.
-    """
+    """The jobs that wait for a thread; None when the pool ends."""
 
     def __init__(self) -> None:
-        self.idle, self._lock = 0, threading.Lock()
+        self.idle, self._lock = 0, threading.Lock()  # `idle` threads wait for a job
 
     def take(self) -> _Job | None:
         """Wait for the next job."""
@@ -338,11 +310,7 @@ _default: Pool | None = None
 
 
 def default_pool() -> Pool:
-    """Return the pool that is used where none is given; it is made when first asked for.
-
-    >>> default_pool() is default_pool()
-    True
-    """
+    """Return the pool that is used where none is given; it is made when first asked for."""
     global _default
     with _lock:
         if _default is None:
@@ -360,3 +328,38 @@ def _reset_pools() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_reset_pools)
+
+ProgressCallback: TypeAlias = Callable[[int, int], object]
+"""Called with the bytes done and the bytes in all; what it raises stops the work."""
+
+
+class Progress:
+    """Counts the bytes done by any thread, and reports them: first 0, at the end the total.
+
+    >>> progress = Progress(10, print)
+    0 10
+    >>> progress.add(4)
+    4 10
+    >>> progress.finish()
+    10 10
+    """
+
+    def __init__(self, total: int, callback: ProgressCallback | None = None) -> None:
+        if callback is not None and not callable(callback):
+            raise TypeError(f"progress is called with the bytes done and in all; not {callback!r}")
+        self._total, self._callback = total, callback
+        self._done = 0
+        self._lock = threading.Lock()
+        self.add(0)
+
+    def add(self, nbytes: int) -> None:
+        """Count some bytes as done."""
+        with self._lock:
+            self._done = min(self._done + nbytes, self._total)
+            if self._callback is not None:
+                self._callback(self._done, self._total)
+
+    def finish(self) -> None:
+        """Count all bytes as done."""
+        if self._done < self._total:
+            self.add(self._total)

@@ -18,25 +18,6 @@ import torch
 
 from shardplan.planning import dtype_name
 
-__all__ = [
-    "as_tensor",
-    "block_of_memory",
-    "can_cast",
-    "can_share",
-    "tensor_bytes",
-    "empty_tensor",
-    "flip_axes",
-    "is_plain",
-    "flat_memory",
-    "run_bytes",
-    "runs",
-    "same_dtype",
-    "fill_from_bytes",
-    "to_numpy",
-    "torch_dtype",
-    "box_view",
-]
-
 Bytes = npt.NDArray[np.uint8]
 
 # Dtypes of each width that torch can always copy, whatever the bits mean.
@@ -55,11 +36,7 @@ _NUMPY: Final = frozenset(
 
 @cache
 def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's dtype of that name.
-
-    >>> torch_dtype("bfloat16")
-    torch.bfloat16
-    """
+    """Return torch's dtype of that name."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"torch {torch.__version__} has no dtype {name}; a newer one may have")
@@ -67,19 +44,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def as_tensor(value: Any, *, writable: bool = False) -> torch.Tensor:
-    """Return a torch tensor that shares a value's memory; if not ``writable``, maybe a copy.
-
-    Args:
-        value: A tensor or an array.
-        writable: Whether the tensor will be written to. If not, it must not be: the memory of a
-            read-only array may be a mapped file.
-
-    >>> as_tensor(np.arange(3)[::-1]).tolist()
-    [2, 1, 0]
-
-    Raises:
-        TypeError: The value has no elements here, or they cannot be written to.
-    """
+    """Return a torch tensor that shares a value's memory; if not ``writable``, maybe a copy."""
     if isinstance(value, torch.Tensor):
         if value.device.type == "meta":
             raise TypeError("is on the meta device and has no elements; materialise it first")
@@ -98,11 +63,7 @@ def as_tensor(value: Any, *, writable: bool = False) -> torch.Tensor:
 
 
 def can_share(value: npt.NDArray[Any]) -> bool:
-    """Return whether a tensor can share an array's memory.
-
-    >>> can_share(np.arange(3)), can_share(np.arange(3)[::-1])
-    (True, False)
-    """
+    """Return whether a tensor can share an array's memory."""
     return value.dtype.isnative and all(s >= 0 and s % value.itemsize == 0 for s in value.strides)
 
 
@@ -125,9 +86,6 @@ def block_of_memory(nbytes: int) -> Bytes:
 
     `malloc` may keep freed memory, for each thread: with blocks of many megabytes, that is several
     times what is in use.
-
-    >>> block_of_memory(3).tolist()
-    [0, 0, 0]
     """
     own = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return np.frombuffer(mmap.mmap(-1, max(nbytes, 1), flags=own), np.uint8)[:nbytes]
@@ -135,11 +93,7 @@ def block_of_memory(nbytes: int) -> Bytes:
 
 @cache
 def can_cast(source: str, target: str) -> bool:
-    """Return whether torch can convert one dtype into another.
-
-    >>> can_cast("float32", "bfloat16"), can_cast("float32", "float4_e2m1fn_x2")
-    (True, False)
-    """
+    """Return whether torch can convert one dtype into another."""
     if source == target:
         return True
     try:
@@ -151,11 +105,7 @@ def can_cast(source: str, target: str) -> bool:
 
 
 def box_view(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """Return a box of a tensor, sharing its memory (surplus axes of the box are ignored).
-
-    >>> box_view(torch.arange(6).reshape(2, 3), (0, 1), (2, 2)).tolist()
-    [[1, 2], [4, 5]]
-    """
+    """Return a box of a tensor, sharing its memory (surplus axes of the box are ignored)."""
     box = zip(offsets, sizes, tensor.shape, strict=False)
     for axis, (offset, size, extent) in enumerate(box):
         if size != extent:
@@ -164,11 +114,7 @@ def box_view(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int])
 
 
 def flat_memory(tensor: torch.Tensor) -> memoryview | None:
-    """Return a tensor's elements as flat bytes without copying; None if not contiguous in memory.
-
-    >>> flat_memory(torch.tensor([1, 2], dtype=torch.int16)).tolist()
-    [1, 0, 2, 0]
-    """
+    """Return a tensor's elements as flat bytes without copying; None if not contiguous."""
     if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None  # conjugated or negated lazily: memory holds other values
     if not tensor.numel():
@@ -182,11 +128,7 @@ def flat_memory(tensor: torch.Tensor) -> memoryview | None:
 
 
 def is_plain(tensor: torch.Tensor, dtype: str) -> bool:
-    """Return whether a tensor's memory is its elements of that dtype, row-major.
-
-    >>> is_plain(torch.zeros(2, 3), "float32"), is_plain(torch.zeros(2, 3).T, "float32")
-    (True, False)
-    """
+    """Return whether a tensor's memory is its elements of that dtype, row-major."""
     return (
         tensor.dtype == torch_dtype(dtype)
         and tensor.is_cpu
@@ -211,19 +153,7 @@ def tensor_bytes(tensor: torch.Tensor, dtype: str) -> memoryview:
 def fill_from_bytes(
     tensor: torch.Tensor, data: Bytes, dtype: str, strides: Sequence[int] | None = None
 ) -> None:
-    """Fill a tensor from bytes that hold elements of ``dtype``, casting them.
-
-    Args:
-        tensor: The tensor.
-        data: The bytes.
-        dtype: Their dtype.
-        strides: The elements' strides there (surplus axes are ignored); row-major if left out.
-
-    >>> column = torch.zeros(2, 1)
-    >>> fill_from_bytes(column, np.arange(6, dtype=np.float32).view(np.uint8), "float32", (3, 1))
-    >>> column.tolist()
-    [[0.0], [3.0]]
-    """
+    """Fill a tensor from bytes that hold elements of ``dtype``, casting them."""
     if not data.size:
         return
     source = torch.from_numpy(data).view(torch_dtype(dtype))
@@ -238,11 +168,7 @@ def fill_from_bytes(
 
 
 def flip_axes(tensor: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
-    """Return a copy with some axes reversed, for any dtype.
-
-    >>> flip_axes(torch.tensor([1, 2, 3], dtype=torch.uint16), [0]).tolist()
-    [3, 2, 1]
-    """
+    """Return a copy with some axes reversed, for any dtype."""
     return _raw(tensor).flip(tuple(axes)).view(tensor.dtype)
 
 
@@ -250,12 +176,6 @@ def to_numpy(tensor: torch.Tensor, dtype: npt.DTypeLike | None = None) -> npt.ND
     """Return a tensor as an array, cast to ``dtype`` if given.
 
     Dtypes that numpy lacks become those of the package ml_dtypes, if it is installed.
-
-    >>> to_numpy(torch.ones(2, dtype=torch.bfloat16), np.float32)
-    array([1., 1.], dtype=float32)
-
-    Raises:
-        TypeError: Numpy has no such dtype.
     """
     try:
         return np.asarray(tensor.numpy(), dtype)
@@ -285,11 +205,7 @@ def same_dtype(tensor: torch.Tensor, dtype: str) -> bool:
 
 
 def run_bytes(tensor: torch.Tensor) -> int:
-    """Return how many bytes of a tensor are contiguous, counted from its last axis.
-
-    >>> run_bytes(torch.zeros(4, 6)[:, :3]), run_bytes(torch.zeros(4, 6)[1:])
-    (12, 72)
-    """
+    """Return how many bytes of a tensor are contiguous, counted from its last axis."""
     run = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if size != 1 and stride != run:

@@ -19,16 +19,6 @@ import numpy as np
 
 from .errors import FormatError, ValueRefusedError
 
-__all__ = [
-    "RAW",
-    "StoredValue",
-    "decode_value",
-    "encode_value",
-    "load_value",
-    "sort_values",
-    "store_values",
-]
-
 RAW: Final[dict[str, type[bytes] | type[bytearray]]] = {"bytes": bytes, "bytearray": bytearray}
 """The kinds of values that are stored as they are, and their types."""
 _INLINE_LIMIT: Final = 1 << 16  # bytes in the manifest; what is larger goes into a shard file
@@ -57,9 +47,6 @@ def store_values(values: Mapping[str, Any]) -> dict[str, StoredValue]:
 
     >>> store_values({"step": 7, "betas": (0.9, 0.99)})["betas"]
     StoredValue(kind='inline', data={'$tuple': [0.9, 0.99]})
-
-    Raises:
-        ValueRefusedError: Some values cannot be stored safely; all of them are named.
     """
     stored, refused = sort_values(values)
     if refused:
@@ -68,31 +55,14 @@ def store_values(values: Mapping[str, Any]) -> dict[str, StoredValue]:
 
 
 def sort_values(values: Mapping[str, Any]) -> tuple[dict[str, StoredValue], dict[str, str]]:
-    """Return the encoded values, and by key the reason why others cannot be encoded.
-
-    >>> sort_values({"step": 7, "odd": [1, object()]})[1]
-    {'odd': 'holds an object at [1], which cannot be loaded without running code; save plain ...'}
-    """
-    stored: dict[str, StoredValue] = {}
-    refused: dict[str, str] = {}
-    for key, value in values.items():
-        found = _store(value)
-        if found is None:
-            refused[key] = _refusal(value)
-        else:
-            stored[key] = found
-    return stored, refused
+    """Return the encoded values, and by key the reason why others cannot be encoded."""
+    found = {key: _store(value) for key, value in values.items()}
+    refused = {key: _refusal(values[key]) for key, stored in found.items() if stored is None}
+    return {key: stored for key, stored in found.items() if stored is not None}, refused
 
 
 def load_value(stored: StoredValue, file: str, key: str) -> Any:
-    """Return the value that was stored; ``file`` and ``key`` are for errors.
-
-    >>> load_value(StoredValue("inline", {"$tuple": [1]}), "shardplan.json", "t")
-    (1,)
-
-    Raises:
-        FormatError: The data is damaged.
-    """
+    """Return the value that was stored; ``file`` and ``key`` are for errors."""
     try:
         if stored.kind in RAW:
             return RAW[stored.kind](stored.data)
@@ -164,18 +134,14 @@ class _Unfit(TypeError):
 def encode_value(value: Any) -> Any:
     """Return a value as JSON data that `decode_value` turns back into an equal one, types kept.
 
+    Subclasses of plain types are refused, but named tuples become tuples, and other lists lists.
+
     >>> encode_value({"a": (1, 2.0, float("nan")), 3: b"x"})
     {'$dict': [['a', {'$tuple': [1, 2.0, {'$float': 'nan'}]}], [3, {'$bytes': 'eA=='}]]}
-
-    Raises:
-        TypeError: JSON has no way to say it; subclasses of plain types count as other types, but
-            named tuples count as tuples, and other lists as lists.
     """
     kind = type(value)
     if kind in (bool, str, type(None)):
         return value
-    if kind is dict:
-        return _encode_dict(value)
     encode = _ENCODERS.get(_plain(value))
     if encode is not None:
         return encode(value)
@@ -193,14 +159,10 @@ def _plain(value: Any) -> type:
     return tuple if isinstance(value, tuple) and hasattr(value, "_fields") else type(value)
 
 
-def _encode_dict(value: dict[Any, Any]) -> Any:
+def _encode_dict(value: dict[Any, Any]) -> dict[str, Any]:
     if all(type(k) is str and not k.startswith("$") for k in value):
         return {k: encode_value(v) for k, v in value.items()}
     return {"$dict": [[encode_value(k), encode_value(v)] for k, v in value.items()]}
-
-
-def _encode_int(value: int) -> Any:
-    return value if abs(value) < _PLAIN_INT else {"$int": hex(value)}
 
 
 def _encode_float(value: float) -> Any:
@@ -220,11 +182,12 @@ def _bytes(text: Any) -> bytes:
 
 
 _ENCODERS: Final[dict[type, Callable[[Any], Any]]] = {
-    int: _encode_int,
+    int: lambda v: v if abs(v) < _PLAIN_INT else {"$int": hex(v)},
     float: _encode_float,
     complex: lambda v: {"$complex": [_encode_float(v.real), _encode_float(v.imag)]},
     bytes: lambda v: {"$bytes": _text(v)},
     bytearray: lambda v: {"$bytearray": _text(v)},
+    dict: _encode_dict,
     list: lambda v: [encode_value(x) for x in v],
     tuple: lambda v: {"$tuple": [encode_value(x) for x in v]},
     set: lambda v: {"$set": _encode_set(v)},
@@ -256,14 +219,7 @@ _DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
 
 
 def decode_value(data: Any) -> Any:
-    """Return the value that `encode_value` was given.
-
-    >>> decode_value({"$set": [1, 2]})
-    {1, 2}
-
-    Raises:
-        ValueError: An object carries an unknown ``$`` tag.
-    """
+    """Return the value that `encode_value` was given."""
     if isinstance(data, list):
         return [decode_value(v) for v in data]
     if not isinstance(data, dict):

@@ -18,7 +18,7 @@ from typing import Any, Final
 import attrs
 
 from shardplan.dist import CheckpointError, Comm
-from shardplan.io import Pool, Tell
+from shardplan.io import Pool, ProgressCallback
 from shardplan.io.stores import Store
 from shardplan.planning import Passes, SavePlan
 
@@ -98,7 +98,7 @@ def async_save(
     comm: Comm | None = None,
     overwrite: bool = False,
     verify_replicas: bool = False,
-    progress: Tell | None = None,
+    progress: ProgressCallback | None = None,
     pool: Pool | None = None,
     cache: PlanCache | None = None,
 ) -> SaveFuture:

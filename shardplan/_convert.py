@@ -13,7 +13,7 @@ from typing import Any, Final
 import attrs
 
 from shardplan.dist import CheckpointError, Comm, solo
-from shardplan.io import FormatError, Pool, Tell, UnsureCommitError
+from shardplan.io import FormatError, Pool, ProgressCallback, UnsureCommitError
 from shardplan.io.execute import Copied, Copies, stored_chunks, write_copies
 from shardplan.io.formats import Part, Source, find_format, open_source, open_target
 from shardplan.io.stores import Store
@@ -111,7 +111,7 @@ def convert(
     overwrite: bool = False,
     max_shard_size: int | str | None = None,
     verify: bool = True,
-    progress: Tell | None = None,
+    progress: ProgressCallback | None = None,
     comm: Comm | None = None,
     pool: Pool | None = None,
 ) -> ConvertReport:

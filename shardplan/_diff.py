@@ -14,7 +14,7 @@ from shardplan.io import (
     FormatError,
     Pool,
     Progress,
-    Tell,
+    ProgressCallback,
     compare_tensors,
     default_pool,
     named_errors,
@@ -124,7 +124,7 @@ def diff(
     values: bool = True,
     locate: bool = False,
     read: bool = False,
-    progress: Tell | None = None,
+    progress: ProgressCallback | None = None,
     pool: Pool | None = None,
 ) -> CheckpointDiff:
     """Compare two checkpoints by key: names, shapes, dtypes and values.
@@ -221,7 +221,7 @@ def _compare(
     values: bool,
     locate: bool,
     read: bool,
-    tell: Tell | None,
+    tell: ProgressCallback | None,
 ) -> CheckpointDiff:
     """Compare two open checkpoints, and fill in an empty report."""
     for side in (a, b):
@@ -235,7 +235,7 @@ def _compare(
     changed = {change.key for change in changes}
     shared = [name for name in entries if name not in changed]
     tensors = [n for n in shared if isinstance(entries[n], TensorMetadata)]
-    found = compare_tensors(a, b, tensors, locate=locate, read=read, tell=tell)
+    found = compare_tensors(a, b, tensors, locate=locate, read=read, progress=tell)
     changes += [
         Change(name, "values", d.before, d.after, d.elements, d.first, d.chunks)
         for name, d in found.differing.items()

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import attrs
 
 from shardplan.dist import Comm, LostRanksError
-from shardplan.io import BlockSums, FormatError, Pool, Tell, ValueRefusedError
+from shardplan.io import BlockSums, FormatError, Pool, ProgressCallback, ValueRefusedError
 from shardplan.io.execute import ReadStats
 from shardplan.io.stores import Store
 from shardplan.planning import Passes, PlanError, SavePlan, Strict
@@ -43,7 +43,7 @@ def load(
     comm: Comm | None = None,
     share_reads: bool | Literal["auto"] = "auto",
     verify: bool = True,
-    progress: Tell | None = None,
+    progress: ProgressCallback | None = None,
     pool: Pool | None = None,
 ) -> LoadReport:
     """Fill a state dict from a checkpoint, in place.

@@ -15,7 +15,7 @@ from typing import Any, Literal, cast
 import attrs
 
 from shardplan.dist import Comm, broadcast, reduce_scatter
-from shardplan.io import FormatError, Pool, Tell, store_values
+from shardplan.io import FormatError, Pool, ProgressCallback, store_values
 from shardplan.io.execute import Reader
 from shardplan.io.formats import detect, find_format, locate, open_located
 from shardplan.io.stores import Store
@@ -78,7 +78,7 @@ class LoadCall:
     format: str | None
     share: bool | Literal["auto"]
     verify: bool
-    progress: Tell | None
+    progress: ProgressCallback | None
     pool: Pool | None
     comm: Comm
     watch: Stopwatch

@@ -22,8 +22,8 @@ from shardplan.dist import Comm, LostRanksError, Pending, decode_json, encode_js
 from shardplan.io import (
     BlockSums,
     Progress,
+    ProgressCallback,
     StoredValue,
-    Tell,
     box_view,
     empty_tensor,
     fill_from_bytes,
@@ -102,7 +102,7 @@ def read_rank(
     into: Destinations | None = None,
     verify: bool = True,
     sums: BlockSums | None = None,
-    progress: Tell | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Outcome:
     """Fill a flattened state dict, reading all of one rank's load plan from storage.
 
@@ -168,7 +168,7 @@ def read_shared(
     *,
     verify: bool,
     sums: BlockSums,
-    progress: Tell | None,
+    progress: ProgressCallback | None,
     place: str,
 ) -> Outcome:
     """Carry out one rank's part of a load in which ranks read for each other; see `read_rank`.

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from shardplan.io import Pool, Tell, empty_tensor
+from shardplan.io import Pool, ProgressCallback, empty_tensor
 from shardplan.io.execute import Reader
 from shardplan.io.formats import open_source
 from shardplan.io.stores import Store
@@ -47,7 +47,7 @@ def restore(
     dtype: Literal["same", "cast"] = "same",
     format: str | None = None,
     verify: bool = True,
-    progress: Tell | None = None,
+    progress: ProgressCallback | None = None,
     pool: Pool | None = None,
 ) -> dict[Any, Any]:
     """Make a new state dict of a checkpoint, nested as it was saved.
@@ -102,7 +102,7 @@ def _restore(
     device: Any,
     dtype: Literal["same", "cast"],
     verify: bool,
-    progress: Tell | None,
+    progress: ProgressCallback | None,
 ) -> dict[Any, Any]:
     """Make a new state dict of a checkpoint; all is planned before memory is asked for."""
     metadata, place = reader.metadata, own_place()

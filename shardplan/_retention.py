@@ -9,7 +9,7 @@ from typing import Final, Literal, SupportsFloat, SupportsIndex, overload
 
 import attrs
 
-from shardplan.io import FormatError, Tell
+from shardplan.io import FormatError, ProgressCallback
 from shardplan.io.execute import MIN_AGE, by_save
 from shardplan.io.formats import known_formats
 from shardplan.io.formats.native import MANIFEST, decode_manifest, find_manifest
@@ -130,7 +130,7 @@ def prune(
     min_age: float = MIN_AGE,
     verify: bool = True,
     dry_run: bool = False,
-    progress: Tell | None = None,
+    progress: ProgressCallback | None = None,
 ) -> PruneReport:
     """Remove all but the newest checkpoints, and what killed saves left behind.
 
@@ -262,7 +262,11 @@ def _single_files(store: Store, files: Sequence[str]) -> list[str]:
 
 
 def _sound(
-    store: Store, found: Mapping[str, Look], whole: Sequence[str], count: int, tell: Tell | None
+    store: Store,
+    found: Mapping[str, Look],
+    whole: Sequence[str],
+    count: int,
+    tell: ProgressCallback | None,
 ) -> tuple[list[str], set[str]]:
     """Check checkpoints, the newest first, until enough are sound; name these and the damaged."""
     sound, bad, left, done = list[str](), set[str](), list(whole), 0
@@ -282,7 +286,7 @@ def _sound(
     return sound, bad
 
 
-def _shifted(tell: Tell | None, done: int, total: int) -> Tell | None:
+def _shifted(tell: ProgressCallback | None, done: int, total: int) -> ProgressCallback | None:
     """Report the progress of one checkpoint as that of all, given what was done before it."""
     return tell and (lambda some, _: tell(min(done + some, total), total))
 

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 
 from shardplan.dist import CheckpointError, Comm
-from shardplan.io import Pool, Progress, Tell, UnsureCommitError
+from shardplan.io import Pool, Progress, ProgressCallback, UnsureCommitError
 from shardplan.io.formats import Part, Writer, open_target
 from shardplan.io.stores import Store
 from shardplan.planning import Passes, SavePlan
@@ -37,7 +37,7 @@ def save(
     comm: Comm | None = None,
     overwrite: bool = False,
     verify_replicas: bool = False,
-    progress: Tell | None = None,
+    progress: ProgressCallback | None = None,
     pool: Pool | None = None,
     cache: PlanCache | None = None,
 ) -> SaveReport:
@@ -110,7 +110,7 @@ class SaveOptions:
     planner: Passes[SavePlan] | None
     overwrite: bool
     verify_replicas: bool
-    progress: Tell | None
+    progress: ProgressCallback | None
     pool: Pool | None
     cache: PlanCache | None
 

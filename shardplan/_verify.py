@@ -8,7 +8,7 @@ from typing import Final
 
 import attrs
 
-from shardplan.io import FormatError, Pool, Progress, Tell, listed
+from shardplan.io import FormatError, Pool, Progress, ProgressCallback, listed
 from shardplan.io.execute import leftovers
 from shardplan.io.formats import Fault, Findings, Format, detect, find_format, locate
 from shardplan.io.stores import Store, StoreError
@@ -81,7 +81,7 @@ class VerifyReport:
 def verify(
     path: str | os.PathLike[str] | Store,
     *,
-    progress: Tell | None = None,
+    progress: ProgressCallback | None = None,
     pool: Pool | None = None,
 ) -> VerifyReport:
     """Check every byte of a checkpoint: the manifest, the headers, and each chunk's checksum.
@@ -148,7 +148,7 @@ def verify(
 
 
 def _check(
-    format: Format, store: Store, name: str, tell: Tell | None, pool: Pool | None
+    format: Format, store: Store, name: str, tell: ProgressCallback | None, pool: Pool | None
 ) -> Findings:
     try:
         return format.verify(store, name, tell=tell, pool=pool)

@@ -132,7 +132,7 @@ def test_a_commit_that_surely_failed_leaves_nothing(store, kind):
 
 def test_a_folder_that_cannot_be_synced_after_the_commit_is_told_as_that(tmp_path, monkeypatch):
     shardplan.save(state(1), tmp_path)
-    real = shardplan.io.stores.local.sync_folder
+    real = shardplan.io.stores.local_files.sync_folder
     renamed = []
 
     def sync(path):
@@ -142,7 +142,7 @@ def test_a_folder_that_cannot_be_synced_after_the_commit_is_told_as_that(tmp_pat
 
     replace = os.replace
     monkeypatch.setattr(os, "replace", lambda *a: (replace(*a), renamed.append(1)))
-    monkeypatch.setattr("shardplan.io.stores.local.sync_folder", sync)
+    monkeypatch.setattr("shardplan.io.stores.local_files.sync_folder", sync)
     with pytest.raises(UnsureCommitError, match="it was replaced, but a loss of power may undo"):
         shardplan.save(state(2), tmp_path, overwrite=True)
     monkeypatch.undo()
@@ -485,14 +485,14 @@ def test_a_folder_that_somebody_made_for_us_is_made_durable_too(tmp_path, log):
 
 def test_a_parent_that_may_not_be_listed_is_no_reason_to_fail(tmp_path, monkeypatch):
     (tmp_path / "step-1").mkdir()
-    real = shardplan.io.stores.local.sync_folder
+    real = shardplan.io.stores.local_files.sync_folder
 
     def sync(path):
         if path == str(tmp_path):
             raise PermissionError(13, "Permission denied")
         real(path)
 
-    monkeypatch.setattr("shardplan.io.stores.local.sync_folder", sync)
+    monkeypatch.setattr("shardplan.io.stores.local_files.sync_folder", sync)
     shardplan.save(state(1), tmp_path / "step-1")
 
 

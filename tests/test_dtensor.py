@@ -114,7 +114,7 @@ def held_by_each_rank(make, mesh_shape, names=None):
 
 
 def same_view(a, b):
-    """Tell whether two tensors are the same elements of the same memory."""
+    """Return whether two tensors are the same elements of the same memory."""
     return (a.data_ptr(), a.shape, a.stride()) == (b.data_ptr(), b.shape, b.stride())
 
 

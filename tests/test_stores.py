@@ -20,9 +20,15 @@ import torch
 import shardplan
 from shardplan.io.formats.registry import locate
 from shardplan.io.pool import Pool
-from shardplan.io.stores import local
-from shardplan.io.stores.base import Entry, MissingFileError, Store, StoreError, open_store
-from shardplan.io.stores.folders import FolderStore
+from shardplan.io.stores import local, local_files
+from shardplan.io.stores.base import (
+    Entry,
+    FolderStore,
+    MissingFileError,
+    Store,
+    StoreError,
+    open_store,
+)
 from shardplan.io.stores.local import LocalStore
 from shardplan.io.stores.testing import CountingStore, FaultyStore, InjectedError, Operation
 
@@ -140,7 +146,7 @@ def test_a_range_of_no_bytes_asks_for_nothing(store):
 
 @pytest.mark.parametrize("gap", [0, 1])
 def test_more_ranges_than_one_system_call_takes(store, gap):
-    count = 3 * local.IOV_MAX + 1 if isinstance(store, LocalStore) else 200
+    count = 3 * local_files.IOV_MAX + 1 if isinstance(store, LocalStore) else 200
     data = content(count * (3 + gap))
     store.write("a", [data])
     ranges = [(i * (3 + gap), 3) for i in range(count)]
@@ -148,7 +154,7 @@ def test_more_ranges_than_one_system_call_takes(store, gap):
 
 
 def test_more_parts_than_one_system_call_takes(store):
-    data = content(5 * local.IOV_MAX)
+    data = content(5 * local_files.IOV_MAX)
     store.write("a", [data[i : i + 2] for i in range(0, len(data), 2)])
     assert whole(store, "a") == data
 
@@ -1117,7 +1123,7 @@ def test_a_failed_save_takes_away_just_the_folders_it_made(tmp_path, monkeypatch
     def full(*args):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(local, "write_run", full)
+    monkeypatch.setattr("shardplan.io.stores.local_files.write_run", full)
     (tmp_path / "mine").mkdir()
     for place in ("a/b/c", "mine", "mine/d"):
         with pytest.raises(StoreError, match="disk full"):

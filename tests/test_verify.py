@@ -22,8 +22,7 @@ from shardplan._verify import verify
 from shardplan.io.errors import FormatError
 from shardplan.io.formats.headers import parse_header
 from shardplan.io.formats.native.manifest import MANIFEST, decode_manifest, sign
-from shardplan.io.pool import Pool
-from shardplan.io.progress import Progress
+from shardplan.io.pool import Pool, Progress
 from shardplan.io.stores.base import StoreError, open_store
 from shardplan.io.stores.testing import CountingStore, FaultyStore
 from shardplan.planning import split_chunks

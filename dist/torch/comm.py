@@ -27,8 +27,6 @@ from .transport import StuckError, Trouble, Wire, Worker, join, split
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["torch_comm"]
-
 SMALL = 4096
 """The most bytes of a message that is passed through the store, without gloo."""
 
@@ -38,18 +36,11 @@ _TAG = 0x5AD0000
 
 @attrs.define(eq=False)
 class _Shared:
-    """What all comms of a group share.
+    """What all comms of a group share."""
 
-    Attributes:
-        hosted: The group's own store, which this process may host for the others.
-        store: The same store on our own connection: torch's waits block theirs for as long as they
-            last.
-        connections: Our own gloo connections, once they are made.
-    """
-
-    hosted: Any
-    store: Any
-    connections: Any = None
+    hosted: Any  # the group's own store, which this process may host for the others
+    store: Any  # the same on our own connection: torch's waits block theirs as long as they last
+    connections: Any = None  # our own gloo connections, once they are made
 
 
 _shared: weakref.WeakKeyDictionary[Any, _Shared] = weakref.WeakKeyDictionary()
@@ -121,15 +112,10 @@ def torch_comm(
     else:
         messages = _connect(shared, meetings, number, fresh)
     wire = Wire(messages, _TAG + number, timeout, meetings.check_next)
-    comm = TorchComm(meetings, wire, shared.hosted)  # which stays alive with the comm
-    weakref.finalize(comm, _close, meetings, wire)
+    comm = _TorchComm(meetings, wire, shared.hosted)  # which stays alive with the comm
+    weakref.finalize(comm, meetings.close)
+    weakref.finalize(comm, wire.worker.close)
     return comm
-
-
-def _close(meetings: Meetings, wire: Wire) -> None:
-    """End the threads of a comm, when it is no longer used or the interpreter exits."""
-    meetings.close()
-    wire.worker.close()
 
 
 def _connect(shared: _Shared, meetings: Meetings, number: int, fresh: bool) -> Any:
@@ -172,7 +158,7 @@ def _host_of_the_store() -> int | None:
 
 
 @attrs.frozen(eq=False, repr=False)
-class TorchComm:
+class _TorchComm:
     """A comm over a gloo group; see `torch_comm`."""
 
     _meetings: Meetings
@@ -181,52 +167,43 @@ class TorchComm:
 
     @property
     def rank(self) -> int:
-        """This rank's place in the group."""
         return self._meetings.rank
 
     @property
     def world_size(self) -> int:
-        """How many ranks the group has."""
         return len(self._meetings.ranks)
 
     @property
     def coordinator(self) -> int:
-        """The place of the rank that gathers and scatters."""
         return self._meetings.coordinator
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Per place in the group, the rank's number in the whole job."""
         return self._meetings.ranks
 
     @property
     def lost(self) -> bool:
-        """Whether ranks were lost."""
         return self._meetings.lost is not None
 
     def gather(self, data: bytes, topic: str = "gather") -> list[bytes] | None:
-        """Return every rank's bytes on the coordinator; None on the others."""
         with self._taking_part(topic):
             data = as_bytes(data)
             notes, _ = self._meetings.meet(topic, _small(data), lambda notes: None)
             return self._collect(data, notes)
 
     def scatter(self, parts: Sequence[bytes] | None, topic: str = "scatter") -> bytes:
-        """Return this rank's part of what the coordinator gives."""
         with self._taking_part(topic):
             given = as_parts(parts, self.world_size) if self._is_coordinator else []
             _, answer = self._meetings.meet(topic, b"", lambda notes: _small(*given))
             return self._hand_out(given) if answer is None else split(answer)[self.rank]
 
     def broadcast(self, data: bytes | None, topic: str = "broadcast") -> bytes:
-        """Return, on every rank, what the coordinator gives."""
         with self._taking_part(topic):
             given = as_bytes(data) if self._is_coordinator else b""
             _, answer = self._meetings.meet(topic, b"", lambda notes: _small(given))
             return self._hand_out([given] * self.world_size) if answer is None else split(answer)[0]
 
     def all_gather(self, data: bytes, topic: str = "all_gather") -> list[bytes]:
-        """Return every rank's bytes on every rank."""
         with self._taking_part(topic):
             data = as_bytes(data)
             notes, answer = self._meetings.meet(topic, _small(data), _all_small)
@@ -257,20 +234,14 @@ class TorchComm:
         return self.broadcast(result, f"the result of {topic}")
 
     def barrier(self) -> None:
-        """Return once all ranks have come."""
         with self._taking_part("barrier"):
             self._meetings.meet("barrier", b"", lambda notes: b"")
 
     def send(self, place: int, data: memoryview) -> Pending:
-        """Begin to send bytes to one rank; see `Comm.send`."""
-        return self._wire.post(place, data, self._gone, sends=True)
+        return self._wire.post(place, data, self._lost_ranks, sends=True)
 
     def receive(self, place: int, into: memoryview) -> Pending:
-        """Begin to fill memory with what one rank sends; see `Comm.receive`."""
-        return self._wire.post(place, into, self._gone, sends=False)
-
-    def _gone(self, place: int, trouble: Trouble) -> LostRanksError:
-        return self._lost_ranks({place: trouble})
+        return self._wire.post(place, into, self._lost_ranks, sends=False)
 
     def _lost_ranks(self, troubles: Mapping[int, Trouble]) -> LostRanksError:
         """Return which ranks are lost, after bytes did not flow between this rank and others."""

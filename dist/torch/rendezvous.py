@@ -24,14 +24,15 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import attrs
 
 from ..errors import LostRanksError
 from .transport import Worker
 
-__all__ = ["Meetings", "Store"]
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 T = TypeVar("T")
 
@@ -43,80 +44,38 @@ SOON = 0.1
 other ranks' keys) is polled."""
 
 
-class Store(Protocol):
-    """The part of torch's key-value store that meetings use."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Write a value."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Return whether all keys are there."""
-
-    def multi_get(self, keys: list[str], /) -> list[bytes]:
-        """Return the values of keys that are there."""
-
-    def compare_set(self, key: str, expected: str, value: str, /) -> bytes:
-        """Write a value if the key has the expected one ("" for none); return what it now has."""
-
-    def delete_key(self, key: str, /) -> bool:
-        """Remove a key."""
-
-
 Answer = Callable[[list[bytes | None]], bytes | None]
 """Computes the coordinator's answer from all notes; None for no answer."""
 
 
 @attrs.define
 class Meetings:
-    """This rank's view of the meetings of its group.
+    """This rank's view of the meetings of its group."""
 
-    Attributes:
-        store: Where the meetings are held, private to them.
-        rank: This rank's place in the group.
-        coordinator: The place of the rank that gives verdicts.
-        ranks: Per place, the global rank, for messages.
-        timeout: Seconds to wait for the other ranks.
-        host: The global rank in whose process the store lives; None if it is not a rank's.
-        number: How many meetings this rank has come to.
-        lost: The lost ranks, if any: no meeting takes place after that.
-        worker: The thread that talks to the store.
-        leaving: Why this rank leaves, if it does; that thread then stops waiting.
-        heard: When the store last answered, by the monotonic clock.
-        suspects: Ranks whose bytes this one did not receive, and what happened.
-        broken: Whether the connection to them is gone, most likely because they are.
-    """
-
-    store: Store
-    rank: int
-    coordinator: int
-    ranks: Sequence[int]
-    timeout: float
-    host: int | None = 0
-    number: int = 0
-    lost: LostRanksError | None = None
-    worker: Worker = attrs.field(factory=Worker)
-    leaving: str | None = None
-    heard: float = 0.0
-    suspects: dict[int, str] = attrs.field(factory=dict)
-    broken: bool = False
+    store: Store  # private to the meetings
+    rank: int  # this rank's place in the group
+    coordinator: int  # the place of the rank that gives verdicts
+    ranks: Sequence[int]  # per place, the global rank
+    timeout: float  # seconds to wait for the other ranks
+    host: int | None = 0  # global rank in whose process the store lives; None if not in a rank's
+    number: int = 0  # of meetings that this rank has come to
+    lost: LostRanksError | None = None  # no meeting takes place after that
+    worker: Worker = attrs.field(factory=Worker)  # the thread that talks to the store
+    leaving: str | None = None  # why this rank leaves, if it does: the worker then stops waiting
+    heard: float = 0.0  # when the store last answered, by the monotonic clock
+    suspects: dict[int, str] = attrs.field(factory=dict)  # ranks whose bytes did not come, and why
+    broken: bool = False  # whether the connection to suspects is gone
 
     def meet(
         self, topic: str, note: bytes | None, answer: Answer, *, takes_time: bool = False
     ) -> tuple[list[bytes | None], bytes | None]:
-        """Return once every rank has come to the same meeting.
+        """Return once every rank has come to the same meeting; if one does not, raise on all.
 
-        Args:
-            topic: The purpose of the meeting; the same on all ranks.
-            note: A few bytes for the coordinator.
-            answer: Called on the coordinator with all notes, by rank.
-            takes_time: Whether ``answer`` may take as long as the timeout.
+        ``answer`` is called on the coordinator; ``takes_time`` if it may take as long as the
+        timeout.
 
         Returns:
             All notes (on the coordinator; elsewhere an empty list), and the answer (everywhere).
-
-        Raises:
-            LostRanksError: Some did not come, or came for another topic; every rank that came, now
-                or later, gets the same error.
         """
         if self.lost is not None:
             raise LostRanksError(self.lost.reasons)
@@ -151,12 +110,7 @@ class Meetings:
         return LostRanksError(reasons)
 
     def resolve(self, suspects: Mapping[int, str], *, broken: bool) -> LostRanksError:
-        """Find out at the next meeting which ranks are lost; return the error that all ranks get.
-
-        Args:
-            suspects: The ranks whose bytes did not come, and what is known of each.
-            broken: Whether connections are gone: suspects that do not come soon are lost.
-        """
+        """Find out at the next meeting which suspects are lost; return the error of all ranks."""
         self.suspects, self.broken = dict(suspects), broken
         try:
             self.meet("the next meeting", None, lambda notes: None)
@@ -317,10 +271,7 @@ class Meetings:
         return not any(self.store.check([self._key(place)]) for place in others)
 
     def _wait(self, ready: Callable[[float], bool], seconds: float) -> bool:
-        """Poll, less often as time passes, until ready or out of time.
-
-        ``ready`` is given the seconds that have passed.
-        """
+        """Call ``ready`` with the seconds passed, ever less often, until true or out of time."""
         start, passed = time.monotonic(), 0.0
         # Polling takes processor time that the awaited rank may need. And where many ranks poll one
         # server, the first and the longest pause grow with their number.
@@ -336,10 +287,7 @@ class Meetings:
     def _ask(self, question: Callable[[], T], limit: float | None = None) -> T:
         """Talk to the store; if it is gone, the rank that hosts it is lost.
 
-        Args:
-            question: What to do with the store.
-            limit: Seconds that all of it may take; by default, the store must answer each request
-                within the timeout.
+        All of it may take ``limit`` seconds; by default, each request may take the timeout.
         """
         try:
             if limit is not None:
@@ -364,11 +312,7 @@ class Meetings:
 
 
 def _blamed(suspects: Mapping[int, Mapping[int, str]]) -> dict[int, str]:
-    """Return the ranks to blame: those that others suspect, and that suspect nobody themselves.
-
-    >>> _blamed({0: {1: "sent nothing"}, 1: {2: "sent nothing"}, 2: {}})
-    {2: 'sent nothing'}
-    """
+    """Return the ranks to blame: those that others suspect, and that suspect nobody themselves."""
     suspected = {int(rank): why for found in suspects.values() for rank, why in found.items()}
     idle = {rank: why for rank, why in suspected.items() if not suspects.get(rank)}
     return idle or suspected

@@ -9,13 +9,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import itertools
 import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
@@ -24,8 +25,6 @@ from ..errors import LostRanksError
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import Work
-
-__all__ = ["StuckError", "Trouble", "Wire", "Worker", "join", "split"]
 
 T = TypeVar("T")
 
@@ -65,13 +64,7 @@ class _Call:
 class Worker:
     """A thread that makes calls which may block for ever, while the caller waits in Python.
 
-    There, Ctrl-C works and timeouts are kept.
-
-    Attributes:
-        busy: Whether a call is being made.
-
-    >>> Worker().call(lambda: 6 * 7, limit=5)
-    42
+    There, Ctrl-C works and timeouts are kept. `busy` is true while a call is being made.
     """
 
     def __init__(self) -> None:
@@ -87,14 +80,10 @@ class Worker:
         meanwhile: Callable[[], None] | None = None,
         alive: Callable[[], float] = lambda: 0.0,
     ) -> T:
-        """Return or raise what ``function`` does, or raise StuckError.
+        """Return or raise what ``function`` does, or raise StuckError after ``limit`` seconds.
 
-        Args:
-            function: What to call.
-            limit: Seconds that it may take.
-            meanwhile: Called now and then while waiting, less and less often; may raise.
-            alive: Returns when the function last gave a sign of life, by the monotonic clock: the
-                limit counts from then on.
+        ``meanwhile`` is called now and then while waiting, and may raise. ``alive`` returns the
+        monotonic time of the last sign of life: the limit counts from then on.
         """
         if self._thread is None:
             thread = threading.Thread(target=self._serve, name="shardplan-comm", daemon=True)
@@ -123,7 +112,7 @@ class Worker:
         self._calls.put(None)
 
     def join(self, limit: float) -> None:
-        """Let the thread end, and wait for that."""
+        """Let the thread end, and wait for that at most ``limit`` seconds."""
         self.close()
         if self._thread is not None:
             self._thread.join(limit)
@@ -137,33 +126,15 @@ class Worker:
             del call
 
 
-class Messages(Protocol):
-    """The part of a gloo group, or of its bare connections, that a wire uses."""
-
-    def send(self, tensors: list[Tensor], dstRank: int, tag: int) -> Work:
-        """Begin to send."""
-
-    def recv(self, tensors: list[Tensor], srcRank: int, tag: int) -> Work:
-        """Begin to receive."""
-
-
 @attrs.frozen
 class Wire:
-    """Sends and receives bytes between ranks that have met, and that may still die.
+    """Sends and receives bytes between ranks that have met, and that may still die."""
 
-    Attributes:
-        group: A gloo group, or its bare connections.
-        tag: Distinguishes these messages from all others between the same ranks.
-        timeout: Seconds that one message may take.
-        meanwhile: Called now and then while a message takes its time; it may raise.
-        worker: The thread that waits, so that this one can be interrupted.
-    """
-
-    group: Messages
-    tag: int
-    timeout: float
-    meanwhile: Callable[[], None]
-    worker: Worker = attrs.field(factory=Worker)
+    group: Any  # a gloo group, or its bare connections
+    tag: int  # distinguishes these messages from all others between the same ranks
+    timeout: float  # seconds that one message may take
+    meanwhile: Callable[[], None]  # called now and then while a message takes time; may raise
+    worker: Worker = attrs.field(factory=Worker)  # waits, so that the caller can be interrupted
 
     def send(self, parts: Mapping[int, bytes]) -> dict[int, Trouble]:
         """Send each place its bytes, and return what went wrong, by place."""
@@ -192,20 +163,13 @@ class Wire:
         self,
         place: int,
         data: memoryview,
-        gone: Callable[[int, Trouble], Exception],
+        gone: Callable[[Mapping[int, Trouble]], Exception],
         *,
         sends: bool,
     ) -> Transfer:
         """Begin to send memory to one place, or to receive into it; any thread may do so.
 
-        Args:
-            place: The other side.
-            data: The memory; it must not change until the transfer is done.
-            gone: Returns the error to raise when the other side is lost.
-            sends: Whether to send.
-
-        Raises:
-            LostRanksError: The other side is known to be gone.
+        The memory must not change until then. ``gone`` returns the error for a lost place.
         """
         import torch
 
@@ -214,7 +178,7 @@ class Wire:
         try:
             works = [begin([piece], place, self.tag + _DATA) for piece in _pieces(whole)]
         except (RuntimeError, OSError) as error:  # the connection is known to be gone
-            raise gone(place, Trouble.of(error)) from None
+            raise gone({place: Trouble.of(error)}) from None
         return Transfer(self, place, works, gone)
 
     def _move(
@@ -234,13 +198,11 @@ class Wire:
         return failed | {place: trouble for place, trouble in found.items() if trouble is not None}
 
     def wait(self, place: int, works: Sequence[Work], limit: float) -> Trouble | None:
-        """Wait for the messages to or from one place, and return what went wrong.
-
-        Raises:
-            LostRanksError: ``meanwhile`` found that ranks are lost.
-        """
+        """Wait for the messages to or from one place, and return what went wrong."""
         try:
-            self.worker.call(lambda: _wait_for_all(works), limit, meanwhile=self.meanwhile)
+            self.worker.call(
+                lambda: [work.wait(_FOR_EVER) for work in works], limit, meanwhile=self.meanwhile
+            )
         except LostRanksError:
             raise
         except (RuntimeError, OSError) as error:
@@ -260,15 +222,10 @@ class Wire:
 
 @attrs.frozen
 class Trouble:
-    """Why a message was not sent or received.
-
-    Attributes:
-        text: What happened to the other side.
-        broken: Whether the connection is gone; otherwise the other side took too long.
-    """
+    """Why a message was not sent or received, as text."""
 
     text: str
-    broken: bool
+    broken: bool  # the connection is gone; otherwise the other side took too long
 
     @classmethod
     def of(cls, error: Exception) -> Trouble:
@@ -285,19 +242,14 @@ class Transfer:
     wire: Wire
     place: int
     works: Sequence[Work]
-    gone: Callable[[int, Trouble], Exception]
+    gone: Callable[[Mapping[int, Trouble]], Exception]
 
     def wait(self) -> None:
         """Return once the transfer is done."""
         # Half as long as for a collective, where this rank would else be missed by all others.
         trouble = self.wire.wait(self.place, self.works, self.wire.timeout / 2)
         if trouble is not None:
-            raise self.gone(self.place, trouble)
-
-
-def _wait_for_all(works: Sequence[Work]) -> None:
-    for work in works:
-        work.wait(_FOR_EVER)
+            raise self.gone({self.place: trouble})
 
 
 @atexit.register
@@ -331,11 +283,7 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 def join(parts: Sequence[bytes]) -> bytes:
-    """Return many byte strings as one that `split` takes apart.
-
-    >>> split(join([b"ab", b"", b"c"]))
-    [b'ab', b'', b'c']
-    """
+    """Return many byte strings as one that `split` takes apart."""
     sizes = struct.pack(f"<{len(parts) + 1}Q", len(parts), *map(len, parts))
     return b"".join((sizes, *parts))
 
@@ -344,8 +292,5 @@ def split(data: bytes) -> list[bytes]:
     """Return the byte strings that `join` was given."""
     (count,) = _SIZE.unpack_from(data)
     sizes = struct.unpack_from(f"<{count}Q", data, _SIZE.size)
-    parts, start = [], _SIZE.size * (count + 1)
-    for size in sizes:
-        parts.append(data[start : start + size])
-        start += size
-    return parts
+    ends = list(itertools.accumulate(sizes, initial=_SIZE.size * (count + 1)))
+    return [data[start:end] for start, end in itertools.pairwise(ends)]

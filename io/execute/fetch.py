@@ -22,7 +22,7 @@ from shardplan.planning.storage import (
 )
 
 from ..formats.base import Source
-from ..progress import Progress
+from ..pool import Progress
 from ..tensors import box_view, fill_from_bytes, flat_memory, run_bytes, runs, same_dtype
 
 __all__ = ["Dest", "Fetch"]

@@ -19,8 +19,7 @@ import torch
 from shardplan.planning import SavePlan, dtype_name, itemsize, shard_finder
 from shardplan.planning.storage import BLOCK_BYTES, boxes_of, reads_of
 
-from ..pool import check_stopped
-from ..progress import Progress
+from ..pool import Progress, check_stopped
 from ..tensors import (
     as_tensor,
     block_of_memory,

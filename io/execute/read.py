@@ -28,8 +28,7 @@ from shardplan.planning.storage import (
 from ..checksums import BlockSums
 from ..errors import FormatError, LoadError, listed
 from ..formats.base import ChunkPlace, Source
-from ..pool import Pool, default_pool, own_processors
-from ..progress import Progress
+from ..pool import Pool, Progress, default_pool, own_processors
 from ..stores.base import Store, StoreError
 from ..stores.local_files import PAGE
 from ..tensors import is_plain

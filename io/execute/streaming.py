@@ -16,8 +16,7 @@ from shardplan.planning.storage import CopyBudget, StoredChunks, copy_plan, tens
 
 from ..checksums import Proof
 from ..formats.base import Part, Source, Writer
-from ..pool import Pool
-from ..progress import Progress, Tell
+from ..pool import Pool, Progress, ProgressCallback
 from ..stores.base import Store
 from .ahead import Ahead, Lender
 from .pieces import Kept
@@ -64,7 +63,11 @@ class Copied:
 
 
 def write_copies(
-    copies: Copies, numbers: Sequence[int], save_id: str, tell: Tell | None, pool: Pool | None
+    copies: Copies,
+    numbers: Sequence[int],
+    save_id: str,
+    tell: ProgressCallback | None,
+    pool: Pool | None,
 ) -> Copied:
     """Write what some of the plans say; if that fails, nothing is left.
 

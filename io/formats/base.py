@@ -19,8 +19,7 @@ from shardplan.planning.storage import BLOCK_BYTES
 
 from ..checksums import XXH3, Checksum, Sums
 from ..errors import FormatError
-from ..pool import Pool
-from ..progress import Progress, Tell
+from ..pool import Pool, Progress, ProgressCallback
 from ..stores.base import Store
 
 if TYPE_CHECKING:  # reading needs no plans of what to save
@@ -383,7 +382,12 @@ class Format(Protocol):
         raise ValueError(f"the format {self.name!r} can be read, but not written")
 
     def verify(
-        self, store: Store, name: str = "", *, tell: Tell | None = None, pool: Pool | None = None
+        self,
+        store: Store,
+        name: str = "",
+        *,
+        tell: ProgressCallback | None = None,
+        pool: Pool | None = None,
     ) -> Findings:
         """Check all that can be checked of a checkpoint.
 

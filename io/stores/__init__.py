@@ -5,10 +5,8 @@ from typing import TYPE_CHECKING
 from shardplan.planning.door import door
 
 if TYPE_CHECKING:
-    from .base import Entry, MissingFileError, Store, StoreError, open_store
-    from .folders import FolderStore
+    from .base import Entry, FolderStore, MissingFileError, Store, StoreError, open_store
 
 __getattr__, __dir__ = door(
-    __name__,
-    {"base": "Entry MissingFileError Store StoreError open_store", "folders": "FolderStore"},
+    __name__, {"base": "Entry FolderStore MissingFileError Store StoreError open_store"}
 )

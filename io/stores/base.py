@@ -1,4 +1,4 @@
-"""The `Store` protocol, and `open_store`.
+"""The `Store` protocol, `open_store`, and stores that wrap another store.
 
 A store is a folder of files, on a disk or in a bucket, with the few operations that saving and
 loading need. Names are relative to its root and use forward slashes everywhere. Only
@@ -22,16 +22,6 @@ from shardplan.planning.columns import Ints
 from ..buffers import Buffer, Bytes, pieces, wanted
 from ..errors import MissingFileError, StoreError
 
-__all__ = [
-    "Contents",
-    "Entry",
-    "MissingFileError",
-    "Store",
-    "StoreError",
-    "check_path",
-    "open_store",
-]
-
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f\\]")  # or a backslash
 _ONE_SLASH: Final = re.compile(r"(s3|gs|az|file|memory):/(?!/)")
 _OBJECTS: Final = ("s3", "gs", "az", "memory")
@@ -44,8 +34,8 @@ class Entry:
     Attributes:
         name: Its name, relative to the store's root.
         size: Its size in bytes.
-        modified: When it appeared here, in seconds since 1970, by the store's clock: on a disk, the
-            last change of any kind, so that a fresh copy of an old file is young.
+        modified: When it appeared here, in seconds since 1970: on a disk, the last change of any
+            kind, so that a fresh copy of an old file is young.
         written: When its bytes were written, as far as the store knows; copies may keep the time.
     """
 
@@ -60,11 +50,9 @@ class Contents(Protocol):
 
     def parts(self) -> Iterable[memoryview]:
         """Return them in order."""
-        ...
 
     def write_to(self, fd: int) -> None:
         """Write them to a local file, in any order."""
-        ...
 
 
 @runtime_checkable
@@ -78,20 +66,13 @@ class Store(Protocol):
     @property
     def url(self) -> str:
         """The root, as a person would write it."""
-        ...
 
     @property
     def staging(self) -> int:
-        """Bytes of memory that one call holds at most, beside the caller's own buffers.
-
-        Work in a `Pool` that calls a store counts this in its cost.
-        """
-        ...
+        """Bytes of memory that one call holds at most, beside the caller's own buffers."""
 
     def read(self, path: str, ranges: Sequence[tuple[int, memoryview]]) -> int:
-        """Fill buffers from a file, each from its offset, and return how many bytes were read.
-
-        Exactly those bytes are requested.
+        """Fill buffers from a file, and return how many bytes were read.
 
         Args:
             path: The file.
@@ -102,23 +83,18 @@ class Store(Protocol):
             StoreError: A range reaches past the end of the file, or the store fails. The buffers
                 may then have been filled in part.
         """
-        ...
 
     def write(
         self, path: str, parts: Iterable[Buffer], *, nbytes: int | None = None, atomic: bool = False
     ) -> int:
-        """Write a file whole, and return its size in bytes.
+        """Write a file whole, and return its size in bytes; its name is durable after `sync`.
 
-        Its bytes have reached the disk on return; its name reaches the disk with `sync`.
-
-        The parts follow one another in the file and are not joined in memory. They may be made on
-        the fly: each is asked for once, and dropped when it is written. Several are in flight at
-        once, so do not reuse their buffers. A file of that name is replaced, but not atomically
-        unless ``atomic``: choose a name that nobody reads yet.
+        The parts may be made on the fly: each is asked for once, and dropped when it is written.
+        Several are in flight at once, so do not reuse their buffers.
 
         Args:
-            path: The file; folders are made as needed.
-            parts: Contiguous buffers of any type.
+            path: The file, which is replaced if it exists; folders are made as needed.
+            parts: Contiguous buffers of any type, which follow one another in the file.
             nbytes: The size, if known. Space is reserved by it, and a file of any other size is
                 refused. Pass it where ``parts`` is an iterator of many gigabytes.
             atomic: Whether readers must see the old file or the new one, whole and durable.
@@ -126,7 +102,6 @@ class Store(Protocol):
         Raises:
             StoreError: The disk is full, or the store fails. Nothing is left of the file.
         """
-        ...
 
     def read_all(self, path: str, *, limit: int) -> bytes:
         """Return a small file whole, by a single request, so that all of it is of one version.
@@ -139,7 +114,6 @@ class Store(Protocol):
             MissingFileError: There is no such file.
             StoreError: It is larger than the limit (``kind`` is ``long``), or the store fails.
         """
-        ...
 
     def replace(self, path: str, data: bytes, *, overwrite: bool = True) -> None:
         """Write a small file atomically and durably: readers see the old bytes or the new ones.
@@ -148,19 +122,16 @@ class Store(Protocol):
             path: The file.
             data: Its new contents.
             overwrite: Whether a file of that name may exist. If not, and several try at once, one
-                of them succeeds. (Disks without hard links, and services without conditional
-                requests, can only look first.)
+                of them succeeds, except on disks without hard links and services without
+                conditional requests.
 
         Raises:
             StoreError: ``kind`` is ``exists`` if the name is taken and must not be. If it is
-                ``unsure`` or ``other``, the file may have been replaced nevertheless, or may still
-                be: a request that timed out here can arrive there.
+                ``unsure`` or ``other``, the file may have been replaced, or may be later.
         """
-        ...
 
     def size(self, path: str) -> int:
         """Return the size of a file in bytes."""
-        ...
 
     def entries(self, prefix: str = "", *, recursive: bool = True) -> tuple[Entry, ...]:
         """Return the files below a folder, sorted by name; none if there is no such folder.
@@ -169,15 +140,12 @@ class Store(Protocol):
             prefix: A folder; the empty name is the root.
             recursive: If false, folders are named instead of entered, with a slash at the end.
         """
-        ...
 
     def delete(self, paths: Iterable[str]) -> None:
         """Delete files, and folders that become empty; missing files are ignored."""
-        ...
 
     def sync(self) -> None:
         """Make all names that were written or deleted so far durable."""
-        ...
 
     # A new store need not define what follows.
 
@@ -210,17 +178,10 @@ class Store(Protocol):
     def read_pieces(
         self, path: str, groups: Iterable[Sequence[tuple[int, memoryview]]], max_bytes: int
     ) -> Generator[Iterator[memoryview], None, None]:
-        """Fill buffers as `read` does, a piece at a time, in the order of the file.
+        """Fill buffers as `read` does, and yield the pieces of each group, in the file's order.
 
-        A caller that hashes each piece at once finds it in the processor's cache.
-
-        Args:
-            path: The file; a disk opens it once.
-            groups: Ranges that are requested together; see `read`.
-            max_bytes: The most bytes of a piece.
-
-        Yields:
-            The pieces of each group. Take all of them before the next group.
+        Take all pieces of a group before the next one. A caller that hashes each piece at once
+        finds it in the processor's cache.
         """
         for ranges in groups:
             asked = wanted(ranges)
@@ -231,12 +192,7 @@ class Store(Protocol):
     def mapped(self, path: str, starts: Ints, lengths: Ints) -> Iterator[Bytes]:
         """Give the bytes of a file from the start of the first range to the end of the last.
 
-        Only the bytes in the ranges are defined.
-
-        Args:
-            path: The file.
-            starts: Where the ranges start; there is at least one.
-            lengths: How long each is.
+        Only the bytes in the ranges are defined. There is at least one range.
         """
         first = int(starts.min())
         found = np.zeros(int((starts + lengths).max()) - first, np.uint8)
@@ -255,19 +211,129 @@ class Store(Protocol):
         raise StoreError("rename", f"{self.url}/{path}", "this store does not rename files")
 
     def link(self, path: str, to: str) -> bool:
-        """Give a file a second name atomically, and return True.
-
-        Returns False if the name is taken, or the store has no links.
-        """
+        """Give a file a second name; return False if it is taken or the store has no links."""
         return False
 
     def delete_same(self, path: str, data: bytes) -> bool:
-        """Delete a small file if it holds exactly these bytes; return whether it did.
-
-        A store that cannot do both in one step does not compare.
-        """
+        """Delete a small file if it holds these bytes; a store without locks does not compare."""
         self.delete([path])
         return True
+
+
+class WrappedStore(Store):
+    """A store that passes every call on to an inner one; override `passing` to see them all."""
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+
+    @property
+    def url(self) -> str:
+        """The root, as a person would write it."""
+        return self.inner.url
+
+    @property
+    def staging(self) -> int:
+        """What the inner store needs."""
+        return self.inner.staging
+
+    @contextmanager
+    def passing(self, operation: str, path: str) -> Iterator[str]:
+        """Enclose one call of the inner store."""
+        yield path
+
+    def read(self, path: str, ranges: Sequence[tuple[int, memoryview]]) -> int:
+        """Fill buffers from a file; see `Store.read`."""
+        with self.passing("read", path) as inside:
+            return self.inner.read(inside, ranges)
+
+    def write(
+        self, path: str, parts: Iterable[Buffer], *, nbytes: int | None = None, atomic: bool = False
+    ) -> int:
+        """Write a file whole; see `Store.write`."""
+        with self.passing("write", path) as inside:
+            return self.inner.write(inside, parts, nbytes=nbytes, atomic=atomic)
+
+    def read_all(self, path: str, *, limit: int) -> bytes:
+        """Return a small file whole; see `Store.read_all`."""
+        with self.passing("read_all", path) as inside:
+            return self.inner.read_all(inside, limit=limit)
+
+    def replace(self, path: str, data: bytes, *, overwrite: bool = True) -> None:
+        """Publish a small file at once and durably; see `Store.replace`."""
+        with self.passing("replace", path) as inside:
+            self.inner.replace(inside, data, overwrite=overwrite)
+
+    def size(self, path: str) -> int:
+        """Return the size of a file in bytes."""
+        with self.passing("size", path) as inside:
+            return self.inner.size(inside)
+
+    def exists(self, path: str) -> bool:
+        """Return whether there is such a file."""
+        with self.passing("exists", path) as inside:
+            return self.inner.exists(inside)
+
+    def list(self, prefix: str = "", *, recursive: bool = True) -> tuple[str, ...]:
+        """Return the files below a folder, sorted; see `Store.list`."""
+        with self.passing("list", prefix) as inside:
+            return self.inner.list(inside, recursive=recursive)
+
+    def entries(self, prefix: str = "", *, recursive: bool = True) -> tuple[Entry, ...]:
+        """Return the files below a folder with sizes and times; see `Store.entries`."""
+        with self.passing("entries", prefix) as inside:
+            return self.inner.entries(inside, recursive=recursive)
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Delete files; see `Store.delete`."""
+        with self.passing("delete", ""):
+            self.inner.delete(paths)
+
+    def sync(self) -> None:
+        """Make the names of all files written so far durable; see `Store.sync`."""
+        with self.passing("sync", ""):
+            self.inner.sync()
+
+
+class FolderStore(WrappedStore):
+    """The files below one folder of another store, named relative to it.
+
+    >>> store = open_store("memory://folders")
+    >>> FolderStore(store, "step-100").write("a", [b"abc"])
+    3
+    >>> store.list()
+    ('step-100/a',)
+    """
+
+    def __init__(self, inner: Store, folder: str) -> None:
+        super().__init__(inner)
+        self._folder = check_path(folder)
+
+    def __repr__(self) -> str:
+        return f"FolderStore({self.inner!r}, {self._folder!r})"
+
+    @property
+    def url(self) -> str:
+        """The folder, as a person would write it."""
+        return f"{self.inner.url.rstrip('/')}/{self._folder}"
+
+    @contextmanager
+    def passing(self, operation: str, path: str) -> Iterator[str]:
+        """Name a file as the inner store does."""
+        yield f"{self._folder}/{check_path(path)}" if path else self._folder
+
+    def list(self, prefix: str = "", *, recursive: bool = True) -> tuple[str, ...]:
+        """Return the files below a folder, sorted; see `Store.list`."""
+        found = super().list(prefix, recursive=recursive)
+        return tuple(name.removeprefix(f"{self._folder}/") for name in found)
+
+    def entries(self, prefix: str = "", *, recursive: bool = True) -> tuple[Entry, ...]:
+        """Return the files below a folder with sizes and times; see `Store.entries`."""
+        found = super().entries(prefix, recursive=recursive)
+        return tuple(attrs.evolve(e, name=e.name.removeprefix(f"{self._folder}/")) for e in found)
+
+    def delete(self, paths: Iterable[str]) -> None:
+        """Delete files; see `Store.delete`."""
+        self.inner.delete([f"{self._folder}/{check_path(path)}" for path in paths])
 
 
 def check_path(path: str, *, root: str = "") -> str:

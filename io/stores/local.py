@@ -15,44 +15,11 @@ import numpy as np
 
 from shardplan.planning.columns import Ints
 
-from ..buffers import (
-    Buffer,
-    Bytes,
-    bundles,
-    byte_view,
-    gather,
-    pieces,
-    placed,
-    total_bytes,
-    wanted,
-)
-from ..errors import a_folder, short, taken, too_long, wrong_size
+from ..buffers import Buffer, Bytes, bundles, byte_view, gather, pieces, placed, total_bytes, wanted
+from ..errors import not_a_file, short, taken, too_long, wrong_size
 from ..pool import Pool, default_pool
+from . import local_files as system
 from .base import Contents, Entry, MissingFileError, Store, check_path
-from .local_files import (
-    IOV_MAX,
-    TEMPORARY,
-    can_map,
-    check_size,
-    closing,
-    entry_of,
-    fill_pieces,
-    link,
-    locked_folder,
-    map_ranges,
-    opened,
-    read_parts,
-    read_runs,
-    reported,
-    reserve_space,
-    start_writeback,
-    sync_folder,
-    unsure,
-    walk,
-    write_run,
-)
-
-__all__ = ["LocalStore"]
 
 _ABSENT: Final = (errno.ENOENT, errno.ENOTDIR)
 _STEP: Final = 32 << 20  # bytes a system call moves: much below Linux's limit of 2 GiB
@@ -69,22 +36,6 @@ class LocalStore(Store):
 
     Symbolic links are followed when reading, as other tools' caches need it. A link is not
     followed when writing: the file takes its place.
-
-    Args:
-        root: The folder; it is made when something is first written.
-        pool: Where reads run, by default the shared one.
-
-    >>> import tempfile
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> store = LocalStore(folder.name)
-    >>> store.write("a/b.bin", [b"012", b"345"])
-    6
-    >>> odd = bytearray(1), bytearray(2)
-    >>> store.read("a/b.bin", [(5, memoryview(odd[0])), (1, memoryview(odd[1]))])
-    3
-    >>> odd, store.list(recursive=False)
-    ((bytearray(b'5'), bytearray(b'12')), ('a/',))
-    >>> folder.cleanup()
     """
 
     def __init__(self, root: str | os.PathLike[str], *, pool: Pool | None = None) -> None:
@@ -100,20 +51,13 @@ class LocalStore(Store):
         """The folder, as an absolute path."""
         return self._root
 
-    @property
-    def staging(self) -> int:
-        """No memory is needed beside the caller's."""
-        return 0
+    staging = 0
+    can_rename = True
 
     @property
     def can_map(self) -> bool:
         """Whether files' own pages can be had; see `Store.can_map`."""
-        return can_map()
-
-    @property
-    def can_rename(self) -> bool:
-        """A disk renames files."""
-        return True
+        return system.can_map()
 
     def __repr__(self) -> str:
         return f"LocalStore({self._root!r})"
@@ -124,25 +68,25 @@ class LocalStore(Store):
         asked = wanted(ranges)
         if not asked:
             return 0
-        runs = gather(asked, max_bytes=_STEP, max_views=IOV_MAX)
+        runs = gather(asked, max_bytes=_STEP, max_views=system.IOV_MAX)
         bundled = list(bundles(runs, _STEP))
-        with reported("read", file), opened(file) as fd:
-            check_size(fd, file, ((at, view.nbytes) for at, view in asked))
+        with system.reported("read", file), system.opened(file) as fd:
+            system.check_size(fd, file, ((at, view.nbytes) for at, view in asked))
             if len(bundled) == 1:
-                return read_runs(fd, file, bundled[0])
+                return system.read_runs(fd, file, bundled[0])
             pool = self._pool or default_pool()
-            return sum(pool.map(lambda runs: read_runs(fd, file, runs), bundled))
+            return sum(pool.map(lambda runs: system.read_runs(fd, file, runs), bundled))
 
     def read_pieces(
         self, path: str, groups: Iterable[Sequence[tuple[int, memoryview]]], max_bytes: int
     ) -> Generator[Iterator[memoryview], None, None]:
         """Fill buffers a piece at a time; see `Store.read_pieces`."""
         file = self._file(path)
-        with reported("read", file), opened(file) as fd:
+        with system.reported("read", file), system.opened(file) as fd:
             for ranges in groups:
                 asked = wanted(ranges)
-                check_size(fd, file, ((at, view.nbytes) for at, view in asked))
-                yield fill_pieces(fd, file, asked, max_bytes)
+                system.check_size(fd, file, ((at, view.nbytes) for at, view in asked))
+                yield system.fill_pieces(fd, file, asked, max_bytes)
 
     @contextmanager
     def mapped(self, path: str, starts: Ints, lengths: Ints) -> Iterator[Bytes]:
@@ -150,10 +94,10 @@ class LocalStore(Store):
         file = self._file(path)
         last = int(np.argmax(starts + lengths))
         start, length = int(starts[last]), int(lengths[last])
-        with reported("read", file), opened(file) as fd:
-            check_size(fd, file, [(start, length)])
+        with system.reported("read", file), system.opened(file) as fd:
+            system.check_size(fd, file, [(start, length)])
             try:
-                found = map_ranges(fd, starts, lengths)
+                found = system.map_ranges(fd, starts, lengths)
             except ValueError:  # the file was longer a moment ago
                 raise short(file, start, length, os.fstat(fd).st_size) from None
         yield found
@@ -165,10 +109,10 @@ class LocalStore(Store):
         nbytes = total_bytes(parts) if nbytes is None else nbytes
         with self._making(path, nbytes=nbytes, atomic=atomic) as fd:
             written = 0
-            runs = gather(placed(pieces(parts, _WAIT)), max_bytes=_WAIT, max_views=IOV_MAX)
+            runs = gather(placed(pieces(parts, _WAIT)), max_bytes=_WAIT, max_views=system.IOV_MAX)
             for offset, views in runs:
-                written += write_run(fd, offset, views)
-                start_writeback(fd, offset, written - offset)
+                written += system.write_run(fd, offset, views)
+                system.start_writeback(fd, offset, written - offset)
         return written
 
     def write_contents(
@@ -182,9 +126,9 @@ class LocalStore(Store):
     def _making(self, path: str, *, nbytes: int | None, atomic: bool) -> Iterator[int]:
         """Give a descriptor of a new file for the block to write to; see `write`."""
         target = self._file(path)
-        file = f"{target}.{secrets.token_hex(8)}{TEMPORARY}" if atomic else target
-        with reported("write", target), self._created(file) as fd:
-            reserve_space(fd, nbytes or 0)
+        file = f"{target}.{secrets.token_hex(8)}{system.TEMPORARY}" if atomic else target
+        with system.reported("write", target), self._created(file) as fd:
+            system.reserve_space(fd, nbytes or 0)
             yield fd
             written = os.fstat(fd).st_size
             if nbytes not in {None, written}:
@@ -193,50 +137,50 @@ class LocalStore(Store):
             if atomic:
                 os.replace(file, target)
         if atomic:
-            with unsure(target, "write"):
+            with system.unsure(target, "write"):
                 self.sync()
 
     def read_all(self, path: str, *, limit: int) -> bytes:
         """Return a small file whole; see `Store.read_all`."""
         file = self._file(path)
-        with reported("read", file), opened(file) as fd:
+        with system.reported("read", file), system.opened(file) as fd:
             size = os.fstat(fd).st_size
             if size > limit:
                 raise too_long(file, size, limit)
-            return b"".join(read_parts(fd, file, size))
+            return b"".join(system.read_parts(fd, file, size))
 
     def replace(self, path: str, data: bytes, *, overwrite: bool = True) -> None:
         """Publish a small file at once and durably; see `Store.replace`."""
         file = self._file(path)
-        temporary = f"{file}.{secrets.token_hex(8)}{TEMPORARY}"
-        with reported("replace", file):
+        temporary = f"{file}.{secrets.token_hex(8)}{system.TEMPORARY}"
+        with system.reported("replace", file):
             if os.path.isdir(file):
-                raise a_folder("replace", file)
+                raise not_a_file("replace", file, is_folder=True)
             with self._created(temporary) as fd:
-                write_run(fd, 0, [byte_view(data)] if data else [])
+                system.write_run(fd, 0, [byte_view(data)] if data else [])
                 os.fsync(fd)
             try:
-                with locked_folder(os.path.dirname(file)):
-                    if overwrite or not link(temporary, file):
+                with system.locked_folder(os.path.dirname(file)):
+                    if overwrite or not system.link(temporary, file):
                         if not overwrite and os.path.lexists(file):
                             raise taken("replace", file)
                         os.replace(temporary, file)
             finally:
                 with suppress(OSError):
                     os.unlink(temporary)
-            with unsure(file):
+            with system.unsure(file):
                 self.sync()
 
     def size(self, path: str) -> int:
         """Return the size of a file in bytes."""
         file = self._file(path)
-        with reported("measure", file):
+        with system.reported("measure", file):
             return os.stat(file).st_size
 
     def exists(self, path: str) -> bool:
         """Return whether there is such a file; raise if that is not known."""
         file = self._file(path)
-        with reported("find", file):
+        with system.reported("find", file):
             try:
                 return stat.S_ISREG(os.stat(file).st_mode)
             except OSError as error:
@@ -247,16 +191,16 @@ class LocalStore(Store):
     def list(self, prefix: str = "", *, recursive: bool = True) -> tuple[str, ...]:
         """Return the files below a folder, sorted; see `Store.list`."""
         folder = self.locate(prefix)
-        with reported("list", folder):
-            found = walk(folder, f"{prefix}/" if prefix else "", recursive)
+        with system.reported("list", folder):
+            found = system.walk(folder, f"{prefix}/" if prefix else "", recursive)
             return tuple(sorted(name for name, _ in found))
 
     def entries(self, prefix: str = "", *, recursive: bool = True) -> tuple[Entry, ...]:
         """Return the files below a folder with sizes and times; see `Store.entries`."""
         folder = self.locate(prefix)
-        with reported("list", folder):
-            walked = walk(folder, f"{prefix}/" if prefix else "", recursive)
-            found = (entry_of(name, entry) for name, entry in walked)
+        with system.reported("list", folder):
+            walked = system.walk(folder, f"{prefix}/" if prefix else "", recursive)
+            found = (system.entry_of(name, entry) for name, entry in walked)
             return tuple(sorted((e for e in found if e is not None), key=lambda e: e.name))
 
     def delete(self, paths: Iterable[str]) -> None:
@@ -266,10 +210,9 @@ class LocalStore(Store):
         """
         files = [self._file(path) for path in paths]
         folders = {os.path.dirname(file) for file in files}
-        with self._lock:
-            self._unsynced |= folders
+        self._note_changed(*files)
         for file in files:
-            with reported("delete", file), suppress(FileNotFoundError):
+            with system.reported("delete", file), suppress(FileNotFoundError):
                 os.unlink(file)
         for folder in folders:
             self._remove_empty(folder)
@@ -277,18 +220,19 @@ class LocalStore(Store):
     def rename(self, path: str, to: str) -> None:
         """Give a file another name; see `Store.rename`. `sync` makes it durable."""
         source, target = self._file(path), self._file(to)
-        with reported("replace", target):
-            self._note_renamed(source, target)
+        with system.reported("replace", target):
+            self._note_changed(source, target)
             os.replace(source, target)
 
     def link(self, path: str, to: str) -> bool:
         """Give a file a second name; see `Store.link`."""
         source, target = self._file(path), self._file(to)
-        with reported("replace", target):
-            self._note_renamed(source, target)
-            return link(source, target)
+        with system.reported("replace", target):
+            self._note_changed(source, target)
+            return system.link(source, target)
 
-    def _note_renamed(self, *files: str) -> None:
+    def _note_changed(self, *files: str) -> None:
+        """Note that names of files change, for the next `sync`."""
         with self._lock:
             self._unsynced |= {os.path.dirname(file) for file in files}
 
@@ -300,7 +244,7 @@ class LocalStore(Store):
         """
         file = self._file(path)
         try:
-            with reported("delete", file), locked_folder(os.path.dirname(file)):
+            with system.reported("delete", file), system.locked_folder(os.path.dirname(file)):
                 size = os.stat(file).st_size
                 if size != len(data) or self.read_all(path, limit=size) != data:
                     return False
@@ -318,8 +262,8 @@ class LocalStore(Store):
             for folder in sorted(folders):
                 # A user who may not list the folder above the root cannot sync it either.
                 forgiven = [PermissionError] if len(folder) < len(self._root) else []
-                with reported("sync", folder), suppress(FileNotFoundError, *forgiven):
-                    sync_folder(folder)
+                with system.reported("sync", folder), suppress(FileNotFoundError, *forgiven):
+                    system.sync_folder(folder)
         except BaseException:
             with self._lock:
                 self._unsynced |= folders
@@ -335,7 +279,7 @@ class LocalStore(Store):
     @contextmanager
     def _created(self, file: str) -> Iterator[int]:
         """Open a new file for writing, and remove it again if the block fails."""
-        with closing(self._create(file)) as fd:
+        with system.closing(self._create(file)) as fd:
             try:
                 yield fd
             except BaseException:

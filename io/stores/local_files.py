@@ -24,33 +24,8 @@ import numpy as np
 from shardplan.planning.columns import Ints
 
 from ..buffers import Bytes, Run, advance
-from ..errors import StoreError, a_folder, from_os_error, no_file, short
+from ..errors import StoreError, from_os_error, not_a_file, short
 from .base import Entry
-
-__all__ = [
-    "IOV_MAX",
-    "PAGE",
-    "TEMPORARY",
-    "can_map",
-    "check_size",
-    "closing",
-    "entry_of",
-    "fill_pieces",
-    "is_temporary",
-    "link",
-    "locked_folder",
-    "map_ranges",
-    "opened",
-    "read_parts",
-    "read_runs",
-    "reported",
-    "reserve_space",
-    "start_writeback",
-    "sync_folder",
-    "unsure",
-    "walk",
-    "write_run",
-]
 
 IOV_MAX: Final = max(16, os.sysconf("SC_IOV_MAX")) if hasattr(os, "sysconf") else 16
 """How many buffers one call of preadv or pwritev takes."""
@@ -95,10 +70,8 @@ def opened(file: str) -> Iterator[int]:
     """Open a file for reading; refuse pipes and devices, which may block or never end."""
     with closing(os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)) as fd:
         mode = os.fstat(fd).st_mode
-        if stat.S_ISDIR(mode):
-            raise a_folder("read", file)
         if not stat.S_ISREG(mode):
-            raise no_file("read", file)
+            raise not_a_file("read", file, is_folder=stat.S_ISDIR(mode))
         yield fd
 
 
@@ -231,15 +204,6 @@ def map_ranges(fd: int, starts: Ints, lengths: Ints) -> Bytes:
     All pages of the ranges are requested first, so that an unreadable one is an error. Only the
     bytes in the ranges may be read.
 
-    Args:
-        fd: The file.
-        starts: Where the ranges start; there is at least one.
-        lengths: How long each is.
-
-    Raises:
-        OSError: Some of them cannot be read.
-        ValueError: The file ends before.
-
     >>> import tempfile
     >>> with tempfile.TemporaryFile() as file:
     ...     _ = file.write(bytes(range(100)))
@@ -276,9 +240,6 @@ def reserve_space(fd: int, nbytes: int) -> None:
     """Reserve space for a file that is about to be written, so that a full disk fails at once.
 
     The C library's posix_fallocate is avoided: where a file system cannot reserve, it writes.
-
-    Raises:
-        OSError: There is not that much space.
     """
     signature = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     fallocate = _function("fallocate64", *signature) or _function("fallocate", *signature)
@@ -297,14 +258,12 @@ def start_writeback(fd: int, offset: int, nbytes: int) -> None:
 
 def sync_folder(path: str) -> None:
     """Make the names in a folder durable, on file systems that support it."""
-    fd = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in {errno.EINVAL, errno.ENOTSUP}:
-            raise
-    finally:
-        os.close(fd)
+    with closing(os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))) as fd:
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            if error.errno not in {errno.EINVAL, errno.ENOTSUP}:
+                raise
 
 
 @contextmanager
@@ -314,14 +273,13 @@ def locked_folder(path: str) -> Iterator[None]:
     On a disk without locks this does nothing. A lock that is held for many seconds is ignored: its
     process was stopped.
     """
-    fd = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | os.O_CLOEXEC)
-    try:
-        _lock(fd)
-        yield
-    finally:
-        with suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_UN)  # explicitly: a process that was just forked has it, too
-        os.close(fd)
+    with closing(os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | os.O_CLOEXEC)) as fd:
+        try:
+            _lock(fd)
+            yield
+        finally:
+            with suppress(OSError):  # explicitly: a process that was just forked has it, too
+                fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def _lock(fd: int) -> None:
@@ -337,10 +295,6 @@ def _lock(fd: int) -> None:
 
 
 def is_temporary(name: str, file: str) -> bool:
-    """Return whether a killed `LocalStore.replace` of a file leaves such a name behind.
-
-    >>> is_temporary("m.json.0123456789abcdef.tmp", "m.json"), is_temporary("m.json.tmp", "m.json")
-    (True, False)
-    """
+    """Return whether a killed `LocalStore.replace` of a file leaves such a name behind."""
     pattern = rf"{re.escape(file)}\.[0-9a-f]{{16}}{re.escape(TEMPORARY)}"
     return re.fullmatch(pattern, name) is not None

@@ -15,7 +15,7 @@ import attrs
 from shardplan.planning import named_extras
 
 from ..buffers import Buffer, Run, bundles, copy_into, gather, pieces, total_bytes, wanted
-from ..errors import Kind, denied, listed, missing, no_bucket, short, taken, too_long, wrong_size
+from ..errors import Kind, denied, listed, missing, short, taken, too_long, wrong_size
 from ..pool import Pool, default_pool
 from .base import Entry, Store, StoreError, check_path
 
@@ -23,8 +23,6 @@ with named_extras("an object store, memory:// too,"):
     import obstore
     from obstore import exceptions
     from obstore.store import MemoryStore, from_url
-
-__all__ = ["ObjectStore", "open_objects"]
 
 _PART_SIZE: Final = 8 << 20
 _PARTS_IN_FLIGHT: Final = 8
@@ -58,11 +56,6 @@ def open_objects(
     """Open ``s3://``, ``gs://``, ``az://`` or ``memory://``; see `open_store`.
 
     obstore gets only the bucket: what follows it is a name, in which no character is special.
-
-    >>> open_objects("memory://shared").write("a", [b"abc"])
-    3
-    >>> open_objects("memory://shared").size("a")
-    3
     """
     url = url.rstrip("/") if not url.endswith("://") else url
     scheme, _, rest = url.partition("://")
@@ -89,14 +82,6 @@ class ObjectStore(Store):
 
     A process that is killed while it sends a large file leaves parts behind that no listing shows
     and that cost money: let the bucket's lifecycle abort incomplete multipart uploads after a day.
-
-    Args:
-        inner: The store, as obstore opened it.
-        url: Its name in messages.
-        prefix: A folder within ``inner`` that is the root of this store.
-        pool: Where reads run, by default the shared one.
-        part_size: Bytes of one request. S3 needs at least 5 MiB to write, and at most 10,000
-            parts, so parts of a file beyond 80 GB are larger.
     """
 
     def __init__(
@@ -121,7 +106,7 @@ class ObjectStore(Store):
 
     @property
     def staging(self) -> int:
-        """A few parts are held in memory while they are in flight."""
+        """Bytes of the parts that are in flight."""
         return _PARTS_IN_FLIGHT * self._part_size
 
     def __repr__(self) -> str:
@@ -303,15 +288,13 @@ def _reported(operation: str, url: str, *, lost: Kind = "other") -> Iterator[Non
         yield
     except StoreError:
         raise
-    except FileNotFoundError as error:
-        if any(code in str(error) for code in _NO_BUCKET):
-            raise no_bucket(operation, url, _answer(error)) from error
-        raise missing(operation, url) from error
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
         raise denied(operation, url, _answer(error)) from error
-    except exceptions.BaseError as error:
+    except (FileNotFoundError, exceptions.BaseError) as error:
         if any(code in str(error) for code in _NO_BUCKET):
-            raise no_bucket(operation, url, _answer(error)) from error
+            raise missing(operation, url, bucket=_answer(error)) from error
+        if isinstance(error, FileNotFoundError):
+            raise missing(operation, url) from error
         if _DENIED.search(str(error)):  # a refused listing is not a PermissionDeniedError
             raise denied(operation, url, _answer(error)) from error
         reason, remedy = _in_words(error, url, operation)
@@ -358,15 +341,6 @@ def _answer(error: BaseException) -> str:
     if said is not None:
         name = f" ({code[1]})" if code is not None else ""
         return unescape(said[1] or said[2]).strip().rstrip(".") + name
-    return f"the service answered {status[1]}" if status is not None else _first_line(error)
-
-
-def _first_line(error: BaseException) -> str:
-    """Drop what obstore adds for its own developers.
-
-    >>> _first_line(
-    ...     OSError("Generic S3 error: after 10 retries, max_retries: 10, retry_timeout: 180s")
-    ... )
-    'after 10 retries'
-    """
+    if status is not None:
+        return f"the service answered {status[1]}"
     return _NOISE.sub("", str(error).strip().partition("\n")[0]).rstrip(".")

@@ -5,16 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Final, Literal
 
 import attrs
 
 from ..buffers import Buffer, byte_view
 from ..errors import StoreError
-from .base import Store
-from .folders import WrappedStore
-
-__all__ = ["CountingStore", "FaultyStore", "InjectedError", "Operation"]
+from .base import Store, WrappedStore
 
 # The names of calls that change nothing: in `CountingStore.operations`, and in errors.
 _NAMES: Final = {"size": "size", "exists": "exists", "list": "list", "entries": "list"}
@@ -196,10 +194,7 @@ class FaultyStore(WrappedStore):
 
     def replace(self, path: str, data: bytes, *, overwrite: bool = True) -> None:
         """Replace; or fail before or after."""
-
-        def replace() -> None:
-            self.inner.replace(path, data, overwrite=overwrite)
-
+        replace = partial(self.inner.replace, path, data, overwrite=overwrite)
         if self._fails("replace", path):
             now = replace if self._landed == 1 else lambda: None
             raise self._failed("replace", path, replace, now)

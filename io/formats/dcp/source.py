@@ -20,8 +20,7 @@ from shardplan.planning import BytesMetadata, TensorMetadata, flatten
 from ...checksums import CRC32, sum_crc
 from ...errors import FormatError
 from ...limits import read_whole
-from ...pool import Pool, default_pool
-from ...progress import Tell
+from ...pool import Pool, ProgressCallback, default_pool
 from ...stores.base import MissingFileError, Store
 from ..base import ChunkPlace, Fault, Findings, Format, Source
 from ..headers import Header, header_length, parse_header
@@ -102,7 +101,12 @@ class DcpFormat(Format):
         return DcpWriter()
 
     def verify(
-        self, store: Store, name: str = "", *, tell: Tell | None = None, pool: Pool | None = None
+        self,
+        store: Store,
+        name: str = "",
+        *,
+        tell: ProgressCallback | None = None,
+        pool: Pool | None = None,
     ) -> Findings:
         """Compare every archive with its checksums; see `Format.verify`."""
         opened = self.open(store, name, pool)

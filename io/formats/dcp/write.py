@@ -31,8 +31,7 @@ from ...execute.commit import committing, put_in_place, refuse_folder, remove, t
 from ...execute.copying import Content, FileContents, Seal, literal, threads_for, write_file
 from ...execute.pieces import Piece, blocks_of, collect
 from ...limits import check_size, read_whole
-from ...pool import Pool, default_pool
-from ...progress import Progress
+from ...pool import Pool, Progress, default_pool
 from ...stores.base import Store
 from ..base import Part, Writer
 from ..torch_save.torch_values import dump_values, pickle_tensor

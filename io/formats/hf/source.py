@@ -29,8 +29,7 @@ from shardplan.planning.storage import MAX_SHARD_SIZE, save_id_of
 
 from ...errors import FormatError, listed
 from ...limits import read_whole
-from ...pool import Pool, default_pool
-from ...progress import Progress, Tell
+from ...pool import Pool, Progress, ProgressCallback, default_pool
 from ...stores.base import MissingFileError, Store, StoreError, check_path
 from ..base import ChunkPlace, Fault, Findings, Format, Source, read_bytes
 from ..headers import Header, Slot, header_length, parse_header
@@ -87,7 +86,12 @@ class HfFormat(Format):
         return HfWriter(max_shard_size=max_shard_size, leave_out=leave_out)
 
     def verify(
-        self, store: Store, name: str = "", *, tell: Tell | None = None, pool: Pool | None = None
+        self,
+        store: Store,
+        name: str = "",
+        *,
+        tell: ProgressCallback | None = None,
+        pool: Pool | None = None,
     ) -> Findings:
         """Check headers and sizes: there are no checksums. See `Format.verify`."""
         Progress(0, tell)

@@ -48,8 +48,7 @@ from ...execute.commit import (
 from ...execute.copying import Content, FileContents, literal, threads_for, write_file
 from ...execute.pieces import Piece, blocks_of, collect, tied_pieces
 from ...limits import check_size
-from ...pool import Pool, default_pool
-from ...progress import Progress
+from ...pool import Pool, Progress, default_pool
 from ...stores.base import Store
 from ...stores.local_files import TEMPORARY
 from ..base import Part, Writer

@@ -15,8 +15,7 @@ from shardplan.planning.storage import save_id_of
 
 from ...checksums import XXH3, Sums
 from ...errors import FormatError, listed
-from ...pool import Pool, default_pool
-from ...progress import Tell
+from ...pool import Pool, ProgressCallback, default_pool
 from ...stores.base import MissingFileError, Store
 from ...values import RAW, StoredValue, load_value
 from ..base import ChunkPlace, Fault, FileColumns, Findings, Format, Source, read_bytes
@@ -60,7 +59,12 @@ class NativeFormat(Format):
         return NativeWriter()
 
     def verify(
-        self, store: Store, name: str = "", *, tell: Tell | None = None, pool: Pool | None = None
+        self,
+        store: Store,
+        name: str = "",
+        *,
+        tell: ProgressCallback | None = None,
+        pool: Pool | None = None,
     ) -> Findings:
         """Check every byte; see `Format.verify`."""
         from .verify import verify_native

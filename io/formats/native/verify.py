@@ -24,8 +24,7 @@ from shardplan.planning.storage import cut_blocks, save_id_of
 from ...buffers import byte_view
 from ...checksums import Sums, combine, xxhash
 from ...errors import FormatError
-from ...pool import Pool, default_pool
-from ...progress import Progress, Tell
+from ...pool import Pool, Progress, ProgressCallback, default_pool
 from ...stores.base import MissingFileError, Store, StoreError
 from ...values import StoredValue, load_value
 from ..base import Fault, FaultKind, Findings, read_bytes
@@ -40,7 +39,9 @@ _PIECE: Final = 1 << 20  # bytes read and hashed at a time, while they are in th
 _FAR_PIECE: Final = 16 << 20  # the same where each read is a request
 
 
-def verify_native(store: Store, tell: Tell | None = None, pool: Pool | None = None) -> Findings:
+def verify_native(
+    store: Store, tell: ProgressCallback | None = None, pool: Pool | None = None
+) -> Findings:
     """Check a checkpoint of ours; see `Format.verify`."""
     try:
         data = find_manifest(store)

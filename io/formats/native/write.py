@@ -32,8 +32,7 @@ from ...errors import FormatError, ValueRefusedError, listed
 from ...execute.commit import committing, put_in_place, refuse_folder, remove, tidy
 from ...execute.pieces import Piece, collect
 from ...limits import check_size
-from ...pool import Pool, check_stopped, default_pool
-from ...progress import Progress
+from ...pool import Pool, Progress, check_stopped, default_pool
 from ...stores.base import MissingFileError, Store, StoreError
 from ...values import StoredValue, sort_values
 from ..base import Part, Writer

@@ -12,8 +12,7 @@ import attrs
 
 from ...checksums import CRC32
 from ...errors import FormatError
-from ...pool import Pool, default_pool
-from ...progress import Progress, Tell
+from ...pool import Pool, Progress, ProgressCallback, default_pool
 from ...stores.base import MissingFileError, Store, StoreError
 from ..base import Fault, Findings, read_bytes
 from .zip_read import Record, Window, read_archive
@@ -55,7 +54,10 @@ class _Summed:
 
 
 def check_archives(
-    store: Store, archives: Sequence[Stored], tell: Tell | None = None, pool: Pool | None = None
+    store: Store,
+    archives: Sequence[Stored],
+    tell: ProgressCallback | None = None,
+    pool: Pool | None = None,
 ) -> Findings:
     """Compare every record of some archives with its checksum."""
     pool = pool or default_pool()

@@ -25,8 +25,7 @@ from shardplan.planning import (
 from ...checksums import CRC32
 from ...errors import FormatError, listed
 from ...limits import LIMITS
-from ...pool import Pool
-from ...progress import Progress, Tell
+from ...pool import Pool, Progress, ProgressCallback
 from ...stores.base import MissingFileError, Store, StoreError
 from ..base import ChunkPlace, Findings, Format, Source, read_bytes
 from .check import Stored, check_archives
@@ -78,7 +77,12 @@ class TorchFormat(Format):
         return TorchWriter()
 
     def verify(
-        self, store: Store, name: str = "", *, tell: Tell | None = None, pool: Pool | None = None
+        self,
+        store: Store,
+        name: str = "",
+        *,
+        tell: ProgressCallback | None = None,
+        pool: Pool | None = None,
     ) -> Findings:
         """Compare every record with its checksum; see `Format.verify`."""
         opened = self.open(store, name, pool)

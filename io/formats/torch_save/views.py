@@ -20,8 +20,7 @@ import numpy.typing as npt
 from shardplan.planning import ITEMSIZE
 
 from ...buffers import copy_into
-from ...stores.base import Store
-from ...stores.folders import WrappedStore
+from ...stores.base import Store, WrappedStore
 from ..base import ChunkPlace
 from .standins import StoredTensor
 from .zip_read import read_ranges

@@ -16,8 +16,7 @@ from ...execute.commit import tidy
 from ...execute.copying import FileContents, threads_for, write_file
 from ...execute.pieces import Lazy, Piece, blocks_of, collect, tied_pieces
 from ...limits import check_size
-from ...pool import Pool, default_pool
-from ...progress import Progress
+from ...pool import Pool, Progress, default_pool
 from ...stores.base import Store
 from ...tensors import box_view, empty_tensor, tensor_bytes
 from ...tensors import fill_from_bytes as fill
