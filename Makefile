@@ -32,9 +32,9 @@ lint: $(STAMP) ## check format and lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
-# Not from the root: there mypy would take io/ for the standard library's.
+# Not from the root, nor from tests/: there mypy would take io/ for the standard library's.
 types: $(STAMP) ## type-check the package, strictly
-	cd tests && ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p shardplan
+	cd docs && ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p shardplan
 
 test: $(STAMP) ## check everything: format, lint, types, tests, examples, notebooks, demo
 	@$(MAKE) --no-print-directory lint

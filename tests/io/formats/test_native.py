@@ -33,7 +33,7 @@ from shardplan.planning.dtypes import ITEMSIZE
 from shardplan.planning.storage.blocks import cut_blocks
 from shardplan.planning.testing.strategies import shapes
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 NATIVE = set(TORCH_NAMES.values())
 

@@ -30,7 +30,7 @@ from shardplan.planning.dtypes import ITEMSIZE
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def small_state():

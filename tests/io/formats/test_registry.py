@@ -13,7 +13,7 @@ from shardplan.dist import run_ranks
 from shardplan.io import ExistsError, FormatError
 from shardplan.io.formats import known_formats, register_format, registry
 
-PLUGIN = Path(__file__).parent / "plugin"
+PLUGIN = Path(__file__).parents[2] / "plugin"
 SD = {"model": {"w": torch.arange(12.0).reshape(4, 3), "b": torch.ones(5)}, "step": 7}
 FLAT = {"model.w": SD["model"]["w"], "model.b": SD["model"]["b"], "step": 7}
 

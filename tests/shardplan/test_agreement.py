@@ -17,7 +17,7 @@ from shardplan.io.stores.base import open_store
 from shardplan.planning import RefusedError, annotate, cast, chain, rename, select
 from shardplan.planning.mesh import layout_key
 
-FOLDER = Path(__file__).parent / "ranks"
+FOLDER = Path(__file__).parents[1] / "ranks"
 
 
 def script(name):

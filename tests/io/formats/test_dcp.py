@@ -952,7 +952,7 @@ def test_random_damage_is_an_error_or_does_no_harm(tmp_path):
 
 
 WORLD = 4
-SCRIPT = Path(__file__).parent / "ranks" / "exchange.py"
+SCRIPT = Path(__file__).parents[2] / "ranks" / "exchange.py"
 
 
 @pytest.fixture(scope="module")

@@ -1138,7 +1138,7 @@ def test_a_failed_save_takes_away_just_the_folders_it_made(tmp_path, monkeypatch
 
 
 def test_no_code_asks_what_class_a_store_is_of():
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[3]
     files = [file for folder in ("io", "shardplan") for file in (root / folder).rglob("*.py")]
     asks = re.compile(r"isinstance\([^)]*\b(Local|Object|Folder|Wrapped)Store\b")
     assert [str(file) for file in files if asks.search(file.read_text())] == []

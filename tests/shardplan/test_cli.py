@@ -1,7 +1,7 @@
 """The command line: what it prints, what it exits with, and what it does not import.
 
 The screens are kept in tests/screens, 100 columns wide. To renew them after a change, and to see
-what changed: ``RENEW_SCREENS=1 pytest tests/test_cli.py; git diff tests/screens``.
+what changed: ``RENEW_SCREENS=1 pytest tests/shardplan/test_cli.py; git diff tests/screens``.
 """
 
 import importlib.util
@@ -43,8 +43,8 @@ from shardplan.planning.columns.catalog import column
 from shardplan.planning.storage.files import file_name
 from shardplan.planning.text import runs_text
 
-ROOT = Path(__file__).resolve().parent.parent
-SCREENS = Path(__file__).parent / "screens"
+ROOT = Path(__file__).resolve().parents[2]
+SCREENS = Path(__file__).parents[1] / "screens"
 PROGRAM = Path(sys.executable).with_name("shardplan")
 WIDE = {"COLUMNS": "100", "NO_COLOR": "1"}
 

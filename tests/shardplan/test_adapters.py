@@ -81,7 +81,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning"),
 ]
 
-RANKS = Path(__file__).parent / "ranks"
+RANKS = Path(__file__).parents[1] / "ranks"
 DTYPES = [name for name in ITEMSIZE if hasattr(torch, name)]
 PORTABLE = [name for name in DTYPES if name != "float4_e2m1fn_x2"]  # torch's writer has no width
 

@@ -36,7 +36,7 @@ from shardplan.dist.torch.rendezvous import Meetings
 from shardplan.dist.torch.transport import Worker
 from shardplan.planning import decode_plan, encode_plan, local_plan
 
-FOLDER = Path(__file__).parent / "ranks"
+FOLDER = Path(__file__).parents[1] / "ranks"
 WORLD = 4
 
 

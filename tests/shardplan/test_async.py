@@ -25,7 +25,7 @@ from shardplan.io.errors import ExistsError, ValueRefusedError
 from shardplan.io.stores.base import open_store
 from shardplan.io.stores.testing import CountingStore
 
-FOLDER = Path(__file__).parent / "ranks"
+FOLDER = Path(__file__).parents[1] / "ranks"
 
 
 def script(name):

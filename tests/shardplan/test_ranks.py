@@ -43,7 +43,7 @@ from shardplan.planning import (
 )
 from shardplan.planning.text import human_bytes
 
-FOLDER = Path(__file__).parent / "ranks"
+FOLDER = Path(__file__).parents[1] / "ranks"
 
 
 def script(name):

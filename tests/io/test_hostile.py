@@ -22,7 +22,7 @@ from shardplan.io.formats.torch_save.zip_write import zip_bytes
 from shardplan.io.limits import LIMITS
 from shardplan.torch_dcp.byte_io import UnsafeValueError, load_value
 
-HOSTILE = Path(__file__).parent / "hostile"
+HOSTILE = Path(__file__).parents[1] / "hostile"
 READERS = (shardplan.open_checkpoint, shardplan.restore)
 
 

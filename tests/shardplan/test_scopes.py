@@ -61,7 +61,7 @@ from shardplan.planning.testing.strategies import save_plans
 from shardplan.torch_dcp import from_torch, planners, to_torch
 
 SPEC = importlib.util.spec_from_file_location(
-    "ranks_parts", Path(__file__).parent / "ranks" / "parts.py"
+    "ranks_parts", Path(__file__).parents[1] / "ranks" / "parts.py"
 )
 parts = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(parts)

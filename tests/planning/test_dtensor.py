@@ -656,7 +656,7 @@ def test_a_hint_is_probed_first():
 
 WORLD = 4
 MODELS = ("fsdp", "tp", "fsdp_tp", "hsdp", "whole")
-SCRIPT = Path(__file__).parent / "ranks" / "hold.py"
+SCRIPT = Path(__file__).parents[1] / "ranks" / "hold.py"
 
 
 @pytest.fixture(scope="module")
