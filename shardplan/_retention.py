@@ -1,37 +1,30 @@
-"""Find the newest whole checkpoint of a run, and remove old ones."""
+"""Find the newest whole checkpoint of a run, and remove old ones.
+
+Each folder of the run is looked into; `retain` decides which checkpoints stay.
+"""
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Mapping, Sequence
-from typing import Final, Literal, SupportsFloat, SupportsIndex, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Literal, SupportsFloat, TypeVar, overload
 
 import attrs
 
-from shardplan.io import FormatError, ProgressCallback
-from shardplan.io.execute import MIN_AGE, by_save
-from shardplan.io.formats import known_formats
-from shardplan.io.formats.native import MANIFEST, decode_manifest, find_manifest
-from shardplan.io.stores import Entry, FolderStore, Store
+from shardplan.io import FormatError, ProgressCallback, default_pool
+from shardplan.io.execute import MIN_AGE, by_save, strays
+from shardplan.io.formats import find_any, find_format, known_formats
+from shardplan.io.formats.native import MANIFEST, Manifest, decode_manifest, find_manifest
+from shardplan.io.stores import Entry, FolderStore, MissingFileError, Store, StoreError, open_store
 from shardplan.planning import Sheet, Table, counted
+from shardplan.planning.storage import Policy, RunEntry, by_age, retain
 
-from ._folder import (
-    Look,
-    by_age,
-    contents,
-    is_whole,
-    look,
-    look_at,
-    made,
-    open_run,
-    refuse_missing,
-    within,
-)
-from ._report import logged
+from ._report import LOG, logged
 from ._verify import verify as check
 
-_LOG: Final = logging.getLogger("shardplan")
+_ATTEMPTS: Final = 3
+_MANIFEST: Final = 32 << 20  # bytes of memory that reading most manifests takes
+_T = TypeVar("_T")
 
 
 @overload
@@ -70,14 +63,14 @@ def latest(path: str | os.PathLike[str] | Store) -> str | Store | None:
         StoreError: The path is that of a file, or the store fails.
         ValueError: The folder is itself a checkpoint, and holds none.
     """
-    store = open_run(path)
-    found = look_at(store, contents(store)[0], made, None)
+    store = _open_run(path)
+    found = _look_at(store, _contents(store)[0], _made, None)
     dated = {name: step for name, step in found.items() if step is not None}
-    if not dated and made(store) is not None:
+    if not dated and _made(store) is not None:
         raise ValueError(f"{store.url} is a checkpoint; latest takes the folder that holds several")
-    ages = [(step.when, name) for name, step in dated.items()]
-    for _, name in sorted(ages, key=by_age, reverse=True):
-        if is_whole(within(store, name), dated[name].format):
+    for entry in reversed(by_age(RunEntry(name, step.when) for name, step in dated.items())):
+        name = entry.name
+        if _is_whole(_within(store, name), dated[name].format):
             return FolderStore(store, name) if store is path else f"{store.url.rstrip('/')}/{name}"
     return None
 
@@ -174,17 +167,17 @@ def prune(
         ValueError: ``keep_last`` is less than 1, or ``min_age`` less than 0.
         MissingFileError: There is no such folder on the disk.
     """
-    _check_options(keep_last, min_age)
-    store = open_run(path)
-    refuse_missing(path, store)
-    inner, loose = contents(store)
-    found = look_at(store, ["", *inner], look, Look(denied=True))
-    whole = _whole(found)
-    if verify and len(whole) > keep_last:
-        kept, bad = _sound(store, found, whole, keep_last, progress)
-    else:
-        kept, bad = whole[-keep_last:], set()
-    doomed = [name for name in whole if name not in kept and name not in bad]
+    policy = Policy(keep_last)
+    _check_age(min_age)
+    store = _open_run(path)
+    _refuse_missing(path, store)
+    inner, loose = _contents(store)
+    found = _look_at(store, ["", *inner], _look, _Look(denied=True))
+    entries = [RunEntry(name, found[name].created, found[name].whole) for name in inner]
+    verify = verify and bool(retain(entries, policy).drop)
+    unsound = _unsound(store, found, entries, policy, progress) if verify else {}
+    entries = [attrs.evolve(e, whole=e.whole and e.name not in unsound) for e in entries]
+    kept, doomed = retain(entries, policy)
     fates = ["removed" if dry_run else _remove(store, name, found[name].save_id) for name in doomed]
     removed, replaced = (
         tuple(name for name, fate in zip(doomed, fates, strict=True) if fate == what)
@@ -193,14 +186,14 @@ def prune(
     old, spared = _tidy(store, found, min_age, dry_run)
     report = PruneReport(
         removed,
-        tuple(kept),
-        tuple(name for name in inner if found[name].damaged or name in bad),
+        kept,
+        tuple(name for name in inner if found[name].damaged or unsound.get(name) == "damaged"),
         tuple(entry.name for entry in old),
         tuple(entry.name for entry in spared),
         replaced,
         (*(name for name in inner if found[name].foreign), *_single_files(store, loose)),
         tuple(name for name in inner if found[name].denied),
-        "bytes" if verify and len(whole) > keep_last else "sizes",
+        "bytes" if verify else "sizes",
         sum(found[name].files for name in removed) + len(old),
         sum(found[name].nbytes for name in removed) + sum(entry.size for entry in old),
         dry_run,
@@ -230,27 +223,11 @@ def _sheet(report: PruneReport) -> Sheet:
     return Sheet(title, [Table(("checkpoint", "what became of it"), rows)] if rows else [])
 
 
-def _check_options(keep_last: int, min_age: float) -> None:
-    if isinstance(keep_last, bool) or not isinstance(keep_last, SupportsIndex):
-        raise TypeError(
-            f"keep_last says how many checkpoints stay, as a whole number; not {keep_last!r}"
-        )
+def _check_age(min_age: float) -> None:
     if isinstance(min_age, bool) or not isinstance(min_age, SupportsFloat):
         raise TypeError(f"min_age says how many seconds, as a number; not {min_age!r}")
-    if keep_last < 1:
-        raise ValueError(f"keep_last must be at least 1, not {keep_last}")
     if not min_age >= 0:
         raise ValueError(f"min_age must be at least 0 seconds, not {min_age}")
-
-
-def _whole(found: Mapping[str, Look]) -> list[str]:
-    """Return the checkpoints whose files are all there, the newest last."""
-    dated = [
-        (look.created, name)
-        for name, look in found.items()
-        if name and look.whole and look.created is not None
-    ]
-    return [name for _, name in sorted(dated, key=by_age)]
 
 
 def _single_files(store: Store, files: Sequence[str]) -> list[str]:
@@ -261,29 +238,29 @@ def _single_files(store: Store, files: Sequence[str]) -> list[str]:
     return [name for name in files if any(format.detect(store, name) for format in formats)]
 
 
-def _sound(
+def _unsound(
     store: Store,
-    found: Mapping[str, Look],
-    whole: Sequence[str],
-    count: int,
+    found: Mapping[str, _Look],
+    entries: Sequence[RunEntry],
+    policy: Policy,
     tell: ProgressCallback | None,
-) -> tuple[list[str], set[str]]:
-    """Check checkpoints, the newest first, until enough are sound; name these and the damaged."""
-    sound, bad, left, done = list[str](), set[str](), list(whole), 0
-    while left and len(sound) < count:
-        total = done + sum(found[name].nbytes for name in left[len(sound) - count :])
-        name = left.pop()
+) -> dict[str, Literal["damaged", "gone"]]:
+    """Check those that would stay, the newest first, until all that would are sound."""
+    sound, unsound, done = set[str](), dict[str, Literal["damaged", "gone"]](), 0
+    while True:
+        left = [entry for entry in entries if entry.name not in unsound]
+        unchecked = [name for name in retain(left, policy).keep if name not in sound]
+        if not unchecked:
+            return unsound
+        total, name = done + sum(found[name].nbytes for name in unchecked), unchecked[-1]
         try:
-            fine = check(within(store, name), progress=_shifted(tell, done, total)).ok
+            if check(_within(store, name), progress=_shifted(tell, done, total)).ok:
+                sound.add(name)
+            else:
+                unsound[name] = "damaged"
         except FormatError:
-            continue  # it is gone: another process prunes, too
-        finally:
-            done += found[name].nbytes
-        if fine:
-            sound.insert(0, name)
-        else:
-            bad.add(name)
-    return sound, bad
+            unsound[name] = "gone"  # another process prunes, too
+        done += found[name].nbytes
 
 
 def _shifted(tell: ProgressCallback | None, done: int, total: int) -> ProgressCallback | None:
@@ -294,7 +271,7 @@ def _shifted(tell: ProgressCallback | None, done: int, total: int) -> ProgressCa
 def _remove(store: Store, name: str, save_id: str | None) -> Literal["removed", "replaced", "gone"]:
     """Remove a checkpoint, its manifest first: it must never look whole while it is not."""
     try:
-        data = find_manifest(within(store, name))
+        data = find_manifest(_within(store, name))
         if data is None:
             return "gone"  # another process removes it
         manifest = decode_manifest(data)
@@ -304,14 +281,14 @@ def _remove(store: Store, name: str, save_id: str | None) -> Literal["removed", 
         return "replaced"
     if not store.delete_same(f"{name}/{MANIFEST}", data):
         return _remove(store, name, save_id)  # look again: something came between
-    _LOG.info("removed %s of %s", name, store.url)
+    LOG.info("removed %s of %s", name, store.url)
     store.sync()
     store.delete([f"{name}/{file}" for file in manifest.files.names])
     return "removed"
 
 
 def _tidy(
-    store: Store, found: Mapping[str, Look], min_age: float, dry_run: bool
+    store: Store, found: Mapping[str, _Look], min_age: float, dry_run: bool
 ) -> tuple[list[Entry], list[Entry]]:
     """Remove what killed saves left in some folders, unless it is too young."""
     left, spared = list[Entry](), list[Entry]()
@@ -321,6 +298,157 @@ def _tidy(
         left += old
         spared += young
     if left and not dry_run:
-        _LOG.info("removing %d files of killed saves in %s", len(left), store.url)
+        LOG.info("removing %d files of killed saves in %s", len(left), store.url)
         store.delete([entry.name for entry in left])
     return left, spared
+
+
+@attrs.frozen
+class _Look:
+    """What was found in a folder.
+
+    Attributes:
+        created: When its checkpoint was made; None if there is none, or that is not known.
+        save_id: Which save made it.
+        whole: Whether all of it is there.
+        damaged: Whether there is one, but not all of it.
+        strays: Files of killed saves.
+        files: How many files the checkpoint has, its manifest among them.
+        nbytes: How many bytes these have.
+        foreign: Whether there is a checkpoint of another format.
+        denied: Whether it may not be looked into.
+    """
+
+    created: float | None = None
+    save_id: str | None = None
+    whole: bool = False
+    damaged: bool = False
+    strays: tuple[Entry, ...] = ()
+    files: int = 0
+    nbytes: int = 0
+    foreign: bool = False
+    denied: bool = False
+
+
+def _look_at(
+    store: Store, names: Sequence[str], see: Callable[[Store], _T], refused: _T
+) -> Mapping[str, _T]:
+    """Look into several folders of a store at once; the empty name is the root.
+
+    ``refused`` is the result for a folder that may not be read, such as ``lost+found`` on many
+    disks. The root must be readable.
+    """
+
+    def see_one(name: str) -> _T:
+        try:
+            return see(_within(store, name))
+        except StoreError as error:
+            if error.kind != "denied" or not name:
+                raise
+            return refused
+
+    cost = _MANIFEST + store.staging
+    return dict(zip(names, default_pool().map(see_one, names, nbytes=cost), strict=True))
+
+
+def _look(store: Store) -> _Look:
+    """Look into a folder for a checkpoint of our own format, and for what killed saves left."""
+    found = store.entries(recursive=False)  # before the manifest is read: see `strays`
+    try:
+        data = find_manifest(store)
+        manifest = None if data is None else decode_manifest(data)
+    except FormatError:
+        return _Look(damaged=True)  # and it may need any file
+    left = _strays(store, found, manifest)
+    if manifest is None or data is None:
+        files = sum(not entry.name.endswith("/") for entry in found)
+        return _Look(strays=left, foreign=files > len(left) and find_any(store) is not None)
+    sizes = {entry.name: entry.size for entry in found}
+    saved = zip(manifest.files.names, manifest.files.sizes.tolist(), strict=True)
+    whole = all(sizes.get(name) == size for name, size in saved) or _is_whole(store, "safetensors")
+    return _Look(
+        manifest.created,
+        manifest.save_id,
+        whole,
+        not whole,
+        left,
+        len(manifest.files) + 1,
+        int(manifest.files.sizes.sum()) + len(data),
+    )
+
+
+def _strays(store: Store, found: Sequence[Entry], manifest: Manifest | None) -> tuple[Entry, ...]:
+    try:
+        return strays(store, found, set() if manifest is None else set(manifest.files.names))
+    except (FormatError, StoreError):
+        return ()  # a checkpoint is damaged, or gone by now, and may need any of them
+
+
+@attrs.frozen
+class _Made:
+    """A checkpoint of a run: its format, and when it was made, in seconds since 1970."""
+
+    format: str
+    when: float
+
+
+def _made(store: Store) -> _Made | None:
+    """Return when the checkpoint in a folder was made; None if there is none that can be read."""
+    try:
+        for format in known_formats():
+            when = format.made(store)
+            if when is not None:
+                return _Made(format.name, when)
+    except FormatError:
+        pass
+    return None
+
+
+def _is_whole(store: Store, format: str) -> bool:
+    """Return whether all files of a checkpoint are there, though it may be replaced meanwhile."""
+    last = None
+    for _ in range(_ATTEMPTS):
+        try:
+            source = find_format(format).open(store)
+        except FormatError:
+            return False
+        if not source.missing():
+            return True
+        if source.save_id == last:
+            return False
+        last = source.save_id
+    return False
+
+
+def _open_run(path: str | os.PathLike[str] | Store) -> Store:
+    """Open a folder that holds checkpoints; it need not be there yet, but may not be a file."""
+    store = open_store(path)
+    root = store.locate()
+    if root is not None and os.path.isfile(root):
+        reason, remedy = "it is a file", "give the folder that holds the checkpoints"
+        raise StoreError("list", store.url, reason, remedy=remedy, kind="path")
+    return store
+
+
+def _refuse_missing(path: str | os.PathLike[str] | Store, store: Store) -> None:
+    """Refuse a path to a folder that is not there: it is probably misspelt.
+
+    An open store may be made yet, and in a bucket no folder is there without a file in it.
+    """
+    root = store.locate()
+    if store is not path and root is not None and not os.path.isdir(root):
+        raise MissingFileError(
+            "list", store.url, "there is no such folder", remedy="check the path", kind="missing"
+        )
+
+
+def _contents(store: Store) -> tuple[list[str], list[str]]:
+    """Name the folders of a store, and the files."""
+    found = store.list(recursive=False)
+    inner = [name.rstrip("/") for name in found if name.endswith("/")]
+    return inner, [name for name in found if not name.endswith("/")]
+
+
+def _within(store: Store, folder: str) -> Store:
+    """Return a folder of a store; for the empty name, the store."""
+    return FolderStore(store, folder) if folder else store

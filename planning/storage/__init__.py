@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         steps,
         whole_blocks,
     )
+    from .retention import Policy, Retained, RunEntry, by_age, retain
     from .shards import (
         MAX_SHARD_SIZE,
         Shards,
@@ -84,6 +85,7 @@ __getattr__, __dir__ = door(
             "ByteRanges Requests SMALL byte_ranges coalesce fetched filled lies_together "
             "range_axis steps whole_blocks"
         ),
+        "retention": "Policy Retained RunEntry by_age retain",
         "shared_reads": (
             "Arrival MOST_READS Need Piece Round SharedRounds need_of plan_bytes shared_rounds "
             "sharing_pays"
