@@ -24,10 +24,10 @@ from shardplan.planning.passes import Stages
 
 from ._comm import Kept, Taken, as_comm, counting, keep_step, take_step
 from ._load_plan import LoadCall, Planned, open_reader, plan_alone, plan_together
+from ._memory import without_other_ranks
 from ._read import Outcome, read_rank, read_shared
 from ._read_errors import naming_place, read_anew, touching
 from ._report import LoadReport, RankReport, Stopwatch, logged, rank_report, slowest_ranks
-from ._resize import without_other_ranks
 from ._state import State, give_back, put, refilled, unpart
 
 

@@ -52,16 +52,17 @@ from ._agree import run_together
 from ._comm import Kept, Place, fail_alike, host_name, keep_step, place_of, ranks_by_value
 from ._memory import (
     Destinations,
+    Resized,
     blanks,
     destinations,
     refuse_fixed,
     refuse_unfillable,
+    resize,
     tied_names,
 )
 from ._read import Opened, decode_values, encode_values, value_names, values_read
 from ._read_errors import naming_place
 from ._report import Stopwatch, place_name
-from ._resize import Resized, resize
 from ._state import State, expand, part
 
 

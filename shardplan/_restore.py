@@ -30,11 +30,10 @@ from shardplan.planning import (
 )
 
 from ._comm import own_place
-from ._memory import blank_like, tied_names
+from ._memory import blank_like, resize, tied_names
 from ._read import Opened, read_rank
 from ._read_errors import plain_errors, read_anew
 from ._report import LOG
-from ._resize import resize
 from ._state import State, expand, part, unpart
 
 
