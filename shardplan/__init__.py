@@ -55,31 +55,25 @@ __all__ = [
     "verify",
 ]
 
-_HOMES = {
-    "CheckpointError": "dist",
-    "PerRank": "_state",
-    "as_torch_load_planner": "torch_dcp",
-    "as_torch_save_planner": "torch_dcp",
-    "as_torch_storage_reader": "torch_dcp",
-    "as_torch_storage_writer": "torch_dcp",
-    "async_save": "_async",
-    "convert": "_convert",
-    "dcp_to_torch_save": "_convert",
-    "diff": "_diff",
-    "from_torch": "torch_dcp",
-    "latest": "_retention",
-    "load": "_load",
-    "metadata_of": "planning",
-    "open_checkpoint": "_checkpoint",
-    "prune": "_retention",
-    "restore": "_restore",
-    "save": "_save",
-    "to_torch": "torch_dcp",
-    "torch_save_to_dcp": "_convert",
-    "verify": "_verify",
+_MODULES = {
+    "_async": "async_save",
+    "_checkpoint": "open_checkpoint",
+    "_convert": "convert dcp_to_torch_save torch_save_to_dcp",
+    "_diff": "diff",
+    "_load": "load",
+    "_restore": "restore",
+    "_retention": "latest prune",
+    "_save": "save",
+    "_state": "PerRank",
+    "_verify": "verify",
+    "dist": "CheckpointError",
+    "planning": "metadata_of",
+    "torch_dcp": (
+        "as_torch_load_planner as_torch_save_planner as_torch_storage_reader "
+        "as_torch_storage_writer from_torch to_torch"
+    ),
 }
-
-
+_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 _WITHOUT_TORCH = {"latest", "prune", "verify"}
 
 

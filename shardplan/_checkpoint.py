@@ -331,7 +331,7 @@ def _axis(part: Any, length: int, number: int) -> Axis:
 
 
 def _describe(source: Source, name: str | None = None) -> Sheet:
-    """Lay out a checkpoint, or one of its tensors, as ``shardplan inspect`` does."""
+    """Lay out a checkpoint, or one of its tensors."""
     entries = source.metadata.state_dict_metadata
     if name is not None:
         return listing(f"Tensor {name} of {source.store.url}", _HEAD, [_row(source, name)], 1)

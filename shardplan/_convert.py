@@ -195,7 +195,10 @@ def convert(
             if comm.rank == comm.coordinator:
                 writer.refuse(store, overwrite)
         copies = Copies(source, stored, target.plans, store, writer, budget, verify)
-        digest = _digest(target) if planner is not None and comm.world_size > 1 else ""
+        digest = ""  # differs if what will be written does
+        if planner is not None and comm.world_size > 1:
+            prints = [fingerprint(target.metadata), *map(fingerprint, target.plans)]
+            digest = hashlib.blake2b(" ".join(prints).encode(), digest_size=6).hexdigest()
         return Kept(_Job(format, target, copies), (secrets.token_hex(6), digest))
 
     opened = keep_step(comm, "open", prepare, partial(_agree, comm))
@@ -205,7 +208,9 @@ def convert(
     def write() -> Kept[Copied]:
         with watch.phase("write"), _pointing_at_verify(job.copies.source):
             copied = write_copies(job.copies, share, save_id, progress, pool)
-        return Kept(copied, _pack(copied))
+        parts = [(number, attrs.astuple(part)) for number, part in copied.parts.items()]
+        sent = {"parts": parts, "bytes_read": copied.bytes_read, "verified": copied.verified}
+        return Kept(copied, sent)
 
     def commit(shares: list[dict[str, Any]]) -> Kept[None]:
         with watch.phase("commit"):
@@ -238,12 +243,6 @@ def _agree(comm: Comm, offers: list[tuple[str, str]]) -> Kept[None]:
             "not depend on the process that runs them: `plan.rank` is the rank of the mesh"
         )
     return Kept(None, offers[comm.coordinator][0])
-
-
-def _digest(target: Target) -> str:
-    """Return a short text that differs if what will be written does."""
-    parts = [fingerprint(target.metadata), *map(fingerprint, target.plans)]
-    return hashlib.blake2b(" ".join(parts).encode(), digest_size=6).hexdigest()
 
 
 def _budget(max_memory: int, reading: int, writing: int) -> CopyBudget:
@@ -296,12 +295,6 @@ def _pointing_at_verify(source: Source) -> Iterator[None]:
     except FormatError as error:
         more = f"to see all that is damaged, verify {source.store.url}"
         raise FormatError(error.file, f"{error.reason}; {more}") from error
-
-
-def _pack(copied: Copied) -> dict[str, Any]:
-    """Return what one process did, as plain data that can be sent."""
-    parts = [(number, attrs.astuple(part)) for number, part in copied.parts.items()]
-    return {"parts": parts, "bytes_read": copied.bytes_read, "verified": copied.verified}
 
 
 def _commit(

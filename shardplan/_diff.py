@@ -241,7 +241,8 @@ def _compare(
         for name, d in found.differing.items()
     ]
     others = [n for n in shared if isinstance(entries[n], BytesMetadata)]
-    alike = set() if read else {name for name in others if _stored_alike(a, b, name)}
+    keys = {} if read else {name: a.source.value_key(name) for name in others}
+    alike = {n for n, key in keys.items() if key is not None and key == b.source.value_key(n)}
     changes += _values(a, b, [name for name in others if name not in alike])
     by_checksum = len(found.unread | alike)
     return attrs.evolve(
@@ -269,12 +270,6 @@ def _structure(a: Reader, b: Reader) -> Iterator[Change]:
                 yield Change(name, "dtype", old.properties.dtype, new.properties.dtype)
         elif type(old) is not type(new):
             yield Change(name, "type", _kind(old), _kind(new))
-
-
-def _stored_alike(a: Reader, b: Reader, name: str) -> bool:
-    """Return True if both sides store a value in a file, with equal checksums."""
-    key = a.source.value_key(name)
-    return key is not None and key == b.source.value_key(name)
 
 
 def _values(a: Reader, b: Reader, names: list[str]) -> Iterator[Change]:
@@ -323,17 +318,13 @@ def _sheet(found: CheckpointDiff) -> Sheet:
 
 def _row(change: Change) -> tuple[str, ...]:
     sides = (change.before, change.after)
-    before, after = ("" if s is None and change.chunks else _text(s) for s in sides)
+    texts = ("" if side is None and change.chunks else repr(side) for side in sides)
+    before, after = (text if len(text) <= _WIDE else f"{text[:_WIDE]}…" for text in texts)
     if change.what in _SIGNS:
         before, after = change.before or "", change.after or ""
     elif change.what in ("shape", "dtype", "type"):
         before, after = (str(list(s)) if isinstance(s, tuple) else str(s) for s in sides)
     return _SIGNS.get(change.what, "~"), change.key, change.what, before, after, _where(change)
-
-
-def _text(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _WIDE else f"{text[:_WIDE]}…"
 
 
 def _where(change: Change) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Final, Literal, SupportsFloat, TypeVar, overload
 
 import attrs
@@ -14,7 +15,7 @@ import attrs
 from shardplan.io import FormatError, ProgressCallback, default_pool
 from shardplan.io.execute import MIN_AGE, by_save, strays
 from shardplan.io.formats import find_any, find_format, known_formats
-from shardplan.io.formats.native import MANIFEST, Manifest, decode_manifest, find_manifest
+from shardplan.io.formats.native import MANIFEST, decode_manifest, find_manifest
 from shardplan.io.stores import Entry, FolderStore, MissingFileError, Store, StoreError, open_store
 from shardplan.planning import Sheet, Table, counted
 from shardplan.planning.storage import Policy, RunEntry, by_age, retain
@@ -359,7 +360,9 @@ def _look(store: Store) -> _Look:
         manifest = None if data is None else decode_manifest(data)
     except FormatError:
         return _Look(damaged=True)  # and it may need any file
-    left = _strays(store, found, manifest)
+    left: tuple[Entry, ...] = ()
+    with suppress(FormatError, StoreError):  # a checkpoint that may need any file, or is gone
+        left = strays(store, found, set() if manifest is None else set(manifest.files.names))
     if manifest is None or data is None:
         files = sum(not entry.name.endswith("/") for entry in found)
         return _Look(strays=left, foreign=files > len(left) and find_any(store) is not None)
@@ -375,13 +378,6 @@ def _look(store: Store) -> _Look:
         len(manifest.files) + 1,
         int(manifest.files.sizes.sum()) + len(data),
     )
-
-
-def _strays(store: Store, found: Sequence[Entry], manifest: Manifest | None) -> tuple[Entry, ...]:
-    try:
-        return strays(store, found, set() if manifest is None else set(manifest.files.names))
-    except (FormatError, StoreError):
-        return ()  # a checkpoint is damaged, or gone by now, and may need any of them
 
 
 @attrs.frozen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from typing import Final
 
 import attrs
@@ -131,11 +132,15 @@ def verify(
         found = _check(format, store, name, progress, pool)
         if not (left and found.faults) or name or not is_another(store, found.save_id, pool=pool):
             break
+    left_behind: tuple[str, ...] = ()
+    if not name:
+        with suppress(StoreError):  # a note is not worth an error
+            left_behind = leftovers(store)
     report = VerifyReport(
         f"{store.url}/{name}" if name else store.url,
         found.faults,
         found.keys,
-        () if name else _leftovers(store),
+        left_behind,
         found.files,
         found.chunks,
         found.nbytes,
@@ -155,13 +160,6 @@ def _check(
     except FormatError as error:  # what describes the checkpoint is damaged
         Progress(0, tell)
         return Findings((Fault("header", error.file, error.reason),))
-
-
-def _leftovers(store: Store) -> tuple[str, ...]:
-    try:
-        return leftovers(store)
-    except StoreError:
-        return ()  # a note is not worth an error
 
 
 def _sheet(report: VerifyReport) -> Sheet:

@@ -1247,7 +1247,7 @@ def test_reads_are_shared_between_machines_even_from_a_disk(tmp_path, monkeypatc
     def host_name():
         return names.setdefault(threading.current_thread().name, f"host-{len(names)}")
 
-    monkeypatch.setattr("shardplan._load_plan.host_name", host_name)
+    monkeypatch.setattr("shardplan._load.host_name", host_name)
     assert load_on(2, "replicated", whole, place)[0].total_read == whole["w"].nbytes
 
 
