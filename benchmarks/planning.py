@@ -67,7 +67,7 @@ from shardplan.planning import (
     world_plans,
 )
 from shardplan.planning.draw import svg
-from shardplan.planning.storage.files import file_numbers
+from shardplan.planning.storage.write import file_numbers
 from shardplan.planning.text import table
 
 HERE = Path(__file__).parent

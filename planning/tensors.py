@@ -25,8 +25,11 @@ from .mesh.placements import (
     Shard,
     StridedShard,
     TensorSpec,
+    holds,
+    local_chunks,
+    local_runs,
+    nested_runs,
 )
-from .mesh.runs import holds, local_chunks, local_runs, nested_runs
 from .records import MetadataIndex, TensorProperties
 from .tree import flatten, is_tensor
 

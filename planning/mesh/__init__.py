@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 from ..door import door
 
 if TYPE_CHECKING:
-    from .derive import DerivedPlans, derive_plans
-    from .described import described_plans, layout_key, on_meta
+    from .derive import DerivedPlans, derive_plans, described_plans, layout_key, on_meta
     from .placements import (
         Mesh,
         Only,
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
         StridedShard,
         TensorSpec,
         as_mesh,
+        local_chunks,
     )
     from .presets import (
         LLAMA_TP,
@@ -31,20 +31,19 @@ if TYPE_CHECKING:
         pipeline,
         tensor_parallel,
     )
-    from .runs import local_chunks
     from .worlds import SpecLayout, WorldPlans, world_metadata, world_plans
 
 __getattr__, __dir__ = door(
     __name__,
     {
-        "derive": "DerivedPlans derive_plans",
-        "described": "described_plans layout_key on_meta",
-        "placements": "Mesh Only Placement Replicate Shard StridedShard TensorSpec as_mesh",
+        "derive": "DerivedPlans derive_plans described_plans layout_key on_meta",
+        "placements": (
+            "Mesh Only Placement Replicate Shard StridedShard TensorSpec as_mesh local_chunks"
+        ),
         "presets": (
             "LLAMA_TP Rule adam expert_parallel fsdp fsdp_tp hsdp llama llama3_405b llama3_8b "
             "pipeline tensor_parallel"
         ),
-        "runs": "local_chunks",
         "worlds": "SpecLayout WorldPlans world_metadata world_plans",
     },
 )

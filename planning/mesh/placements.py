@@ -1,30 +1,46 @@
-"""Meshes, placements and tensor specs: how tensors are laid out over ranks.
+"""Meshes, placements and tensor specs, and the indices of a tensor that a rank holds.
 
 The rules are DTensor's: placements are applied left to right, one per mesh axis, and `Shard` cuts
 as ``torch.chunk`` does. DTensor's chunk lists record one box per rank; here a rank holds as many
-boxes as its elements form, since a strided, uneven shard can consist of several.
+boxes as its elements form, since a strided, uneven shard can consist of several. `shard_runs` works
+on one rank, `axis_runs` on all ranks at once, in columns.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from operator import index
 
 import attrs
+import numpy as np
 
+from ..columns.arrays import Ints, readonly
 from ..dtypes import ITEMSIZE, dtype_name
+from ..errors import RefusedError
 from ..frozen import FrozenDict
-from ..geometry.tilings import as_ints
+from ..geometry.tilings import Chunk, as_ints
 
 __all__ = [
+    "AxisRuns",
     "Mesh",
     "Only",
     "Placement",
     "Replicate",
+    "Run",
     "Shard",
     "StridedShard",
     "TensorSpec",
+    "axis_runs",
+    "cached_axis_runs",
+    "holds",
+    "local_chunks",
+    "local_runs",
+    "nested_runs",
+    "shard_runs",
+    "spread",
 ]
 
 
@@ -188,3 +204,234 @@ class TensorSpec:
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+Run = tuple[int, int]
+"""A run of indices along one axis: its start and its length."""
+
+
+def shard_runs(length: int, cuts: Sequence[tuple[int, int, int]]) -> tuple[Run, ...]:
+    """Return the indices of one axis that a rank holds, as runs, in storage order.
+
+    Args:
+        length: The length of the axis.
+        cuts: The cuts of this axis, in the order they are applied: the number of parts, the part
+            that this rank holds, and the split factor (1 for a plain shard).
+
+    >>> shard_runs(10, [(4, 1, 1)])
+    ((3, 3),)
+    >>> shard_runs(13, [(3, 2, 2), (2, 0, 1)])  # strided over dp 3, then tp 2: rows 6 and 11
+    ((6, 1), (11, 1))
+    """
+    runs: tuple[Run, ...] = ((0, length),) if length else ()
+    for parts, ours, factor in cuts:
+        held = sum(n for _, n in runs)
+        runs = _join(
+            run for start, n in _stripes(held, parts, ours, factor) for run in _cut(runs, start, n)
+        )
+    return runs
+
+
+def _stripes(length: int, parts: int, ours: int, factor: int) -> Iterator[Run]:
+    """Cut into ``factor`` pieces, each into ``parts``, and return one part of every piece."""
+    for piece in range(factor):
+        start, size = _one_part(length, factor, piece)
+        at, n = _one_part(size, parts, ours)
+        if n:
+            yield start + at, n
+
+
+def _one_part(length: int, parts: int, ours: int) -> Run:
+    """Return one of the parts that ``torch.chunk`` makes; the last ones may be short or empty."""
+    size = -(-length // parts)
+    start = min(size * ours, length)
+    return start, min(size, length - start)
+
+
+def _cut(runs: Sequence[Run], start: int, length: int) -> Iterator[Run]:
+    """Return the runs at positions ``start`` to ``start + length`` of the given runs."""
+    passed = 0
+    for at, n in runs:
+        low, high = max(start - passed, 0), min(start + length - passed, n)
+        if low < high:
+            yield at + low, high - low
+        passed += n
+
+
+def _join(runs: Iterator[Run]) -> tuple[Run, ...]:
+    """Merge adjacent runs."""
+    joined: list[Run] = []
+    for start, n in runs:
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = joined[-1][0], joined[-1][1] + n
+        else:
+            joined.append((start, n))
+    return tuple(joined)
+
+
+def local_runs(
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[Placement],
+) -> tuple[tuple[Run, ...], ...]:
+    """Return, per axis of the tensor, the indices that the rank at ``coordinate`` holds."""
+    cuts: list[list[tuple[int, int, int]]] = [[] for _ in shape]
+    if len(placements) != len(mesh_shape):
+        raise ValueError(f"{len(placements)} placements do not fit a mesh of shape {mesh_shape}")
+    for parts, ours, placement in zip(mesh_shape, coordinate, placements, strict=True):
+        if isinstance(placement, (Replicate, Only)):
+            continue
+        if not isinstance(placement, (Shard, StridedShard)):
+            raise RefusedError(f"{placement!r} is not a placement that can be saved")
+        if not -len(shape) <= placement.dim < len(shape):
+            raise ValueError(f"{placement!r} cuts an axis that shape {tuple(shape)} does not have")
+        factor = placement.split_factor if isinstance(placement, StridedShard) else 1
+        cuts[placement.dim].append((parts, ours, factor))
+    return tuple(_cached_runs(n, tuple(cut)) for n, cut in zip(shape, cuts, strict=True))
+
+
+def nested_runs(
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[Placement],
+) -> tuple[tuple[Run, ...], ...] | None:
+    """Return the runs of a tensor that FSDP2 cut after other placements; None if it did not.
+
+    FSDP2 cuts each existing shard by itself, and records that as a strided placement before the
+    others. The two agree only if everything divides evenly.
+
+    >>> placements = [StridedShard(0, split_factor=2), Shard(0)]
+    >>> nested_runs((13,), (3, 2), (2, 0), placements)
+    (((6, 1),),)
+    >>> local_runs((13,), (3, 2), (2, 0), placements)
+    (((6, 1), (11, 1)),)
+    """
+    cuts: list[list[tuple[int, int, int]]] = [[] for _ in shape]
+    last: dict[int, tuple[int, int, int]] = {}  # by axis, the cut of FSDP2
+    factors: dict[int, int] = {}
+    for parts, ours, placement in zip(mesh_shape, coordinate, placements, strict=True):
+        if isinstance(placement, Shard):
+            cuts[placement.dim].append((parts, ours, 1))
+        elif isinstance(placement, StridedShard):
+            if placement.dim in last or cuts[placement.dim]:
+                return None
+            last[placement.dim], factors[placement.dim] = (parts, ours, 1), placement.split_factor
+    if not factors or any(
+        math.prod(parts for parts, _, _ in cuts[dim]) != f for dim, f in factors.items()
+    ):
+        return None
+    for dim, cut in last.items():
+        cuts[dim].append(cut)
+    return tuple(_cached_runs(n, tuple(cut)) for n, cut in zip(shape, cuts, strict=True))
+
+
+_cached_runs = lru_cache(maxsize=1 << 12)(shard_runs)
+
+
+def holds(coordinate: Sequence[int], placements: Sequence[Placement]) -> bool:
+    """Return True if `Only` placements let the rank at ``coordinate`` hold a part."""
+    return all(
+        at in placement.coordinates
+        for at, placement in zip(coordinate, placements, strict=False)
+        if isinstance(placement, Only)
+    )
+
+
+def local_chunks(
+    shape: Sequence[int],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[Placement],
+) -> tuple[Chunk, ...]:
+    """Return the boxes of a tensor that the rank at ``coordinate`` holds, none of them empty.
+
+    >>> local_chunks((13,), (3, 2), (2, 0), [StridedShard(0, split_factor=2), Shard(0)])
+    (Chunk(offsets=(6,), sizes=(1,)), Chunk(offsets=(11,), sizes=(1,)))
+    """
+    runs = local_runs(shape, mesh_shape, coordinate, placements)
+    if not holds(coordinate, placements):
+        return ()
+    return tuple(
+        Chunk([at for at, _ in box], [n for _, n in box]) for box in itertools.product(*runs)
+    )
+
+
+@attrs.frozen(eq=False)
+class AxisRuns:
+    """The indices of one axis that each combination of coordinates holds; one row per run.
+
+    Attributes:
+        first: The first run of each combination; the last entry is the number of runs.
+        start: The first index of each run, in storage order.
+        length: The number of indices in each run.
+    """
+
+    first: Ints
+    start: Ints
+    length: Ints
+
+
+def axis_runs(length: int, cuts: Sequence[tuple[int, int]]) -> AxisRuns:
+    """Return what `shard_runs` does, for all combinations of coordinates at once.
+
+    Args:
+        length: The length of the axis.
+        cuts: The cuts of this axis, in the order they are applied: the number of parts, and the
+            split factor (1 for a plain shard). Combinations are numbered row-major.
+
+    >>> runs = axis_runs(13, [(3, 2), (2, 1)])  # strided over dp 3, then tp 2
+    >>> held = slice(*runs.first[4:6])  # dp 2, tp 0: rows 6 and 11
+    >>> runs.start[held].tolist(), runs.length[held].tolist()
+    ([6, 11], [1, 1])
+    """
+    first = np.array([0, int(length > 0)])
+    start, extent = np.zeros(first[-1], np.int64), np.full(first[-1], length, np.int64)
+    for parts, factor in cuts:
+        # All that is held, end to end: run i lies at positions[i] to positions[i + 1].
+        positions = np.concatenate([[0], np.cumsum(extent)])
+        base = positions[first][:-1, None, None]
+        held = np.diff(positions[first])[:, None, None]
+        piece, size = _part(held, factor, np.arange(factor))
+        at, count = _part(size, parts, np.arange(parts)[:, None])
+        low = (base + piece + at).ravel()  # one row per stripe, by combination, part and piece
+        high = low + count.ravel()
+        owner = np.arange(len(low)) // factor
+        owner, low, high = (a[low < high] for a in (owner, low, high))
+        begin = np.searchsorted(positions, low, "right") - 1
+        stripe, nth = spread(np.searchsorted(positions, high, "left") - begin)
+        run = begin[stripe] + nth
+        low, high = (
+            np.maximum(low[stripe], positions[run]),
+            np.minimum(high[stripe], positions[run + 1]),
+        )
+        owner, start, extent = owner[stripe], start[run] + low - positions[run], high - low
+        follows = (owner[1:] == owner[:-1]) & (start[1:] == start[:-1] + extent[:-1])
+        heads = np.flatnonzero(np.concatenate([np.ones(min(len(owner), 1), bool), ~follows]))
+        extent = np.add.reduceat(extent, heads) if len(heads) else extent
+        owner, start = owner[heads], start[heads]
+        first = np.searchsorted(owner, np.arange((len(first) - 1) * parts + 1))
+    return AxisRuns(readonly(first), readonly(start), readonly(extent))
+
+
+cached_axis_runs: Callable[[int, tuple[tuple[int, int], ...]], AxisRuns] = lru_cache(maxsize=128)(
+    axis_runs
+)
+
+
+def _part(length: Ints, parts: int, ours: Ints) -> tuple[Ints, Ints]:
+    """Return the start and the size of the parts that ``torch.chunk`` makes."""
+    size = -(-length // parts)
+    start = np.minimum(size * ours, length)
+    return start, np.minimum(size, length - start)
+
+
+def spread(counts: Ints) -> tuple[Ints, Ints]:
+    """Repeat each row number ``counts`` times; return the rows, and the number of each repeat.
+
+    >>> [a.tolist() for a in spread(np.array([2, 0, 1]))]
+    [[0, 0, 2], [0, 1, 0]]
+    """
+    row = np.repeat(np.arange(len(counts)), counts)
+    return row, np.arange(len(row)) - (np.cumsum(counts) - counts)[row]

@@ -28,8 +28,21 @@ from ..plans import SavePlan
 from ..records import TensorProperties, WriteItemType
 from ..text import Printed, Sheet, counted, human_bytes, listing
 from ..tree import flatten, is_tensor, nesting_data
-from .placements import Mesh, Only, Placement, Replicate, Shard, StridedShard, TensorSpec, as_mesh
-from .runs import AxisRuns, cached_axis_runs, holds, local_chunks, spread
+from .placements import (
+    AxisRuns,
+    Mesh,
+    Only,
+    Placement,
+    Replicate,
+    Shard,
+    StridedShard,
+    TensorSpec,
+    as_mesh,
+    cached_axis_runs,
+    holds,
+    local_chunks,
+    spread,
+)
 
 __all__ = ["SpecLayout", "WorldPlans", "world_metadata", "world_plans"]
 

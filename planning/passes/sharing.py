@@ -19,8 +19,7 @@ from ..geometry.tilings import Grid, Tiling, pad
 from ..metadata import Metadata, TensorMetadata
 from ..plans import LoadPlan, SavePlan
 from ..records import LoadItemType, WriteItemType
-from ..storage.blocks import BLOCK_BYTES, cut_blocks
-from ..storage.located import Located, locate_reads
+from ..storage.blocks import BLOCK_BYTES, Located, cut_blocks, locate_reads
 from ..storage.ranges import fetched, has_narrow_gaps, lies_together
 from .base import Step
 from .chunks import assign

@@ -27,7 +27,7 @@ from ..geometry.tilings import Grid, Tiling, pad, tile
 from ..metadata import Entries, Metadata
 from ..plans import LoadPlan, SavePlan
 from ..records import LoadItemType
-from ..storage.located import ChunkTable, entries_of
+from ..storage.blocks import ChunkTable, entries_of
 from .writers import Writers
 
 __all__ = ["FileCost", "RankCost", "Traffic", "count_runs", "load_traffic", "save_traffic"]

@@ -17,7 +17,7 @@ from ..mesh.worlds import WorldPlans
 from ..metadata import Entries, Metadata
 from ..plans import SavePlan
 from ..records import MetadataIndex
-from ..storage.located import ChunkTable, look_up
+from ..storage.blocks import ChunkTable, look_up
 from ..text import counted
 
 __all__ = ["Writers", "writers_by_plans", "writers_of"]

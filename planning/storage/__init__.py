@@ -5,7 +5,18 @@ from typing import TYPE_CHECKING
 from ..door import door
 
 if TYPE_CHECKING:
-    from .blocks import BLOCK_BYTES, Blocks, boxes_of, cut_blocks, reach_of, reads_of
+    from .blocks import (
+        BLOCK_BYTES,
+        Blocks,
+        ChunkTable,
+        boxes_of,
+        cut_blocks,
+        entries_of,
+        find_chunks,
+        locate_reads,
+        reach_of,
+        reads_of,
+    )
     from .copy import (
         BATCH_BYTES,
         Box,
@@ -29,8 +40,6 @@ if TYPE_CHECKING:
         Requested,
         fetch_plan,
     )
-    from .files import file_numbers, save_id_of
-    from .located import ChunkTable, entries_of, find_chunks, locate_reads
     from .ranges import (
         SMALL,
         ByteRanges,
@@ -45,16 +54,6 @@ if TYPE_CHECKING:
         whole_blocks,
     )
     from .retention import Policy, Retained, RunEntry, by_age, retain
-    from .shards import (
-        MAX_SHARD_SIZE,
-        Shards,
-        assign_shards,
-        number_shards,
-        parse_size,
-        refuse_split,
-        shard_plans,
-        shards_of,
-    )
     from .shared_reads import (
         MOST_READS,
         Arrival,
@@ -68,19 +67,33 @@ if TYPE_CHECKING:
         sharing_pays,
     )
     from .target import Placements, Target, Traits, plan_target
-    from .write import WritePlan, write_plan
+    from .write import (
+        MAX_SHARD_SIZE,
+        Shards,
+        WritePlan,
+        assign_shards,
+        file_numbers,
+        number_shards,
+        parse_size,
+        refuse_split,
+        save_id_of,
+        shard_plans,
+        shards_of,
+        write_plan,
+    )
 
 __getattr__, __dir__ = door(
     __name__,
     {
-        "blocks": "BLOCK_BYTES Blocks boxes_of cut_blocks reach_of reads_of",
+        "blocks": (
+            "BLOCK_BYTES Blocks ChunkTable boxes_of cut_blocks entries_of find_chunks locate_reads "
+            "reach_of reads_of"
+        ),
         "copy": (
             "BATCH_BYTES Box CopyBudget CopyPlan StoredChunks copy_budget copy_plan file_bytes "
             "read_boxes share_plans tensor_bytes"
         ),
         "fetch": ("Access BoxReads ChunkPlaces FAR_GAP FetchPlan PIECE_BYTES Requested fetch_plan"),
-        "files": "file_numbers save_id_of",
-        "located": "ChunkTable entries_of find_chunks locate_reads",
         "ranges": (
             "ByteRanges Requests SMALL byte_ranges coalesce fetched filled lies_together "
             "range_axis steps whole_blocks"
@@ -90,11 +103,10 @@ __getattr__, __dir__ = door(
             "Arrival MOST_READS Need Piece Round SharedRounds need_of plan_bytes shared_rounds "
             "sharing_pays"
         ),
-        "shards": (
-            "MAX_SHARD_SIZE Shards assign_shards number_shards parse_size refuse_split shard_plans "
-            "shards_of"
-        ),
         "target": "Placements Target Traits plan_target",
-        "write": "WritePlan write_plan",
+        "write": (
+            "MAX_SHARD_SIZE Shards WritePlan assign_shards file_numbers number_shards parse_size "
+            "refuse_split save_id_of shard_plans shards_of write_plan"
+        ),
     },
 )

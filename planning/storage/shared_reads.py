@@ -27,7 +27,7 @@ from ..geometry.tilings import pad
 from ..metadata import Entries, Metadata
 from ..plans import LoadPlan
 from ..records import LoadItemType
-from .located import Located, locate_reads
+from .blocks import Located, locate_reads
 from .ranges import fetched
 
 MOST_READS: Final = 1 << 22

@@ -24,7 +24,7 @@ from ..plans import SavePlan
 from ..records import WriteItemType
 from ..save import DEFAULT_PASSES, global_plan
 from .copy import StoredChunks
-from .shards import MAX_SHARD_SIZE, refuse_split, shard_plans
+from .write import MAX_SHARD_SIZE, refuse_split, shard_plans
 
 __all__ = ["Placements", "Target", "Traits", "plan_target"]
 

@@ -8,7 +8,7 @@
     def test_my_pass_loses_nothing(plans):
         assert_written_once(*global_plan(plans, passes=[my_pass(), dedup_replicas()]))
 
-Tensors are small, because the oracles of `planning.testing.oracles` look at every element, and
+Tensors are small, because the oracles of `planning.testing` look at every element, and
 examples shrink towards one small tensor on one rank. Needs the extra ``shardplan[hypothesis]``.
 """
 
@@ -32,11 +32,11 @@ from ..mesh.placements import (
     Shard,
     StridedShard,
     TensorSpec,
+    local_chunks,
 )
-from ..mesh.runs import local_chunks
 from ..plans import SavePlan
 from ..records import MetadataIndex, TensorProperties, TensorWriteData, WriteItem, WriteItemType
-from .oracles import (
+from . import (
     assert_all_saved,
     assert_read_once,
     assert_written_once,

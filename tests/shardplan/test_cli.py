@@ -40,7 +40,7 @@ from shardplan.planning import (
     world_plans,
 )
 from shardplan.planning.columns.catalog import column
-from shardplan.planning.storage.files import file_name
+from shardplan.planning.storage.write import file_name
 from shardplan.planning.text import runs_text
 
 ROOT = Path(__file__).resolve().parents[2]

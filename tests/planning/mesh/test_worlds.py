@@ -49,7 +49,7 @@ from shardplan.planning import (
     local_plan,
 )
 from shardplan.planning.mesh import worlds as topology
-from shardplan.planning.mesh.placements import Only
+from shardplan.planning.mesh.placements import Only, axis_runs, shard_runs
 from shardplan.planning.mesh.presets import (
     LLAMA_TP,
     adam,
@@ -63,7 +63,6 @@ from shardplan.planning.mesh.presets import (
     pipeline,
     tensor_parallel,
 )
-from shardplan.planning.mesh.runs import axis_runs, shard_runs
 from shardplan.planning.mesh.worlds import SpecLayout, WorldPlans, world_metadata, world_plans
 from shardplan.planning.testing.strategies import meshes, placements, shapes, tensor_specs
 

@@ -38,7 +38,7 @@ from shardplan.planning import (
     world_pass,
 )
 from shardplan.planning.passes.chunks import assign
-from shardplan.planning.testing.oracles import assert_read_once, assert_written_once
+from shardplan.planning.testing import assert_read_once, assert_written_once
 from shardplan.planning.testing.strategies import save_plans
 
 # Passes that keep every element, whatever the plans.

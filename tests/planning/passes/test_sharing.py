@@ -27,7 +27,7 @@ from shardplan.planning import (
     world_pass,
     world_plans,
 )
-from shardplan.planning.testing.oracles import assert_read_once
+from shardplan.planning.testing import assert_read_once
 from shardplan.planning.testing.strategies import save_plans
 
 
