@@ -1,4 +1,4 @@
-"""The manifest's text: all that is global about a checkpoint, in one JSON file.
+"""The manifest: all that is global about a checkpoint, as a record and as one JSON file.
 
 It is written last and replaced atomically: a checkpoint exists from the instant that its manifest
 does. Equal tilings, properties and columns of file numbers are written once, so that half a million
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Final
 
 import attrs
@@ -29,6 +31,7 @@ from shardplan.planning import (
 )
 from shardplan.planning.columns import DAMAGE, Ints, column, readonly, within
 from shardplan.planning.geometry import Boxes, Tiling, shape_fault
+from shardplan.planning.storage import BLOCK_BYTES
 
 from ...checksums import Sums, sums_from_hex, sums_to_hex, xxhash
 from ...errors import FormatError
@@ -36,7 +39,6 @@ from ...limits import LIMITS, MAX_BYTES, check_size, read_whole
 from ...stores.base import MissingFileError, Store, StoreError, check_path
 from ...values import RAW
 from ..base import read_bytes
-from .manifest_record import FileTable, Manifest
 
 MANIFEST: Final = "shardplan.json"
 VERSIONS: Final = (1, 2)
@@ -52,6 +54,107 @@ _EMPTY_SEATS: Final = 1 << 20  # entries that lists may have in all, beyond thos
 _HEAD: Final = re.compile(rb'\{"format":"shardplan","version":(\d+),"xxh3_64":"([0-9a-f]{16})",')
 _TEXT: Final = bytes(range(32, 127))  # what its text is made of
 _FILE: Final = re.compile(r"[^/]+\.safetensors")
+
+
+@attrs.frozen(eq=False)
+class FileTable:
+    """A checkpoint's data files, one row each; sizes and lengths of headers are in bytes."""
+
+    names: tuple[str, ...]
+    sizes: Ints
+    headers: Ints
+    digests: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+@attrs.frozen(eq=False, slots=False)
+class Manifest:
+    """A checkpoint, all but its bytes.
+
+    Attributes:
+        places: The distinct columns of file numbers, one number a chunk.
+        place: Per entry of the metadata, which of these columns it has; -1 for an inline value.
+        sums: The checksum of every chunk, by entry, then by chunk; see `sums_of`.
+        values: Non-tensor values, by name: kind (see `StoredValue`), and the JSON data of
+            an inline one, or how many bytes another takes.
+        created: When it was made, in seconds since 1970.
+        block_bytes: The most bytes of a block; see `shardplan.planning.storage.blocks`.
+    """
+
+    save_id: str
+    metadata: Metadata
+    files: FileTable
+    places: tuple[Ints, ...]
+    place: Ints
+    sums: Sums
+    values: Mapping[str, tuple[str, Any]]
+    created: float = 0.0
+    block_bytes: int = BLOCK_BYTES
+
+    @property
+    def entries(self) -> Entries:
+        """The metadata's entries, in columns."""
+        return self.metadata.state_dict_metadata
+
+    @cached_property
+    def start(self) -> Ints:
+        """Per entry, where its chunks start among all chunks; and how many chunks there are."""
+        counts = column([*map(len, self.places), 0])[self.place]
+        return readonly(np.concatenate([[0], np.cumsum(counts)]))
+
+    def sums_of(self, name: str) -> Sums:
+        """Return the checksum of each chunk of one entry; none for an inline value."""
+        row = self.entries.row_of[name]
+        return self.sums[self.start[row] : self.start[row + 1]]
+
+    @property
+    def file_bytes(self) -> Ints:
+        """How many bytes the chunks of each file take; tensors alike are counted, not visited."""
+        entries, limit = self.entries, float(self.files.sizes.sum())
+        tensors = np.stack([self.place, entries.layout, entries.prop])[:, entries.layout >= 0]
+        kinds = Counter(map(tuple, tensors.T.tolist()))
+        width = column([p.itemsize for p in entries.props])
+        files, sizes = [column([])], [column([])]
+        for (place, layout, prop), count in kinds.items():
+            where, tiling = self.places[place], entries.layouts[layout].tiling
+            if len(where) != len(tiling):  # before any chunk of a grid is made
+                raise ValueError(f"{len(tiling)} chunks lie in {len(where)} files")
+            volume = _volumes(tiling)
+            if float(volume.sum(dtype=float)) * float(width[prop]) * count > limit:
+                raise ValueError("its chunks are larger than its files")
+            files.append(where)
+            sizes.append(volume * (width[prop] * count))
+        for name, (kind, data) in self.values.items():
+            if kind != "inline":
+                where = self.files_of(name)
+                if len(where) != 1:
+                    raise ValueError(f"the value of `{name}` lies in {len(where)} files")
+                files.append(where)
+                sizes.append(column([data]))
+        every = np.concatenate(sizes)
+        if every.sum(dtype=float) > limit:
+            raise ValueError("its chunks are larger than its files")
+        total = np.zeros(len(self.files), np.int64)
+        np.add.at(total, np.concatenate(files), every)
+        return total
+
+    def files_of(self, name: str) -> Ints:
+        """Return the number of the file of each chunk of one entry; none for an inline value."""
+        place = self.place[self.entries.row_of[name]]
+        return column([]) if place < 0 else self.places[place]
+
+
+def _volumes(tiling: Tiling) -> Ints:
+    """Return how many elements each chunk has, in little more memory than that."""
+    if not isinstance(tiling, Grid):
+        volume: Ints = tiling.sizes.prod(axis=1)
+        return volume
+    volume = np.ones(1, np.int64)
+    for cuts in tiling.cuts:
+        volume = np.multiply.outer(volume, np.diff(cuts)).reshape(-1)
+    return volume
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -229,6 +332,11 @@ def _decode(body: dict[str, Any]) -> Manifest:
     none = np.full(len(stored), -1, np.int64)
     prop, layout = (readonly(np.concatenate([c, none])) for c in columns[:2])
     place = np.concatenate([columns[2], column([at for _, _, at in stored.values()])])
+    created, sums = body["created"], _text(body["sums"])
+    if type(created) not in (int, float) or not 0 <= created < _LAST_SECOND:
+        raise ValueError("its time of creation is not a number of seconds since 1970")
+    if len(sums) % 16:
+        raise ValueError(f"its sums have {len(sums):,} digits, and a checksum has sixteen")
     manifest = Manifest(
         _text(body["save_id"]),
         Metadata(
@@ -240,16 +348,21 @@ def _decode(body: dict[str, Any]) -> Manifest:
         files,
         places,
         readonly(place),
-        _sums(_text(body["sums"])),
+        sums_from_hex(sums),
         {name: (kind, data) for name, (kind, data, _) in stored.items()},
-        _time(body["created"]),
+        float(created),
         int(_column([body["block_bytes"]], MAX_BYTES, "a block's size")[0]),
     )
     if manifest.block_bytes < 1:
         raise ValueError(f"its block_bytes are {manifest.block_bytes}, and a block has some")
     if len(manifest.sums) != manifest.start[-1]:
         raise ValueError(f"{manifest.start[-1]} chunks have {len(manifest.sums)} checksums")
-    _check_bytes(manifest)
+    expected = files.headers + manifest.file_bytes
+    for number in np.flatnonzero(expected != files.sizes)[:1].tolist():
+        raise ValueError(
+            f"{files.names[number]} should have {files.sizes[number]} bytes, and its header and "
+            f"chunks take {expected[number]}"
+        )
     return manifest
 
 
@@ -315,17 +428,6 @@ def _decode_value(value: Any, places: int) -> tuple[str, Any, int]:
     return kind, data, place
 
 
-def _check_bytes(manifest: Manifest) -> None:
-    """Refuse sizes of files that their headers and chunks do not add up to."""
-    files = manifest.files
-    got = files.headers + manifest.file_bytes
-    for number in np.flatnonzero(got != files.sizes)[:1].tolist():
-        raise ValueError(
-            f"{files.names[number]} should have {files.sizes[number]} bytes, and its header and "
-            f"chunks take {got[number]}"
-        )
-
-
 def _check_paths(planner_data: Any, names: Sequence[str]) -> None:
     """Refuse paths that no nested state dict has, and lists that are nearly empty.
 
@@ -349,18 +451,6 @@ def _check_paths(planner_data: Any, names: Sequence[str]) -> None:
         raise ValueError(f"its lists would have {sum(lengths.values()):,} entries")
     if paths:
         unflatten(dict.fromkeys(names), paths)
-
-
-def _sums(text: str) -> Sums:
-    if len(text) % 16:
-        raise ValueError(f"its sums have {len(text):,} digits, and a checksum has sixteen")
-    return sums_from_hex(text)
-
-
-def _time(value: Any) -> float:
-    if type(value) not in (int, float) or not 0 <= value < _LAST_SECOND:
-        raise ValueError("its time of creation is not a number of seconds since 1970")
-    return float(value)
 
 
 def _column(values: Sequence[int], end: int, what: str) -> Ints:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,17 +11,17 @@ import numpy as np
 
 from shardplan.planning import find_issues
 from shardplan.planning.columns import Ints, column
+from shardplan.planning.geometry import Chunk
 from shardplan.planning.storage import save_id_of
 
-from ...checksums import XXH3, Sums
+from ...checksums import XXH3, Sums, hash_views
 from ...errors import FormatError, listed
 from ...pool import Pool, ProgressCallback, default_pool
 from ...stores.base import MissingFileError, Store
 from ...values import RAW, StoredValue, load_value
 from ..base import ChunkPlace, Fault, FileColumns, Findings, Format, Source, read_bytes
-from ..headers import parse_header
+from ..headers import MAX_HEADER, Header, Slot, parse_header
 from .manifest import MANIFEST, Manifest, decode_manifest, find_manifest, read_manifest
-from .manifest_record import Expected
 
 if TYPE_CHECKING:
     from .write import NativeWriter
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 _REMEDY: Final = (
     "; copy the checkpoint whole, or if it was overwritten or pruned meanwhile, open it again"
 )
+_PARSED: Final = 8  # how many times its own size a header takes in memory while it is read
 _DECODED: Final = 4  # how many times its own size a value takes while it is decoded
 
 
@@ -79,6 +80,54 @@ class NativeFormat(Format):
     def save_of(self, file: str) -> str | None:
         """Return which save wrote a file; see `Format.save_of`."""
         return save_id_of(file)
+
+
+class Expected:
+    """What a manifest says of each file, to be compared with the file's header."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        counts = np.diff(manifest.start)
+        row = np.repeat(np.arange(len(counts)), counts)  # one row a chunk of any entry
+        places = [manifest.places[p] for p in manifest.place.tolist() if p >= 0]
+        file = np.concatenate([column([]), *places])
+        self._order = np.argsort(file, kind="stable")
+        self._edges = np.searchsorted(file[self._order], np.arange(len(manifest.files) + 1))
+        self._row, self._chunk = row, np.arange(len(row)) - manifest.start[row]
+        self._boxes: dict[int, tuple[Chunk, ...]] = {}
+
+    def slots(self, number: int) -> Iterator[tuple[int, Slot]]:
+        """Yield the chunks of one file: the number of each among all chunks, and what it is."""
+        for at in self._order[self._edges[number] : self._edges[number + 1]].tolist():
+            yield at, self.slot(int(self._row[at]), int(self._chunk[at]))
+
+    def slot(self, row: int, chunk: int) -> Slot:
+        """Return one chunk of an entry; the manifest does not say where it begins."""
+        entries = self._manifest.entries
+        name, layout = entries.names[row], int(entries.layout[row])
+        if layout < 0:
+            return Slot(name, "uint8", (int(self._manifest.values[name][1]),), (0,))
+        if layout not in self._boxes:  # a thousand layers cut alike share one
+            self._boxes[layout] = tuple(entries.layouts[layout].tiling)
+        box = self._boxes[layout][chunk]
+        return Slot(name, entries.props[entries.prop[row]].dtype, box.sizes, box.offsets)
+
+    def header_bytes(self, number: int, size: int) -> int:
+        """Return how many bytes of a file of this size are its header, if it is the saved one."""
+        return min(int(self._manifest.files.headers[number]), MAX_HEADER + 8, size)
+
+    def header_cost(self, number: int) -> int:
+        """Return how many bytes of memory it takes to parse the header of a file."""
+        return _PARSED * int(self._manifest.files.headers[number])
+
+    def fits(self, number: int, data: bytes) -> bool:
+        """Return whether these bytes are the header that was saved."""
+        return hash_views([memoryview(data)]) == self._manifest.files.digests[number]
+
+    def wrote(self, number: int, header: Header) -> bool:
+        """Return whether a header claims to be of this save, and of the file of that number."""
+        ours = (self._manifest.save_id, self._manifest.files.names[number])
+        return (header.save_id, header.name) == ours
 
 
 class NativeSource(Source):

@@ -30,8 +30,7 @@ from ...values import StoredValue, load_value
 from ..base import Fault, FaultKind, Findings, read_bytes
 from ..headers import Header, Slot, header_length, parse_header
 from .manifest import MANIFEST, Manifest, decode_manifest, find_manifest
-from .manifest_record import Expected
-from .source import size_fault
+from .source import Expected, size_fault
 
 _TASK: Final = 16 << 20  # bytes that are worth a thread's while
 _TASK_BLOCKS: Final = 1 << 12
