@@ -48,7 +48,7 @@ thorough: $(STAMP) ## run the tests with many more random examples
 	HYPOTHESIS_PROFILE=thorough $(BIN)/pytest -n 2 --dist loadfile
 
 demo: $(STAMP) ## run the demo
-	$(BIN)/python -P -m shardplan.demo
+	$(BIN)/python -P -m shardplan demo
 
 bench: $(STAMP) ## compare planning, saving, loading and converting with torch
 	$(BIN)/python -P benchmarks/planning.py

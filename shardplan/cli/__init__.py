@@ -1,8 +1,8 @@
 """The command line: ``shardplan inspect | plan | verify | diff | cat | convert | prune | demo``.
 
-Each command is a function in the module of its name (`diff` in `verify`); its docstring is its
-help. A command is imported when it is called, and torch only if it needs tensors, so that the
-program starts in a tenth of a second.
+Each command is a function in the module that `app` lists; its docstring is its help. A command is
+imported when it is called, and torch only if it needs tensors, so that the program starts in a
+tenth of a second.
 """
 
 import gc

@@ -6,9 +6,8 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from importlib import import_module
 from inspect import getdoc
 from typing import Annotated, Any, Final
@@ -28,18 +27,18 @@ _EXIT_CODES: Final = (
     "Exit codes: 0 fine; 1 diff found differences, or verify damage; 2 wrong usage, bad input, or "
     "it could not be done; 130 interrupted."
 )
-# The commands, in the order of the help, each with a short description.
+# The commands, in the order of the help, each with its module and a short description.
 _COMMANDS: Final = {
-    "inspect": "Show what a checkpoint holds.",
-    "plan": "Show what loading it on other ranks would cost.",
-    "verify": "Check every byte.",
-    "diff": "Compare two checkpoints.",
-    "cat": "Show elements of a tensor, or a value.",
-    "convert": "Write another format, or shard in another way.",
-    "prune": "Remove all but the newest checkpoints.",
-    "demo": "Train, save, reshard, convert and verify a small model.",
+    "inspect": ("inspect", "Show what a checkpoint holds."),
+    "plan": ("plan", "Show what loading it on other ranks would cost."),
+    "verify": ("actions", "Check every byte."),
+    "diff": ("actions", "Compare two checkpoints."),
+    "cat": ("cat", "Show elements of a tensor, or a value."),
+    "convert": ("actions", "Write another format, or shard in another way."),
+    "prune": ("actions", "Remove all but the newest checkpoints."),
+    "demo": ("actions", "Train, save, reshard, convert and verify a small model."),
 }
-_MODULES: Final = {"diff": "verify"}  # commands that share the module of another one
+_EVERYWHERE: Final = ("verbose", "debug")  # options of every command, and of the program
 _COMPLETIONS: Final = ("--install-completion", "--show-completion")
 # Arguments in messages of the library, and the options that stand for them here.
 _OPTIONS: Final = {
@@ -56,30 +55,6 @@ _SHOWN: Final = 3  # reasons of one error that fit a line
 _USAGE: Final[Any] = typer.BadParameter.__mro__[2]
 
 
-@cache
-def _command(name: str) -> Any:
-    """Import and build one command; its docstring is its help."""
-    short = _COMMANDS[name]
-    run = getattr(import_module(f".{_MODULES.get(name, name)}", __package__), name)
-    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    text = f"{getdoc(run)}\n\n{_EXIT_CODES}"
-    alone.command(name, short_help=short, help=text)(run)
-    return typer.main.get_command(alone)
-
-
-class _Commands(Mapping[str, Any]):
-    """The commands by name, each built on demand, since typer takes long to build one."""
-
-    def __getitem__(self, name: str) -> Any:
-        return _command(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(_COMMANDS)
-
-    def __len__(self) -> int:
-        return len(_COMMANDS)
-
-
 class _Program(TyperGroup):
     """The program; it turns any exception into one line on stderr and an exit code."""
 
@@ -87,7 +62,21 @@ class _Program(TyperGroup):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.commands = _Commands()
+        self.commands = dict.fromkeys(_COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Import and build a command only now, since that takes long; its docstring is its help."""
+        if cmd_name not in _COMMANDS:
+            return None
+        module, short = _COMMANDS[cmd_name]
+        run = getattr(import_module(f".{module}", __package__), cmd_name)
+        alone = typer.Typer(
+            add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+        )
+        alone.command(cmd_name, short_help=short, help=f"{getdoc(run)}\n\n{_EXIT_CODES}")(run)
+        command: Any = typer.main.get_command(alone)
+        command.params += [param for param in self.params if param.name in _EVERYWHERE]
+        return command
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments before the command; a shell may follow a completion option."""
@@ -95,10 +84,6 @@ class _Program(TyperGroup):
             if len(args) > 1 and args[0] in _COMPLETIONS and not args[1].startswith("-"):
                 _complete(ctx, *args)
             return super().parse_args(ctx, args)
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of the commands, in the order of the help."""
-        return list(self.commands)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
@@ -153,7 +138,10 @@ def message(error: Exception) -> str:
     "this needs torch: pip install 'shardplan[torch]'"
     """
     if isinstance(error, _USAGE):
-        return _usage(error)
+        usage: Any = error
+        text = " ".join(usage.format_message().split()).rstrip(".")
+        ctx = getattr(error, "ctx", None)
+        return f"{text}; see {ctx.command_path} --help" if ctx is not None else text
     issues = list(dict.fromkeys(map(str, getattr(error, "issues", ()))))
     if len(issues) > 1:
         more = f"; and {len(issues) - _SHOWN:,} more" if len(issues) > _SHOWN else ""
@@ -165,20 +153,12 @@ def message(error: Exception) -> str:
     text = "; ".join([text, *getattr(error, "__notes__", ())])
     text = _WORDS.sub(lambda found: _OPTIONS[found[0]], " ".join(text.split()))
     if isinstance(error, ModuleNotFoundError) and "pip " not in text:
-        package = (error.name or "").partition(".")[0]
-        return (
-            f"this needs {package}: pip install '{EXTRAS[package]}'" if package in EXTRAS else text
-        )
+        extra = EXTRAS.get(package := (error.name or "").partition(".")[0])
+        return f"this needs {package}: pip install '{extra}'" if extra else text
     known = (ValueError, OSError, LookupError, TypeError, ImportError)
     if isinstance(error, known) or type(error).__module__.startswith("shardplan."):
         return text
     return f"unexpected {type(error).__name__}: {text} (--debug shows where)"
-
-
-def _usage(error: Any) -> str:
-    text = " ".join(error.format_message().split()).rstrip(".")
-    ctx = getattr(error, "ctx", None)
-    return f"{text}; see {ctx.command_path} --help" if ctx is not None else text
 
 
 app = typer.Typer(
@@ -204,13 +184,13 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
+_Version = typer.Option("--version", help="Show the version.", callback=_version, is_eager=True)
+
+
 @app.callback()
 def _everything(
     ctx: typer.Context,
-    version: Annotated[
-        bool,
-        typer.Option("--version", help="Show the version.", callback=_version, is_eager=True),
-    ] = False,
+    version: Annotated[bool, _Version] = False,
     verbose: Verbose = False,
     debug: Debug = False,
 ) -> None:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Container, Sequence
+from pprint import pformat
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import attrs
-import typer
+from typer import Argument, Option
 
 from shardplan.planning import counted, shape_text
 
-from .names import hint
-from .options import Ckpt, Debug, Json, Verbose, complete_name
+from .options import Ckpt, Json, complete_name
 from .screen import print_json, safe, show, waiting, width
 
 if TYPE_CHECKING:
@@ -22,33 +21,21 @@ if TYPE_CHECKING:
     import torch
 
     from shardplan._checkpoint import Axis, SavedTensor
-    from shardplan.io.formats import Source
 
 __all__ = ["cat", "parse_key"]
 
 _INDEXED: Final = re.compile(r"(.+)\[([^\[\]]*)\]", re.DOTALL)
 _EDGE: Final = 3  # elements shown at each end of a long axis
 _WHOLE: Final = 1000  # the most elements shown in full
+_KEY: Final = "A name, with an index or without."
 
 
 def cat(
     ckpt: Ckpt,
-    key: Annotated[
-        str,
-        typer.Argument(
-            metavar="KEY",
-            help="A name, with an index or without.",
-            show_default=False,
-            autocompletion=complete_name,
-        ),
-    ],
-    everything: Annotated[
-        bool, typer.Option("--all", help="Show all elements, however many.")
-    ] = False,
-    precision: Annotated[int, typer.Option("--precision", min=0, help="Digits shown.")] = 4,
+    key: Annotated[str, Argument(metavar="KEY", help=_KEY, autocompletion=complete_name)],
+    everything: Annotated[bool, Option("--all", help="Show all elements, however many.")] = False,
+    precision: Annotated[int, Option(min=0, help="Digits shown.")] = 4,
     json: Json = False,
-    verbose: Verbose = False,
-    debug: Debug = False,
 ) -> None:
     """Show elements of a tensor as numpy prints them, or a non-tensor value.
 
@@ -61,32 +48,42 @@ def cat(
 
     Example: shardplan cat step-100 'model.w[0:2, :5]'
     """
-    from .contents import open_contents
+    from .contents import hint, open_contents
 
     contents = open_contents(ckpt)
     names = contents.entries
     name, index = parse_key(key, names)
     if name not in names:
-        raise ValueError(_missing(name, ckpt, names))
-    if names.layout[names.row_of[name]] >= 0:
-        with waiting(f"reading {key}"):
-            shown = _read(contents.source, name, index, everything or json)
-        _show_elements(name, key.removeprefix(name).strip(), shown, None if json else precision)
-        return
-    if index is not None:
+        below = [known for known in names if known.startswith(f"{name}.")]
+        if below:
+            many = counted(len(below), "name")
+            raise ValueError(f"`{name}` is the start of {many}, such as {below[0]}; give one")
+        raise ValueError(f"`{name}` is not in {ckpt}{hint(name, list(names))}")
+    is_tensor = names.layout[names.row_of[name]] >= 0
+    if index is not None and not is_tensor:
         raise ValueError(f"`{name}` is not a tensor, and takes no index")
     with waiting(f"reading {key}"):
-        value = contents.source.value(name)
-    _show_value(name, value, json)
+        if is_tensor:
+            from shardplan._checkpoint import Checkpoint
+            from shardplan.io.execute import Reader
 
-
-def _missing(name: str, ckpt: str, names: Collection[str]) -> str:
-    """Return the message for a name that is not in the checkpoint."""
-    below = [known for known in names if known.startswith(f"{name}.")]
-    if below:
-        many = counted(len(below), "name")
-        return f"`{name}` is the start of {many}, such as {below[0]}; give one of these"
-    return f"`{name}` is not in {ckpt}{hint(name, list(names))}"
+            saved = Checkpoint(Reader(contents.source))[name]
+            shape, array = _read(saved, ... if index is None else index, everything or json)
+        else:
+            value = contents.source.value(name)
+    if not is_tensor:
+        if json:
+            print_json({"key": name, "type": "value", "value": value})
+        else:
+            print(pformat(value, width=min(width(), 120)))
+        return
+    dtype, where = str(saved.dtype).removeprefix("torch."), key.removeprefix(name).strip()
+    if json:
+        head = {"key": name, "index": where or None, "type": "tensor", "dtype": dtype}
+        print_json(head | {"shape": shape, "values": array.tolist()})
+        return
+    show(f"{safe(name + where)}: {shape_text(shape)} {dtype}", bold=True)
+    print(_text(array, precision, array.shape == shape))
 
 
 def parse_key(key: str, names: Container[str]) -> tuple[str, Any]:
@@ -120,37 +117,20 @@ def _part(text: str, key: str) -> Any:
     raise ValueError(f"{key!r}: {text!r} is not an index; write whole numbers, slices (0:2) or ...")
 
 
-@attrs.frozen(eq=False)
-class _Elements:
-    """Elements that were read, with the shape of the indexed part and the dtype in the checkpoint.
+def _read(
+    saved: SavedTensor, index: Any, everything: bool
+) -> tuple[tuple[int, ...], npt.NDArray[Any]]:
+    """Return the shape of the indexed part, and its elements, or the corners of many."""
+    from shardplan._checkpoint import normal_index
 
-    ``array`` has all of them, or the corners plus one element between, which is not shown.
-    """
-
-    shape: tuple[int, ...]
-    array: npt.NDArray[Any]
-    dtype: str
-
-
-def _read(source: Source, name: str, index: Any, everything: bool) -> _Elements:
-    from shardplan._checkpoint import Checkpoint, normal_index
-    from shardplan.io.execute import Reader
-
-    saved = Checkpoint(Reader(source))[name]
-    index = ... if index is None else index
     axes = normal_index(index, saved.shape)
     shape = tuple(axis.count for axis in axes if not axis.dropped)
-    whole = everything or math.prod(shape) <= _WHOLE
-    array = _array(saved[index]) if whole else _corners(saved, axes)
-    return _Elements(shape, array, str(saved.dtype).removeprefix("torch."))
-
-
-def _corners(saved: SavedTensor, axes: Sequence[Axis]) -> npt.NDArray[Any]:
-    """Read both ends of every long axis, plus one element between them."""
+    if everything or math.prod(shape) <= _WHOLE:
+        return shape, _array(saved[index])
     import numpy as np
 
-    out = np.block(_nested(saved, [_ends(axis) for axis in axes], ()))
-    return out[tuple(0 if axis.dropped else slice(None) for axis in axes)]
+    corners = np.block(_nested(saved, [_ends(axis) for axis in axes], ()))
+    return shape, corners[tuple(0 if axis.dropped else slice(None) for axis in axes)]
 
 
 def _nested(saved: SavedTensor, ends: Sequence[Sequence[slice]], at: tuple[slice, ...]) -> Any:
@@ -161,17 +141,12 @@ def _nested(saved: SavedTensor, ends: Sequence[Sequence[slice]], at: tuple[slice
 
 
 def _ends(axis: Axis) -> list[slice]:
-    """Return the slices to read along an axis: all of a short one, both ends of a long one."""
-    if axis.count <= 2 * _EDGE + 1:
-        return [_slice(axis, 0, axis.count)]
-    return [_slice(axis, 0, _EDGE + 1), _slice(axis, axis.count - _EDGE, _EDGE)]
-
-
-def _slice(axis: Axis, first: int, count: int) -> slice:
-    """Return the slice of the saved axis for some of the indexed elements."""
-    start = axis.start + first * axis.step
-    stop = start + count * axis.step
-    return slice(start, stop if stop >= 0 else None, axis.step)
+    """Return what to read of an axis: all of a short one; of a long one both ends and one more."""
+    parts = [(0, axis.count)]
+    if axis.count > 2 * _EDGE + 1:
+        parts = [(0, _EDGE + 1), (axis.count - _EDGE, axis.count)]
+    edges = [[axis.start + i * axis.step for i in part] for part in parts]
+    return [slice(first, stop if stop >= 0 else None, axis.step) for first, stop in edges]
 
 
 def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
@@ -185,32 +160,15 @@ def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
     return array
 
 
-def _show_elements(name: str, index: str, shown: _Elements, precision: int | None) -> None:
-    """Print elements as numpy does, or as JSON if no precision is given."""
+def _text(array: npt.NDArray[Any], precision: int, whole: bool) -> str:
+    """Write elements as numpy does; corners leave out the element between them."""
     import numpy as np
 
-    if precision is None:
-        head = {"key": name, "index": index or None, "type": "tensor", "dtype": shown.dtype}
-        print_json(head | {"shape": shown.shape, "values": shown.array.tolist()})
-        return
-    corners = shown.array.shape != shown.shape
-    show(f"{safe(name + index)}: {shape_text(shown.shape)} {shown.dtype}", bold=True)
-    text = np.array2string(
-        shown.array,
+    return np.array2string(
+        array,
         max_line_width=min(width(), 10_000),
         precision=precision,
-        threshold=0 if corners else sys.maxsize,
+        threshold=sys.maxsize if whole else 0,
         edgeitems=_EDGE,
         separator=", ",
     )
-    print(text)
-
-
-def _show_value(name: str, value: Any, json: bool) -> None:
-    """Print a value."""
-    from pprint import pformat
-
-    if json:
-        print_json({"key": name, "type": "value", "value": value})
-    else:
-        print(pformat(value, width=min(width(), 120)))

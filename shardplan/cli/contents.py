@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Final
 
 import attrs
 
 from shardplan.io.formats import Source, open_source
-from shardplan.planning import Entries, Grid
+from shardplan.planning import Entries, Grid, nearest_hint, nearest_names
 from shardplan.planning.columns import Ints, column
 
-from .names import choose, hint
 from .screen import waiting
 
-__all__ = ["Contents", "Total", "open_contents"]
+__all__ = ["Contents", "Total", "choose", "continuations", "hint", "open_contents"]
 
 _SMALL: Final = 4096  # the largest value, in bytes, to read for display
 _FEW: Final = 64  # the most values to read for display, one request each
+_HARMLESS: Final = re.compile(r"[\w.][\w.,/@%+=:-]*")
 _log = logging.getLogger("shardplan.cli")
 
 
@@ -140,3 +143,47 @@ def open_contents(path: str) -> Contents:
     _log.info("opened %s in %.3f s: %s, %d entries", path, took, source.format, len(entries))
     order = sorted(range(len(entries)), key=lambda n: (entries.layout[n] < 0, entries.names[n]))
     return Contents(path, source, order)
+
+
+def choose(pattern: str, names: Sequence[str]) -> list[int]:
+    """Return the positions of the names that a pattern matches.
+
+    A pattern is a name, the start of names up to a dot, or else a shell-style pattern.
+
+    >>> names = ["w", "w[0]", "layers.0.w", "layers.1.w"]
+    >>> choose("w[0]", names), choose("layers.1", names), choose("*.w", names)
+    ([1], [3], [2, 3])
+    """
+    start = f"{pattern.rstrip('.')}."
+    rows = [row for row, n in enumerate(names) if n == pattern or n.startswith(start)]
+    return rows or [row for row, name in enumerate(names) if fnmatchcase(name, pattern)]
+
+
+def continuations(start: str, names: Iterable[str]) -> list[str]:
+    """Return the shell completions of the start of a name, up to the next dot.
+
+    >>> continuations("layers.", ["layers.0.w", "layers.1.w", "step"])
+    ['layers.0', 'layers.1']
+
+    Names with characters that mean something to a shell are not offered, since a shell treats a
+    completion as if the user had typed it.
+
+    >>> continuations("", ["step", "$(reboot)", "a b", "-x"])
+    ['step']
+    """
+    steps = start.count(".") + 1
+    matching = (name for name in names if name.startswith(start))
+    offers = dict.fromkeys(".".join(name.split(".")[:steps]) for name in matching)
+    return [offer for offer in offers if _HARMLESS.fullmatch(offer)]
+
+
+def hint(pattern: str, names: Sequence[str]) -> str:
+    """Return the end of a message about a pattern without a match: similar names and prefixes.
+
+    >>> hint("model.layerz", ["model.layers.0.w", "step"])
+    '; nearest: model.layers, model.layers.0, model.layers.0.w'
+    """
+    known = dict.fromkeys(names)
+    for name in names:
+        known |= dict.fromkeys(accumulate(name.split("."), "{}.{}".format))
+    return nearest_hint(nearest_names(pattern.strip("*."), known))

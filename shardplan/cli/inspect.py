@@ -1,31 +1,36 @@
-"""``shardplan inspect``: show what a checkpoint holds, and how it is sharded."""
+"""``shardplan inspect``: show what a checkpoint holds, and how it is sharded.
+
+Names are drawn as a tree in which equal layers are one line: ``layers.0.w`` to ``layers.79.w``
+become ``layers.0–79.w`` if all below them is equal: names, shapes, dtypes and tilings.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import typer
+import attrs
+from typer import Argument, Option
 
-from shardplan.planning import counted, cut_text, human_bytes
+from shardplan.planning import counted, cut_text, human_bytes, runs_text
 
-from .names import Branch, branches
-from .options import Ckpt, Debug, Json, Verbose, complete_name
+from .options import Ckpt, Json, complete_name
 from .screen import cut, print_json, record_json, safe, show, table, width
 
 if TYPE_CHECKING:
     from .contents import Contents, Total
 
-__all__ = ["inspect"]
+__all__ = ["Branch", "branches", "inspect"]
 
 _LINES: Final = 200  # lines of names or chunks without --all
 _PREFIXES: Final = 12
 _WIDE: Final = 100  # characters of a value
 _NAME: Final = 20  # characters that names keep as long as another column can be left out
+_DEEPEST: Final = 32  # steps of a name; deeper ones stay in one piece
 _OPTIONAL: Final = ("count", "type", "shape", "cut")  # the order in which columns are left out
 _LETTERS: Final = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "complex": "c"}
+_ONLY: Final = "Only these names: a shell-style pattern, or a prefix such as model.layers."
 
 Cells = tuple[Sequence[str], list[list[str]]]
 """The head and the rows of a table."""
@@ -34,27 +39,16 @@ Cells = tuple[Sequence[str], list[list[str]]]
 def inspect(
     ckpt: Ckpt,
     pattern: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[PATTERN]",
-            help="Only these names: a shell-style pattern, or a prefix such as model.layers.",
-            show_default=False,
-            autocompletion=complete_name,
-        ),
+        str | None, Argument(metavar="[PATTERN]", help=_ONLY, autocompletion=complete_name)
     ] = None,
     chunks: Annotated[
-        bool, typer.Option("--chunks", help="List the chunks of each tensor, and their files.")
+        bool, Option("--chunks", help="List the chunks of each tensor, and their files.")
     ] = False,
-    depth: Annotated[
-        int | None,
-        typer.Option("--depth", min=1, help="How deep to draw the tree.", show_default=False),
-    ] = None,
+    depth: Annotated[int | None, Option(min=1, help="How deep to draw the tree.")] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Draw every layer by itself, however many lines.")
+        bool, Option("--all", help="Draw every layer by itself, however many lines.")
     ] = False,
     json: Json = False,
-    verbose: Verbose = False,
-    debug: Debug = False,
 ) -> None:
     """Show what a checkpoint holds: names as a tree, shapes, types, bytes, chunks, values.
 
@@ -76,18 +70,16 @@ def inspect(
     if json:
         print_json(_json(contents, chunks))
         return
-    title, *about = _head(contents)
-    show(title, bold=True)
-    body = _chunks(contents, everything) if chunks else _names(contents, depth, everything)
-    for part in (*about, *body, *_totals(contents)):
+    show(safe(contents.path), bold=True)
+    body = _chunks(contents, everything) if chunks else _names(contents, depth or 99, everything)
+    for part in (*_head(contents), *body, *_totals(contents)):
         show(part)
 
 
 def _head(contents: Contents) -> Iterator[str]:
-    """Yield the path, the save and the size of a checkpoint."""
-    yield safe(contents.path)
+    """Yield the save and the size of a checkpoint."""
     source = contents.source
-    about = [f"format {contents.source.format}"]
+    about = [f"format {source.format}"]
     if source.created is not None:
         about.append(f"save {source.save_id}")
         if source.created:
@@ -97,38 +89,30 @@ def _head(contents: Contents) -> Iterator[str]:
     if contents.values:
         parts.append(counted(len(contents.values), "value"))
     parts.append(counted(sum(map(contents.count, contents.tensors)), "chunk"))
-    size = human_bytes(contents.total(contents.rows).nbytes)
-    where = f"in {counted(len(contents.source.files), 'file')}"
+    where = f"in {counted(len(source.files), 'file')}"
     if len(contents.rows) < len(contents.entries):
         where = f"selected of {len(contents.entries):,} names"
-    yield f"{', '.join(parts)}: {size} {where}\n"
+    yield f"{', '.join(parts)}: {human_bytes(contents.total(contents.rows).nbytes)} {where}\n"
 
 
-def _names(contents: Contents, depth: int | None, everything: bool) -> Iterator[str]:
+def _names(contents: Contents, depth: int, everything: bool) -> Iterator[str]:
     """Draw tensors and values as two trees of names."""
+    entries = contents.entries
     for rows, cells in ((contents.tensors, _tensors), (contents.values, _values)):
-        lines = [line for line in _tree(contents, rows, everything) if line.depth < (depth or 99)]
+        kinds = {row: (int(entries.prop[row]), int(entries.layout[row])) for row in rows}
+        tree = branches({row: entries.names[row] for row in rows}, kinds, collapse=not everything)
+        lines = [line for line in tree if line.depth < depth]
         if not lines:
             continue
         shown = lines if everything else lines[:_LINES]
         yield table(*cells(contents, shown), right=("count", "bytes"))
-        if len(lines) > len(shown):
-            left = len(lines) - len(shown)
+        if left := len(lines) - len(shown):
             yield f"… {left:,} more lines; give a PATTERN or --depth, or see --all"
         yield ""
 
 
-def _tree(contents: Contents, rows: Sequence[int], everything: bool) -> Iterator[Branch]:
-    """Yield the lines of a tree of names, each with the rows of the entries it stands for."""
-    entries = contents.entries
-    kinds = [(int(entries.prop[row]), int(entries.layout[row])) for row in rows]
-    for branch in branches([entries.names[row] for row in rows], kinds, collapse=not everything):
-        own, below = (tuple(rows[i] for i in found) for found in (branch.rows, branch.below))
-        yield Branch(branch.depth, branch.label, own, below)
-
-
 def _tensors(contents: Contents, lines: Sequence[Branch]) -> Cells:
-    """Return the header and the rows of the table of tensors, as wide as the terminal."""
+    """Return the table of tensors, without the columns for which the terminal is too narrow."""
     cells = []
     for line in lines:
         total = contents.total(line.rows or line.below)
@@ -141,11 +125,7 @@ def _tensors(contents: Contents, lines: Sequence[Branch]) -> Cells:
             pieces = parts if chunks > 1 else cut_text(chunks, None)
             shape, dtype = _tight(contents.shape(row)), _short(contents.dtype(row))
         cells.append([line.label, count, shape, dtype, human_bytes(total.nbytes), pieces])
-    return _fitting(("name", "count", "shape", "type", "bytes", "cut"), cells)
-
-
-def _fitting(head: Sequence[str], cells: list[list[str]]) -> Cells:
-    """Leave out columns and shorten names until the table fits the terminal."""
+    head = ("name", "count", "shape", "type", "bytes", "cut")
     widths = {
         name: max(map(len, (name, *column))) + 2 if any(column) else 0
         for name, column in zip(head, zip(*cells, strict=True), strict=True)
@@ -157,20 +137,18 @@ def _fitting(head: Sequence[str], cells: list[list[str]]) -> Cells:
         widths.pop(name)
     room = width() - sum(widths.values())
     kept = [i for i, name in enumerate(head) if name in widths]
-    rows = [[cut(safe(row[0]), room), *(row[i] for i in kept)] for row in cells]
+    rows = [[cut(safe(cell[0]), room), *(cell[i] for i in kept)] for cell in cells]
     return ["name", *(head[i] for i in kept)], rows
 
 
 def _values(contents: Contents, lines: Sequence[Branch]) -> Cells:
-    """Return the header and the rows of the table of values."""
+    """Return the table of values."""
     rows = [line.rows[0] if len(line.rows) == 1 else None for line in lines]
     small = contents.small_values(row for row in rows if row is not None)
     texts = [safe(repr(small[row])) if row in small else "" for row in rows]
-    room = max(width() - max(len(line.label) for line in lines) - 2, _NAME)
-    cells = [
-        [line.label, cut(text, min(room, _WIDE))] for line, text in zip(lines, texts, strict=True)
-    ]
-    return ("name", "value"), cells
+    room = min(_WIDE, max(width() - max(len(line.label) for line in lines) - 2, _NAME))
+    pairs = zip(lines, texts, strict=True)
+    return ("name", "value"), [[line.label, cut(text, room)] for line, text in pairs]
 
 
 def _tight(shape: Sequence[int]) -> str:
@@ -179,17 +157,14 @@ def _tight(shape: Sequence[int]) -> str:
 
 def _short(dtype: str) -> str:
     """Abbreviate a dtype: ``bfloat16`` to ``bf16``."""
-    for word, letter in _LETTERS.items():
-        if dtype.startswith(word):
-            return letter + dtype.removeprefix(word)
-    return dtype
+    word = next(filter(dtype.startswith, _LETTERS), "")
+    return _LETTERS.get(word, "") + dtype.removeprefix(word)
 
 
 def _chunks(contents: Contents, everything: bool) -> Iterator[str]:
     """List the chunks of every tensor."""
-    ending = ""
-    if contents.source.created is not None:
-        ending = f"-{contents.source.save_id}.safetensors"
+    source = contents.source
+    ending = "" if source.created is None else f"-{source.save_id}.safetensors"
     rows: list[tuple[str, ...]] = []
     for row in contents.tensors:
         if len(rows) >= _LINES and not everything:
@@ -205,8 +180,7 @@ def _chunks(contents: Contents, everything: bool) -> Iterator[str]:
     yield table(("name", "chunk", "bytes", "file"), shown, right=("bytes",))
     if ending:
         yield f"all files end with {ending}"
-    left = sum(map(contents.count, contents.tensors)) - len(shown)
-    if left:
+    if left := sum(map(contents.count, contents.tensors)) - len(shown):
         yield f"… {left:,} more chunks; give a PATTERN, or see --all"
     yield ""
 
@@ -217,17 +191,15 @@ def _chunk_list(contents: Contents, row: int) -> list[dict[str, Any]]:
     width = contents.entries.props[contents.entries.prop[row]].itemsize
     numbers, names = contents.file_numbers(row), contents.source.files
     files = [None] * len(tiling) if numbers is None else [names[number] for number in numbers]
-    offsets, sizes = tiling.offsets.tolist(), tiling.sizes.tolist()
-    nbytes = (tiling.sizes.prod(axis=1) * width).tolist()
-    return [
-        {"offsets": at, "sizes": size, "bytes": count, "file": file}
-        for at, size, count, file in zip(offsets, sizes, nbytes, files, strict=True)
-    ]
+    nbytes = tiling.sizes.prod(axis=1) * width
+    columns = tiling.offsets.tolist(), tiling.sizes.tolist(), nbytes.tolist(), files
+    keys = ("offsets", "sizes", "bytes", "file")
+    return [dict(zip(keys, chunk, strict=True)) for chunk in zip(*columns, strict=True)]
 
 
 def _by_dtype(contents: Contents) -> dict[str, Total]:
     """Return the totals of each dtype, the largest first."""
-    return _grouped(contents, [contents.dtype(row) for row in contents.tensors])
+    return _grouped(contents, map(contents.dtype, contents.tensors))
 
 
 def _by_prefix(contents: Contents) -> dict[str, Total]:
@@ -236,10 +208,10 @@ def _by_prefix(contents: Contents) -> dict[str, Total]:
     shared = 0
     while names and all(len(n) > shared + 1 and n[shared] == names[0][shared] for n in names):
         shared += 1
-    return _grouped(contents, [".".join(steps[: shared + 1]) for steps in names])
+    return _grouped(contents, (".".join(steps[: shared + 1]) for steps in names))
 
 
-def _grouped(contents: Contents, keys: Sequence[str]) -> dict[str, Total]:
+def _grouped(contents: Contents, keys: Iterable[str]) -> dict[str, Total]:
     groups: dict[str, list[int]] = {}
     for row, key in zip(contents.tensors, keys, strict=True):
         groups.setdefault(key, []).append(row)
@@ -248,7 +220,7 @@ def _grouped(contents: Contents, keys: Sequence[str]) -> dict[str, Total]:
 
 
 def _totals(contents: Contents) -> Iterator[str]:
-    """Return the totals by dtype and by prefix."""
+    """Yield the totals by dtype and by prefix."""
     if not contents.tensors:
         return
     yield _total_table("dtype", _by_dtype(contents))
@@ -260,29 +232,27 @@ def _totals(contents: Contents) -> Iterator[str]:
 
 
 def _total_table(what: str, totals: Mapping[str, Total]) -> str:
-
     everything = sum(total.nbytes for total in totals.values()) or 1
     rows = [
         (name, f"{t.tensors:,}", human_bytes(t.nbytes), f"{t.nbytes / everything:.1%}")
-        for name, t in islice(totals.items(), _PREFIXES)
+        for name, t in totals.items()
     ]
     head = (what, "tensors", "bytes", "share")
-    return table(head, rows, right=head[1:])
+    return table(head, rows[:_PREFIXES], right=head[1:])
 
 
 def _json(contents: Contents, chunks: bool) -> dict[str, Any]:
     """Return everything as plain data."""
-    source, sizes = contents.source, contents.file_sizes()
+    source, sizes, names = contents.source, contents.file_sizes(), contents.entries.names
     small = contents.small_values(contents.values)
-    names = contents.entries.names
     return {
         "path": contents.path,
-        "format": contents.source.format,
+        "format": source.format,
         "save_id": None if source.created is None else source.save_id,
         "created": source.created or None,
         "bytes": contents.total(contents.rows).nbytes,
         "chunks": sum(map(contents.count, contents.tensors)),
-        "files": [{"name": name, "bytes": sizes.get(name)} for name in contents.source.files],
+        "files": [{"name": name, "bytes": sizes.get(name)} for name in source.files],
         "tensors": [_tensor_json(contents, row, chunks) for row in contents.tensors],
         "values": [
             {"name": names[row]} | ({"value": small[row]} if row in small else {})
@@ -305,3 +275,106 @@ def _tensor_json(contents: Contents, row: int, chunks: bool) -> dict[str, Any]:
         "files": None if numbers is None else len(set(numbers)),
     }
     return described | ({"chunk_list": _chunk_list(contents, row)} if chunks else {})
+
+
+@attrs.frozen
+class Branch:
+    """One line of a tree of names.
+
+    Attributes:
+        depth: Its depth; 0 at the top.
+        label: The lines of the tree, and its part of the name.
+        rows: The rows of the names that end here; several if equal ones share the line.
+        below: The rows of all names that end here or below.
+    """
+
+    depth: int
+    label: str
+    rows: tuple[int, ...]
+    below: tuple[int, ...]
+
+
+@attrs.frozen(eq=False)
+class _Node:
+    """One step of a name, the row of the name that ends here, and everything below.
+
+    ``kind`` is equal for nodes with equal contents.
+    """
+
+    row: int | None
+    children: dict[str, _Node]
+    kind: Hashable
+
+    def below(self) -> Iterator[int]:
+        """Yield the rows of all names that end here or below."""
+        if self.row is not None:
+            yield self.row
+        for child in self.children.values():
+            yield from child.below()
+
+
+def branches(
+    names: Mapping[int, str], kinds: Mapping[int, Hashable], *, collapse: bool = True
+) -> Iterator[Branch]:
+    """Arrange names as a tree, and yield its lines from top to bottom.
+
+    Args:
+        names: The name of each row, with a dot between steps.
+        kinds: Per row, a value that is equal for names to be shown as one.
+        collapse: Whether to draw equal numbered branches as one.
+
+    >>> names = ["layers.0.w", "layers.1.w", "layers.2.w", "out.b", "out.w"]
+    >>> for branch in branches(dict(enumerate(names)), dict(enumerate("aaaba"))):
+    ...     print(branch.label, *branch.rows)
+    layers.0–2.w 0 1 2
+    out
+    ├ b 3
+    └ w 4
+    """
+    paths = {row: name.split(".", _DEEPEST) for row, name in names.items()}
+    yield from _below([_node(paths, 0, kinds)], collapse)
+
+
+def _node(paths: Mapping[int, Sequence[str]], depth: int, kinds: Mapping[int, Hashable]) -> _Node:
+    """Build the node of names that share their first ``depth`` steps."""
+    groups: dict[str, dict[int, Sequence[str]]] = {}
+    own = None
+    for row, steps in paths.items():
+        if len(steps) > depth:
+            groups.setdefault(steps[depth], {})[row] = steps
+        else:
+            own = row
+    children = {step: _node(group, depth + 1, kinds) for step, group in groups.items()}
+    inner = tuple((step, child.kind) for step, child in sorted(children.items()))
+    return _Node(own, children, (None if own is None else kinds[own], inner))
+
+
+def _below(
+    nodes: Sequence[_Node], collapse: bool, depth: int = 0, stem: str = ""
+) -> Iterator[Branch]:
+    """Draw everything below some equal nodes."""
+    groups = list(_groups(nodes, collapse))
+    for label, members in groups:
+        is_last = members is groups[-1][1]
+        while members[0].row is None:  # a step with one branch below shares its line
+            inner = list(_groups(members, collapse))
+            if len(inner) != 1:
+                break
+            label, members = f"{label}.{inner[0][0]}", inner[0][1]
+        guide, further = ("└ ", "  ") if is_last else ("├ ", "│ ")
+        rows = tuple(node.row for node in members if node.row is not None)
+        below = tuple(row for node in members for row in node.below())
+        yield Branch(depth, f"{stem}{guide if depth else ''}{label}", rows, below)
+        yield from _below(members, collapse, depth + 1, stem + further if depth else "")
+
+
+def _groups(nodes: Sequence[_Node], collapse: bool) -> Iterator[tuple[str, list[_Node]]]:
+    """Group the children of equal nodes; equal numbered children go together."""
+    children = nodes[0].children
+    numbered = [s for s in children if s.isascii() and s.isdecimal() and str(int(s)) == s]
+    groups: dict[object, list[str]] = {s: [s] for s in children if s not in numbered}
+    for step in sorted(numbered, key=int):
+        groups.setdefault(children[step].kind if collapse else step, []).append(step)
+    for group in groups.values():
+        label = runs_text([*map(int, group)], ",") if len(group) > 1 else group[0]
+        yield label, [node.children[step] for node in nodes for step in group]

@@ -6,9 +6,10 @@ import logging
 import os
 import re
 import sys
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
+from typer import Argument, Option
 
 __all__ = [
     "BAD",
@@ -16,12 +17,10 @@ __all__ = [
     "Ckpt",
     "Debug",
     "Json",
-    "Mesh",
-    "Overwrite",
     "Placements",
     "Verbose",
+    "checkpoint",
     "complete_name",
-    "exists",
     "parse_bytes",
 ]
 
@@ -33,33 +32,35 @@ _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
 _SIZE: Final = re.compile(r"([0-9]*\.?[0-9]+) ?([kmgt]i?)?b?", re.IGNORECASE)
 
 
-def _debug(ctx: typer.Context, value: bool) -> bool:
+def _debug(ctx: typer.Context, value: bool) -> None:
     if value:
         ctx.meta["shardplan.debug"] = True
-    return value
 
 
-def _verbose(value: bool) -> bool:
+def _verbose(value: bool) -> None:
     if value:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
         logger = logging.getLogger("shardplan")
         logger.handlers = [handler]
         logger.setLevel(logging.DEBUG)
-    return value
 
 
-def exists(path: str) -> str:
+def _exists(path: str) -> str:
     """Return a path that exists, or a URL, which is checked on opening; else raise ValueError."""
     if "://" not in path and not os.path.lexists(path):
         raise ValueError(f"{path} does not exist")
     return path
 
 
+def checkpoint(metavar: str, about: str) -> Any:
+    """Return an argument that names an existing checkpoint."""
+    return Argument(metavar=metavar, help=about, show_default=False, callback=_exists)
+
+
 def complete_name(ctx: typer.Context, incomplete: str) -> list[str]:
     """Return shell completions of a name in the checkpoint; none if it cannot be opened."""
-    from .contents import open_contents
-    from .names import continuations
+    from .contents import continuations, open_contents
 
     try:
         names = open_contents(ctx.params["ckpt"]).entries.names
@@ -68,41 +69,34 @@ def complete_name(ctx: typer.Context, incomplete: str) -> list[str]:
     return continuations(incomplete, names)
 
 
-Ckpt = Annotated[
-    str,
-    typer.Argument(
-        metavar="CKPT",
-        help="A checkpoint of any format: a folder or a file, local, s3://, gs:// or az://.",
-        show_default=False,
-        callback=exists,
-    ),
-]
-Json = Annotated[
-    bool, typer.Option("--json", help="Write one JSON object to stdout, and nothing else.")
-]
+_ANY: Final = "A checkpoint of any format: a folder or a file, local, s3://, gs:// or az://."
+Ckpt = Annotated[str, checkpoint("CKPT", _ANY)]
+Json = Annotated[bool, Option("--json", help="Write one JSON object to stdout, and nothing else.")]
+# The program adds these two to every command; their callbacks do all the work.
 Debug = Annotated[
     bool,
-    typer.Option("--debug", help="Show the traceback of an error.", callback=_debug, is_eager=True),
+    Option(
+        "--debug",
+        help="Show the traceback of an error.",
+        callback=_debug,
+        is_eager=True,
+        expose_value=False,
+    ),
 ]
 Verbose = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--verbose",
         "-v",
         help="Log what happens to stderr (logger 'shardplan').",
         callback=_verbose,
         is_eager=True,
+        expose_value=False,
     ),
 ]
-Mesh = typer.Option(
-    "--mesh",
-    metavar="AXIS=N,…",
-    help="The ranks, by named axes; the last axis runs fastest: dp=96,tp=2.",
-    show_default=False,
-)
 Placements = Annotated[
     list[str],
-    typer.Option(
+    Option(
         "--placements",
         "-p",
         metavar="PATTERN=PLACED",
@@ -111,7 +105,6 @@ Placements = Annotated[
         show_default=False,
     ),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
 
 
 def parse_bytes(text: str) -> int:

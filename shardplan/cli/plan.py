@@ -1,29 +1,55 @@
-"""``shardplan plan``: estimate the cost of loading a checkpoint on other ranks."""
+"""``shardplan plan``: estimate the cost of loading a checkpoint on other ranks.
+
+A mesh is ``dp=96,tp=2``. Placements are ``PATTERN=PLACED``: a pattern of names, and either one
+placement per mesh axis, in order (``Shard(0),Replicate()``), or placements by axis name
+(``dp:shard0,tp:shard1``), where the other axes replicate.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import attrs
-import typer
+import numpy as np
+from typer import Option
 
-from shardplan.planning import counted, human_bytes
+from shardplan.planning import (
+    Entries,
+    Mesh,
+    Only,
+    Replicate,
+    Report,
+    Shard,
+    StridedShard,
+    TensorSpec,
+    WorldPlans,
+    Writers,
+    counted,
+    explain,
+    human_bytes,
+    world_plans,
+)
+from shardplan.planning.columns import column
+from shardplan.planning.mesh import Placement
 
-from .options import Ckpt, Debug, Json, Mesh, Placements, Verbose
+from .contents import Contents, Total, choose, hint, open_contents
+from .options import Ckpt, Json, Placements
 from .screen import print_json, record_json, safe, show, table, waiting
 
-if TYPE_CHECKING:
-    from shardplan.planning import Mesh as Ranks
-    from shardplan.planning import Report, WorldPlans, Writers
+__all__ = ["Placing", "fitting", "parse_mesh", "parse_placements", "place", "plan"]
 
-    from .contents import Contents, Total
-    from .placements import Placing
-
-__all__ = ["plan"]
-
+_MOST: Final = 1 << 20  # ranks; the columns of more would not fit into memory
+_MESH: Final = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*([0-9]+)\s*")
+_PLACED: Final = re.compile(r"([a-z]+)\s*(?:\(([^()]*)\)|(-?[0-9]+))?", re.IGNORECASE)
+_NAMED: Final = re.compile(r"([A-Za-z_]\w*)\s*:(.*)")
+_COMMA: Final = re.compile(r",(?![^()]*\))")  # not those between parentheses
+_NUMBER: Final = re.compile(r"(?:dim=|split_factor=)?(-?[0-9]+)")
+_RANKS: Final = "The ranks, by named axes; the last axis runs fastest: dp=96,tp=2."
 _PAGE: Final = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{title}</title>
@@ -36,25 +62,18 @@ color:#1f2328;background:#fff}}svg{{max-width:100%;height:auto}}</style></head>
 
 def plan(
     ckpt: Ckpt,
-    mesh: Annotated[str, Mesh],
+    mesh: Annotated[str, Option(metavar="AXIS=N,…", help=_RANKS)],
     placements: Placements,
     tensor: Annotated[
-        str | None,
-        typer.Option(
-            "--tensor", metavar="NAME", help="The tensor to draw.", show_default="the largest"
-        ),
+        str | None, Option(metavar="NAME", help="The tensor to draw.", show_default="the largest")
     ] = None,
     svg: Annotated[
-        Path | None,
-        typer.Option("--svg", metavar="FILE", help="Draw how one tensor is resharded."),
+        Path | None, Option(metavar="FILE", help="Draw how one tensor is resharded.")
     ] = None,
     html: Annotated[
-        Path | None,
-        typer.Option("--html", metavar="FILE", help="Write the report, with pictures, as a page."),
+        Path | None, Option(metavar="FILE", help="Write the report, with pictures, as a page.")
     ] = None,
     json: Json = False,
-    verbose: Verbose = False,
-    debug: Debug = False,
 ) -> None:
     """Plan how a checkpoint would be loaded on a mesh of ranks, and report what that costs.
 
@@ -75,25 +94,22 @@ def plan(
 
     Example: shardplan plan step-100 --mesh dp=96,tp=2 -p '*.wo.*=dp:shard0,tp:shard1' --html a.html
     """
-    from .contents import open_contents
-    from .placements import parse_mesh, parse_placements
-
     if tensor is not None and svg is None and html is None:
         raise ValueError("--tensor says which one to draw: it needs --svg or --html")
     ranks = parse_mesh(mesh)
     placings = parse_placements(placements, ranks)
     contents = open_contents(ckpt)
+    files = [file for file in (svg, html) if file is not None]
     with waiting("planning"):
         reshard = _reshard(contents, ranks, placings)
-        files = [file for file in (svg, html) if file is not None]
-        drawn = _tensor_to_draw(contents, tensor) if files else ""
         for file in files:
-            picture = _page(reshard, drawn) if file is html else _picture(reshard, drawn)
-            file.write_text(picture, encoding="utf-8")
+            drawn = _picture(reshard, tensor)
+            text = _page(reshard, drawn) if file is html else drawn
+            file.write_text(text, encoding="utf-8")
     if json:
         print_json(_json(reshard))
         return
-    show(_title(reshard), bold=True)
+    show(reshard.title, bold=True)
     show(f"{_placement_table(reshard)}\n")
     show(str(reshard.report))
     for file in files:
@@ -105,40 +121,44 @@ class _Reshard:
     """A load of a checkpoint, planned for other ranks, and its cost."""
 
     contents: Contents
-    mesh: Ranks
+    mesh: Mesh
     world: WorldPlans
     totals: dict[Placing, Total]
     report: Report
 
+    @property
+    def title(self) -> str:
+        """The checkpoint and the mesh."""
+        axes = " × ".join(f"{name} {ranks}" for name, ranks in self.mesh.axes.items())
+        return f"{safe(self.contents.path)} on {counted(len(self.mesh), 'rank')}: {axes}"
 
-def _reshard(contents: Contents, mesh: Ranks, placings: Sequence[Placing]) -> _Reshard:
+    def placed(self, placing: Placing) -> dict[str, str]:
+        """Return placements by mesh axis, as the command line takes them."""
+        texts = (
+            f"{type(placement).__name__}({','.join(re.findall(r'-?[0-9]+', repr(placement)))})"
+            for placement in placing.placements
+        )
+        return dict(zip(self.mesh.names, texts, strict=True))
+
+
+def _reshard(contents: Contents, mesh: Mesh, placings: Sequence[Placing]) -> _Reshard:
     """Plan the load of a checkpoint on a mesh."""
-    from shardplan.planning import TensorSpec, explain, world_plans
-
-    from .placements import fitting, place
-
     entries = contents.entries
-    placed = place(entries, placings)
     specs: dict[str, TensorSpec | None] = dict.fromkeys(entries.names)
     rows: dict[Placing, list[int]] = {placing: [] for placing in placings}
-    for name, placing in placed.items():
+    for name, placing in place(entries, placings).items():
         row = entries.row_of[name]
         shape = contents.shape(row)
         specs[name] = TensorSpec(shape, contents.dtype(row), fitting(placing, shape))
         rows[placing].append(row)
     world = world_plans(specs, mesh)
     report = explain(contents.source.metadata, world, writers=_writers(contents))
-    totals = {placing: contents.total(found) for placing, found in rows.items()}
+    totals = {placing: contents.total(some) for placing, some in rows.items()}
     return _Reshard(contents, mesh, world, totals, report)
 
 
 def _writers(contents: Contents) -> Writers | None:
     """Return the rank that wrote each chunk, from the file names; None for other formats."""
-    import numpy as np
-
-    from shardplan.planning import Writers
-    from shardplan.planning.columns import column
-
     files = contents.source.file_columns
     if files is None or not len(contents.source.files):
         return None
@@ -150,71 +170,52 @@ def _writers(contents: Contents) -> Writers | None:
     return Writers(contents.entries, (*columns, inline), column(which))
 
 
-def _tensor_to_draw(contents: Contents, name: str | None) -> str:
-    """Return the name of the tensor to draw: the requested one, or the largest."""
-    if name is not None:
-        contents.source.metadata.entry(name)
-        if contents.entries.layout[contents.entries.row_of[name]] < 0:
-            raise LookupError(f"`{name}` is not a tensor, and cannot be drawn")
-        return name
-    if not contents.tensors:
-        raise LookupError(f"{contents.path} has no tensor to draw")
-    return contents.entries.names[max(contents.tensors, key=contents.nbytes.__getitem__)]
-
-
-def _picture(reshard: _Reshard, name: str) -> str:
-    """Draw how one tensor is resharded, as SVG."""
+def _picture(reshard: _Reshard, name: str | None) -> str:
+    """Draw how a tensor is resharded: the one that is named, or the largest."""
     from shardplan.planning import draw_reshard
 
-    metadata = reshard.contents.source.metadata
-    return str(draw_reshard(metadata, reshard.world, name, writers=reshard.report.writers))
+    contents = reshard.contents
+    if name is None:
+        if not contents.tensors:
+            raise LookupError(f"{contents.path} has no tensor to draw")
+        name = contents.entries.names[max(contents.tensors, key=contents.nbytes.__getitem__)]
+    metadata, writers = contents.source.metadata, reshard.report.writers
+    return str(draw_reshard(metadata, reshard.world, name, writers=writers))
 
 
-def _page(reshard: _Reshard, name: str) -> str:
+def _page(reshard: _Reshard, picture: str) -> str:
     """Return the report as an HTML page: figures, bytes per rank, one tensor's reshard."""
     from shardplan.planning import draw_bytes
 
     return _PAGE.format(
-        title=escape(_title(reshard)),
+        title=escape(reshard.title),
         placed=escape(_placement_table(reshard)),
         report=reshard.report._repr_html_(),
         bars=draw_bytes(reshard.report.ranks.nbytes.tolist(), title="Bytes read per rank"),
-        picture=_picture(reshard, name),
+        picture=picture,
     )
 
 
-def _title(reshard: _Reshard) -> str:
-
-    axes = " × ".join(f"{name} {ranks}" for name, ranks in reshard.mesh.axes.items())
-    return f"{safe(reshard.contents.path)} on {counted(len(reshard.mesh), 'rank')}: {axes}"
-
-
 def _placement_table(reshard: _Reshard) -> str:
-
-    from .placements import by_axis
-
     *_, default = reshard.totals
     rows = []
     for placing, total in reshard.totals.items():
         if total.tensors or placing is not default:
             name = f"{placing.pattern} (default)" if placing is default else placing.pattern
-            placed = ", ".join(f"{k}:{v}" for k, v in by_axis(placing, reshard.mesh).items())
+            placed = ", ".join(f"{k}:{v}" for k, v in reshard.placed(placing).items())
             rows.append((name, placed, f"{total.tensors:,}", human_bytes(total.nbytes)))
     return table(("names", "placed", "tensors", "bytes"), rows, right=("tensors", "bytes"))
 
 
 def _json(reshard: _Reshard) -> dict[str, Any]:
     """Return everything as plain data."""
-    from .placements import by_axis
-
     report, totals = reshard.report, reshard.report.totals
     files = report.files
     return {
         "path": reshard.contents.path,
         "mesh": reshard.mesh.axes,
         "placements": [
-            {"pattern": placing.pattern, "placed": by_axis(placing, reshard.mesh)}
-            | record_json(total)
+            {"pattern": placing.pattern, "placed": reshard.placed(placing)} | record_json(total)
             for placing, total in reshard.totals.items()
         ],
         "totals": record_json(totals, unique="unique_bytes", slowest="slowest_rank")
@@ -227,3 +228,114 @@ def _json(reshard: _Reshard) -> dict[str, Any]:
         "warnings": report.warnings,
         "model": record_json(report.model),
     }
+
+
+@attrs.frozen
+class Placing:
+    """A pattern of names, and their placements, one per mesh axis."""
+
+    pattern: str
+    placements: tuple[Placement, ...]
+
+
+def parse_mesh(text: str) -> Mesh:
+    """Parse a mesh.
+
+    >>> parse_mesh("dp = 96, tp=2")
+    Mesh(dp=96, tp=2)
+    """
+    axes: dict[str, int] = {}
+    for part in text.split(","):
+        match = _MESH.fullmatch(part)
+        if match is None:
+            raise ValueError(f"--mesh {text!r}: {part.strip()!r} is not an axis; write dp=96,tp=2")
+        if int(match[2]) < 1:
+            raise ValueError(f"--mesh {text!r}: {match[1]} needs at least 1 rank")
+        if match[1] in axes:
+            raise ValueError(f"--mesh {text!r}: there are two axes named {match[1]}")
+        axes[match[1]] = int(match[2])
+    ranks = math.prod(axes.values())
+    if ranks > _MOST:
+        raise ValueError(f"--mesh {text!r} has {ranks:,} ranks; at most {_MOST:,} can be planned")
+    return Mesh(axes)
+
+
+def parse_placements(texts: Sequence[str], mesh: Mesh) -> tuple[Placing, ...]:
+    """Parse placements; the default comes last, and matches all names.
+
+    >>> for placing in parse_placements(["*.wo=dp:shard0,tp:shard1"], Mesh(dp=4, tp=2)):
+    ...     print(placing.pattern, *placing.placements)
+    *.wo Shard(dim=0) Shard(dim=1)
+    * Shard(dim=0) Replicate()
+    """
+    copies: list[Placement] = [Replicate()] * (len(mesh.shape) - 1)
+    default = (Shard(0), *copies)
+    return (*(_parse(text, mesh) for text in texts), Placing("*", default))
+
+
+def _parse(text: str, mesh: Mesh) -> Placing:
+    pattern, _, placed = map(str.strip, text.partition("="))
+    where = f"--placements {text!r}"
+    if not pattern or not placed:
+        raise ValueError(f"{where}: write PATTERN=PLACED, as in '*.weight=dp:shard0'")
+    parts = [part.strip() for part in _COMMA.split(placed)]
+    named = [_NAMED.fullmatch(part) for part in parts]
+    if not any(named):
+        in_order = tuple(_placement(part, where) for part in parts)
+        if len(parts) != len(mesh.shape):
+            raise ValueError(
+                f"{where}: {counted(len(parts), 'placement')} given, and {mesh!r} takes "
+                f"{len(mesh.shape)}; name the axes to leave some out, as in {mesh.names[0]}:shard0"
+            )
+        return Placing(pattern, in_order)
+    axes: dict[str, Placement] = {}
+    for part, found in zip(parts, named, strict=True):
+        if found is None:
+            raise ValueError(f"{where}: {part!r} does not name a mesh axis, while others do")
+        if found[1] not in mesh.names or found[1] in axes:
+            problem = "is named twice" if found[1] in axes else f"is not an axis of {mesh!r}"
+            raise ValueError(f"{where}: {found[1]} {problem}")
+        axes[found[1]] = _placement(found[2].strip(), where)
+    return Placing(pattern, tuple(axes.get(name, Replicate()) for name in mesh.names))
+
+
+def _placement(text: str, where: str) -> Placement:
+    match = _PLACED.fullmatch(text)
+    kind = match[1].lower() if match else ""
+    inside = "" if match is None else match[2] or match[3] or ""
+    parts = [_NUMBER.fullmatch(part.strip()) for part in inside.split(",")] if inside else []
+    numbers = [int(part[1]) for part in parts if part]
+    if len(numbers) == len(parts):
+        match kind, numbers:
+            case "replicate" | "r", []:
+                return Replicate()
+            case "shard" | "s", [dim]:
+                return Shard(dim)
+            case "shard" | "s", []:
+                text = f"{text!r} needs an axis number, as in shard0 or Shard(0)"
+                raise ValueError(f"{where}: {text}")
+            case "stridedshard", [dim, factor] if factor > 0:
+                return StridedShard(dim, split_factor=factor)
+            case "only", [_, *_] if min(numbers) >= 0:
+                return Only(numbers)
+    known = "shard0, replicate, StridedShard(0,2) or Only(3)"
+    raise ValueError(f"{where}: {text!r} is not a placement; write {known}")
+
+
+def place(entries: Entries, placings: Sequence[Placing]) -> dict[str, Placing]:
+    """Return the placing of each tensor: the first whose pattern matches it."""
+    names = [n for n, layout in zip(entries.names, entries.layout, strict=True) if layout >= 0]
+    placed: dict[str, Placing] = {}
+    for placing in placings:
+        chosen = choose(placing.pattern, names)
+        if not chosen and placing is not placings[-1]:
+            near = hint(placing.pattern, names)
+            raise ValueError(f"--placements: {placing.pattern!r} matches no tensor{near}")
+        for number in chosen:
+            placed.setdefault(names[number], placing)
+    return placed
+
+
+def fitting(placing: Placing, shape: Sequence[int]) -> tuple[Placement, ...]:
+    """Return the placements of a tensor; a scalar is replicated."""
+    return placing.placements if shape else (Replicate(),) * len(placing.placements)

@@ -1,6 +1,6 @@
 """The demo: train on four ranks, save, inspect, load on fewer ranks, convert, damage, verify.
 
-Run it with ``make demo``, ``shardplan demo`` or ``python -m shardplan.demo [folder]``.
+Run it with ``make demo`` or ``shardplan demo``.
 """
 
 from __future__ import annotations
@@ -25,19 +25,17 @@ from shardplan.planning import counted, human_bytes, human_seconds, named_extras
 from .. import planning as sp
 
 with named_extras("the demo"):
-    from rich.console import Console
-
     from shardplan.cli.app import app
-    from shardplan.cli.screen import show, table
+    from shardplan.cli.screen import show, table, waiting
 
-__all__ = ["main"]
+__all__ = ["Demo"]
 
-FILES = "build/demo"
 MADE = ".made-by-shardplan-demo"
 STEPS = 3
 RANKS = 4
-T = TypeVar("T")
 SHOWN = "model.layers.0.up.weight"
+QUIET = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+T = TypeVar("T")
 
 
 class Demo:
@@ -46,20 +44,41 @@ class Demo:
     ``seconds`` has durations by name (torch's end in " torch"), ``failed`` the checks that failed.
     """
 
-    def __init__(self, folder: Path, console: Console | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
-        self.console = console or Console(highlight=False)
         self.seconds: dict[str, float] = {}
         self.failed: list[str] = []
 
+    def run(self) -> bool:
+        """Run all steps, and return True if all checks passed."""
+        if self.folder.exists() and any(self.folder.iterdir()):
+            if not (self.folder / MADE).exists():
+                raise FileExistsError(
+                    f"{self.folder} holds other files than a demo's; name a new folder"
+                )
+            shutil.rmtree(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / MADE).touch()
+        start = time.perf_counter()
+        self.train()
+        self.look()
+        self.load_elsewhere()
+        self.convert()
+        self.damage()
+        self.plan_at_scale()
+        self.compare()
+        verdict = f"failed: {', '.join(self.failed)}" if self.failed else "all of it held"
+        self.say(f"Done in {time.perf_counter() - start:.0f} s; {verdict}")
+        return not self.failed
+
     def say(self, title: str) -> None:
         """Print a heading."""
-        self.console.print(f"\n[bold]{title}[/bold]")
+        show(f"\n{title}", bold=True)
 
     def type(self, *words: str) -> int:
         """Print a command, run it, and return its exit code."""
         short = [word.removeprefix(f"{self.folder}/") for word in words]
-        self.console.print(f"\n[bold]$ shardplan {shlex.join(short)}[/bold]", highlight=False)
+        self.say(f"$ shardplan {shlex.join(short)}")
         return int(app(list(words), standalone_mode=False) or 0)
 
     def timed(self, what: str, work: Callable[[], T]) -> T:
@@ -73,41 +92,59 @@ class Demo:
         """Print whether a claim holds, and record it if not."""
         if not holds:
             self.failed.append(claim)
-        self.console.print(f"  {'✓' if holds else '✗'} {claim}")
+        show(f"  {'✓' if holds else '✗'} {claim}")
+
+    def results(self, ranks: int) -> dict[str, Any]:
+        """Read the results of the training job on ``ranks`` ranks."""
+        results: dict[str, Any] = json.loads((self.folder / f"results-{ranks}.json").read_text())
+        return results
 
     def train(self) -> None:
-        """Train on four ranks, and save."""
+        """Train on four local processes, and save."""
         self.say("1. Train a small transformer on 4 ranks, FSDP2 × TP, and save it")
-        self._run_ranks()
-        job = self._results(RANKS)
-        self.console.print(f"  losses of the first {STEPS} steps: {_listed(job['before'])}")
+        command = [sys.executable, "-P", "-m", "shardplan.demo.training", str(self.folder)]
+        logs = [self.folder / f"rank-{rank}.log" for rank in range(RANKS)]
+        with waiting(f"{RANKS} ranks are at work"), ExitStack() as files:
+            jobs = [
+                subprocess.Popen(
+                    [*command, str(rank), str(STEPS)],
+                    env=os.environ | QUIET,
+                    stdout=subprocess.DEVNULL,
+                    stderr=files.enter_context(log.open("wb")),
+                )
+                for rank, log in enumerate(logs)
+            ]
+            codes = _wait(jobs)
+        for log, code in zip(logs, codes, strict=True):
+            if code > 0:
+                raise RuntimeError(f"the training job failed:\n{log.read_text()[-4000:]}")
+        job = self.results(RANKS)
+        show(f"  losses of the first {STEPS} steps: {_listed(job['before'])}")
         same = job["losses"] == job["resumed"]
         self.check("4 ranks: loaded again, the next losses are the same to the last bit", same)
-        self.console.print(f"      {_listed(job['resumed'])}")
+        show(f"      {_listed(job['resumed'])}")
 
     def look(self) -> None:
         """Show what was saved, and plan a load on 3 ranks, as tables and as pictures."""
-        step = str(self.folder / "step")
+        step, picture = str(self.folder / "step"), self.folder / "tiling.svg"
         self.say("2. What was saved, and what loading it on 3 ranks would cost: no data is read")
         self.type("inspect", step, "model")
-        reshard = str(self.folder / "reshard.svg")
-        self.type("plan", step, "--mesh", "dp=3", "--svg", reshard)
-        picture = self.folder / "tiling.svg"
+        self.type("plan", step, "--mesh", "dp=3", "--svg", str(self.folder / "reshard.svg"))
         picture.write_text(str(sp.draw_tiling(shardplan.open_checkpoint(step).metadata, SHOWN)))
-        self.console.print(f"wrote {picture}", style="dim", soft_wrap=True)
+        show(f"wrote {picture}")
 
     def load_elsewhere(self) -> None:
         """Compare what two ranks and one rank loaded, and how they continued training."""
         self.say("3. Load it on 2 ranks (FSDP2) and on 1 (no sharding), and train on")
-        saved = self._results(RANKS)
+        saved = self.results(RANKS)
         for ranks in (2, 1):
-            job, who = self._results(ranks), counted(ranks, "rank")
+            job, who = self.results(ranks), counted(ranks, "rank")
             what = f"{len(job['checksums'])} tensors, model and optimizer, equal in every bit"
             self.check(f"{who}: {what}", job["checksums"] == saved["checksums"])
             pairs = zip(job["losses"], saved["losses"], strict=True)
             near = all(math.isclose(a, b, rel_tol=1e-4) for a, b in pairs)
             self.check(f"{who}: the next losses are the same", near)
-            self.console.print(f"      {_listed(job['losses'])}")
+            show(f"      {_listed(job['losses'])}")
 
     def convert(self) -> None:
         """Convert to the formats of other tools, and read the results with those tools."""
@@ -115,21 +152,21 @@ class Demo:
         from safetensors.torch import load_file
 
         self.say("4. Convert it: to Hugging Face's format and to a file of torch.save")
-        source = shardplan.open_checkpoint(self.folder / "step")
-        expected = source[SHOWN].read()
-        hf, file = self.folder / "hf", self.folder / "step.pt"
+        step, hf, file = (self.folder / name for name in ("step", "hf", "step.pt"))
         planner = sp.chain(sp.select("model.*"), sp.rename(lambda k: k.removeprefix("model.")))
-        step, convert = self.folder / "step", shardplan.convert
         made = {
-            "convert to Hugging Face": lambda: convert(step, hf, format="hf", planner=planner),
-            "convert to torch.save": lambda: convert(step, file, format="torch"),
+            "convert to Hugging Face": partial(
+                shardplan.convert, step, hf, format="hf", planner=planner
+            ),
+            "convert to torch.save": partial(shardplan.convert, step, file, format="torch"),
         }
         for what, work in made.items():
             report = self.timed(what, work)
             size = f"{human_bytes(report.bytes_written)} in {human_seconds(self.seconds[what])}"
-            self.console.print(f"  {what}: {report.tensors} tensors, {size}")
-        theirs = load_file(hf / "model.safetensors")[SHOWN.removeprefix("model.")]
-        nested = torch.load(file, weights_only=True)["model"][SHOWN.removeprefix("model.")]
+            show(f"  {what}: {report.tensors} tensors, {size}")
+        expected, name = shardplan.open_checkpoint(step)[SHOWN].read(), SHOWN[len("model.") :]
+        theirs = load_file(hf / "model.safetensors")[name]
+        nested = torch.load(file, weights_only=True)["model"][name]
         self.check("the safetensors library reads the same bits", torch.equal(theirs, expected))
         self.check("torch.load reads the same bits", torch.equal(nested, expected))
 
@@ -147,35 +184,6 @@ class Demo:
         self.check("the original is intact", codes[0] == 0)
         self.check("the damage is found", codes[1] == 1)
 
-    def compare(self) -> None:
-        """Show the durations next to torch's."""
-        from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-        dcp, what = self.folder / "torch", "DCP checkpoint to torch.save"
-        for word, work in (("", shardplan.dcp_to_torch_save), (" torch", dcp_to_torch_save)):
-            into = self.folder / f"from-dcp{word.strip()}.pt"
-            for _ in range(2):  # the first time warms up
-                into.unlink(missing_ok=True)
-                self.timed(f"{what}{word}", partial(work, str(dcp), str(into)))
-        on_ranks = {
-            f"{name} on {counted(ranks, 'rank')}{word}": self._results(ranks)["seconds"][
-                name + word
-            ]
-            for name, ranks in (("save", 4), ("load", 4), ("load", 2), ("load", 1))
-            for word in ("", " torch")
-        }
-        self.seconds = on_ranks | self.seconds
-        self.say("7. How long each took, beside torch.distributed.checkpoint")
-        head = ("work", "torch", "shardplan", "ratio")
-        ours = [name for name in self.seconds if not name.endswith(" torch")]
-        show(table(head, map(self._compared, ours), right=head[1:]))
-
-    def _compared(self, what: str) -> tuple[str, str, str, str]:
-        mine, theirs = self.seconds[what], self.seconds.get(f"{what} torch")
-        if theirs is None:
-            return what, "-", human_seconds(mine), ""
-        return what, human_seconds(theirs), human_seconds(mine), f"{theirs / mine:.1f} ×"
-
     def plan_at_scale(self) -> None:
         """Plan a model that does not fit here: 405 billion parameters and their Adam state."""
 
@@ -187,60 +195,34 @@ class Demo:
             return sp.explain(sp.world_metadata(saved), wanted)
 
         self.say("6. Planning needs no ranks: 405B with Adam, saved on 16,384, loaded on 12,288")
-        report = self.timed("plan 405B, 16,384 to 12,288 ranks", reshard)
-        show(str(report))
+        show(str(self.timed("plan 405B, 16,384 to 12,288 ranks", reshard)))
 
-    def _run_ranks(self) -> None:
-        """Run the training job on four local processes."""
-        command = [sys.executable, "-P", "-m", "shardplan.demo.training", str(self.folder)]
-        quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
-        logs = [self.folder / f"rank-{rank}.log" for rank in range(RANKS)]
-        with self.console.status(f"{RANKS} ranks are at work"), ExitStack() as files:
-            jobs = [
-                subprocess.Popen(
-                    [*command, str(rank), str(STEPS)],
-                    env=os.environ | quiet,
-                    stdout=subprocess.DEVNULL,
-                    stderr=files.enter_context(log.open("wb")),
-                )
-                for rank, log in enumerate(logs)
-            ]
-            codes = _wait(jobs)
-        for log, code in zip(logs, codes, strict=True):
-            if code > 0:
-                raise RuntimeError(f"the training job failed:\n{log.read_text()[-4000:]}")
+    def compare(self) -> None:
+        """Show the durations next to torch's."""
+        from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    def _results(self, ranks: int) -> dict[str, Any]:
-        """Read the results of the training job on ``ranks`` ranks."""
-        results: dict[str, Any] = json.loads((self.folder / f"results-{ranks}.json").read_text())
-        return results
-
-    def run(self) -> bool:
-        """Run all steps, and return True if all checks passed."""
-        _make_room(self.folder)
-        start = time.perf_counter()
-        for step in (
-            self.train,
-            self.look,
-            self.load_elsewhere,
-            self.convert,
-            self.damage,
-            self.plan_at_scale,
-            self.compare,
-        ):
-            step()
-        verdict = f"failed: {', '.join(self.failed)}" if self.failed else "all of it held"
-        self.say(f"Done in {time.perf_counter() - start:.0f} s; {verdict}")
-        return not self.failed
-
-
-def _make_room(folder: Path) -> None:
-    """Make a folder for the demo's files, or empty the one of an earlier demo."""
-    if folder.exists() and any(folder.iterdir()) and not (folder / MADE).exists():
-        raise FileExistsError(f"{folder} holds other files than a demo's; name a new folder")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    (folder / MADE).touch()
+        dcp, what = str(self.folder / "torch"), "DCP checkpoint to torch.save"
+        for word, work in (("", shardplan.dcp_to_torch_save), (" torch", dcp_to_torch_save)):
+            into = self.folder / f"from-dcp{word.strip()}.pt"
+            for _ in range(2):  # the first time warms up
+                into.unlink(missing_ok=True)
+                self.timed(f"{what}{word}", partial(work, dcp, str(into)))
+        on_ranks = {}
+        for name, ranks in (("save", 4), ("load", 4), ("load", 2), ("load", 1)):
+            for word in ("", " torch"):
+                seconds = self.results(ranks)["seconds"][name + word]
+                on_ranks[f"{name} on {counted(ranks, 'rank')}{word}"] = seconds
+        self.seconds = on_ranks | self.seconds
+        self.say("7. How long each took, beside torch.distributed.checkpoint")
+        rows = []
+        for name in (name for name in self.seconds if not name.endswith(" torch")):
+            mine, theirs = self.seconds[name], self.seconds.get(f"{name} torch")
+            torch, ratio = "-", ""
+            if theirs is not None:
+                torch, ratio = human_seconds(theirs), f"{theirs / mine:.1f} ×"
+            rows.append((name, torch, human_seconds(mine), ratio))
+        head = ("work", "torch", "shardplan", "ratio")
+        show(table(head, rows, right=head[1:]))
 
 
 def _wait(jobs: Sequence[subprocess.Popen[bytes]]) -> list[int]:
@@ -261,8 +243,3 @@ def _wait(jobs: Sequence[subprocess.Popen[bytes]]) -> list[int]:
 
 def _listed(losses: Sequence[float]) -> str:
     return ", ".join(f"{loss:.6f}" for loss in losses)
-
-
-def main(arguments: Sequence[str] = ()) -> int:
-    """Run the demo in the folder given as first argument: a new one, or an earlier demo's."""
-    return 0 if Demo(Path(arguments[0] if arguments else FILES)).run() else 1

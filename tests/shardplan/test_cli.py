@@ -23,8 +23,8 @@ from typer.testing import CliRunner
 
 import shardplan
 from shardplan.cli.app import app
-from shardplan.cli.names import branches
-from shardplan.cli.placements import parse_mesh, parse_placements
+from shardplan.cli.inspect import branches
+from shardplan.cli.plan import parse_mesh, parse_placements
 from shardplan.cli.screen import table
 from shardplan.io.formats.native.manifest import MANIFEST, FileTable, Manifest, encode_manifest
 from shardplan.planning import (
@@ -534,7 +534,7 @@ def test_what_needs_torch_says_how_to_get_it(ckpt, tmp_path, arguments):
         (["plan", "CKPT", "--mesh", "dp=2", "-p", "*=Shard(0),Replicate()"], "2 placements"),
         (["plan", "CKPT", "--mesh", "dp=2", "-p", "*=dp:shard1"], "5 reasons: "),
         (["plan", "CKPT", "--mesh", "dp=2", "--svg", "x.svg", "--tensor", "w"], "`w` is not in"),
-        (["plan", "CKPT", "--mesh", "dp=2", "--svg", "x.svg", "--tensor", "lr"], "is not a tensor"),
+        (["plan", "CKPT", "--mesh", "dp=2", "--svg", "x.svg", "--tensor", "lr"], "non-tensor value"),
         (["plan", "CKPT"], "Missing option '--mesh'; see shardplan plan --help"),
         (["inspect"], "Missing argument 'CKPT'"),
         (["inspect", "CKPT", "--nope"], "No such option: --nope"),
@@ -599,9 +599,9 @@ def test_placements_are_read(text, placements):
 
 def test_every_name_is_in_the_tree_once():
     names = ["a", "a.b", "l.0.w", "l.1.w", "l.2.b", "l.10.w", "l.10.x", "07.q", "7.q"]
-    kinds = "xxyyyyyxx"
+    kinds = dict(enumerate("xxyyyyyxx"))
     for collapse in (True, False):
-        drawn = list(branches(names, kinds, collapse=collapse))
+        drawn = list(branches(dict(enumerate(names)), kinds, collapse=collapse))
         assert sorted(row for branch in drawn for row in branch.rows) == list(range(len(names)))
         tops = [branch for branch in drawn if branch.depth == 0]
         assert sum(len(branch.below) for branch in tops) == len(names)
@@ -609,8 +609,9 @@ def test_every_name_is_in_the_tree_once():
 
 def test_only_like_layers_are_drawn_together():
     names = [f"layers.{i}.{leaf}" for i in range(6) for leaf in ("w", "b")]
-    kinds = ["other" if name == "layers.3.w" else "w" for name in names]
-    labels = [branch.label for branch in branches(names, kinds) if branch.depth == 1]
+    kinds = {row: "other" if name == "layers.3.w" else "w" for row, name in enumerate(names)}
+    drawn = branches(dict(enumerate(names)), kinds)
+    labels = [branch.label for branch in drawn if branch.depth == 1]
     assert labels == ["├ 0–2,4–5", "└ 3"]
 
 
@@ -804,9 +805,9 @@ def test_without_typer_the_program_says_what_to_install():
 
 def test_demo_runs_the_demo(monkeypatch, tmp_path):
     given = []
-    monkeypatch.setattr("shardplan.demo.main", lambda arguments: given.append(list(arguments)) or 0)
+    monkeypatch.setattr("shardplan.demo.Demo.run", lambda demo: given.append(demo.folder) or True)
     assert (run("demo").exit_code, run("demo", tmp_path).exit_code) == (0, 0)
-    assert given == [[], [str(tmp_path)]]
+    assert given == [Path("build/demo").absolute(), tmp_path]
 
 
 def test_demo_answers_in_json(monkeypatch, tmp_path):
@@ -834,7 +835,7 @@ def test_a_command_loads_no_other_command(ckpt):
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
     loaded = set(done.stderr.split())
     assert "shardplan.cli.inspect" in loaded
-    assert not loaded & {f"shardplan.cli.{name}" for name in ("verify", "convert", "plan")}
+    assert not loaded & {f"shardplan.cli.{name}" for name in ("actions", "cat", "plan")}
 
 
 def test_a_pipe_gets_the_lines_of_a_wide_terminal(ckpt):

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 
 from shardplan import demo
-from shardplan.demo import main
+from shardplan.demo import Demo
 
 
 def test_a_folder_of_somebody_s_files_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(FileExistsError, match="holds other files than a demo"):
-        main([str(tmp_path)])
+        Demo(tmp_path).run()
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
@@ -31,7 +31,7 @@ def test_an_interrupt_ends_the_ranks_too(monkeypatch):
 
 @pytest.mark.slow
 def test_the_demo_runs_and_everything_it_claims_holds(tmp_path):
-    command = [sys.executable, "-P", "-m", "shardplan.demo", str(tmp_path / "demo")]
+    command = [sys.executable, "-P", "-m", "shardplan", "demo", str(tmp_path / "demo")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     text = done.stdout
