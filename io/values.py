@@ -67,9 +67,9 @@ def load_value(stored: StoredValue, file: str, key: str) -> Any:
         if stored.kind in RAW:
             return RAW[stored.kind](stored.data)
         if stored.kind == "torch":
-            from .formats.torch_save.torch_values import load_torch  # which few checkpoints need
+            from .formats.torch_save.names import load_summed  # which few checkpoints need
 
-            return load_torch(stored.data, file, key)
+            return load_summed(stored.data, file, key)[0]
         return decode_value(json.loads(stored.data) if stored.kind == "json" else stored.data)
     except FormatError:
         raise
@@ -95,7 +95,7 @@ def _store(value: Any) -> StoredValue | None:
 
 def _torch_bytes(value: Any) -> bytes | None:
     """Return a value as torch saves it; None if we could not load that safely."""
-    from .formats.torch_save.torch_values import dump_value
+    from .formats.torch_save.write import dump_value
 
     try:
         return dump_value(value)

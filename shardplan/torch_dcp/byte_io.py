@@ -13,8 +13,7 @@ import torch
 from shardplan.io import FormatError
 from shardplan.io.formats.torch_save import (
     PickleError,
-    RefusedName,
-    explain_name,
+    explain,
     in_memory,
     load_archive,
     read_archive,
@@ -39,12 +38,8 @@ def load_value(buffer: io.BytesIO) -> Any:
     """Return the value that `torch.save` was given, or raise UnsafeValueError."""
     try:
         return load_archive(read_archive(in_memory(buffer.getvalue(), "")))
-    except RefusedName as error:
-        why = f"cannot be loaded without running code: it {explain_name(error.name)}"
-        raise UnsafeValueError(why) from None
     except (PickleError, FormatError) as error:
-        reason = error.reason if isinstance(error, FormatError) else error
-        raise UnsafeValueError(f"cannot be loaded: {reason}") from None
+        raise UnsafeValueError(explain(error)) from None
 
 
 def safe_dump(value: Any) -> io.BytesIO:

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 import shardplan
 from shardplan.io.errors import FormatError, LoadError
 from shardplan.io.formats.native.manifest import MANIFEST, sign
-from shardplan.io.formats.torch_save.zip_write import zip_bytes
+from shardplan.io.formats.torch_save.archive import zip_bytes
 from shardplan.io.stores.base import StoreError
 from shardplan.planning import PlanError
 from shardplan.planning.errors import RefusedError

@@ -153,7 +153,7 @@ class _Names(dict[str, Any]):
 def parse_metadata(data: bytes, file: str = METADATA) -> Described:
     """Read a `.metadata` file, or that of one rank."""
     try:
-        return _describe(_fields(load_pickle(data, _Names())[0], "Metadata"))
+        return _describe(_fields(load_pickle(data, _Names()), "Metadata"))
     except RefusedName as error:
         raise FormatError(
             file,

@@ -24,13 +24,7 @@ from ...pool import Pool, ProgressCallback, default_pool
 from ...stores.base import MissingFileError, Store
 from ..base import ChunkPlace, Fault, Findings, Format, Source
 from ..headers import Header, header_length, parse_header
-from ..torch_save.check import Stored, check_archives, file_size
-from ..torch_save.names import load_tensor
-from ..torch_save.standins import StorageRef, StoredTensor, row_major
-from ..torch_save.torch_values import load_archive, load_summed
-from ..torch_save.unpickler import PickleError
-from ..torch_save.views import Overlay
-from ..torch_save.zip_read import (
+from ..torch_save.archive import (
     DESCRIPTOR,
     Window,
     described_crc,
@@ -38,6 +32,10 @@ from ..torch_save.zip_read import (
     read_archive,
     read_ranges,
 )
+from ..torch_save.names import load_archive, load_summed, load_tensor
+from ..torch_save.source import Overlay, Stored, check_archives, file_size
+from ..torch_save.standins import StorageRef, StoredTensor, row_major
+from ..torch_save.unpickler import PickleError
 from .metadata import (
     FIRST_RANK,
     METADATA,

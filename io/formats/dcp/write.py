@@ -34,9 +34,8 @@ from ...limits import check_size, read_whole
 from ...pool import Pool, Progress, default_pool
 from ...stores.base import Store
 from ..base import Part, Writer
-from ..torch_save.torch_values import dump_values, pickle_tensor
-from ..torch_save.zip_read import ALIGNMENT
-from ..torch_save.zip_write import Frame, frame_of
+from ..torch_save.archive import ALIGNMENT, Frame, frame_of
+from ..torch_save.write import dump_values, pickle_tensor
 from .metadata import (
     FIRST_RANK,
     METADATA,

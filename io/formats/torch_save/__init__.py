@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING
 from shardplan.planning.door import door
 
 if TYPE_CHECKING:
-    from .torch_values import explain_name, load_archive
-    from .unpickler import PickleError, RefusedName
-    from .zip_read import in_memory, read_archive
+    from .archive import in_memory, read_archive
+    from .names import explain, load_archive
+    from .unpickler import PickleError
 
 __getattr__, __dir__ = door(
     __name__,
     {
-        "torch_values": "explain_name load_archive",
-        "unpickler": "PickleError RefusedName",
-        "zip_read": "in_memory read_archive",
+        "archive": "in_memory read_archive",
+        "names": "explain load_archive",
+        "unpickler": "PickleError",
     },
 )

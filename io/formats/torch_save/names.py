@@ -1,4 +1,4 @@
-"""The names that torch's pickles may use, and the function behind each.
+"""The names that torch's pickles may use, the function behind each, and reading such pickles.
 
 To allow another class, add a line to a table below: its full name, and a function that checks its
 arguments and returns a plain value or a stand-in. Arguments may be anything, so each is checked.
@@ -16,6 +16,8 @@ import attrs
 
 from shardplan.planning import ITEMSIZE
 
+from ...errors import FormatError
+from .archive import Archive, in_memory, read_archive
 from .standins import (
     Array,
     DType,
@@ -26,10 +28,19 @@ from .standins import (
     StoredTensor,
     Stream,
     TensorLeaf,
+    build_value,
     make_array,
+    needs_torch,
     whole_numbers,
 )
-from .unpickler import Call, PickleError, calls, check_alike, load_pickle, require
+from .unpickler import Call, PickleError, RefusedName, calls, check_alike, load_pickle, require
+
+_DANGEROUS: Final = frozenset(
+    (
+        *("os", "posix", "nt", "builtins", "__builtin__", "subprocess", "sys", "shutil", "pty"),
+        *("importlib", "runpy", "socket", "ctypes", "webbrowser", "code", "commands", "pickle"),
+    )
+)
 
 
 class _Storages:
@@ -39,28 +50,21 @@ class _Storages:
         self.nbytes: dict[str, int] = {}
 
     def refer(self, pid: Any) -> StorageRef:
-        """Note a storage that is referred to, and return a reference to it.
+        """Return a reference to a storage.
 
-        Args:
-            pid: The persistent id: a word, the type of storage, its key, its device, its number of
-                elements. In older files, a sixth part selects some of these: any name, the first,
-                and their number.
+        ``pid`` is a word, the type of storage, its key, its device and its number of elements.
         """
-        if type(pid) is not tuple or len(pid) not in (5, 6) or pid[0] != "storage":
+        if type(pid) is not tuple or len(pid) != 5 or pid[0] != "storage":
             raise PickleError("it refers to something else than a storage")
-        kind, key, _, numel = pid[1:5]
+        _, kind, key, _, numel = pid
         if type(kind) is not Named or type(key) is not str:
             raise PickleError("it refers to a storage in an unknown way")
         if kind.dtype not in ITEMSIZE:
             raise PickleError(f"it holds a quantized tensor ({kind.name}); save its int_repr()")
-        (numel,), width, first = whole_numbers((numel,)), ITEMSIZE[kind.dtype], 0
-        if self.nbytes.setdefault(key, numel * width) != numel * width:
+        found = StorageRef(key, kind.dtype, *whole_numbers((numel,)))
+        if self.nbytes.setdefault(key, found.nbytes) != found.nbytes:
             raise PickleError(f"storage {key[:80]} has different sizes")
-        if len(pid) == 6 and pid[5] is not None:
-            first, numel = whole_numbers(pid[5][1:])
-            if (first + numel) * width > self.nbytes[key]:
-                raise PickleError(f"a view reaches out of storage {key[:80]}")
-        return StorageRef(key, kind.dtype, numel, first * width)
+        return found
 
 
 def _tensor(
@@ -89,58 +93,50 @@ def _typed_tensor(
     (start,) = whole_numbers((offset,))
     shape, strides = whole_numbers(size), whole_numbers(stride)
     made = StoredTensor(storage, dtype.dtype, start, shape, strides, **flags)
-    why = made.fault()
-    if why is not None:
-        raise PickleError(f"a tensor cannot have {why}")
+    made.check()
     return TensorLeaf(made, grad is True)
 
 
 def _parameter(data: Any, grad: Any = None, *_: Any) -> Any:
     if type(data) is TensorLeaf:
         return attrs.evolve(data, requires_grad=grad is True, parameter=True)
-    require(type(data) is OddTensor, "a parameter is made of something else than a tensor")
-    return data
+    return _same_tensor(data)
 
 
 def _same_tensor(data: Any, *_: Any) -> Any:
-    require(type(data) in (TensorLeaf, Array), "a tensor is made of something else than a tensor")
+    require(type(data) in (TensorLeaf, OddTensor), "a tensor is made of something else than one")
     return data
 
 
-def _meta(dtype: Any, size: Any, stride: Any, grad: Any) -> OddTensor:
-    if type(dtype) is not Named or len(whole_numbers(size)) != len(whole_numbers(stride)):
-        raise PickleError("a tensor without elements is of an unknown kind")
-    return OddTensor("meta", (dtype, size, stride, grad is True), "was saved without elements")
+def _odd(why: str) -> Callable[..., OddTensor]:
+    return lambda *_: OddTensor(why)
 
 
-def _sparse(layout: Any, data: Any) -> OddTensor:
-    if type(layout) is not Named or type(data) is not tuple:
-        raise PickleError("a sparse tensor is of an unknown kind")
-    kind = layout.name.removeprefix("torch.")
-    return OddTensor(kind, data, f"is a {kind} tensor; save it dense instead")
+def _sparse(layout: Any, *_: Any) -> OddTensor:
+    require(type(layout) is Named, "a sparse tensor is of an unknown layout")
+    return OddTensor(f"is a {layout.name.removeprefix('torch.')} tensor; save it dense instead")
 
 
-def _odd(kind: str, why: str) -> Callable[..., OddTensor]:
-    return lambda *args: OddTensor(kind, args, why)
+def _layout(name: Any) -> Named:
+    require(type(name) is str and len(name) < 30, "a tensor has an unknown layout")
+    return Named(name)
 
 
 def _subclass(make: Any, kind: Any, args: Any, state: Any) -> Any:
-    """Make a tensor with attributes, which are dropped; or one of a class of its own."""
+    """Make a tensor with attributes, which are dropped, and refuse one of a class of its own."""
     if type(make) is not Call or type(args) is not tuple or type(kind) not in (Call, Named):
         raise PickleError("a tensor is of an unknown kind")
     if not make.name.startswith("torch._utils._rebuild_"):
         raise PickleError(f"a tensor is made by {make.name[:80]}")
-    made = make.make(*args)
-    if kind.name in ("torch.Tensor", "torch.nn.parameter.Parameter"):
-        return made
-    target = kind.allowed if type(kind) is Call else None
-    why = f"is a {kind.name}; save plain tensors instead"
-    return OddTensor(kind.name, (made, state), why, target)
+    if kind.name not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
+        return OddTensor(f"is a {kind.name}; save plain tensors instead")
+    return make.make(*args)
 
 
-def _layout(name: Any) -> Named:
-    require(type(name) is str and name in _LAYOUTS, "a tensor has an unknown layout")
-    return Named(name)
+def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any) -> Array:
+    made = Array()
+    made.state = (1, shape, dtype, order == "F", data)
+    return made
 
 
 def _encode(text: Any, codec: Any) -> bytes:
@@ -158,20 +154,12 @@ def _bytearray(data: Any = b"", codec: Any = "latin-1") -> bytearray:
     return bytearray(data, "latin-1")
 
 
-def _listed(items: Any) -> Any:
+def _distinct(items: Any, first: Callable[[Any], Any] = lambda item: item) -> Any:
+    """Return items whose keys do not collide."""
     if type(items) not in (list, tuple):
         raise PickleError(f"it makes a collection of a {type(items).__name__}")
+    check_alike(map(first, items))
     return items
-
-
-def _distinct(items: Any) -> Any:
-    check_alike(_listed(items))
-    return items
-
-
-def _ordered(items: Any = ()) -> OrderedDict[Any, Any]:
-    check_alike([key for key, _ in _listed(items)])
-    return OrderedDict(items)
 
 
 def _counter(counts: Any = None) -> Counter[Any]:
@@ -187,15 +175,9 @@ def _complex(real: Any, imag: Any) -> complex:
     return complex(real, imag)
 
 
-def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any) -> Array:
-    made = Array()
-    made.state = (1, shape, dtype, order == "F", data)
-    return made
-
-
 PLAIN: Final[Mapping[str, Call]] = calls(
     {
-        "collections.OrderedDict": _ordered,
+        "collections.OrderedDict": lambda items=(): OrderedDict(_distinct(items, lambda i: i[0])),
         "collections.Counter": _counter,
         "_codecs.encode": _encode,
         "builtins.bytes": lambda: b"",  # as protocol 2 writes empty bytes
@@ -224,11 +206,6 @@ _STORAGES: Final = {
 }
 """The dtype of each of torch's typed storages; empty for quantized ones."""
 
-_LAYOUTS: Final = tuple(
-    f"torch.{kind}"
-    for kind in ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")
-)
-_QUANTIZED: Final = "is a quantized tensor; save its int_repr(), scale and zero point instead"
 _REBUILD: Final[Mapping[str, Callable[..., Any]]] = {
     "tensor": _tensor,
     "tensor_v2": _tensor,
@@ -236,16 +213,15 @@ _REBUILD: Final[Mapping[str, Callable[..., Any]]] = {
     "parameter": _parameter,
     "parameter_with_state": _parameter,
     "device_tensor_from_cpu_tensor": _same_tensor,
-    "device_tensor_from_numpy": _same_tensor,
-    "meta_tensor_no_storage": _meta,
+    "meta_tensor_no_storage": _odd("was saved without elements"),
     "sparse_tensor": _sparse,
-    "qtensor": _odd("quantized", _QUANTIZED),
-    "nested_tensor": _odd("nested", "is a nested tensor; save it dense instead"),
-    "wrapper_subclass": _odd("wrapper", "is a wrapper of tensors; save plain tensors instead"),
+    "qtensor": _odd("is quantized; save its int_repr(), scale and zero point instead"),
+    "nested_tensor": _odd("is a nested tensor; save it dense instead"),
+    "wrapper_subclass": _odd("is a wrapper of tensors; save plain tensors instead"),
 }
 _NUMPY: Final[Mapping[str, Callable[..., Any]]] = {
     "multiarray._reconstruct": Array,
-    "multiarray.scalar": lambda dtype, data: make_array(data, dtype, (1,), "C")[0],
+    "multiarray.scalar": lambda dtype, data: make_array(data, dtype, (1,))[0],
     "numeric._frombuffer": _from_buffer,
 }
 _CALLS: Final = calls(
@@ -254,17 +230,13 @@ _CALLS: Final = calls(
         "torch._tensor._rebuild_from_type_v2": _subclass,
         "torch.nn.parameter.Parameter": _parameter,
         "torch.serialization._get_layout": _layout,
-        "torch.Size": lambda sizes=(): Later("torch.Size", (whole_numbers(sizes),)),
-        "torch.device": lambda *where: Later("torch.device", where),
+        "torch.Size": lambda sizes=(): Later("torch.Size", None, False, whole_numbers(sizes)),
+        "torch.device": partial(Later, "torch.device", None, False),
         "_io.BytesIO": Stream,
         "numpy.dtype": DType,
         **{f"numpy.core.{name}": make for name, make in _NUMPY.items()},
         **{f"numpy._core.{name}": make for name, make in _NUMPY.items()},
     }
-)
-_QSCHEMES: Final = (
-    *("per_tensor_affine", "per_tensor_symmetric", "per_channel_affine"),
-    *("per_channel_symmetric", "per_channel_affine_float_qparams"),
 )
 _CONSTANTS: Final[Mapping[str, str]] = {
     "torch.Tensor": "",
@@ -272,7 +244,6 @@ _CONSTANTS: Final[Mapping[str, str]] = {
     "torch.UntypedStorage": "uint8",
     **{f"torch.{kind}Storage": dtype for kind, dtype in _STORAGES.items()},
     **{f"torch.{dtype}": dtype for dtype in ITEMSIZE},
-    **{f"torch.{scheme}": "" for scheme in _QSCHEMES},
     "numpy.ndarray": "",
 }
 NAMES: Final[Mapping[str, Any]] = {
@@ -309,40 +280,83 @@ def _user_names() -> dict[str, Call]:
     pairs = [f if isinstance(f, tuple) else (f, "") for f in torch.serialization.get_safe_globals()]
     found = {name or f"{f.__module__}.{f.__qualname__}": f for f, name in pairs}
     return {
-        name: Call(name, partial(_user_call, name, f), new=partial(_user_new, name, f), allowed=f)
+        name: Call(name, partial(Later, name, f, False), new=partial(Later, name, f, True))
         for name, f in found.items()
         if not name.startswith(_OWN_OF_TORCH)
     }
 
 
-def _user_call(name: str, target: Any, *args: Any) -> Later:
-    return Later(name, args, target)
-
-
-def _user_new(name: str, target: Any, *args: Any) -> Later:
-    return Later(name, args, target, is_new=True)
+# Reading pickles
 
 
 @attrs.frozen(eq=False)
 class Nested:
-    """A state dict or a value, with stand-ins for all that is not plain; bytes of its storages."""
+    """A state dict or a value, with stand-ins for all that is not plain.
+
+    Attributes:
+        storages: How many bytes each of its storages has, by key.
+        names: The names in its pickle.
+    """
 
     value: Any
     storages: Mapping[str, int]
     names: tuple[str, ...]
-    end: int
 
 
-def load_nested(data: bytes, begin: int = 0) -> Nested:
+def load_nested(data: bytes) -> Nested:
     """Read the pickle of a state dict or of a value."""
     names, storages = _Allowed(), _Storages()
-    value, end = load_pickle(data, names, storages.refer, begin)
-    return Nested(value, storages.nbytes, tuple(names.seen), end)
+    value = load_pickle(data, names, storages.refer)
+    return Nested(value, storages.nbytes, tuple(names.seen))
 
 
 def load_tensor(data: bytes) -> StoredTensor:
-    """Read the pickle of an archive that holds one tensor, of a whole storage."""
+    """Read the pickle of an archive that holds one tensor."""
     found = load_nested(data).value
-    if type(found) is not TensorLeaf or found.stored.storage.first:
-        raise PickleError(f"it holds a {type(found).__name__}, not a tensor of its own")
+    if type(found) is not TensorLeaf:
+        raise PickleError(f"it holds a {type(found).__name__}, not a tensor")
     return found.stored
+
+
+def load_archive(archive: Archive, *, plain: bool = False) -> Any:
+    """Return the value that an archive of `torch.save` holds; ``plain`` if torch is not there."""
+    if archive.packed:
+        raise PickleError("its records are compressed, which torch.save never does")
+    if not archive.is_little:
+        raise PickleError("it was written on a machine of another byte order")
+    limit = archive.window.length
+    nested = load_nested(archive.read("data.pkl", limit))
+    if plain and needs_torch(nested.value):
+        raise PickleError("it needs torch")
+    archive.check_storages(nested.storages)
+    return build_value(
+        nested.value, lambda key: memoryview(bytearray(archive.read(f"data/{key}", limit)))
+    )
+
+
+def load_summed(data: bytes, file: str, name: str) -> tuple[Any, bool]:
+    """Return a value that `torch.save` wrote, and whether its archive has checksums."""
+    try:
+        archive = read_archive(in_memory(data, file))
+        return load_archive(archive), archive.is_summed
+    except (PickleError, FormatError) as error:
+        raise FormatError(file, f"the value of `{name}` {explain(error)}") from None
+
+
+def explain(error: Exception) -> str:
+    """Return why a value cannot be loaded or stored, given the error of reading or pickling it."""
+    if isinstance(error, RefusedName):
+        return explain_name(error.name)
+    reason = error.reason if isinstance(error, FormatError) else str(error)
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    return f"cannot be loaded: {(lines or [type(error).__name__])[-1][:300]}"
+
+
+def explain_name(kind: str) -> str:
+    """Return why a class or function that a pickle names is refused, and how to allow it."""
+    if kind.partition(".")[0] in _DANGEROUS:
+        return f"needs `{kind}`, which no checkpoint does: it may be malicious; none of it ran"
+    return (
+        f"needs `{kind}`, which is not known to be safe; if you trust it, allow it with "
+        f"torch.serialization.add_safe_globals([{kind}]) and load again"
+    )

@@ -9,6 +9,7 @@ with ``torch.serialization.add_safe_globals``. `names` lists what a pickle may n
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ _WHOLE: Final = frozenset((int,))
 _FIXED: Final = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _COPIED: Final = (list, tuple, set, frozenset, bytearray)
 _DICTS: Final = (dict, OrderedDict, Counter)
-_NUMPY: Final = re.compile(r"[biufc](1|2|4|8|16)|[SU][0-9]{1,9}")
+_NUMPY_CODE: Final = re.compile(r"[biufc](1|2|4|8|16)|[SU][0-9]{1,9}")
 
 
 def whole_numbers(value: Any) -> tuple[int, ...]:
@@ -53,17 +54,11 @@ def row_major(size: Sequence[int]) -> tuple[int, ...]:
 
 @attrs.frozen
 class StorageRef:
-    """The bytes that a tensor is a view of.
-
-    Attributes:
-        dtype: The dtype of its elements; ``"uint8"`` if the tensor decides.
-        first: Where it begins in the record, in bytes.
-    """
+    """The bytes that a tensor is a view of; `dtype` is ``"uint8"`` if the tensor decides."""
 
     key: str
     dtype: str
     numel: int
-    first: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -89,24 +84,17 @@ class StoredTensor:
     conj: bool = False
     neg: bool = False
 
-    @property
-    def span(self) -> int:
-        """How many elements lie between its first and its last, both included."""
-        if 0 in self.size:
-            return 0
-        return 1 + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
-
-    def fault(self) -> str | None:
-        """Return why there can be no such tensor; None if there can."""
+    def check(self) -> None:
+        """Refuse a tensor that cannot be."""
         wrong = shape_fault(self.size)
-        if wrong is not None:
-            return f"such a shape: it {wrong}"
-        if len(self.size) != len(self.stride):
-            return f"shape {self.size} and strides {self.stride}"
-        span = self.span
-        if span and (self.offset + span) * ITEMSIZE[self.dtype] > self.storage.nbytes:
-            return f"shape {self.size} in a storage of {self.storage.nbytes:,} bytes"
-        return None
+        require(wrong is None, f"a tensor cannot have such a shape: it {wrong}")
+        same = len(self.size) == len(self.stride)
+        require(same, f"a tensor cannot have shape {self.size} and strides {self.stride}")
+        last = sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
+        end = (self.offset + last + 1) * ITEMSIZE[self.dtype]
+        held = self.storage.nbytes
+        fits = end <= held or 0 in self.size
+        require(fits, f"a tensor cannot have shape {self.size} in a storage of {held:,} bytes")
 
 
 @attrs.frozen(eq=False)
@@ -144,6 +132,20 @@ class TensorLeaf(StandIn):
 
 
 @attrs.frozen(eq=False)
+class OddTensor(StandIn):
+    """A tensor that is more than a view of a storage, which is refused; `why` says what it is."""
+
+    needs_torch = True
+    why: str
+    shape = ()
+    dtype = ""
+
+    def build(self, builder: Builder) -> Any:
+        """Refuse to build it."""
+        raise PickleError(f"it holds a tensor that {self.why}")
+
+
+@attrs.frozen(eq=False)
 class Named(StandIn):
     """A constant of torch or numpy, such as a dtype; `dtype` is empty for others."""
 
@@ -167,9 +169,9 @@ class Later(Stateful):
     __slots__ = ("args", "is_new", "name", "target")
     needs_torch = True
 
-    def __init__(self, name: str, args: Any, target: Any = None, is_new: bool = False) -> None:
+    def __init__(self, name: str, target: Any, is_new: bool, *args: Any) -> None:
         super().__init__()
-        self.name, self.args, self.target, self.is_new = name, args, target, is_new
+        self.name, self.target, self.is_new, self.args = name, target, is_new, args
 
     @property
     def parts(self) -> tuple[Any, ...]:
@@ -194,39 +196,6 @@ class Later(Stateful):
             for name, inner in (slots or {}).items():
                 setattr(made, name, inner)
         return made
-
-
-class OddTensor(Later):
-    """A tensor that is more than a view of a storage: it can be part of a value, not a tensor."""
-
-    __slots__ = ("why",)
-    shape = ()
-    dtype = ""
-
-    def __init__(self, name: str, args: Any, why: str, target: Any = None) -> None:
-        super().__init__(name, args, target)
-        self.why = why
-
-    def build(self, builder: Builder) -> Any:
-        """Return the tensor, if it is sparse, without elements, or of an allowed class."""
-        import torch
-
-        set_state: Any = torch._utils._set_obj_state
-        args = [builder.build(arg) for arg in self.args]
-        if self.name == "meta":
-            dtype, size, stride, grad = args
-            made = torch.empty_strided(size, stride, dtype=dtype, device="meta")
-            return made.requires_grad_(grad)
-        if self.name == "sparse_coo":
-            indices, values, size, *coalesced = args
-            once = coalesced[0] is True if coalesced else None
-            make = torch.sparse_coo_tensor
-            return make(indices, values, size, check_invariants=True, is_coalesced=once)
-        if self.name.startswith("sparse_"):
-            layout = getattr(torch, self.name)
-            return torch.sparse_compressed_tensor(*args[:4], layout=layout, check_invariants=True)
-        require(self.target is not None, f"it holds a tensor that {self.why}")
-        return set_state(args[0].as_subclass(self.target), args[1])
 
 
 class Stream(Stateful):
@@ -254,7 +223,7 @@ class DType(Stateful):
     def build(self, builder: Any = None) -> np.dtype[Any]:
         """Return the dtype, if it is one of numbers or text."""
         order = self.state[1] if type(self.state) is tuple and len(self.state) > 1 else "|"
-        if type(self.code) is not str or not _NUMPY.fullmatch(self.code):
+        if type(self.code) is not str or not _NUMPY_CODE.fullmatch(self.code):
             raise PickleError("it holds a numpy array that is neither of numbers nor of text")
         if type(order) is not str or order not in ("<", ">", "|", "="):
             raise PickleError("it holds a numpy array of an unknown order of bytes")
@@ -275,15 +244,13 @@ class Array(Stateful):
         return make_array(data, dtype, shape, "F" if fortran is True else "C")
 
 
-def make_array(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
+def make_array(data: Any, dtype: Any, shape: Any, order: Any = "C") -> Any:
     """Return a numpy array, given what a pickle says of it."""
     if type(dtype) is not DType or type(data) not in (bytes, bytearray):
         raise PickleError("it holds a numpy array of objects")
-    made, count = dtype.build(), 1
-    for size in whole_numbers(shape):
-        count *= size
-    if count * made.itemsize != len(data) or order not in ("C", "F"):
-        raise PickleError(f"a numpy array of {count * made.itemsize:,} bytes has {len(data):,}")
+    made = dtype.build()
+    nbytes = math.prod(whole_numbers(shape)) * made.itemsize
+    require(nbytes == len(data), f"a numpy array of {nbytes:,} bytes has {len(data):,}")
     flat = np.frombuffer(data, made) if data else np.empty(0, made)
     return flat.reshape(shape, order=order).copy(order)
 
@@ -354,6 +321,4 @@ class Builder:
             data = self._read(ref.key)
             held = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0)
             self._storages[ref.key] = held.untyped_storage()
-        whole = self._storages[ref.key]
-        begin, end = ref.first, ref.first + ref.nbytes
-        return whole if (begin, end) == (0, whole.nbytes()) else whole[begin:end]
+        return self._storages[ref.key]

@@ -5,7 +5,7 @@ A pickle is a program for a small stack machine. This machine knows the operatio
 a constant or a `Call`: a function of ours that returns a plain value or a *stand-in*, a sealed
 record that describes an object instead of being it. Nothing else is called.
 
-Memory and time are bounded by the pickle's own length:
+Memory and time are bounded by the pickle's own length. Python's own unpickler has no such bounds:
 
 1. Strings and numbers are cut out of the pickle: a length that reaches past its end is an error.
    Any other operation makes one small object.
@@ -20,7 +20,6 @@ Nothing here needs torch.
 
 from __future__ import annotations
 
-import math
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,13 +30,6 @@ import attrs
 
 class PickleError(ValueError):
     """A pickle that is damaged, or asks for something that is not allowed."""
-
-
-class CutShort(PickleError):
-    """A pickle that continues after the end of the bytes that were read."""
-
-    def __init__(self) -> None:
-        super().__init__("it is cut short")
 
 
 class RefusedName(PickleError):
@@ -63,14 +55,14 @@ class StandIn:
     __slots__ = ()
     needs_torch: ClassVar[bool] = False
 
-    def build(self, builder: Any) -> Any:
-        """Return the object; ``builder`` is a `standins.Builder`."""
-        raise PickleError(f"it holds a {type(self).__name__} as a value")
-
     @property
     def parts(self) -> Sequence[Any]:
         """Everything that it holds."""
         return ()
+
+    def build(self, builder: Any) -> Any:
+        """Return the object; ``builder`` is a `names.Builder`."""
+        raise PickleError(f"it holds a {type(self).__name__} as a value")
 
 
 class Stateful(StandIn):
@@ -90,17 +82,12 @@ class Stateful(StandIn):
 
 @attrs.frozen(eq=False)
 class Call:
-    """A function that a pickle may call.
-
-    Attributes:
-        allowed: The class or function that it stands for, if the user allowed that one by name.
-    """
+    """A function that a pickle may call; ``free`` if its arguments are not charged."""
 
     name: str
     make: Callable[..., Any]
     free: bool = False
     new: Callable[..., Any] = attrs.Factory(lambda call: call.make, takes_self=True)
-    allowed: Any = None
 
 
 def calls(table: Mapping[str, Callable[..., Any]]) -> dict[str, Call]:
@@ -108,8 +95,11 @@ def calls(table: Mapping[str, Callable[..., Any]]) -> dict[str, Call]:
     return {name: Call(name, make) for name, make in table.items()}
 
 
-_ALONE: Final = frozenset((str, int, float, bool, bytes, complex, type(None), Call))
-"""Types of objects that hold no others and are never copied."""
+_DICTS: Final = (dict, OrderedDict, Counter)
+_GROUPS: Final = frozenset((tuple, list, set, frozenset, *_DICTS))
+_TEXTS: Final = (str, bytes, bytearray)
+_FIXED: Final = frozenset((float, bool, complex, type(None), Call))  # types of one size
+_ALONE: Final = _FIXED | {str, int, bytes}  # those that hold no others and are never copied
 _SHARED: Final = 1 << 19  # parts that may be shared in any case
 _WORK: Final = 1 << 18  # bytes that may be copied or hashed in any case
 _PART: Final = 8  # bytes that an element of a collection is charged for
@@ -118,15 +108,12 @@ _ALIKE: Final = 40  # keys of one collection that may have the same hash; floats
 
 
 def load_pickle(
-    data: bytes,
-    names: Mapping[str, Any],
-    persistent: Callable[[Any], Any] | None = None,
-    begin: int = 0,
-) -> tuple[Any, int]:
-    r"""Read a pickle; return its value, and where it ends.
+    data: bytes, names: Mapping[str, Any], persistent: Callable[[Any], Any] | None = None
+) -> Any:
+    r"""Return the value of a pickle.
 
     >>> import pickle
-    >>> load_pickle(pickle.dumps([1, {"a": (2.5, b"x")}]), {})[0]
+    >>> load_pickle(pickle.dumps([1, {"a": (2.5, b"x")}]), {})
     [1, {'a': (2.5, b'x')}]
     >>> load_pickle(b"cposix\nsystem\n(X\x04\x00\x00\x00echotR.", {})
     Traceback (most recent call last):
@@ -134,12 +121,11 @@ def load_pickle(
 
     Raises:
         RefusedName: It names something else; nothing of it was called.
-        CutShort: Its end is missing.
         PickleError: It is damaged, or would take more memory or time than its length justifies.
     """
     machine = _Machine(data, names, persistent)
     try:
-        value, end = machine.run(begin)
+        value = machine.run()
         machine.check_shared()
     except PickleError:
         raise
@@ -148,12 +134,7 @@ def load_pickle(
     except Exception as error:  # a damaged pickle may pass anything to a `Call`
         reason = str(error) or type(error).__name__
         raise PickleError(f"it is damaged: {reason[:200]}") from error
-    return value, end
-
-
-_DICTS: Final = (dict, OrderedDict, Counter)
-_GROUPS: Final = frozenset((tuple, list, set, frozenset, *_DICTS))
-_TEXTS: Final = (str, bytes, bytearray)
+    return value
 
 
 class _Machine:
@@ -167,8 +148,8 @@ class _Machine:
         self._hashes: dict[int, tuple[Any, Counter[int]]] = {}  # by the id of a collection
         self._work = _WORK + _PART * len(data)
 
-    def run(self, pos: int) -> tuple[Any, int]:
-        """Run the pickle that begins at ``pos``; return its result, and where it ends.
+    def run(self) -> Any:
+        """Run the pickle and return its result.
 
         This is one loop, with the most frequent operations first, because the metadata of a
         checkpoint has millions of them.
@@ -178,7 +159,7 @@ class _Machine:
         memo: dict[int, Any] = {}
         marks: list[list[Any]] = []
         stack: list[Any] = []
-        push = stack.append
+        push, pos = stack.append, 0
         try:
             while True:
                 op = data[pos]
@@ -256,7 +237,7 @@ class _Machine:
                     pos = begin + (data[pos] if short else number4(data, pos)[0])
                     push(str(data[begin:pos], "utf-8", "surrogatepass"))
                     if pos > size:
-                        raise CutShort
+                        raise PickleError(_CUT)
                 elif op == 0x71:  # BINPUT
                     memo[data[pos]] = stack[-1]
                     pos += 1
@@ -285,9 +266,10 @@ class _Machine:
                     pos, found = _sized(data, pos, op)
                     push(found)
                 elif op == 0x63:  # GLOBAL
-                    pos, module = _line(data, pos)
-                    pos, name = _line(data, pos)
+                    end = data.index(b"\n", data.index(b"\n", pos) + 1)
+                    module, name = str(data[pos:end], "utf-8").split("\n")
                     push(self._find(module, name))
+                    pos = end + 1
                 elif op == 0x93:  # STACK_GLOBAL
                     name = _expect(stack.pop(), str)
                     stack[-1] = self._find(_expect(stack[-1], str), name)
@@ -300,15 +282,13 @@ class _Machine:
                 elif op == 0x95:  # FRAME
                     pos += 8
                 elif op == 0x2E:  # STOP
-                    return stack.pop(), pos
+                    return stack.pop()
                 else:
                     raise PickleError(f"it uses operation {op:#04x} at byte {pos - 1:,}")
         except struct.error:
-            raise CutShort from None
-        except IndexError:  # of the data at its end, or of a stack that holds too little
-            raise (CutShort() if pos >= size else PickleError("it is damaged")) from None
-        except KeyError:
-            raise PickleError("it is damaged") from None
+            raise PickleError(_CUT) from None
+        except LookupError:  # of the data at its end, of the memo, or of a stack
+            raise PickleError(_CUT if pos >= size else "it is damaged") from None
 
     def _find(self, module: str, name: str) -> Any:
         """Look up a name, in Python 3's spelling."""
@@ -326,23 +306,10 @@ class _Machine:
         return self._persistent(pid)
 
     def _charge(self, *values: Any) -> None:
-        """Charge for copying, hashing and comparing values: for each part as often as it occurs."""
-        left, todo = self._work, list(values)
-        while todo:
-            part = todo.pop()
-            kind = type(part)
-            left -= 1
-            if kind in _GROUPS:
-                left -= _PART * len(part)
-                if left > 0:
-                    todo += part
-            elif kind in _TEXTS:
-                left -= len(part)
-            elif kind is int:
-                left -= part.bit_length() >> 3
-            if left < 0:
-                raise PickleError("it copies or hashes more than its own length justifies")
-        self._work = left
+        """Charge for copying, hashing and comparing values."""
+        self._work -= _cost(values, self._work)
+        if self._work < 0:
+            raise PickleError("it copies or hashes more than its own length justifies")
 
     def _set_items(self, target: Any, items: list[Any]) -> None:
         keys = items[::2]
@@ -353,9 +320,9 @@ class _Machine:
             self._check_keys(target, odd)
         if type(target) is dict:
             target.update(zip(keys, items[1::2], strict=True))
-        else:
-            for key, value in zip(keys, items[1::2], strict=True):
-                target[key] = value
+            return
+        for key, value in zip(keys, items[1::2], strict=True):
+            target[key] = value
 
     def _check_keys(self, target: Any, keys: Sequence[Any]) -> None:
         """Charge for keys that are added to a collection, and check their hashes if it is large."""
@@ -365,16 +332,41 @@ class _Machine:
 
     def check_shared(self) -> None:
         """Refuse objects that occur so often that walking over all parts would take too long."""
-        left: float = _SHARED + _PART * len(self._data)
-        known: dict[int, float] = {}
-        for shared in self._again:
-            if type(shared) is tuple and _ALONE.issuperset(map(type, shared)):
-                left -= len(shared)  # the same as `_weight`, for the usual case
-            else:
-                left -= known[id(shared)] if id(shared) in known else _weight(shared, known)
+        left = _SHARED + _PART * len(self._data)
+        times = Counter(map(id, self._again))
+        for shared in {id(shared): shared for shared in self._again}.values():
+            left -= times[id(shared)] * _cost([shared], left, walk=True)
             if left < 0:
                 text = "it holds itself, or its parts more often than its length justifies"
                 raise PickleError(text)
+
+
+def _cost(values: Iterable[Any], most: int, walk: bool = False) -> int:
+    """Return what it costs to copy and hash values: each part counts as often as it occurs.
+
+    Args:
+        values: Values of any kind.
+        most: Where to stop counting.
+        walk: Count what it costs to walk over them: stand-ins are entered, and text is not copied.
+    """
+    cost, todo = 0, list(values)
+    skipped, each = (_ALONE - {bytes}, 1) if walk else (_FIXED, _PART)
+    while todo and cost <= most:
+        part = todo.pop()
+        kind = type(part)
+        cost += 1
+        if kind in _TEXTS:
+            cost += len(part)
+        elif kind is int:
+            cost += part.bit_length() >> 3
+        elif kind in _GROUPS or (walk and isinstance(part, StandIn)):
+            inner = part if kind in _GROUPS else part.parts
+            if kind in _DICTS:
+                inner = [*part, *part.values()]
+            cost += _PART + each * len(inner)
+            if cost <= most:
+                todo += [value for value in inner if type(value) not in skipped]
+    return cost
 
 
 def check_alike(keys: Iterable[Any], known: Counter[int] | None = None) -> None:
@@ -384,49 +376,6 @@ def check_alike(keys: Iterable[Any], known: Counter[int] | None = None) -> None:
         known[code := hash(key)] += 1
         if known[code] > _ALIKE:
             raise PickleError("it holds a collection with many keys of the same hash")
-
-
-def _weight(root: Any, known: dict[int, float]) -> float:
-    """Count the parts of an object, and theirs, as often as each occurs.
-
-    Args:
-        root: The object.
-        known: The weights so far, by id; infinite while an object is being weighed.
-    """
-    todo = [root]
-    while todo:
-        node = todo[-1]
-        if known.get(id(node), math.inf) < math.inf:  # several objects hold it
-            todo.pop()
-            continue
-        parts = _parts(node)
-        nodes = [part for part in parts if type(part) not in _ALONE]
-        if id(node) not in known:
-            known[id(node)] = math.inf
-            todo += {id(part): part for part in nodes if id(part) not in known}.values()
-        else:
-            todo.pop()
-            inner = sum(known[id(part)] for part in nodes)
-            known[id(node)] = len(parts) + _PART * len(nodes) + _bytes(node) + inner
-    return known[id(root)]
-
-
-def _bytes(value: Any) -> int:
-    """Return how many bytes a copy of an object takes, besides those of its parts."""
-    if type(value) is bytearray:
-        return len(value)
-    if isinstance(value, Stateful) and type(value.state) is tuple:
-        return sum(len(part) for part in value.state if type(part) is bytes)
-    return 0
-
-
-def _parts(value: Any) -> Sequence[Any]:
-    kind = type(value)
-    if kind in _DICTS:
-        return [*value, *value.values()]
-    if kind in _GROUPS:
-        return list(value)
-    return value.parts if isinstance(value, StandIn) else ()
 
 
 def _expect(value: Any, kind: type) -> Any:
@@ -440,17 +389,8 @@ def _sized(data: bytes, pos: int, op: int) -> tuple[int, Any]:
     width, make = _LENGTHS[op]
     begin = pos + width
     end = begin + int.from_bytes(data[pos:begin], "little")
-    if end > len(data):
-        raise CutShort
+    require(end <= len(data), _CUT)
     return end, make(data[begin:end])
-
-
-def _line(data: bytes, pos: int) -> tuple[int, str]:
-    """Read a line of text; return where the next begins, and the text."""
-    end = data.find(b"\n", pos)
-    if end < 0:
-        raise CutShort
-    return end + 1, _text(data[pos:end])
 
 
 def _text(data: bytes) -> str:
@@ -461,6 +401,7 @@ def _whole(data: bytes) -> int:
     return int.from_bytes(data, "little", signed=True)
 
 
+_CUT: Final = "it is cut short"
 _U2: Final = struct.Struct("<H").unpack_from
 _U4: Final = struct.Struct("<I").unpack_from
 _I4: Final = struct.Struct("<i").unpack_from

@@ -1,31 +1,41 @@
-"""Writing a `torch.save` file: one archive, streamed, put in place when it is complete."""
+"""Writing a `torch.save` file: one archive, streamed, put in place when it is complete.
+
+Values are pickled as torch does it, and only if they can be loaded again without running code.
+"""
 
 from __future__ import annotations
 
+import io
+import math
+import pickle
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import attrs
-import numpy as np
 import torch
+from torch import _weights_only_unpickler
 
-from shardplan.planning import Metadata, SavePlan, flatten, unflatten
+from shardplan.planning import Metadata, RefusedError, SavePlan, flatten, listed, unflatten
 
 from ...errors import ExistsError, ValueRefusedError
 from ...execute.commit import tidy
 from ...execute.copying import FileContents, threads_for, write_file
-from ...execute.pieces import Lazy, Piece, blocks_of, collect, tied_pieces
+from ...execute.pieces import Piece, blocks_of, collect, tied_pieces
 from ...limits import check_size
 from ...pool import Pool, Progress, default_pool
 from ...stores.base import Store
-from ...tensors import box_view, empty_tensor, tensor_bytes
-from ...tensors import fill_from_bytes as fill
 from ..base import Part, Writer
 from ..registry import known_formats
-from .torch_values import Leaf, explain_refusal, explain_value, pickle_nested, why_unsafe
-from .zip_write import lay_out
+from .archive import in_memory, lay_out, read_archive, zip_bytes
+from .names import explain, explain_name, load_archive, load_nested
+from .standins import row_major
+from .unpickler import PickleError
 
 _TAKEN: Final = (".safetensors", ".safetensors.index.json", ".distcp")  # endings of others' files
+_SCALARS: Final = (bool, float, type(None))
+_SMALL_INT: Final = 1 << 31
 
 
 class TorchWriter(Writer):
@@ -88,10 +98,18 @@ class TorchWriter(Writer):
             raise _too_many()
         flat, _ = flatten(sd)
         pieces, values, refused = collect(flat, plan, progress=progress)
-        tensors = _whole(pieces)
+        tensors = {piece.name: piece for piece in pieces.values()}
+        cut = sorted({piece.name for piece in pieces.values() if piece.shape != piece.size})
+        if cut:
+            raise RefusedError(
+                f"a torch checkpoint holds tensors whole, and {listed(cut)} would be split; leave "
+                "out the pass that splits, or save in another format and `convert` that to a file"
+            )
         ties = tied_pieces(tensors) | {n: k for n, k in self.tied.items() if k in tensors}
         stored = {name: piece for name, piece in tensors.items() if name not in ties}
-        leaves = _leaves(flat, plan, tensors, ties, list(stored))
+        number = {name: at for at, name in enumerate(stored)}
+        number |= {name: number[kept] for name, kept in ties.items()}
+        leaves = _leaves(flat, plan, tensors, number)
         pickle, hidden = _pickle(flat, plan, leaves, values, refused)
         held = [*stored.values(), *map(_storage_piece, hidden)]
         layout = lay_out(pickle, [piece.nbytes for piece in held])
@@ -136,31 +154,16 @@ def _leaves(
     flat: Mapping[str, Any],
     plan: SavePlan,
     tensors: Mapping[str, Piece],
-    ties: Mapping[str, str],
-    stored: Sequence[str],
+    number: Mapping[str, int],
 ) -> dict[str, Leaf]:
-    """Say how each tensor is pickled; names that are tied have one storage."""
-    number = {name: str(key) for key, name in enumerate(stored)}
+    """Say how each tensor is pickled, given the number of its storage."""
     leaves = {}
     for name, source, _, properties, _ in plan.items.catalog.heads:
-        piece = tensors.get(name)
-        if piece is None or properties is None:
-            continue
-        leaves[name] = Leaf(
-            number[ties.get(name, name)],
-            piece.dtype,
-            piece.shape,
-            properties.requires_grad,
-            isinstance(flat[source], torch.nn.Parameter),
-        )
+        if name in tensors and properties is not None:
+            piece, is_parameter = tensors[name], isinstance(flat[source], torch.nn.Parameter)
+            grad = properties.requires_grad
+            leaves[name] = Leaf(str(number[name]), piece.dtype, piece.shape, grad, is_parameter)
     return leaves
-
-
-def _storage_piece(storage: Any) -> Piece:
-    """Return a storage as a tensor of its bytes."""
-    data = torch.empty(0, dtype=torch.uint8).set_(storage.cpu())
-    size = (data.numel(),)
-    return Piece("", "uint8", (0,), size, size, data, (0,))
 
 
 def _pickle(
@@ -177,72 +180,173 @@ def _pickle(
     data = plan.planner_data
     paths = data.get("paths", {}) if isinstance(data, Mapping) else {}
     place = {name: at for at, name in enumerate(flat)}
-    heads = plan.items.catalog.heads
-    order = {head[0]: place.get(head[1], len(place)) for head in heads}
-    names = sorted([*leaves, *values], key=lambda name: order[name])
-    found = {name: leaves[name] if name in leaves else values[name] for name in names}
-    first = len({leaf.key for leaf in leaves.values()})
-    try:
-        pickled, hidden = pickle_nested(unflatten(found, paths), first)
-        why = why_unsafe(pickled)
-    except Exception as error:  # pickling may fail in any way that a class thinks of
-        pickled, hidden, why = b"", [], explain_refusal(error)
-    unsafe = {} if why is None else _unsafe(values) or {"keys": f"of the state dict: it {why}"}
-    if refused or unsafe:
-        raise ValueRefusedError({**refused, **unsafe})
+    order = {head[0]: place.get(head[1], len(place)) for head in plan.items.catalog.heads}
+    held = {**leaves, **values}
+    nested = unflatten({name: held[name] for name in sorted(held, key=order.__getitem__)}, paths)
+    pickled, hidden, why = _safe_pickle(nested, len({leaf.key for leaf in leaves.values()}))
+    reasons = dict(refused)
+    if why is not None:
+        whys = {key: (value, _safe_pickle(value)[2]) for key, value in values.items()}
+        unsafe = {key: _explain_value(value, why) for key, (value, why) in whys.items() if why}
+        reasons |= unsafe or {"keys": f"of the state dict: it {why}"}
+    if reasons:
+        raise ValueRefusedError(reasons)
     return pickled, hidden
 
 
-def _unsafe(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return, by key, why torch would not load some values with ``weights_only=True``."""
-    reasons = {}
+def _safe_pickle(
+    nested: Any, first: int = 0
+) -> tuple[bytes, list[torch.UntypedStorage], str | None]:
+    """Return what `pickle_nested` does, and why `torch.load` would refuse it, if it would."""
+    try:
+        pickled, hidden = pickle_nested(nested, first)
+        return pickled, hidden, _why_unsafe(pickled)
+    except Exception as error:  # pickling may fail in any way that a class thinks of
+        return b"", [], explain(error)
+
+
+def _storage_piece(storage: Any) -> Piece:
+    """Return a storage as a tensor of its bytes."""
+    data = torch.empty(0, dtype=torch.uint8).set_(storage.cpu())
+    size = (data.numel(),)
+    return Piece("", "uint8", (0,), size, size, data, (0,))
+
+
+# Values
+
+
+def dump_values(values: Mapping[str, Any]) -> dict[str, bytes]:
+    """Encode every value as `torch.save` does."""
+    dumped: dict[str, bytes] = {}
+    refused: dict[str, str] = {}
     for key, value in values.items():
         try:
-            why = why_unsafe(pickle_nested(value)[0])
-        except Exception as error:  # pickling may fail in any way that a class thinks of
-            why = explain_refusal(error)
-        if why is not None:
-            reasons[key] = explain_value(value, why)
-    return reasons
+            dumped[key] = dump_value(value)
+        except Exception as error:  # a class may fail to pickle in any way
+            refused[key] = _explain_value(value, explain(error))
+    if refused:
+        raise ValueRefusedError(refused)
+    return dumped
 
 
-def _whole(pieces: Mapping[int, Piece]) -> dict[str, Piece]:
-    """Return one piece a tensor, putting those together that a plan cuts up."""
-    parts: dict[str, list[Piece]] = {}
-    for piece in pieces.values():
-        parts.setdefault(piece.name, []).append(piece)
-    return {name: found[0] if len(found) == 1 else _join(found) for name, found in parts.items()}
+def _explain_value(value: Any, why: str) -> str:
+    return f"is a {type(value).__module__}.{type(value).__qualname__}, which {why}"
 
 
-def _join(parts: list[Piece]) -> Piece:
-    first = parts[0]
-    origin = (0,) * len(first.size)
-    joined = _Joined(first.size, first.dtype, parts)
-    return attrs.evolve(first, offsets=origin, shape=first.size, source=joined, start=origin)
+def dump_value(value: Any) -> bytes:
+    """Return what `torch.save` makes of a value, having checked that we read it back."""
+    if type(value) in _SCALARS or (type(value) is int and abs(value) < _SMALL_INT):
+        return zip_bytes(pickle.dumps(value, protocol=2))
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    data = buffer.getvalue()
+    load_archive(read_archive(in_memory(data, "")))
+    return data
 
 
-@attrs.frozen(eq=False)
-class _Joined(Lazy):
-    """A tensor whose elements lie in several pieces."""
+def _why_unsafe(data: bytes) -> str | None:
+    """Return why torch would not load a pickle with ``weights_only=True``; None if it would."""
+    try:
+        names = load_nested(data).names
+    except PickleError as error:
+        return explain(error)
+    allowed: Any = _weights_only_unpickler
+    known = {**allowed._get_allowed_globals(), **allowed._get_user_allowed_globals()}
+    return next((explain_name(name) for name in names if name not in known), None)
 
-    shape: tuple[int, ...]
+
+# Pickles
+
+
+@attrs.frozen
+class Leaf:
+    """A row-major tensor's place in a nested state dict that is to be pickled."""
+
+    key: str
     dtype: str
-    parts: list[Piece]
+    shape: tuple[int, ...]
+    requires_grad: bool = False
+    parameter: bool = False
 
-    def read_box(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """Return a box of it, put together from the pieces that it touches."""
-        box = empty_tensor(sizes, self.dtype)
-        low, high = np.array(offsets), np.array(offsets) + np.array(sizes)
-        for part in self.parts:
-            begin = np.maximum(low, part.offsets)
-            lengths = np.minimum(high, np.add(part.offsets, part.shape)) - begin
-            if (lengths <= 0).any():
-                continue
-            inner = (begin - part.offsets + part.start).tolist()
-            if isinstance(part.source, torch.Tensor):
-                found = box_view(part.source, inner, lengths.tolist())
-            else:
-                found = part.source.read_box(inner, lengths.tolist())
-            data = np.frombuffer(tensor_bytes(found, self.dtype), np.uint8)
-            fill(box_view(box, (begin - low).tolist(), lengths.tolist()), data, self.dtype)
-        return box
+
+@attrs.frozen
+class _Storage:
+    """The storage of a leaf: its type in torch, its key, and its number of elements."""
+
+    kind: Any
+    key: str
+    numel: int
+
+
+class _Pickler(pickle.Pickler):
+    """Writes leaves the way torch writes tensors, so that `torch.load` makes tensors of them."""
+
+    def __init__(self, file: io.BytesIO, first: int) -> None:
+        super().__init__(file, protocol=2)
+        self._first, self._keys = first, dict[int, str]()
+        self.storages: list[torch.UntypedStorage] = []
+
+    def persistent_id(self, obj: Any) -> Any:
+        if type(obj) is _Storage:
+            return "storage", obj.kind, obj.key, "cpu", obj.numel
+        if isinstance(obj, torch.UntypedStorage):
+            kind, numel, bare = torch.UntypedStorage, obj.nbytes(), obj
+        elif isinstance(obj, torch.storage.TypedStorage):  # its public methods warn: deprecated
+            typed: Any = obj
+            kind, bare = getattr(torch, typed._pickle_storage_type()), typed._untyped_storage
+            numel = typed._size()
+        else:
+            return None
+        if bare._cdata not in self._keys:
+            self._keys[bare._cdata] = str(self._first + len(self.storages))
+            self.storages.append(bare)
+        return "storage", kind, self._keys[bare._cdata], "cpu", numel
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is Leaf:
+            return _rebuild(obj)
+        if type(obj) is OrderedDict and not obj:
+            return OrderedDict, ()  # faster than Python's own way, once for every tensor
+        return NotImplemented
+
+
+def _rebuild(leaf: Leaf) -> tuple[Any, ...]:
+    """Return the function of torch that makes a tensor, and its arguments."""
+    hooks: OrderedDict[Any, Any] = OrderedDict()
+    if leaf.parameter:
+        data = attrs.evolve(leaf, parameter=False, requires_grad=False)
+        return torch._utils._rebuild_parameter, (data, leaf.requires_grad, hooks)
+    dtype, numel = getattr(torch, leaf.dtype), math.prod(leaf.shape)
+    kind = _storage_types().get(dtype)
+    place = 0, leaf.shape, row_major(leaf.shape), leaf.requires_grad, hooks
+    if kind is None:
+        storage = _Storage(torch.UntypedStorage, leaf.key, numel * dtype.itemsize)
+        return torch._utils._rebuild_tensor_v3, (storage, *place, dtype)
+    storage = _Storage(getattr(torch, kind), leaf.key, numel)
+    return torch._utils._rebuild_tensor_v2, (storage, *place)
+
+
+@lru_cache(maxsize=1)
+def _storage_types() -> Mapping[Any, str]:
+    """Return the dtypes that have a storage class of their own, and its name."""
+    kinds = torch.storage._dtype_to_storage_type_map()
+    new = torch.storage._new_dtypes()
+    return {dtype: kind for dtype, kind in kinds.items() if dtype not in new}
+
+
+def pickle_nested(nested: Any, first: int = 0) -> tuple[bytes, list[torch.UntypedStorage]]:
+    """Return the pickle of a nested state dict whose tensors are leaves.
+
+    Returns:
+        The pickle, and the storages of tensors inside values, which are numbered from ``first`` on.
+    """
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer, first)
+    pickler.dump(nested)
+    return buffer.getvalue(), pickler.storages
+
+
+@lru_cache(maxsize=4096)
+def pickle_tensor(dtype: str, shape: tuple[int, ...]) -> bytes:
+    """Return the pickle of one tensor, whose storage is ``data/0``."""
+    return pickle_nested(Leaf("0", dtype, shape))[0]

@@ -9,11 +9,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import shardplan
-from shardplan.io.formats.torch_save.torch_values import load_torch
+from shardplan.io.formats.torch_save.names import load_summed
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is"),
-    pytest.mark.filterwarnings("ignore:Sparse CSR"),
 ]
 
 VALUES = {
@@ -31,8 +30,6 @@ VALUES = {
     "a view": lambda: (torch.arange(6).reshape(2, 3).t(),),
     "a parameter": lambda: (torch.nn.Parameter(torch.ones(2)),),
     "conjugates": lambda: (torch.tensor([1 + 2j]).conj(),),
-    "sparse": lambda: (torch.eye(3).to_sparse(),),
-    "sparse rows": lambda: (torch.eye(3).to_sparse_csr(),),
     "a set": lambda: {1, 2, frozenset((3, b"x"))},
     "a dtype": lambda: [torch.bfloat16, torch.Size([1, 2]), torch.device("cpu")],
 }  # fmt: skip
@@ -53,7 +50,6 @@ def same(a, b):
             a.dtype == b.dtype and a.flags.f_contiguous == b.flags.f_contiguous and (a == b).all()
         )
     if isinstance(a, torch.Tensor):
-        a, b = (t.to_dense() if t.layout != torch.strided else t for t in (a, b))
         return a.requires_grad == b.requires_grad and torch.equal(a, b)
     return a == b
 
@@ -64,7 +60,7 @@ def test_a_value_that_torch_saved_comes_back_as_what_it_was(tmp_path, kind):
     for protocol in (2, pickle.HIGHEST_PROTOCOL):
         buffer = io.BytesIO()
         torch.save(make(), buffer, pickle_protocol=protocol)
-        assert same(load_torch(buffer.getvalue(), "file", "v"), make())
+        assert same(load_summed(buffer.getvalue(), "file", "v")[0], make())
     dcp.save({"v": {"x": make()}, "w": torch.ones(1)}, checkpoint_id=tmp_path / "dcp")
     assert same(shardplan.restore(tmp_path / "dcp")["v"]["x"], make())
 

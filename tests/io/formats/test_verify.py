@@ -16,7 +16,7 @@ from shardplan import verify
 from shardplan.dist import run_ranks
 from shardplan.io import FormatError
 from shardplan.io.formats.hf.source import INDEX
-from shardplan.io.formats.torch_save import check as archive_check
+from shardplan.io.formats.torch_save import source as archive_check
 from shardplan.planning import Chunk
 
 SD = {
@@ -116,11 +116,6 @@ def test_archives_without_checksums_are_told_as_such(tmp_path):
     assert report.unchecked == path.stat().st_size
     assert "sound" not in report.verdict
     assert report.notes == ("1 of 1 archives have no checksums",)
-
-
-def test_files_of_old_torch_versions_have_no_checksums(tmp_path):
-    torch.save(SD, tmp_path / "x.pt", _use_new_zipfile_serialization=False)
-    assert verify(tmp_path / "x.pt").notes == ("files of old torch versions have no checksums",)
 
 
 def test_safetensors_files_are_checked_as_far_as_they_can_be(tmp_path):
@@ -299,8 +294,6 @@ def test_formats_without_checksums_say_so(tmp_path):
     sd = {name: tensor for name, tensor in blank().items() if name != "lr"}
     report = shardplan.load(sd, tmp_path)
     assert (report.verified, report.bytes_unverified) == (0, TOTAL)
-    torch.save(SD, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    assert shardplan.load(blank(), tmp_path / "old.pt").bytes_unverified == TOTAL
     computes = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
