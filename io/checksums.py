@@ -211,20 +211,18 @@ class BlockSums:
 
     def pack(self) -> list[tuple[Any, ...]]:
         """Return what is known as plain data that can be sent to another rank."""
-        return [
-            (*key, found.count, found.nbytes, *_packed(found.digests))
-            for key, found in self._chunks.items()
-        ]
+        packed = []
+        for key, found in self._chunks.items():
+            numbers, digests = np.array([*found.digests], "<i8"), [*found.digests.values()]
+            blocks = numbers.tobytes(), np.array(digests, "<u8").tobytes()
+            packed.append((*key, found.count, found.nbytes, *blocks))
+        return packed
 
     def unpack(self, packed: Sequence[tuple[Any, ...]]) -> None:
         """Add what `pack` returned elsewhere."""
         for name, chunk, count, nbytes, numbers, digests in packed:
             columns = np.frombuffer(numbers, "<i8").tolist(), np.frombuffer(digests, "<u8").tolist()
             self.add(name, chunk, count, dict(zip(*columns, strict=True)), nbytes)
-
-
-def _packed(digests: Mapping[int, int]) -> tuple[bytes, bytes]:
-    return np.array([*digests], "<i8").tobytes(), np.array([*digests.values()], "<u8").tobytes()
 
 
 class Proof:

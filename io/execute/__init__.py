@@ -5,19 +5,17 @@ from typing import TYPE_CHECKING
 from shardplan.planning.door import door
 
 if TYPE_CHECKING:
-    from .ahead import Ahead, Lender, stored_chunks
     from .commit import MIN_AGE, by_save, leftovers, strays
     from .pieces import Kept, Lazy, Piece, collect
     from .read import Reader, ReadStats
-    from .streaming import Copied, Copies, write_copies
+    from .streaming import Ahead, Copied, Copies, Lender, stored_chunks, write_copies
 
 __getattr__, __dir__ = door(
     __name__,
     {
-        "ahead": "Ahead Lender stored_chunks",
         "commit": "MIN_AGE by_save leftovers strays",
         "pieces": "Kept Lazy Piece collect",
         "read": "ReadStats Reader",
-        "streaming": "Copied Copies write_copies",
+        "streaming": "Ahead Copied Copies Lender stored_chunks write_copies",
     },
 )

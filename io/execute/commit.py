@@ -184,16 +184,10 @@ def strays(
         and (_save_of(entry.name) or any(is_temporary(entry.name, mark) for mark in marks))
     ]
     if suspects:
-        names = {entry.name for entry in found}
-        claimed = {name for name in _claimed(store) if name in names}
+        present = [format for format in known_formats() if format.detect(store)]
+        claimed = {name for format in present for name in format.open(store).files}
         suspects = [entry for entry in suspects if entry.name not in claimed]
     return tuple(suspects)
-
-
-def _claimed(store: Store) -> set[str]:
-    """Name the files of all checkpoints in a folder, of whatever format."""
-    present = [format for format in known_formats() if format.detect(store)]
-    return {file for format in present for file in format.open(store).files}
 
 
 def _save_of(name: str) -> str | None:

@@ -199,9 +199,15 @@ class LocalStore(Store):
         """Return the files below a folder with sizes and times; see `Store.entries`."""
         folder = self.locate(prefix)
         with system.reported("list", folder):
-            walked = system.walk(folder, f"{prefix}/" if prefix else "", recursive)
-            found = (system.entry_of(name, entry) for name, entry in walked)
-            return tuple(sorted((e for e in found if e is not None), key=lambda e: e.name))
+            found = []
+            for name, entry in system.walk(folder, f"{prefix}/" if prefix else "", recursive):
+                if name.endswith("/"):
+                    found.append(Entry(name))
+                    continue
+                with suppress(FileNotFoundError):  # deleted a moment ago, or a link to nothing
+                    s = entry.stat()
+                    found.append(Entry(name, s.st_size, max(s.st_mtime, s.st_ctime), s.st_mtime))
+            return tuple(sorted(found, key=lambda e: e.name))
 
     def delete(self, paths: Iterable[str]) -> None:
         """Delete files, and folders that become empty; see `Store.delete`.

@@ -25,7 +25,6 @@ from shardplan.planning.columns import Ints
 
 from ..buffers import Bytes, Run, advance
 from ..errors import StoreError, from_os_error, not_a_file, short
-from .base import Entry
 
 IOV_MAX: Final = max(16, os.sysconf("SC_IOV_MAX")) if hasattr(os, "sysconf") else 16
 """How many buffers one call of preadv or pwritev takes."""
@@ -153,17 +152,6 @@ def unsure(file: str, operation: str = "replace") -> Iterator[None]:
         why = error.reason if isinstance(error, StoreError) else str(error)
         reason = f"it was replaced, but a loss of power may undo that ({why})"
         raise StoreError(operation, file, reason, kind="unsure", errno=error.errno) from error
-
-
-def entry_of(name: str, entry: os.DirEntry[str]) -> Entry | None:
-    """Return the entry of a file in a listing; None if it is gone."""
-    if name.endswith("/"):
-        return Entry(name)
-    try:
-        found = entry.stat()
-    except FileNotFoundError:  # deleted a moment ago, or a link to nothing
-        return None
-    return Entry(name, found.st_size, max(found.st_mtime, found.st_ctime), found.st_mtime)
 
 
 def walk(folder: str, prefix: str, recursive: bool) -> Iterator[tuple[str, os.DirEntry[str]]]:

@@ -6,11 +6,10 @@ import re
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from html import unescape
 from itertools import chain
 from typing import Any, Final
-
-import attrs
 
 from shardplan.planning import named_extras
 
@@ -118,13 +117,11 @@ class ObjectStore(Store):
         runs = gather(wanted(ranges), max_bytes=self._part_size, max_views=1)
         bundled = list(bundles(runs, self._part_size))
 
-        def fetch(bundle: Sequence[Run]) -> int:
-            return self._fetch(key, self._name(path), bundle)
-
+        fetch = partial(self._fetch, key, self._name(path))
         if len(bundled) == 1:
             return fetch(bundled[0])
         pool = self._pool or default_pool()
-        return sum(pool.map(fetch, bundled, nbytes=_nbytes))
+        return sum(pool.map(fetch, bundled, nbytes=lambda runs: sum(v[0].nbytes for _, v in runs)))
 
     def write(
         self, path: str, parts: Iterable[Buffer], *, nbytes: int | None = None, atomic: bool = False
@@ -182,9 +179,22 @@ class ObjectStore(Store):
         """Return the files below a folder with sizes and times; see `Store.entries`."""
         folder = self._key(prefix) if prefix else self._root.rstrip("/")
         with _reported("list", self._name(prefix)):
-            found = list(_below(self._inner, folder or None, recursive))
-        named = (attrs.evolve(e, name=e.name.removeprefix(self._root)) for e in found)
-        return tuple(sorted(named, key=lambda entry: entry.name))
+            if recursive:
+                objects, folders = (
+                    chain.from_iterable(obstore.list(self._inner, folder or None)),
+                    [],
+                )
+            else:
+                listing = obstore.list_with_delimiter(self._inner, folder or None)
+                objects, folders = listing["objects"], listing["common_prefixes"]
+            found = [Entry(f"{name.removeprefix(self._root)}/") for name in folders]
+            for meta in objects:
+                name, when = (
+                    meta["path"].removeprefix(self._root),
+                    meta["last_modified"].timestamp(),
+                )
+                found.append(Entry(name, meta["size"], when, when))
+        return tuple(sorted(found, key=lambda entry: entry.name))
 
     def delete(self, paths: Iterable[str]) -> None:
         """Delete files; see `Store.delete`."""
@@ -260,25 +270,6 @@ class _Stream:
         while self.nbytes <= nbytes and (piece := next(self, None)) is not None:
             taken.append(piece)
         return taken
-
-
-def _nbytes(bundle: Sequence[Run]) -> int:
-    return sum(view.nbytes for _, views in bundle for view in views)
-
-
-def _below(inner: Any, folder: str | None, recursive: bool) -> Iterator[Entry]:
-    if recursive:
-        for batch in obstore.list(inner, folder):
-            yield from map(_entry, batch)
-        return
-    found = obstore.list_with_delimiter(inner, folder)
-    yield from map(_entry, found["objects"])
-    yield from (Entry(f"{name}/") for name in found["common_prefixes"])
-
-
-def _entry(found: Any) -> Entry:
-    when = found["last_modified"].timestamp()
-    return Entry(found["path"], found["size"], when, when)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch
 from shardplan.io import FormatError
 from shardplan.io.formats.torch_save import (
     PickleError,
+    RefusedName,
     explain,
     in_memory,
     load_archive,
@@ -38,6 +39,9 @@ def load_value(buffer: io.BytesIO) -> Any:
     """Return the value that `torch.save` was given, or raise UnsafeValueError."""
     try:
         return load_archive(read_archive(in_memory(buffer.getvalue(), "")))
+    except RefusedName as error:
+        why = f"cannot be loaded without running code: it {explain(error)}"
+        raise UnsafeValueError(why) from None
     except (PickleError, FormatError) as error:
         raise UnsafeValueError(explain(error)) from None
 

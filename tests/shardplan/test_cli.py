@@ -534,7 +534,10 @@ def test_what_needs_torch_says_how_to_get_it(ckpt, tmp_path, arguments):
         (["plan", "CKPT", "--mesh", "dp=2", "-p", "*=Shard(0),Replicate()"], "2 placements"),
         (["plan", "CKPT", "--mesh", "dp=2", "-p", "*=dp:shard1"], "5 reasons: "),
         (["plan", "CKPT", "--mesh", "dp=2", "--svg", "x.svg", "--tensor", "w"], "`w` is not in"),
-        (["plan", "CKPT", "--mesh", "dp=2", "--svg", "x.svg", "--tensor", "lr"], "non-tensor value"),
+        (
+            ["plan", "CKPT", "--mesh", "dp=2", "--svg", "x.svg", "--tensor", "lr"],
+            "non-tensor value",
+        ),
         (["plan", "CKPT"], "Missing option '--mesh'; see shardplan plan --help"),
         (["inspect"], "Missing argument 'CKPT'"),
         (["inspect", "CKPT", "--nope"], "No such option: --nope"),

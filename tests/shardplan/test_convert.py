@@ -23,8 +23,8 @@ from shardplan import convert, open_checkpoint, restore
 from shardplan.dist import CheckpointError, run_ranks
 from shardplan.io import ExistsError, FormatError, ValueRefusedError, open_store
 from shardplan.io.execute import commit as leftovers
-from shardplan.io.execute.ahead import Ahead, Lender
 from shardplan.io.execute.read import Reader
+from shardplan.io.execute.streaming import Ahead, Lender
 from shardplan.io.formats.headers import TORCH_NAMES, file_entry
 from shardplan.io.formats.registry import detect
 from shardplan.io.stores.testing import CountingStore, FaultyStore

@@ -17,7 +17,6 @@ import shardplan
 from shardplan.io import FormatError, open_store
 from shardplan.io.checksums import combine_crc
 from shardplan.io.execute import copying
-from shardplan.io.execute.ahead import Ahead
 from shardplan.io.execute.copying import (
     PIECE,
     Block,
@@ -29,6 +28,7 @@ from shardplan.io.execute.copying import (
     literal,
     threads_for,
 )
+from shardplan.io.execute.streaming import Ahead
 from shardplan.io.pool import Pool
 from shardplan.io.stores.base import StoreError
 from shardplan.io.stores.testing import CountingStore
