@@ -353,7 +353,7 @@ def write_copies(
     ):
         reader, lender = Reader(copies.source, reading), Lender()
         proof = Proof(copies.source) if copies.verify else None
-        settle = partial(proof.settle, reading) if proof is not None else lambda: None
+        settle = _nothing if proof is None else partial(proof.settle, reading)
 
         def write(number: int) -> ReadStats:
             plan = plans[number]
@@ -367,7 +367,7 @@ def write_copies(
                 proof=proof,
                 delivered=progress.add,
                 # A single file may exist as soon as its last byte is there: it is checked before.
-                last=settle if len(plans) == 1 else lambda: None,
+                last=settle if len(plans) == 1 else _nothing,
             )
             try:
                 parts[number] = copies.writer.write(
@@ -392,6 +392,10 @@ def write_copies(
     progress.finish()
     verified = proof.proved if proof is not None else 0
     return Copied(parts, sum(one.bytes_read for one in stats), verified)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _state_dict(reader: Reader, ahead: Ahead, plan: SavePlan) -> dict[str, Any]:

@@ -179,20 +179,18 @@ class ObjectStore(Store):
         """Return the files below a folder with sizes and times; see `Store.entries`."""
         folder = self._key(prefix) if prefix else self._root.rstrip("/")
         with _reported("list", self._name(prefix)):
+            found: list[Entry] = []
+            objects: Iterable[Any]
             if recursive:
-                objects, folders = (
-                    chain.from_iterable(obstore.list(self._inner, folder or None)),
-                    [],
-                )
+                objects = chain.from_iterable(obstore.list(self._inner, folder or None))
             else:
                 listing = obstore.list_with_delimiter(self._inner, folder or None)
-                objects, folders = listing["objects"], listing["common_prefixes"]
-            found = [Entry(f"{name.removeprefix(self._root)}/") for name in folders]
+                objects = listing["objects"]
+                folders = (name.removeprefix(self._root) for name in listing["common_prefixes"])
+                found.extend(Entry(f"{name}/") for name in folders)
             for meta in objects:
-                name, when = (
-                    meta["path"].removeprefix(self._root),
-                    meta["last_modified"].timestamp(),
-                )
+                when = meta["last_modified"].timestamp()
+                name = meta["path"].removeprefix(self._root)
                 found.append(Entry(name, meta["size"], when, when))
         return tuple(sorted(found, key=lambda entry: entry.name))
 
