@@ -17,7 +17,7 @@ import numpy as np
 
 from shardplan.io.formats.native.manifest import MANIFEST, FileTable, Manifest, encode_manifest
 from shardplan.planning import Mesh, fsdp, llama3_405b, world_metadata, world_plans
-from shardplan.planning.columns.catalog import column
+from shardplan.planning.columns.arrays import column
 from shardplan.planning.storage.write import file_name
 
 RANKS = 512

@@ -13,7 +13,6 @@ from .check import check, find_issues
 from .door import door
 from .dtypes import dtype_name, is_exact_cast, itemsize
 from .errors import CodecError, Issue, NotFoundError, PlanError, RefusedError
-from .frozen import FrozenDict, freeze
 from .geometry.overlap import Overlap, fills, gaps, overlap
 from .geometry.tilings import Boxes, Chunk, Grid, Tiling, tile
 from .metadata import BytesMetadata, Metadata, StorageMeta, TensorMetadata
@@ -26,23 +25,23 @@ from .records import (
     WriteItem,
     WriteItemType,
 )
-from .tree import flatten, unflatten
+from .tree import FrozenDict, flatten, freeze, unflatten
 
 if TYPE_CHECKING:
-    from .check import layout_issues
+    from .check import dropped_names, layout_issues, with_replicas
     from .codec import (
+        contents_tag,
         decode_metadata,
         decode_plan,
         decode_plans,
         encode_metadata,
         encode_plan,
         fingerprint,
+        tag_of_parts,
     )
-    from .completeness import dropped_names, with_replicas
     from .draw import Picture, draw_bytes, draw_reshard, draw_tiling, draw_traffic, traffic_matrix
     from .dtypes import ITEMSIZE
-    from .errors import EXTRAS, listed, named_extras, nearest_hint, nearest_names, span
-    from .frozen import from_json, to_json
+    from .errors import EXTRAS, listed, named_extras, nearest_hint, nearest_names, renumbered, span
     from .load import (
         Strict,
         global_load_plan,
@@ -111,7 +110,7 @@ if TYPE_CHECKING:
         why,
         writers_of,
     )
-    from .save import DEFAULT_PASSES, global_plan, local_plan
+    from .save import DEFAULT_PASSES, WholePlan, global_plan, local_plan, plan_whole
     from .storage import (
         Access,
         BoxReads,
@@ -150,19 +149,28 @@ if TYPE_CHECKING:
         runs_text,
         shape_text,
     )
-    from .tree import Path, _is_leaf, empty_names, is_tensor, leaves, nesting_issues
-    from .whole import WholePlan, contents_tag, plan_whole, renumbered, tag_of_parts
+    from .tree import (
+        Path,
+        _is_leaf,
+        empty_names,
+        from_json,
+        is_tensor,
+        leaves,
+        nesting_issues,
+        to_json,
+    )
 
 __getattr__, __dir__ = door(
     __name__,
     {
-        "check": "layout_issues",
-        "codec": "decode_metadata decode_plan decode_plans encode_metadata encode_plan fingerprint",
-        "completeness": "dropped_names with_replicas",
+        "check": "dropped_names layout_issues with_replicas",
+        "codec": (
+            "contents_tag decode_metadata decode_plan decode_plans encode_metadata encode_plan "
+            "fingerprint tag_of_parts"
+        ),
         "draw": "Picture draw_bytes draw_reshard draw_tiling draw_traffic traffic_matrix",
         "dtypes": "ITEMSIZE",
-        "errors": "EXTRAS listed named_extras nearest_hint nearest_names span",
-        "frozen": "from_json to_json",
+        "errors": "EXTRAS listed named_extras nearest_hint nearest_names renumbered span",
         "load": "Strict global_load_plan load_plan resolve_overlaps strict_patterns",
         "matching": "whole_names",
         "mesh": (
@@ -180,7 +188,7 @@ __getattr__, __dir__ = door(
         "plans": "LoadPlan Plan SavePlan",
         "records": "KeyReport Transfer",
         "reports": "CostModel PlanDiff Report Why Writers explain plan_diff why writers_of",
-        "save": "DEFAULT_PASSES global_plan local_plan",
+        "save": "DEFAULT_PASSES WholePlan global_plan local_plan plan_whole",
         "storage": (
             "Access BoxReads ByteRanges ChunkPlaces CopyPlan FetchPlan Requests StoredChunks "
             "WritePlan byte_ranges coalesce copy_plan fetch_plan write_plan"
@@ -191,8 +199,7 @@ __getattr__, __dir__ = door(
             "Printed Sheet Table counted cut_text human_bytes human_seconds listing runs_text "
             "shape_text"
         ),
-        "tree": "Path _is_leaf empty_names is_tensor leaves nesting_issues",
-        "whole": "WholePlan contents_tag plan_whole renumbered tag_of_parts",
+        "tree": ("Path _is_leaf empty_names from_json is_tensor leaves nesting_issues to_json"),
     },
 )
 

@@ -10,24 +10,36 @@ from typing import Any, TypeVar
 import attrs
 import numpy as np
 
-from .columns.arrays import DAMAGE, Ints, flat, pack, readonly, unpack
-from .columns.catalog import Catalog, column, pack_names, unpack_names, within
-from .columns.items import WriteItems
+from .columns.arrays import (
+    DAMAGE,
+    Ints,
+    column,
+    flat,
+    pack,
+    pack_names,
+    readonly,
+    unpack,
+    unpack_names,
+    within,
+)
+from .columns.items import Catalog, WriteItems
 from .columns.reads import ReadItems, Transfers
 from .errors import CodecError, Issue
-from .frozen import from_json, to_json
 from .geometry.tilings import Boxes, Grid, Tiling
 from .metadata import Entries, Layout, Metadata, StorageMeta
 from .plans import LoadPlan, Plan, SavePlan
 from .records import KeyReport, TensorProperties
+from .tree import from_json, to_json
 
 __all__ = [
+    "contents_tag",
     "decode_metadata",
     "decode_plan",
     "decode_plans",
     "encode_metadata",
     "encode_plan",
     "fingerprint",
+    "tag_of_parts",
 ]
 
 T = TypeVar("T")
@@ -139,6 +151,32 @@ def fingerprint(value: Plan | Metadata) -> str:
         items = value.items.canonical()
         data = encode_plan(attrs.evolve(value, items=items, rank=None, world_size=None))
     return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def contents_tag(plans: Iterable[SavePlan]) -> str:
+    """Return a fingerprint of the plans of all ranks; a shared catalog is hashed once."""
+    seen: dict[int, int] = {}
+    parts: list[bytes | str] = []
+    for items in (plan.items for plan in plans):
+        catalog = items.catalog
+        parts.append(repr(seen.get(id(catalog), catalog.content)))
+        seen.setdefault(id(catalog), len(seen))
+        columns = (items.row, items.offsets, items.sizes, items.shard_offsets)
+        parts.append(b"".join(column.tobytes() for column in columns))
+    return tag_of_parts(parts)
+
+
+def tag_of_parts(parts: Iterable[bytes | str]) -> str:
+    """Return a fingerprint of 32 hex digits of a sequence of texts.
+
+    >>> tag_of_parts(["ab", "c"]) == tag_of_parts(["a", "bc"])
+    False
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "big") + data)
+    return digest.hexdigest()
 
 
 def _sorted(metadata: Metadata) -> Entries:

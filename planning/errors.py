@@ -17,10 +17,6 @@ _SHOWN = 8
 _COMPARED = 2000  # names compared in a search for similar ones
 
 
-def _ints(values: Iterable[int]) -> tuple[int, ...]:
-    return tuple(int(v) for v in values)
-
-
 @attrs.frozen
 class Issue:
     """One fault of a plan or a checkpoint.
@@ -41,7 +37,7 @@ class Issue:
     kind: str
     fqn: str
     message: str
-    ranks: tuple[int, ...] = attrs.field(default=(), converter=_ints)
+    ranks: tuple[int, ...] = attrs.field(default=(), converter=lambda ranks: tuple(map(int, ranks)))
     region: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     remedy: str = ""
     summary: str = ""
@@ -174,6 +170,24 @@ def region_text(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[in
         return f"rows {offsets[0]} to {offsets[0] + sizes[0]}"
     parts = ", ".join(f"{o}:{o + s}" for o, s in zip(offsets, sizes, strict=True))
     return f"elements [{parts}]"
+
+
+def renumbered(issues: Sequence[Issue], ranks: Sequence[int]) -> list[Issue]:
+    """Add rank numbers of the job to issues that name ranks of a smaller group.
+
+    >>> str(*renumbered([Issue("gap", "w", "rank 1 lacks `w`", [1])], [4, 6]))
+    'rank 1 lacks `w` (rank 1 of this group is rank 6 of the job)'
+    """
+    if list(ranks) == list(range(len(ranks))):
+        return list(issues)
+    changed = []
+    for issue in issues:
+        places = (issue.ranks or range(len(ranks)))[:_SHOWN]
+        pairs = ", ".join(f"rank {place} of this group is rank {ranks[place]}" for place in places)
+        text = f"{issue.message} ({pairs} of the job)"
+        job_ranks = [ranks[place] for place in issue.ranks]
+        changed.append(attrs.evolve(issue, message=text, ranks=job_ranks))
+    return changed
 
 
 EXTRAS: Final = {

@@ -9,12 +9,10 @@ from typing import Final, Literal
 
 import numpy as np
 
-from .check import layout_issues
-from .columns.arrays import Ints, distinct, readonly
-from .columns.catalog import Head, column
-from .columns.items import WriteItems
+from .check import dropped_names, layout_issues, source_issues
+from .columns.arrays import Ints, column, distinct, readonly
+from .columns.items import Head, WriteItems
 from .columns.reads import ReadItems
-from .completeness import dropped_names, source_issues
 from .errors import Issue, PlanError, nearest_hint, nearest_names, region_text
 from .geometry.overlap import Overlap, gaps, overlap_many, self_overlaps
 from .geometry.tilings import Chunk, pad, tile, tile_chunks

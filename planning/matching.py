@@ -1,26 +1,48 @@
-"""Matching of a catalog with a checkpoint: names, kinds, shapes, dtypes."""
+"""Matching of a catalog with a checkpoint: names, kinds, shapes, dtypes.
+
+A checkpoint may have wanted names under another prefix: ``torch.compile`` adds ``_orig_mod.`` to
+names, DDP prepends ``module.``, and in a checkpoint of ``{"model": sd}`` all names begin with
+``model.``. `find_renames` finds the rules of a `rename` that maps them:
+
+1. For a sample of the missing names, find the saved names with the longest common suffix, and
+   compare what precedes it. One must have all steps of the other: replacing steps could load one
+   tensor into another.
+2. Make a few regular expressions from that, and try the promising ones on all names. Take the one
+   that finds the most missing names and does not change names that fit already.
+3. Repeat for the names that are still missing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from heapq import nlargest, nsmallest
 from typing import Any, Final
+from zlib import crc32
 
 import attrs
 import numpy as np
 
 from .columns.arrays import Ints
-from .columns.catalog import Catalog
+from .columns.items import Catalog
 from .dtypes import is_exact_cast
 from .errors import Issue, nearest_hint, nearest_names
 from .metadata import BytesMetadata, Entries, Metadata, TensorMetadata
-from .prefixes import Renames, find_renames
 from .records import TensorProperties
 from .tree import Path, is_tensor
 
-__all__ = ["Match", "explain_missing", "match_entries", "whole_names"]
+__all__ = ["Match", "explain_missing", "find_renames", "match_entries", "whole_names"]
 
 _SUGGESTED: Final = 8  # missing names that get a "nearest" hint
 _LEAVE: Final = "strict=False leaves it as it is"
+_SAMPLED: Final = 8  # missing names to make rules from
+_ALIKE: Final = 64  # saved names to compare each with
+_CANDIDATES: Final = 8  # rules to make from each
+_PROBED: Final = 256  # missing names to try a rule on first
+_TRIED: Final = 6  # rules to try on all names
+_RULES: Final = 3  # rules to combine
+_SHARE: Final = 10  # a rule must find a tenth of the names, and at least two, or all
+_HEADS: Final = 12  # first steps to list in an expression
 
 
 @attrs.frozen(eq=False)
@@ -70,10 +92,11 @@ def match_entries(
         issue = _misfit(name, saved, properties, size, dtype)
         if issue is None:
             match.entry[row] = at
-            losses = list(_losses(name, saved, properties))
-            match.notes.extend(losses)
-            if not losses:
+            loss = _loss(name, saved, properties)
+            if loss is None:
                 fitting.add(pair)
+            else:
+                match.notes.append(loss)
         elif shape == "same" or issue.kind != "shape" or (both := _shared(saved, size)) is None:
             match.issues.append(issue)
         else:
@@ -110,8 +133,11 @@ def explain_missing(
     fitting = [name for name in catalog.names if name in saved]
     ways = find_renames(missing, saved, fitting, fits=fits) if missing else ()
     found = ways[0].names if ways else {}
-    renamed = catalog.sources is not catalog.names
-    summary, remedy = (_prefix_text(ways), _prefix_remedy(ways, renamed)) if ways else ("", "")
+    summary = _prefix_text(ways) if ways else ""
+    remedy = "choose one, and rename to it in the planner"
+    if len(ways) == 1:
+        renamed = catalog.sources is not catalog.names
+        remedy = f"add {ways[0]} to the planner" if renamed else f"pass planner={ways[0]}"
     known, left = sorted(saved), [name for name in missing if name not in found]
     hints = {name: nearest_names(name, known) for name in left[:_SUGGESTED]}
     values = {head.name for head in catalog.heads if head.properties is None}
@@ -151,25 +177,18 @@ def _prefix_text(ways: Sequence[Renames]) -> str:
     )
 
 
-def _prefix_remedy(ways: Sequence[Renames], renamed: bool) -> str:
-    way, *others = ways
-    if others:
-        return "choose one, and rename to it in the planner"
-    use = f"add {way} to the planner" if renamed else f"pass planner={way}"
-    leave = "strict=False leaves them as they are"
-    return use if way.sure else f"{use}, if these are the same tensors; {leave}"
-
-
-def _losses(
+def _loss(
     name: str, saved: TensorMetadata | BytesMetadata, properties: TensorProperties | None
-) -> Iterator[Issue]:
-    """Note casts that cannot keep every value."""
+) -> Issue | None:
+    """Note a cast that cannot keep every value."""
     if isinstance(saved, BytesMetadata) or properties is None:
-        return
+        return None
     was, now = saved.properties.dtype, properties.dtype
-    if not is_exact_cast(was, now):
-        text = f"`{name}` is cast from {was} to {now}, which cannot hold every value"
-        yield Issue("lossy", name, text)
+    if is_exact_cast(was, now):
+        return None
+    return Issue(
+        "lossy", name, f"`{name}` is cast from {was} to {now}, which cannot hold every value"
+    )
 
 
 def _shared(saved: TensorMetadata | BytesMetadata, size: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -237,3 +256,199 @@ def _holders(path: Path, kind: str = "") -> list[str]:
     keys = [str(key) for _, key in path]
     depths = [depth for depth in range(1, len(keys)) if path[depth][0] == (kind or path[depth][0])]
     return [".".join(keys[:depth]) for depth in depths]
+
+
+Steps = Sequence[str]  # the parts of a name between dots
+
+
+@attrs.frozen
+class Rule:
+    """A regular expression and its replacement, as `rename` takes them."""
+
+    pattern: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"({_code(self.pattern)}, {_code(self.new)})"
+
+    def apply(self, names: Sequence[str]) -> list[str]:
+        """Rename names."""
+        pattern = re.compile(self.pattern)
+        return [pattern.sub(self.new, name) for name in names]
+
+
+@attrs.frozen
+class Renames:
+    """Rules, applied in order, and the saved name of each missing name that they find.
+
+    Prints as the code to write.
+    """
+
+    rules: tuple[Rule, ...]
+    names: dict[str, str]
+
+    def __str__(self) -> str:
+        return f"rename([{', '.join(map(str, self.rules))}])"
+
+    def disagrees(self, other: Renames) -> bool:
+        """Return True if the two map one name to two saved ones, or two names to one."""
+        both = self.names.items() | other.names.items()
+        return not len(both) == len(dict(both)) == len({new for _, new in both})
+
+
+def find_renames(
+    missing: Sequence[str],
+    saved: Collection[str],
+    fitting: Collection[str] = (),
+    *,
+    fits: Callable[[str, str], bool] = lambda wanted, saved: True,
+) -> tuple[Renames, ...]:
+    r"""Return the rules that map the most missing names to saved ones; empty if there are none.
+
+    There are several results if the checkpoint has the same names under several prefixes.
+
+    Args:
+        missing: Wanted names that the checkpoint does not have.
+        saved: The names in the checkpoint.
+        fitting: Wanted names that it has; these must not change.
+        fits: Returns whether a wanted name and a saved one agree in shape and dtype.
+
+    >>> print(*find_renames(["_orig_mod.a.w", "_orig_mod.b.w"], ["a.w", "b.w"]))
+    rename([(r"^_orig_mod\.", "")])
+    >>> print(*find_renames(["a.w", "b.w"], ["model.a.w", "model.b.w", "step"], ["step"]))
+    rename([(r"^(?=a\.|b\.)", "model.")])
+    """
+    rules: tuple[Rule, ...] = ()
+    now = {name: name for name in missing}  # by wanted name, what the rules make of it
+    free = set(saved) - set(fitting)
+    while len(rules) < _RULES:
+        taken = free.intersection(now.values())
+        left = {old: new for old, new in now.items() if new not in taken}
+        ways = _best_rules(left, free - taken, [*fitting, *taken])
+        if any(way.disagrees(ways[0]) for way in ways):
+            fit = [way for way in ways if all(fits(*pair) for pair in way.names.items())]
+            if not rules and len(fit) != 1:
+                return tuple(ways)
+            ways = fit if not rules else []
+        if not ways:
+            break
+        rules += ways[0].rules
+        now = dict(zip(now, rules[-1].apply(list(now.values())), strict=True))
+    names = {old: new for old, new in now.items() if new in free}
+    return (Renames(rules, names),) if rules else ()
+
+
+def _best_rules(
+    missing: Mapping[str, str], free: set[str], fixed: Collection[str]
+) -> list[Renames]:
+    """Return the rules that find the most names, each different ones, and change no fixed name."""
+    ways: dict[frozenset[tuple[str, str]], Renames] = {}
+    names = list(missing.values())
+    for rule in _promising(names, free, fixed):
+        after = rule.apply(names)
+        renamed = {old: new for old, new in zip(missing, after, strict=True) if new in free}
+        if len(set(after)) == len(after):
+            ways.setdefault(frozenset(renamed.items()), Renames((rule,), renamed))
+    most = max((len(way.names) for way in ways.values()), default=0)
+    enough = most == len(missing) or (most > 1 and most * _SHARE >= len(missing))
+    return [way for way in ways.values() if enough and len(way.names) == most]
+
+
+def _promising(names: Sequence[str], free: set[str], fixed: Collection[str]) -> Iterator[Rule]:
+    """Yield the rules that find the most of a few names, and change no fixed name."""
+    # A deterministic sample: names in an arbitrary order that is equal everywhere.
+    probe = nsmallest(_PROBED, names, key=lambda n: crc32(n.encode("utf-8", "surrogatepass")))
+    rules = dict.fromkeys(_candidates(names, sorted(free)))
+    hits = {rule: len(free.intersection(rule.apply(probe))) for rule in rules}
+    likely = [rule for rule in hits if hits[rule] > len(probe) / _SHARE / 2]
+    seen = set[tuple[str, ...]]()
+    for rule in nlargest(_TRIED, likely, key=hits.__getitem__):
+        for narrow in _narrowed(rule, names, fixed):
+            effect = tuple(narrow.apply(probe))
+            if effect not in seen:
+                seen.add(effect)
+                yield narrow
+
+
+def _candidates(missing: Sequence[str], free: Sequence[str]) -> Iterator[Rule]:
+    """Yield rules that would find some of the missing names, simple ones first."""
+    sample = missing[:: -(-len(missing) // _SAMPLED) or 1]
+    for name in sample:
+        for old, new in _differences(name, free)[:_CANDIDATES]:
+            numbers = [step for step in new if step.isdigit()]
+            if numbers and numbers == [step for step in old if step.isdigit()]:
+                many = "".join(r"(\d+)\." if s.isdigit() else _pattern(s) for s in old)
+                group = iter(range(1, len(numbers) + 1))
+                same = (rf"\{next(group)}." if s.isdigit() else _plain(s) for s in new)
+                yield Rule(f"^{many}", "".join(same))
+            yield Rule(f"^{''.join(map(_pattern, old))}", "".join(map(_plain, new)))
+    for step in dict.fromkeys(step for name in sample for step in name.split(".")[:-1]):
+        yield Rule(rf"(?<![^.]){_pattern(step)}", "")  # wherever it stands
+
+
+def _differences(name: str, free: Sequence[str]) -> list[tuple[Steps, Steps]]:
+    """Return what precedes the common suffix of a name and each similar saved one, as steps.
+
+    >>> _differences("model._orig_mod.a.w", ["a.w", "model.a.w", "model.b.w"])
+    [(['model', '_orig_mod'], ['model'])]
+    >>> _differences("a.k.w", ["b.q.w"])
+    []
+    """
+    steps = name.split(".")
+    alike, tail = _ending(steps, 1, free), 1
+    while closer := _ending(steps, tail + 1, alike):
+        alike, tail = closer, tail + 1
+    old = steps[:-tail]
+    pairs = [(old, other.split(".")[:-tail]) for other in nsmallest(_ALIKE, alike, key=len)]
+    pairs = [(old, new) for old, new in pairs if _within(old, new) or _within(new, old)]
+    least = min((abs(len(old) - len(new)) for old, new in pairs), default=0)
+    return [(old, new) for old, new in pairs if abs(len(old) - len(new)) == least]
+
+
+def _ending(steps: Steps, count: int, names: Sequence[str]) -> Sequence[str]:
+    """Return the names that end with the last steps of another; none if it has fewer steps."""
+    end = ".".join(steps[-count:])
+    inner = f".{end}"
+    return [n for n in names if n.endswith(inner) or n == end] if count <= len(steps) else []
+
+
+def _within(some: Steps, steps: Steps) -> bool:
+    """Return True if some steps are a subsequence of others."""
+    rest = iter(steps)
+    return all(step in rest for step in some)
+
+
+def _narrowed(rule: Rule, missing: Sequence[str], fixed: Collection[str]) -> Iterator[Rule]:
+    """Yield a rule; if it changes fixed names, narrower ones that do not."""
+    pattern = re.compile(rule.pattern)
+    if not any(map(pattern.search, fixed)):
+        yield rule
+    elif rule.pattern.startswith("^"):
+        for sign, names in (("=", missing), ("!", fixed)):
+            heads = dict.fromkeys(_head(pattern.sub("", n)) for n in names if pattern.search(n))
+            narrow = f"{rule.pattern}(?{sign}{'|'.join(heads)})"
+            if 0 < len(heads) <= _HEADS and not any(map(re.compile(narrow).search, fixed)):
+                yield attrs.evolve(rule, pattern=narrow)
+
+
+def _head(name: str) -> str:
+    """Return an expression for the start of names with the same first step."""
+    first, dot, _ = name.partition(".")
+    return re.escape(first) + (r"\." if dot else "$")
+
+
+def _pattern(step: str) -> str:
+    """Return an expression for one step and its dot."""
+    return rf"{re.escape(step)}\."
+
+
+def _plain(step: str) -> str:
+    """Return one step and its dot, escaped for use in a replacement."""
+    return step.replace("\\", r"\\") + "."
+
+
+def _code(text: str) -> str:
+    """Return a string as Python source."""
+    if '"' in text or not text.isprintable() or text.endswith("\\"):
+        return repr(text)
+    return f'r"{text}"' if "\\" in text else f'"{text}"'

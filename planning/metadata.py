@@ -9,13 +9,12 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from .columns.arrays import Ints
-from .columns.catalog import column
+from .columns.arrays import Ints, column
 from .errors import NotFoundError, RefusedError, nearest_hint, nearest_names
-from .frozen import freeze
 from .geometry.tilings import MAX_AXES, Chunk, Tiling, as_ints, shape_fault, tile_chunks
 from .records import TensorProperties
 from .text import Printed, Sheet, counted, human_bytes, listing
+from .tree import freeze
 
 __all__ = [
     "BytesMetadata",

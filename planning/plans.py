@@ -9,9 +9,9 @@ import attrs
 
 from .columns.items import WriteItems
 from .columns.reads import ReadItems, Transfers
-from .frozen import freeze
 from .records import KeyReport, LoadItemType, ReadItem, Transfer, WriteItem
 from .text import Printed, Sheet, counted, human_bytes, listing
+from .tree import freeze
 
 __all__ = ["LoadPlan", "Plan", "SavePlan"]
 
@@ -143,8 +143,8 @@ def _write_row(item: WriteItem) -> tuple[str, ...]:
     data = item.tensor_data
     if data is None:
         return name, item.type.name, "", "", ""
-    box = ", ".join(f"{o}:{e}" for o, e in zip(data.chunk.offsets, data.chunk.ends, strict=True))
-    return name, item.type.name, data.properties.dtype, str(list(data.size)), f"[{box}]"
+    shape, box = str(list(data.size)), f"[{data.chunk.text}]"
+    return name, item.type.name, data.properties.dtype, shape, box
 
 
 def _read_row(item: ReadItem) -> tuple[str, ...]:

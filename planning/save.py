@@ -8,14 +8,11 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from .check import duplicates, world_issues
-from .columns.arrays import readonly
-from .columns.catalog import Head
-from .columns.items import NO_CHUNK, WriteItems
+from .check import dropped_names, duplicates, source_issues, world_issues
+from .columns.arrays import distinct, readonly
+from .columns.items import NO_CHUNK, Head, WriteItems
 from .columns.world import World
-from .completeness import source_issues
-from .errors import Issue, PlanError, RefusedError
-from .frozen import FrozenDict
+from .errors import Issue, PlanError, RefusedError, span
 from .geometry.tilings import Chunk
 from .mesh.placements import Mesh
 from .metadata import Entries, Metadata
@@ -25,11 +22,12 @@ from .passes.keys import drop
 from .plans import SavePlan
 from .records import WriteItemType
 from .tensors import Memo, held, held_alike
-from .tree import Path, clash, empty_names, flatten, is_tensor, nesting_data, nesting_issues
+from .tree import FrozenDict, clash, empty_names, flatten, is_tensor, nesting_data, nesting_issues
 
-__all__ = ["DEFAULT_PASSES", "global_plan", "local_plan"]
+__all__ = ["DEFAULT_PASSES", "WholePlan", "global_plan", "local_plan", "plan_whole"]
 
 _NESTING: Final = ("paths", "empty")  # keys of planner_data about nesting
+_META: Final = "it on the meta device, without elements: materialise it first, or leave it out"
 DEFAULT_PASSES: tuple[Pass[SavePlan], ...] = (dedup_replicas(),)
 
 
@@ -145,23 +143,64 @@ def global_plan(
     return _with_hints(world), Metadata(entries, planner_data=nesting.data)
 
 
+@attrs.frozen(eq=False)
+class WholePlan:
+    """What each rank writes, the metadata, and the names that the planner dropped on all ranks."""
+
+    plans: Sequence[SavePlan]
+    metadata: Metadata
+    dropped: tuple[str, ...] = ()
+
+
+def plan_whole(
+    plans: Sequence[SavePlan],
+    passes: Sequence[Pass[SavePlan]] = (),
+    meta: Sequence[Sequence[str]] = (),
+) -> WholePlan:
+    """Decide who writes what, after running the remaining passes.
+
+    ``meta`` has, by rank, the names of its tensors on the meta device; it explains why no rank
+    holds their elements.
+    """
+    holders: dict[str, list[int]] = {}
+    for rank, names in enumerate(meta):
+        for name in names:
+            holders.setdefault(name, []).append(rank)
+    why = {
+        name: f"{span(ranks)} {'has' if len(ranks) == 1 else 'have'} {_META}"
+        for name, ranks in holders.items()
+    }
+    try:
+        done, metadata = global_plan(plans, [*passes, *DEFAULT_PASSES])
+    except PlanError as error:
+        catalogs = [plan.items.catalog for plan in plans]
+        pairs = (pair for c in catalogs for pair in zip(c.names, c.sources, strict=True))
+        reason = {name: why[source] for name, source in pairs if source in why}
+        raise PlanError(
+            attrs.evolve(issue, message=f"{issue.message}; {reason[issue.fqn]}")
+            if issue.kind == "gap" and issue.fqn in reason
+            else issue
+            for issue in error.issues
+        ) from None
+    parts = ((p.holds.catalog.sources, distinct(p.holds.row)) for p in (plans if meta else ()))
+    held = {sources[row] for sources, rows in parts for row in rows.tolist()}
+    lost = [name for name in holders if name not in held]
+    if lost:
+        raise PlanError(Issue("gap", n, f"no rank holds `{n}`: {why[n]}", holders[n]) for n in lost)
+    written = tuple(attrs.evolve(plan, held=None) for plan in done)
+    return WholePlan(written, metadata, dropped_names(done))
+
+
 def _give_way(world: World, names: frozenset[str]) -> World:
     """Drop empty dicts that have contents on other ranks; they count as not held."""
-    bare = drop(names.__contains__, required=False)(world)
-    return World(
-        attrs.evolve(after, held=_without(plan.holds, _sources(plan.items, names)))
-        for plan, after in zip(world, bare, strict=True)
-    )
-
-
-def _sources(items: WriteItems, names: Collection[str]) -> set[str]:
-    pairs = zip(items.catalog.names, items.catalog.sources, strict=True)
-    return {source for name, source in pairs if name in names}
-
-
-def _without(items: WriteItems, sources: Collection[str]) -> WriteItems:
-    gone = np.array([source in sources for source in items.catalog.sources], bool)
-    return items.take(~gone[items.row]) if gone.any() else items
+    plans = []
+    for plan, after in zip(world, drop(names.__contains__, required=False)(world), strict=True):
+        catalog, held = plan.items.catalog, plan.holds
+        pairs = zip(catalog.names, catalog.sources, strict=True)
+        sources = {source for name, source in pairs if name in names}
+        gone = np.array([source in sources for source in held.catalog.sources], bool)
+        plans.append(attrs.evolve(after, held=held.take(~gone[held.row]) if gone.any() else held))
+    return World(plans)
 
 
 def _with_hints(world: World) -> tuple[SavePlan, ...]:
@@ -218,18 +257,13 @@ def _merge_nesting(world: World) -> _Nesting:
             if paths.setdefault(name, path) != path and name not in issues:
                 issues[name] = clash(name, paths[name], path, [rank])
     empty -= values
-    filled = _holders_of_others(paths) & empty if empty else frozenset()
+    keys = {tuple(key for _, key in path): name for name, path in paths.items()} if empty else {}
+    above = {way[:depth] for way in keys for depth in range(1, len(way))}
+    filled = empty.intersection(keys[way] for way in above & keys.keys())
     paths = {name: path for name, path in paths.items() if name not in filled}
     for issue in nesting_issues(paths, holders):
         issues.setdefault(issue.fqn, issue)
     nested = {name: path for name, path in paths.items() if path != (("dict", name),)}
     merged = {"empty": sorted(empty), "paths": nested, "ranks": notes if any(notes) else ()}
     found = FrozenDict({key: part for key, part in merged.items() if part}) or None
-    return _Nesting(found, list(issues.values()), filled)
-
-
-def _holders_of_others(paths: Mapping[str, Path]) -> frozenset[str]:
-    """Return the names of values where others have nested contents."""
-    keys = {tuple(key for _, key in path): name for name, path in paths.items()}
-    above = {way[:depth] for way in keys for depth in range(1, len(way))}
-    return frozenset(keys[way] for way in above & keys.keys())
+    return _Nesting(found, list(issues.values()), frozenset(filled))

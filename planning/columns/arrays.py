@@ -22,13 +22,18 @@ __all__ = [
     "Columns",
     "Index",
     "Ints",
+    "column",
     "distinct",
     "flat",
     "group_rows",
     "numbered",
     "pack",
+    "pack_names",
+    "padded",
     "readonly",
     "unpack",
+    "unpack_names",
+    "within",
 ]
 
 Ints = npt.NDArray[np.int64]
@@ -59,6 +64,18 @@ def readonly(array: Array) -> Array:
     view = array.view()
     view.flags.writeable = False
     return view
+
+
+def column(values: npt.ArrayLike, *shape: int) -> Ints:
+    """Return a read-only int64 array."""
+    array = np.asarray(values, np.int64)
+    return readonly(array.reshape(shape) if shape else array)
+
+
+def padded(rows: Sequence[Sequence[int]], value: int, width: int | None = None) -> Ints:
+    """Return rows of different lengths as one array, padded with ``value``."""
+    axes = max(map(len, rows), default=0) if width is None else width
+    return column([(*row, *[value] * (axes - len(row))) for row in rows], len(rows), axes)
 
 
 class Columns(Sequence[T]):
@@ -121,13 +138,9 @@ class Columns(Sequence[T]):
 
 def _narrow(array: Array) -> Array:
     """Return integers in the narrowest little-endian type that holds them all."""
-    if array.size == 0:
-        return array.astype("|u1")
-    low, high = int(array.min()), int(array.max())
-    if low < 0:
+    if array.min(initial=0) < 0:
         return array.astype("<i8")
-    width = next((w for w, limit in zip(_WIDTHS, _LIMITS, strict=False) if high < limit), "<i8")
-    return array.astype(width)
+    return array.astype(_WIDTHS[np.searchsorted(_LIMITS, array.max(initial=0), "right")])
 
 
 def pack(header: Mapping[str, Any], arrays: Mapping[str, Array | bytes]) -> bytes:
@@ -178,6 +191,27 @@ def flat(arrays: Mapping[str, Any], *names: str) -> tuple[Ints, ...]:
     if any(column.ndim != 1 for column in columns):
         raise ValueError(f"of {', '.join(names)}, one is not a column")
     return columns
+
+
+def within(values: Ints, end: int) -> bool:
+    """Return True if all values are at least 0 and less than ``end``."""
+    return values.size == 0 or (int(values.min()) >= 0 and int(values.max()) < end)
+
+
+def pack_names(label: str, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return names as two arrays for `pack`: one text, and the length of each."""
+    text = "".join(names).encode("utf-8", "surrogatepass")
+    return {label: text, f"{label}.length": column([len(n) for n in names])}
+
+
+def unpack_names(label: str, arrays: dict[str, Any]) -> tuple[str, ...]:
+    """Return the names that `pack_names` was given."""
+    text = arrays[label].decode("utf-8", "surrogatepass")
+    (lengths,) = flat(arrays, f"{label}.length")
+    ends = np.cumsum(lengths).tolist()
+    if len(text) != (ends[-1] if ends else 0) or not within(lengths, len(text) + 1):
+        raise ValueError("names are cut short")
+    return tuple(text[a:b] for a, b in zip([0, *ends], ends, strict=False))
 
 
 def _slice(view: memoryview, at: int, dtype: str, shape: list[Any]) -> tuple[Any, int]:

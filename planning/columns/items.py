@@ -1,29 +1,200 @@
-"""A save plan's items, stored in columns.
+"""A save plan's items, stored in columns, and the catalog of their tensors and values.
 
 The coordinator handles as many items as ranks times tensors. They are arrays that share one
-`Catalog` of tensors; records are made on demand. Arrays are padded to the widest tensor: offset 0
-and size 1 past a tensor's own axes.
+`Catalog`; records are made on demand. Arrays are padded to the widest tensor: offset 0 and size 1
+past a tensor's own axes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import CodecError
-from ..geometry.tilings import Chunk, pad
-from ..records import MetadataIndex, TensorWriteData, WriteItem
-from .arrays import DAMAGE, Columns, Index, Ints, flat, numbered, pack, readonly, unpack
-from .catalog import Catalog, Head, Merged, column, merge_catalogs, padded, within
+from ..geometry.tilings import MAX_AXES, Chunk, pad
+from ..records import MetadataIndex, TensorProperties, TensorWriteData, WriteItem, WriteItemType
+from .arrays import (
+    DAMAGE,
+    Columns,
+    Index,
+    Ints,
+    column,
+    flat,
+    numbered,
+    pack,
+    pack_names,
+    padded,
+    readonly,
+    unpack,
+    unpack_names,
+    within,
+)
 
-__all__ = ["Columns", "Index", "NO_CHUNK", "WriteItems"]
-
+__all__ = ["NO_CHUNK", "Catalog", "Head", "WriteItems", "merge_catalogs"]
 
 NO_CHUNK: Final = Chunk((), ())  # the chunk of a non-tensor value
+_TYPES: Final = {t.value: t for t in WriteItemType}
+_BYTES: Final = WriteItemType.BYTE_IO.value
+
+
+class Head(NamedTuple):
+    """One row of a catalog, as a value that hashes quickly.
+
+    Attributes:
+        name: The name in the checkpoint.
+        source: The name in the state dict.
+        type: Whether it is a tensor, a shard or a non-tensor value.
+        properties: How it is stored; None for a non-tensor value.
+        size: The global shape, in elements; ``()`` for a non-tensor value.
+    """
+
+    name: str
+    source: str
+    type: WriteItemType
+    properties: TensorProperties | None
+    size: tuple[int, ...]
+
+    @classmethod
+    def value(cls, name: str) -> Head:
+        """Return the row of a non-tensor value."""
+        return cls(name, name, WriteItemType.BYTE_IO, None, ())
+
+
+@attrs.frozen(eq=False, repr=False, slots=False)
+class Catalog:
+    """The tensors and values of a plan; one row each, shared by all items.
+
+    Attributes:
+        names: The names in the checkpoint.
+        sources: The names in the state dict.
+        type: `WriteItemType` values.
+        props: The distinct properties; ``prop`` numbers them per row (-1: none).
+        ndim: The number of axes.
+        size: The global shape, padded with 1.
+    """
+
+    names: tuple[str, ...]
+    sources: tuple[str, ...]
+    type: Ints
+    props: tuple[TensorProperties, ...]
+    prop: Ints
+    ndim: Ints
+    size: Ints
+
+    @classmethod
+    def of(cls, heads: Iterable[Head]) -> Catalog:
+        """Make a catalog with one row per head, in order."""
+        fields = list(zip(*heads, strict=True)) or [()] * 5
+        names, sources, types, properties, sizes = fields
+        seen = {id(p): p for p in properties if p is not None}  # hashing each one is slow
+        ids = {p: i for i, p in enumerate(dict.fromkeys(seen.values()))}
+        number = {key: ids[p] for key, p in seen.items()}
+        return cls(
+            names,
+            names if sources == names else sources,
+            column([t.value for t in types]),
+            tuple(ids),
+            column([-1 if p is None else number[id(p)] for p in properties]),
+            column([len(s) for s in sizes]),
+            padded(sizes, 1),
+        )
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @property
+    def axes(self) -> int:
+        """The number of columns of offsets and sizes."""
+        return int(self.size.shape[1])
+
+    def head(self, row: int) -> Head:
+        """Return one row as a hashable value."""
+        prop, size = int(self.prop[row]), self.size[row, : self.ndim[row]]
+        properties = None if prop < 0 else self.props[prop]
+        kind = _TYPES[int(self.type[row])]
+        return Head(self.names[row], self.sources[row], kind, properties, tuple(size.tolist()))
+
+    @cached_property
+    def heads(self) -> tuple[Head, ...]:
+        """All rows as hashable values."""
+        return tuple(map(self.head, range(len(self))))
+
+    @cached_property
+    def name_order(self) -> Ints:
+        """The rank of each row's name in sorted order; equal names have equal ranks."""
+        number = {name: i for i, name in enumerate(sorted(set(self.names)))}
+        return column([number[name] for name in self.names])
+
+    @cached_property
+    def itemsize(self) -> Ints:
+        """Bytes per element in the checkpoint; 0 for non-tensor values."""
+        return readonly(column([*(p.itemsize for p in self.props), 0])[self.prop])
+
+    @property
+    def is_bytes(self) -> npt.NDArray[np.bool_]:
+        """Which rows are non-tensor values."""
+        return np.equal(self.type, _BYTES)
+
+    @cached_property
+    def content(self) -> tuple[object, ...]:
+        """All of the catalog as a hashable value that is cheap to compare."""
+        arrays = (self.type, self.prop, self.ndim, self.size)
+        return self.names, self.sources, self.props, self.axes, *(a.tobytes() for a in arrays)
+
+    def to_bytes(self) -> bytes:
+        """Encode: names as one text, numbers as narrow columns."""
+        header = {"props": [attrs.astuple(p) for p in self.props]}
+        arrays: dict[str, Any] = {
+            "type": self.type,
+            "prop": self.prop + 1,
+            "ndim": self.ndim,
+            "size": self.size,
+            **pack_names("names", self.names),
+        }
+        if self.sources is not self.names:
+            arrays.update(pack_names("sources", self.sources))
+        return pack(header, arrays)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Catalog:
+        """Decode, or raise `CodecError` if the columns are inconsistent."""
+        header, arrays = unpack(data)
+        try:
+            props = tuple(TensorProperties(*p) for p in header["props"])
+            names = unpack_names("names", arrays)
+            sources = unpack_names("sources", arrays) if "sources" in arrays else names
+            kind, ndim, prop = flat(arrays, "type", "ndim", "prop")
+            size, prop = arrays["size"], readonly(prop - 1)
+            fits = len({len(names), len(sources), len(kind), len(prop), len(ndim), len(size)}) == 1
+            if not fits or size.ndim != 2 or size.shape[1] > MAX_AXES:
+                raise ValueError("its columns differ in length")
+            spare = np.arange(size.shape[1]) >= ndim[:, None]
+            if not within(ndim, size.shape[1] + 1) or (size[spare] != 1).any():
+                raise ValueError("a shape reaches past its axes")
+            if not set(np.unique(kind).tolist()) <= _TYPES.keys() or not within(size, 1 << 62):
+                raise ValueError("unknown item type or negative size")
+            is_bytes = kind == _BYTES
+            fits = within(prop + 1, len(props) + 1) and not ndim[is_bytes].any()
+            if not fits or ((prop < 0) != is_bytes).any():
+                raise ValueError("properties do not fit the item types")
+        except DAMAGE as error:
+            raise CodecError(f"a catalog is damaged: {error}") from error
+        return cls(names, sources, kind, props, prop, ndim, size)
+
+
+Merged = tuple[Catalog, list[Ints]]
+
+
+def merge_catalogs(*catalogs: Catalog) -> Merged:
+    """Return one catalog with the rows of several, and the new row numbers of each."""
+    heads: dict[Head, int] = {}
+    numbers = [column([heads.setdefault(h, len(heads)) for h in c.heads]) for c in catalogs]
+    return Catalog.of(tuple(heads)), numbers
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)
@@ -108,8 +279,7 @@ class WriteItems(Columns[WriteItem]):
             readonly(self.row[rows]),
             readonly(self.offsets[rows]),
             readonly(self.sizes[rows]),
-            _optional(self.source_offsets, rows),
-            _optional(self.hint, rows),
+            *(None if c is None else readonly(c[rows]) for c in (self.source_offsets, self.hint)),
         )
 
     def recatalog(self, catalog: Catalog, row: Ints) -> WriteItems:
@@ -141,21 +311,15 @@ class WriteItems(Columns[WriteItem]):
             moved = [p.recatalog(catalog, n[p.row]) for p, n in zip(moved, numbers, strict=True)]
         if len(moved) == 1:
             return moved[0]
-        sources = None
+        columns = [[m.row for m in moved], [m.offsets for m in moved], [m.sizes for m in moved]]
+        row, offsets, sizes = (readonly(np.concatenate(parts)) for parts in columns)
+        sources = hints = None
         if any(m.source_offsets is not None for m in moved):
             sources = readonly(np.concatenate([m.shard_offsets for m in moved]))
-        hints = None
         if any(m.hint is not None for m in moved):
             every = [np.full(len(m), -1) if m.hint is None else m.hint for m in moved]
             hints = readonly(np.concatenate(every))
-        return cls(
-            catalog,
-            readonly(np.concatenate([m.row for m in moved])),
-            readonly(np.concatenate([m.offsets for m in moved])),
-            readonly(np.concatenate([m.sizes for m in moved])),
-            sources,
-            hints,
-        )
+        return cls(catalog, row, offsets, sizes, sources, hints)
 
     def canonical(self) -> WriteItems:
         """Return the canonical form, without hints and unused rows, equal for equal items."""
@@ -188,9 +352,8 @@ class WriteItems(Columns[WriteItem]):
                 else items.row
                 for items in (self, other)
             )
-        width = min(
-            self.offsets.shape[1], other.offsets.shape[1]
-        )  # equal heads: the rest is padding
+        # Heads are equal: columns past the narrower side are padding.
+        width = min(self.offsets.shape[1], other.offsets.shape[1])
         pairs = [
             (self.offsets, other.offsets),
             (self.sizes, other.sizes),
@@ -245,7 +408,3 @@ def _head(item: WriteItem) -> Head:
     data = item.tensor_data
     properties, size = (None, ()) if data is None else (data.properties, data.size)
     return Head(item.index.fqn, item.source.fqn, item.type, properties, size)
-
-
-def _optional(values: Ints | None, rows: Index | slice) -> Ints | None:
-    return None if values is None else readonly(values[rows])

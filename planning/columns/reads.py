@@ -12,9 +12,21 @@ import numpy as np
 from ..errors import CodecError
 from ..geometry.tilings import MAX_AXES, pad
 from ..records import LoadItemType, MetadataIndex, ReadItem, Transfer
-from .arrays import DAMAGE, Ints, flat, pack, readonly, unpack
-from .catalog import column, pack_names, padded, unpack_names, within
-from .items import Columns, Index
+from .arrays import (
+    DAMAGE,
+    Columns,
+    Index,
+    Ints,
+    column,
+    flat,
+    pack,
+    pack_names,
+    padded,
+    readonly,
+    unpack,
+    unpack_names,
+    within,
+)
 
 __all__ = ["ReadItems", "Transfers"]
 

@@ -15,9 +15,8 @@ from ..geometry.tilings import shape_fault, tile
 from ..metadata import Layout
 from ..plans import SavePlan
 from ..records import TensorProperties
-from .arrays import Ints
-from .catalog import Catalog, column, padded
-from .items import WriteItems
+from .arrays import Ints, column, padded
+from .items import Catalog, WriteItems
 
 __all__ = ["Rows", "World"]
 

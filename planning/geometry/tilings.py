@@ -95,6 +95,11 @@ class Chunk:
         """The number of elements."""
         return math.prod(self.sizes)
 
+    @property
+    def text(self) -> str:
+        """The box as slices, such as ``0:4, 8:16``."""
+        return ", ".join(f"{o}:{o + s}" for o, s in zip(self.offsets, self.sizes, strict=True))
+
 
 def meet(a: Chunk, b: Chunk) -> Chunk | None:
     """Return the overlap of two boxes; None if they share no element."""
@@ -221,10 +226,7 @@ class Boxes(Tiling):
         return len(self.offsets)
 
     def __repr__(self) -> str:
-        shown = [
-            "[" + ", ".join(f"{o}:{e}" for o, e in zip(c.offsets, c.ends, strict=True)) + "]"
-            for c in self[:6]
-        ]
+        shown = [f"[{chunk.text}]" for chunk in self[:6]]
         more = [f"… {len(self) - 6} more"] if len(self) > 6 else []
         return f"Boxes({', '.join(shown + more)})"
 

@@ -16,8 +16,7 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from ..columns.arrays import Columns, Index, Ints, distinct, group_rows, readonly
-from ..columns.catalog import column
+from ..columns.arrays import Columns, Index, Ints, column, distinct, group_rows, readonly
 from ..columns.items import WriteItems
 from ..dtypes import dtype_name
 from ..errors import PlanError, RefusedError

@@ -20,8 +20,8 @@ import numpy as np
 from ..columns.arrays import Ints, readonly
 from ..dtypes import ITEMSIZE, dtype_name
 from ..errors import RefusedError
-from ..frozen import FrozenDict
 from ..geometry.tilings import Chunk, as_ints
+from ..tree import FrozenDict
 
 __all__ = [
     "AxisRuns",

@@ -24,7 +24,7 @@ import attrs
 
 from ..dtypes import Dtype
 from ..errors import NotFoundError, listed, nearest_hint, nearest_names
-from ..frozen import FrozenDict
+from ..tree import FrozenDict
 from .placements import Mesh, Only, Placement, Replicate, Shard, StridedShard, TensorSpec
 
 __all__ = [

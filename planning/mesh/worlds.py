@@ -16,18 +16,16 @@ import attrs
 import numpy as np
 
 from ..check import layout_issues
-from ..columns.arrays import Columns, Index, Ints, readonly
-from ..columns.catalog import Catalog, Head, column, padded
-from ..columns.items import WriteItems
+from ..columns.arrays import Columns, Index, Ints, column, padded, readonly
+from ..columns.items import Catalog, Head, WriteItems
 from ..errors import Issue, PlanError, RefusedError
-from ..frozen import FrozenDict
 from ..geometry.overlap import fills
 from ..geometry.tilings import Chunk, Grid, Tiling, shape_fault, tile
 from ..metadata import Entries, Layout, Metadata
 from ..plans import SavePlan
 from ..records import TensorProperties, WriteItemType
 from ..text import Printed, Sheet, counted, human_bytes, listing
-from ..tree import flatten, is_tensor, nesting_data
+from ..tree import FrozenDict, flatten, is_tensor, nesting_data
 from .placements import (
     AxisRuns,
     Mesh,

@@ -20,8 +20,7 @@ import attrs
 import numpy as np
 
 from ..columns.arrays import readonly
-from ..columns.catalog import Catalog, Merged, merge_catalogs
-from ..columns.items import WriteItems
+from ..columns.items import Catalog, Merged, WriteItems, merge_catalogs
 from ..errors import Issue, PlanError
 from ..plans import LoadPlan, SavePlan
 

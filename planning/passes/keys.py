@@ -14,13 +14,12 @@ from typing import Any
 
 import attrs
 
-from ..columns.arrays import Ints, distinct, readonly
-from ..columns.catalog import Catalog, Head, column
+from ..columns.arrays import Ints, column, distinct, readonly
+from ..columns.items import Catalog, Head
 from ..dtypes import Dtype, dtype_name, family, is_exact_cast
 from ..errors import Issue, PlanError, listed, nearest_hint, nearest_names, span
-from ..frozen import FrozenDict
 from ..plans import SavePlan
-from ..tree import empty_names
+from ..tree import FrozenDict, empty_names
 from .base import Step
 
 __all__ = ["annotate", "cast", "drop", "rename", "select"]

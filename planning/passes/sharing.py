@@ -9,9 +9,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Ints, group_rows, readonly
-from ..columns.catalog import Catalog, Head, column
-from ..columns.items import WriteItems
+from ..columns.arrays import Ints, column, group_rows, readonly
+from ..columns.items import Catalog, Head, WriteItems
 from ..columns.reads import ReadItems, Transfers
 from ..columns.world import Rows, World
 from ..geometry.overlap import overlap_many, self_overlaps

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import attrs
 
-from ..columns.items import Columns
+from ..columns.arrays import Columns
 from ..columns.reads import Transfer
 from ..metadata import BytesMetadata, Entries, Metadata, TensorMetadata
 from ..plans import LoadPlan, Plan, SavePlan
@@ -200,8 +200,7 @@ def _text(value: Any) -> str:
         case WriteItem(tensor_data=None) | BytesMetadata():
             return "value"
         case WriteItem(tensor_data=TensorWriteData(chunk=chunk, properties=kind, size=size)):
-            box = ", ".join(f"{o}:{e}" for o, e in zip(chunk.offsets, chunk.ends, strict=True))
-            return f"{kind.dtype} {list(size)} {box}".rstrip()
+            return f"{kind.dtype} {list(size)} {chunk.text}".rstrip()
         case TensorMetadata(properties=kind, size=size, chunks=chunks):
             return f"{kind.dtype} {list(size)} {chunks!r}"
         case ReadItem(storage_index=index, storage_offsets=at, lengths=lengths):

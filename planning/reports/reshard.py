@@ -20,8 +20,7 @@ from typing import Final
 import attrs
 import numpy as np
 
-from ..columns.arrays import Ints, group_rows, numbered, readonly
-from ..columns.catalog import column
+from ..columns.arrays import Ints, column, group_rows, numbered, readonly
 from ..errors import NotFoundError, PlanError
 from ..geometry.overlap import overlap_many
 from ..geometry.tilings import Grid, Tiling, tile

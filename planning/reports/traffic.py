@@ -16,9 +16,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Ints, group_rows
-from ..columns.catalog import column
-from ..columns.items import Columns, Index
+from ..columns.arrays import Columns, Index, Ints, column, group_rows
 from ..columns.reads import ReadItems
 from ..columns.world import World
 from ..errors import Issue, NotFoundError, PlanError

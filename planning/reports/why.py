@@ -9,8 +9,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Ints
-from ..columns.catalog import column
+from ..columns.arrays import Ints, column
 from ..columns.reads import ReadItems
 from ..errors import NotFoundError, span
 from ..geometry.tilings import Chunk, as_ints, pad
@@ -81,9 +80,7 @@ class Why(Printed):
         readers = f"read by {span(ranks)}" if ranks else "read by nobody"
         title = f"Value `{self.fqn}`: {who}, {readers}"
         if self.chunk is not None:
-            box = zip(self.chunk.offsets, self.chunk.ends, strict=True)
-            place = f"{self.nbytes} bytes at byte {self.byte_offset:,} of chunk "
-            place += f"[{', '.join(f'{o}:{e}' for o, e in box)}]"
+            place = f"{self.nbytes} bytes at byte {self.byte_offset:,} of chunk [{self.chunk.text}]"
             title = f"Element {list(self.element)} of `{self.fqn}`: {place}, {who}, {readers}"
         head = ("rank", "into", "shard at", "at", "read from", "lengths", "chunk offset", "by")
         return listing(title, head, map(_row, self.reads[:_SHOWN]), len(self.reads))

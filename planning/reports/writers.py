@@ -9,8 +9,7 @@ from typing import Final
 import attrs
 import numpy as np
 
-from ..columns.arrays import Ints, readonly
-from ..columns.catalog import column
+from ..columns.arrays import Ints, column, readonly
 from ..columns.world import World
 from ..errors import Issue, NotFoundError, PlanError
 from ..mesh.worlds import WorldPlans

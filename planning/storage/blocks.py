@@ -15,8 +15,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Ints, distinct, group_rows, numbered, readonly
-from ..columns.catalog import column
+from ..columns.arrays import Ints, column, distinct, group_rows, numbered, readonly
 from ..dtypes import itemsize
 from ..errors import Issue, PlanError
 from ..geometry.overlap import expand

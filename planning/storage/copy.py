@@ -19,9 +19,8 @@ from typing import Final
 import attrs
 import numpy as np
 
-from ..columns.arrays import Ints
-from ..columns.catalog import Catalog, Head, column, padded
-from ..columns.items import WriteItems
+from ..columns.arrays import Ints, column, padded
+from ..columns.items import Catalog, Head, WriteItems
 from ..columns.reads import ReadItems
 from ..geometry.tilings import pad
 from ..load import load_plan

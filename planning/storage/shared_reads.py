@@ -20,8 +20,7 @@ from typing import Final
 import attrs
 import numpy as np
 
-from ..columns.arrays import Ints, distinct, group_rows, readonly
-from ..columns.catalog import column, padded
+from ..columns.arrays import Ints, column, distinct, group_rows, padded, readonly
 from ..columns.reads import ReadItems
 from ..geometry.tilings import pad
 from ..metadata import Entries, Metadata

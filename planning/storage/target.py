@@ -13,10 +13,9 @@ from typing import Any, Final, Protocol
 import attrs
 import numpy as np
 
-from ..columns.arrays import Ints, readonly
-from ..columns.catalog import Catalog, Head, column, padded
-from ..columns.items import WriteItems
-from ..completeness import dropped_names
+from ..check import dropped_names
+from ..columns.arrays import Ints, column, padded, readonly
+from ..columns.items import Catalog, Head, WriteItems
 from ..mesh import Mesh, Placement, Shard, TensorSpec, as_mesh, world_plans
 from ..metadata import Metadata, TensorMetadata
 from ..passes import Passes, chain

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Final
 import attrs
 import numpy as np
 
-from ..columns.arrays import Ints, readonly
-from ..columns.catalog import column
+from ..columns.arrays import Ints, column, readonly
 from ..errors import RefusedError, listed
 from ..text import Printed, Sheet, human_bytes, listing
 from .blocks import BLOCK_BYTES, Blocks, cut_blocks

@@ -35,8 +35,8 @@ from shardplan.planning import (
     local_plan,
 )
 from shardplan.planning.columns.arrays import pack, unpack
-from shardplan.planning.frozen import from_json, to_json
 from shardplan.planning.testing.strategies import save_plans, state_dicts, values
+from shardplan.planning.tree import from_json, to_json
 
 NOTES = st.recursive(
     values() | st.sets(st.integers()),

@@ -37,7 +37,7 @@ from shardplan.planning import (
     world_pass,
     world_plans,
 )
-from shardplan.planning.completeness import dropped_names, source_issues
+from shardplan.planning.check import dropped_names, source_issues
 from shardplan.planning.testing.strategies import save_plans
 
 D = 4

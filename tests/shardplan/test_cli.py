@@ -39,7 +39,7 @@ from shardplan.planning import (
     world_metadata,
     world_plans,
 )
-from shardplan.planning.columns.catalog import column
+from shardplan.planning.columns.arrays import column
 from shardplan.planning.storage.write import file_name
 from shardplan.planning.text import runs_text
 

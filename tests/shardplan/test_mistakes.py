@@ -27,8 +27,8 @@ from shardplan.planning import (
     itemsize,
     load_plan,
     local_plan,
+    matching,
     metadata_of,
-    prefixes,
     rename,
     world_plans,
 )
@@ -258,7 +258,6 @@ def put_in(step, name):
         lambda name: f"model.{name}",
         lambda name: f"module._orig_mod.{name}",
         lambda name: f"base_model.model.{name}",
-        lambda name: f"my_{name}",
         lambda name: f"a-b c.0.{name}",
         lambda name: f'we"ird\\d.{name}',
         lambda name: put_in("_checkpoint_wrapped_module", name),
@@ -338,13 +337,6 @@ def test_of_two_prefixes_the_one_whose_shapes_fit_is_recommended(tmp_path):
         shardplan.load({name: torch.zeros(2) for name in BARE}, tmp_path)
 
 
-def test_a_replaced_prefix_is_not_recommended_where_shapes_differ(tmp_path):
-    shardplan.save({f"backbone.{name}": torch.zeros(3) for name in BARE}, tmp_path)
-    with pytest.raises(PlanError) as caught:
-        shardplan.load({f"encoder.{name}": torch.zeros(2) for name in BARE}, tmp_path)
-    assert "rename" not in str(caught.value)
-
-
 @pytest.mark.parametrize("end", ["", ".weight", ".lin.weight", ".lin.0.weight"])
 @pytest.mark.parametrize("parts", [("qkvo", "qkvo"), ("qkvo", "k"), ("q", "qk"), ("qk", "kq")])
 def test_no_rename_is_recommended_that_could_permute_weights(parts, end, tmp_path):
@@ -357,12 +349,12 @@ def test_no_rename_is_recommended_that_could_permute_weights(parts, end, tmp_pat
     assert "rename" not in str(caught.value)
 
 
-def test_another_name_for_a_prefix_is_told_with_a_doubt(tmp_path):
+def test_another_name_for_a_prefix_gets_similar_names_and_no_rename(tmp_path):
+    """It could be another tensor."""
     shardplan.save({f"backbone.{name}": torch.zeros(()) for name in BARE}, tmp_path)
-    with pytest.raises(
-        PlanError, match=r'\^encoder\\\.", "backbone\."\)\]\), if these are the same'
-    ):
+    with pytest.raises(PlanError, match=r"nearest: backbone\.embed\.w;") as caught:
         shardplan.load({f"encoder.{name}": torch.zeros(()) for name in BARE}, tmp_path)
+    assert "rename" not in str(caught.value)
 
 
 def test_a_rename_is_added_to_a_planner_that_renames_already(tmp_path):
@@ -405,7 +397,7 @@ def test_names_that_only_resemble_are_not_taken_for_a_prefix(wanted, saved, tmp_
 )
 def test_explaining_missing_names_looks_at_each_a_few_times(wanted, saved, monkeypatch):
     count, looked, compared = 20_000, [], []
-    apply, ending = prefixes.Rule.apply, prefixes._ending
+    apply, ending = matching.Rule.apply, matching._ending
 
     def counted(rule, names):
         looked.append(len(names))
@@ -415,10 +407,10 @@ def test_explaining_missing_names_looks_at_each_a_few_times(wanted, saved, monke
         compared.append(len(names))
         return ending(steps, tail, names)
 
-    monkeypatch.setattr(prefixes.Rule, "apply", counted)
-    monkeypatch.setattr(prefixes, "_ending", counted_too)
+    monkeypatch.setattr(matching.Rule, "apply", counted)
+    monkeypatch.setattr(matching, "_ending", counted_too)
     names = ([form.format(i) for i in range(count)] for form in (wanted, saved))
-    ways = prefixes.find_renames(*names)
+    ways = matching.find_renames(*names)
     assert [len(way.names) for way in ways] == [count] * wanted.startswith("_orig_mod")
     assert sum(looked) < 6 * count
     assert sum(compared) < 40 * count
@@ -666,7 +658,7 @@ NAMES = st.sets(st.lists(STEPS, min_size=1, max_size=4).map(".".join), max_size=
 @given(wanted=NAMES, saved=NAMES)
 def test_a_rename_that_is_advised_finds_what_it_says_and_changes_nothing_that_fits(wanted, saved):
     missing, fitting = sorted(wanted - saved), sorted(wanted & saved)
-    for way in prefixes.find_renames(missing, saved, fitting):
+    for way in matching.find_renames(missing, saved, fitting):
         assert way.names
         planner = eval(str(way), {"rename": rename})
         (plan,) = planner((local_plan(dict.fromkeys(wanted, 1)),))

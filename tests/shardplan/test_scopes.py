@@ -54,7 +54,7 @@ from shardplan.planning import (
     world_pass,
     world_plans,
 )
-from shardplan.planning.completeness import dropped_names, with_replicas
+from shardplan.planning.check import dropped_names, with_replicas
 from shardplan.planning.passes.base import Stages, scope_of
 from shardplan.planning.storage import plan_target
 from shardplan.planning.testing.strategies import save_plans
