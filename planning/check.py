@@ -293,12 +293,7 @@ def _cut(item: WriteItem, shard: WriteItem) -> WriteItem | None:
 def _number_sources(
     plans: Sequence[SavePlan],
 ) -> tuple[Sequence[Source], list[tuple[Ints, Ints]]]:
-    """Number the sources that ranks hold; catalogs that ranks share are read once.
-
-    Returns:
-        The sources; and per plan, the source number of each held item and of each moved item (-1:
-        the rank holds no such source).
-    """
+    """Number the sources that ranks hold; catalogs that ranks share are read once."""
     sources: dict[Source, int] = {}
     own: dict[int, Ints] = {}  # by the catalog's identity, the source of each row
     other: dict[tuple[int, int], Ints] = {}
@@ -472,10 +467,7 @@ def _doubled(work: _Work) -> Iterator[tuple[int, Issue]]:
 
 
 def _left_out(work: _Work, faulty: npt.NDArray[np.int64]) -> Iterator[Issue]:
-    """Report boxes that no rank moves in full, though other parts of the source are moved.
-
-    ``faulty`` are rows that were reported already; their element counts are meaningless.
-    """
+    """Report boxes that no rank moves in full, though other parts of the source are moved."""
     held, moved = work.held, work.moved
     count = max(work.held_shard.max(initial=-1), work.moved_shard.max(initial=-1)) + 1
     own, taken = np.zeros((2, count), np.int64)  # elements of each shard

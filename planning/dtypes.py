@@ -18,19 +18,12 @@ Dtype = str | Any
 
 
 class _Kind(NamedTuple):
-    """The range of a dtype.
+    """The range of a dtype."""
 
-    Attributes:
-        itemsize: Bytes per element.
-        family: The kind of number.
-        bits: The exact bits: the mantissa, or an integer's width.
-        reach: The power of two above the largest finite value.
-    """
-
-    itemsize: int
-    family: str
-    bits: int
-    reach: int
+    itemsize: int  # bytes per element
+    family: str  # the kind of number
+    bits: int  # the exact bits: the mantissa, or an integer's width
+    reach: int  # the power of two above the largest finite value
 
 
 _TABLE: Final = {

@@ -116,11 +116,7 @@ def listed(
 
 
 def nearest_names(name: str, names: Iterable[str]) -> tuple[str, ...]:
-    """Return up to three of ``names`` that resemble ``name``, most similar first.
-
-    >>> nearest_names("layer.wieght", ["layer.weight", "layer.bias", "step"])
-    ('layer.weight', 'layer.bias')
-    """
+    """Return up to three of ``names`` that resemble ``name``, most similar first."""
     known = list(names)
     if len(known) > _COMPARED:  # comparing is slow; similar names often share a suffix
         known = [n for n in known if n[:8] == name[:8] or n[-12:] == name[-12:]][:_COMPARED]

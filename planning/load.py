@@ -279,10 +279,7 @@ def strict_patterns(strict: Strict) -> tuple[str, ...]:
 
 
 def _damage(entries: Entries, entry: Ints) -> list[Issue]:
-    """Report saved chunks that overlap or do not fit their shape, and leave those tensors out.
-
-    Each layout is checked once, however many tensors have it; a grid cannot overlap itself.
-    """
+    """Report saved chunks that overlap or do not fit their shape, and leave those tensors out."""
     issues: list[Issue] = []
     bad: dict[int, bool] = {}
     for at in np.flatnonzero(entry >= 0).tolist():

@@ -47,19 +47,12 @@ _HEADS: Final = 12  # first steps to list in an expression
 
 @attrs.frozen(eq=False)
 class Match:
-    """How a catalog and a checkpoint fit.
+    """How a catalog and a checkpoint fit."""
 
-    Attributes:
-        entry: The entry that fills each row of the catalog; -1 if none does.
-        issues: What does not fit.
-        notes: What does not fit but was allowed.
-        shared: Per row, the common shape of the saved and the wanted tensor, if only that is
-            filled.
-    """
-
-    entry: Ints
-    issues: list[Issue]
-    notes: list[Issue]
+    entry: Ints  # the entry that fills each row of the catalog; -1 if none does
+    issues: list[Issue]  # what does not fit
+    notes: list[Issue]  # what does not fit but was allowed
+    # Per row, the common shape of the saved and the wanted tensor, if only that is filled.
     shared: dict[int, tuple[int, ...]]
 
 
@@ -109,18 +102,7 @@ def match_entries(
 def explain_missing(
     issues: Sequence[Issue], entries: Entries, catalog: Catalog, dtype: str
 ) -> list[Issue]:
-    r"""Add likely alternatives to issues about missing names.
-
-    Names that the checkpoint has under another prefix get one summary, with the `rename` to use.
-
-    >>> from shardplan.planning import local_plan
-    >>> catalog = local_plan({"module": {"a": 1, "b": 2}}).items.catalog
-    >>> issues = [Issue("missing", name, "…") for name in catalog.names]
-    >>> entries = Entries.of({"a": BytesMetadata(), "b": BytesMetadata()})
-    >>> print(*dict.fromkeys(map(str, explain_missing(issues, entries, catalog, "same"))))
-    2 names are not in the checkpoint, which has them under another prefix: `module.a` as `a`, and
-    so on; pass planner=rename([(r"^module\.", "")])
-    """
+    r"""Add likely alternatives to issues about missing names."""
     saved = entries.row_of
     missing = [issue.fqn for issue in issues if issue.kind == "missing"]
     wanted = {head.name: head for head in catalog.heads}
@@ -279,10 +261,7 @@ class Rule:
 
 @attrs.frozen
 class Renames:
-    """Rules, applied in order, and the saved name of each missing name that they find.
-
-    Prints as the code to write.
-    """
+    """Rules, applied in order, and the saved name of each missing name that they find."""
 
     rules: tuple[Rule, ...]
     names: dict[str, str]

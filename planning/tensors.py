@@ -52,29 +52,16 @@ __all__ = [
 
 @attrs.frozen
 class Held:
-    """The parts of a tensor that this rank holds.
-
-    Attributes:
-        properties: How it is stored.
-        size: The global shape, in elements.
-        chunks: The boxes held here, none of them empty, in storage order.
-        sharded: Whether other ranks may hold the rest.
-    """
+    """The parts of a tensor that this rank holds."""
 
     properties: TensorProperties
-    size: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
-    sharded: bool
+    size: tuple[int, ...]  # the global shape, in elements
+    chunks: tuple[Chunk, ...]  # the boxes held here, none of them empty, in storage order
+    sharded: bool  # whether other ranks may hold the rest
 
 
 def held(name: str, value: Any, mesh: Mesh | None = None, rank: int = 0) -> Held:
-    """Describe a tensor; ``mesh`` and ``rank`` place a `TensorSpec` that has placements.
-
-    Raises:
-        RefusedError: It cannot be saved correctly: a partial sum, a sparse or nested layout, an
-            unsupported dtype, an unknown shape, a DTensor whose local tensor does not fit its
-            placements.
-    """
+    """Describe a tensor; ``mesh`` and ``rank`` place a `TensorSpec` that has placements."""
     try:
         known = hasattr(value, "shape") and hasattr(value, "dtype")
     except Exception as error:

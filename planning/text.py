@@ -40,11 +40,7 @@ _ESCAPES: Final = str.maketrans(
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a number with its noun, in singular or plural.
-
-    >>> counted(1, "item"), counted(1234, "key"), counted(2, "entry")
-    ('1 item', '1,234 keys', '2 entries')
-    """
+    """Return a number with its noun, in singular or plural."""
     if count == 1:
         return f"1 {noun}"
     if noun[-1] == "y" and noun[-2] not in "aeou":
@@ -53,11 +49,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def human_bytes(count: float) -> str:
-    """Format a number of bytes in a suitable unit.
-
-    >>> human_bytes(512), human_bytes(1536), human_bytes(3 * 2**30)
-    ('512 B', '1.5 KiB', '3.0 GiB')
-    """
+    """Format a number of bytes in a suitable unit."""
     if abs(count) < 1024:
         return f"{count:,.0f} B"
     units = ("KiB", "MiB", "GiB", "TiB", "PiB")
@@ -79,11 +71,7 @@ def human_seconds(seconds: float) -> str:
 
 
 def runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the first and the last of each run of consecutive numbers, which must ascend.
-
-    >>> runs([0, 1, 2, 5])
-    [(0, 2), (5, 5)]
-    """
+    """Return the first and the last of each run of consecutive numbers, which must ascend."""
     found: list[tuple[int, int]] = []
     for number in numbers:
         first = found.pop()[0] if found and number == found[-1][1] + 1 else number
@@ -108,11 +96,7 @@ def runs_text(numbers: Sequence[int], between: str = ", ") -> str:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """Format a shape.
-
-    >>> shape_text((4096, 1024)), shape_text((8,)), shape_text(())
-    ('4096 × 1024', '8', 'scalar')
-    """
+    """Format a shape."""
     return " × ".join(map(str, shape)) if shape else "scalar"
 
 
@@ -130,23 +114,13 @@ def cut_text(count: int, grid: Sequence[int] | None) -> str:
 
 
 def are_quantities(cells: Iterable[object]) -> bool:
-    """Return True if a column holds numbers, with or without a unit.
-
-    >>> are_quantities([3, "1,024", "1.5 KiB", ""]), are_quantities(["w", 3]), are_quantities([""])
-    (True, False, False)
-    """
+    """Return True if a column holds numbers, with or without a unit."""
     words = {str(cell) for cell in cells} - _BLANK
     return bool(words) and all(_QUANTITY.fullmatch(word) for word in words)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return an aligned table; columns of quantities are right-aligned.
-
-    >>> print(table(("key", "bytes"), [("w", 64), ("bias", "8 KiB")]))
-    key   bytes
-    w        64
-    bias  8 KiB
-    """
+    """Return an aligned table; columns of quantities are right-aligned."""
     body = list(rows)
     cells = [list(head), *([str(c) for c in row] for row in body)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]

@@ -152,14 +152,7 @@ def to_json(value: Any, where: str = "value") -> Any:
 
 
 def from_json(data: Any) -> Any:
-    """Return the frozen value that `to_json` was given.
-
-    >>> from_json([1, {"$bytes": "eA=="}, {"$map": [[3, None]]}])
-    (1, b'x', FrozenDict({3: None}))
-
-    Raises:
-        CodecError: An object has an unknown ``$`` tag.
-    """
+    """Return the frozen value that `to_json` was given."""
     if isinstance(data, list):
         return tuple([v if type(v) in _SCALARS else from_json(v) for v in data])
     if not isinstance(data, dict):
@@ -244,11 +237,7 @@ def _not_a_state_dict(given: object) -> str:
 
 
 def nesting_data(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> FrozenDict[str, Any] | None:
-    """Return the ``planner_data`` of nested keys, given the result of `flatten`.
-
-    >>> nesting_data(*flatten({"a": {"b": 1}, "c": {}}))
-    FrozenDict({'empty': ('c',), 'paths': FrozenDict({'a.b': (('dict', 'a'), ('dict', 'b'))})})
-    """
+    """Return the ``planner_data`` of nested keys, given the result of `flatten`."""
     nested = {name: path for name, path in paths.items() if path != (("dict", name),)}
     empty = sorted(n for n, leaf in flat.items() if _container(type(leaf)) == "dict" and not leaf)
     data = {"empty": empty, "paths": nested}
@@ -265,11 +254,7 @@ def empty_names(planner_data: Any) -> frozenset[str]:
 
 
 def leaves(sd: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the name and value of each leaf, including leaves whose names clash.
-
-    >>> list(leaves({"a": {1: 2, "1": 3}}))
-    [('a.1', 2), ('a.1', 3)]
-    """
+    """Yield the name and value of each leaf, including leaves whose names clash."""
     for path, leaf in _leaves((), sd):
         yield ".".join([str(key) for _, key in path]), leaf
 
@@ -348,11 +333,7 @@ def nesting_issues(paths: Mapping[str, Path], holders: Mapping[str, int]) -> lis
 
 
 def is_tensor(value: object) -> bool:
-    """Return True if a value is saved as a tensor.
-
-    >>> is_tensor(np.zeros(3)), is_tensor(np.float32(1)), is_tensor(np.array(["a"]))
-    (True, False, False)
-    """
+    """Return True if a value is saved as a tensor."""
     if isinstance(value, np.ndarray):
         return value.dtype.kind in "biufc" and value.dtype.itemsize <= 16
     if isinstance(value, (np.generic, type)):

@@ -163,11 +163,7 @@ def pack(header: Mapping[str, Any], arrays: Mapping[str, Array | bytes]) -> byte
 
 
 def unpack(buffer: bytes | memoryview) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Decode the output of `pack`: the JSON data, and the arrays (int64, read-only) or bytes.
-
-    Raises:
-        CodecError: The buffer has another format, or is too short or too long.
-    """
+    """Decode the output of `pack`: the JSON data, and the arrays (int64, read-only) or bytes."""
     view = memoryview(buffer)
     start = len(_MAGIC) + 8
     if bytes(view[: len(_MAGIC)]) != _MAGIC:
@@ -235,25 +231,15 @@ def distinct(values: Ints) -> Ints:
 
 
 class Numbered(NamedTuple):
-    """The distinct values of a column.
+    """The distinct values of a column."""
 
-    Attributes:
-        values: The values, ascending.
-        first: The first row of each value.
-        which: The value number of each row.
-    """
-
-    values: Ints
-    first: Ints
-    which: Ints
+    values: Ints  # the values, ascending
+    first: Ints  # the first row of each value
+    which: Ints  # the value number of each row
 
 
 def numbered(values: Ints) -> Numbered:
-    """Return the distinct values of a column, and where they occur.
-
-    >>> [part.tolist() for part in numbered(np.array([7, 3, 7]))]
-    [[3, 7], [1, 0], [1, 0, 1]]
-    """
+    """Return the distinct values of a column, and where they occur."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     new = _news(ordered)

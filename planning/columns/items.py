@@ -298,10 +298,7 @@ class WriteItems(Columns[WriteItem]):
     def concat(
         cls, parts: Sequence[WriteItems], merge: Callable[..., Merged] | None = None
     ) -> WriteItems:
-        """Concatenate several sequences under one catalog.
-
-        ``merge`` lets a caller that concatenates for many ranks cache `merge_catalogs`.
-        """
+        """Concatenate several sequences under one catalog."""
         moved = [part for part in parts if len(part)] or list(parts[:1])
         if not moved:
             return cls.of(())

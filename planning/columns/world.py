@@ -283,23 +283,16 @@ _Variant = tuple[bool, str, tuple[int, ...]]
 
 @attrs.frozen(eq=False)
 class _Table:
-    """All catalogs merged into one.
+    """All catalogs merged into one."""
 
-    Attributes:
-        names, props, prop, shapes, issues: As in `Rows`.
-        which: Per plan, the number of its distinct catalog.
-        numbering: Per distinct catalog, the tensor of each row.
-        mixed: Whether some name has several sources in the state dict.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # as in `Rows`
     props: tuple[TensorProperties, ...]
     prop: Ints
     shapes: tuple[tuple[int, ...], ...]
     issues: tuple[Issue, ...]
-    which: list[int]
-    numbering: list[Ints]
-    mixed: bool
+    which: list[int]  # per plan, the number of its distinct catalog
+    numbering: list[Ints]  # per distinct catalog, the tensor of each row
+    mixed: bool  # whether some name has several sources in the state dict
 
 
 def _merge_catalogs(plans: list[WriteItems]) -> _Table:

@@ -87,21 +87,13 @@ def draw_traffic(
 
 @attrs.frozen(eq=False)
 class _Heat:
-    """Bytes from sources to readers, in blocks.
+    """Bytes from sources to readers, in blocks."""
 
-    Attributes:
-        shape: How many sources and readers there are.
-        steps: How many of each a cell adds up.
-        sums: Bytes of each cell.
-        units: What a row and a column is.
-        names: The names of rows and columns.
-    """
-
-    shape: tuple[int, int]
-    steps: tuple[int, int]
-    sums: Ints
-    units: tuple[str, str]
-    names: tuple[list[str], list[str]]
+    shape: tuple[int, int]  # how many sources and readers there are
+    steps: tuple[int, int]  # how many of each a cell adds up
+    sums: Ints  # bytes of each cell
+    units: tuple[str, str]  # what a row and a column is
+    names: tuple[list[str], list[str]]  # the names of rows and columns
 
     @property
     def at(self) -> tuple[float, float]:
@@ -262,21 +254,13 @@ def draw_bytes(
 
 @attrs.frozen(eq=False)
 class _Chart:
-    """A bar chart.
+    """A bar chart."""
 
-    Attributes:
-        values: The bytes of each rank.
-        step: How many ranks a bar stands for.
-        x: Where the first bar begins.
-        width: From one bar to the next.
-        scale: Pixels of one byte.
-    """
-
-    values: npt.NDArray[np.float64]
-    step: int
-    x: float
-    width: float
-    scale: float
+    values: npt.NDArray[np.float64]  # the bytes of each rank
+    step: int  # how many ranks a bar stands for
+    x: float  # where the first bar begins
+    width: float  # from one bar to the next
+    scale: float  # pixels of one byte
 
     @property
     def starts(self) -> npt.NDArray[Any]:
@@ -344,10 +328,6 @@ def _evenness(chart: _Chart, unit: str) -> str:
 
 
 def _ticks(most: float) -> tuple[float, ...]:
-    """Return round numbers of bytes from 0 to at least ``most``, a few of them.
-
-    >>> _ticks(3000)
-    (0.0, 1024.0, 2048.0, 3072.0)
-    """
+    """Return round numbers of bytes from 0 to at least ``most``, a few of them."""
     step = 2.0 ** max(0, math.ceil(math.log2(max(most, 1) / 4)))
     return tuple(step * i for i in range(max(1, math.ceil(most / step)) + 1))

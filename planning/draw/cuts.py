@@ -55,23 +55,15 @@ class Cut:
     """The chunks of one tensor and who holds them; a chunk that two ranks hold has two rows.
 
     Tensors of fewer than two axes get leading axes of length 1, so that all have a plane to show.
-
-    Attributes:
-        like: The dtype and the global shape.
-        offsets, sizes: The chunk of each row, in the global frame.
-        who: Whose chunk each row is: a rank, or the number of the chunk.
-        unit: What ``who`` counts: ``"rank"`` or ``"chunk"``.
-        tiling: The distinct chunks, in row-major order.
-        chunk: Which of the distinct chunks each row is.
     """
 
-    like: TensorMetadata
-    offsets: Ints
+    like: TensorMetadata  # the dtype and the global shape
+    offsets: Ints  # the chunk of each row, in the global frame
     sizes: Ints
-    who: Ints
-    unit: str
-    tiling: Tiling
-    chunk: Ints
+    who: Ints  # whose chunk each row is: a rank, or the number of the chunk
+    unit: str  # what `who` counts: `"rank"` or `"chunk"`
+    tiling: Tiling  # the distinct chunks, in row-major order
+    chunk: Ints  # which of the distinct chunks each row is
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -102,13 +94,7 @@ def _cut(like: TensorMetadata, offsets: Ints, sizes: Ints, who: Ints, unit: str)
 
 
 def cut_of(source: Metadata | Plans, fqn: str) -> Cut:
-    """Return how a tensor is cut, by a checkpoint's metadata or by one plan per rank.
-
-    Raises:
-        NotFoundError: There is no such name; the nearest ones are listed.
-        PlanError: Ranks disagree about the tensor, or a chunk lies outside of it.
-        ValueError: It is not a tensor.
-    """
+    """Return how a tensor is cut, by a checkpoint's metadata or by one plan per rank."""
     if isinstance(source, Metadata):
         return cut_of_chunks(None, fqn, source)
     if isinstance(source, WorldPlans) and fqn in source.specs:
@@ -168,17 +154,11 @@ def cut_by_writers(metadata: Metadata, writers: Writers | Plans | None, fqn: str
 
 @attrs.frozen
 class Window:
-    """The two axes of a tensor (with those put in front) that a picture shows.
+    """The two axes of a tensor (with those put in front) that a picture shows."""
 
-    Attributes:
-        axes: Which axes run down and across.
-        lengths: How long they are, at least 1.
-        hidden: Other axes that are cut, too.
-    """
-
-    axes: tuple[int, int]
-    lengths: tuple[int, int]
-    hidden: tuple[int, ...]
+    axes: tuple[int, int]  # which axes run down and across
+    lengths: tuple[int, int]  # how long they are, at least 1
+    hidden: tuple[int, ...]  # other axes that are cut, too
 
 
 def window_of(*cuts: Cut) -> Window:
@@ -193,22 +173,16 @@ def window_of(*cuts: Cut) -> Window:
 
 @attrs.frozen
 class Cell:
-    """One box of a picture, in elements of the plane.
+    """One box of a picture, in elements of the plane."""
 
-    Attributes:
-        top, left, height, width: Where it lies.
-        holders: Whose it is: ranks or chunks, ascending.
-        sources: Where it comes from, if that is shown: ranks or chunks, ascending.
-        chunks: How many chunks, or pieces of them, it stands for.
-    """
-
-    top: int
+    top: int  # where it lies
     left: int
     height: int
     width: int
-    holders: tuple[int, ...]
+    holders: tuple[int, ...]  # whose it is: ranks or chunks, ascending
+    # Where it comes from, if that is shown: ranks or chunks, ascending.
     sources: tuple[int, ...] = ()
-    chunks: int = 1
+    chunks: int = 1  # how many chunks, or pieces of them, it stands for
 
 
 def _cell(
@@ -246,14 +220,7 @@ def pieces(saved: Sequence[Cell], wanted: Sequence[Cell]) -> list[Cell] | None:
 def merged(
     cells: Sequence[Cell], most: tuple[int, int], sources: Sequence[Cell] = ()
 ) -> list[Cell]:
-    """Join cells so that at most some rows and columns remain: those between every n-th cut.
-
-    The holders of ``sources``, other cells, become the sources of what falls on them.
-
-    >>> column = [Cell(i, 0, 1, 1, (i,)) for i in range(6)]
-    >>> [(cell.top, cell.height, cell.holders) for cell in merged(column, (3, 1))]
-    [(0, 2, (0, 1)), (2, 2, (2, 3)), (4, 2, (4, 5))]
-    """
+    """Join cells so that at most some rows and columns remain: those between every n-th cut."""
     if not cells:
         return []
     grid = Grid(tuple(map(_coarse, edges_of([*cells, *sources]), most)))

@@ -69,30 +69,18 @@ class Picture:
 
 
 def number(value: float) -> str:
-    """Write a coordinate: two decimals at most, none where there are none.
-
-    >>> number(12.0), number(1 / 3), number(-0.001)
-    ('12', '0.33', '0')
-    """
+    """Write a coordinate: two decimals at most, none where there are none."""
     short = f"{value:.2f}".rstrip("0").rstrip(".")
     return "0" if short == "-0" else short
 
 
 def clean(text: str) -> str:
-    r"""Replace characters that cannot be printed: XML forbids some, others reorder the text.
-
-    >>> clean("a\x00b")
-    'a�b'
-    """
+    r"""Replace characters that cannot be printed: XML forbids some, others reorder the text."""
     return "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
 def element(tag: str, *children: str, **attributes: float | str | None) -> str:
-    """Write one element; children are SVG already, attributes are escaped here.
-
-    >>> element("g", element("path", d="M0 0", stroke_width=1.5))
-    '<g><path d="M0 0" stroke-width="1.5"/></g>'
-    """
+    """Write one element; children are SVG already, attributes are escaped here."""
     words = [tag]
     for key, value in attributes.items():
         if value is None:
@@ -106,21 +94,13 @@ def element(tag: str, *children: str, **attributes: float | str | None) -> str:
 def rect(
     x: float, y: float, width: float, height: float, fill: str, tip: str = "", **more: float | str
 ) -> str:
-    """Draw a box; ``tip`` is shown when the pointer rests on it.
-
-    >>> rect(0, 0, 2, 1, "#fff", tip="a < b")
-    '<rect x="0" y="0" width="2" height="1" fill="#fff"><title>a &lt; b</title></rect>'
-    """
+    """Draw a box; ``tip`` is shown when the pointer rests on it."""
     title = [tag("title", tip)] if tip else []
     return element("rect", *title, x=x, y=y, width=width, height=height, fill=fill, **more)
 
 
 def tag(name: str, words: str, **attributes: float | str | None) -> str:
-    """Write an element that holds text.
-
-    >>> tag("title", "<w>")
-    '<title>&lt;w&gt;</title>'
-    """
+    """Write an element that holds text."""
     return element(name, html.escape(clean(words), quote=False), **attributes)
 
 
@@ -143,11 +123,7 @@ def line(x1: float, y1: float, x2: float, y2: float, stroke: str, **more: float 
 
 
 def width_of(words: str, size: float) -> float:
-    """Estimate how wide some words are, in the widest of the usual fonts.
-
-    >>> round(width_of("rank 0", 10)), round(width_of("重み", 10))
-    (33, 20)
-    """
+    """Estimate how wide some words are, in the widest of the usual fonts."""
     return size * sum(map(_width, words))
 
 
@@ -177,11 +153,7 @@ def elide(words: str, width: float, size: float) -> str:
 
 
 def wrap(words: str, width: float, size: float) -> list[str]:
-    """Break a text into lines that fit; a word too long for any line is shortened.
-
-    >>> wrap("Each cell adds up 32 ranks.", 90, 10)
-    ['Each cell adds', 'up 32 ranks.']
-    """
+    """Break a text into lines that fit; a word too long for any line is shortened."""
     lines: list[str] = []
     for word in clean(words).split():
         longer = f"{lines[-1]} {word}" if lines else word
@@ -193,11 +165,7 @@ def wrap(words: str, width: float, size: float) -> list[str]:
 
 
 def ramp(share: float) -> str:
-    """Return viridis at ``share`` of its length, dark at 0 and light at 1.
-
-    >>> ramp(0), ramp(0.5), ramp(1)
-    ('#440154', '#22908c', '#fde725')
-    """
+    """Return viridis at ``share`` of its length, dark at 0 and light at 1."""
     at = min(max(share, 0.0), 1.0) * (len(_VIRIDIS) - 1)
     low = min(int(at), len(_VIRIDIS) - 2)
     pairs = zip(_channels(_VIRIDIS[low]), _channels(_VIRIDIS[low + 1]), strict=True)
@@ -217,11 +185,7 @@ def colours_of(keys: Iterable[int]) -> dict[int, str]:
 
 
 def ink_on(fill: str) -> str:
-    """Return black or white, whichever reads better on a colour.
-
-    >>> ink_on("#440154"), ink_on("#fde725")
-    ('#ffffff', '#000000')
-    """
+    """Return black or white, whichever reads better on a colour."""
     return "#000000" if luminance(fill) > 0.179 else "#ffffff"
 
 
@@ -267,35 +231,19 @@ def thin(places: Sequence[float], gap: float) -> list[int]:
 
 
 def span_names(count: int, step: int, names: Sequence[str] = ()) -> list[str]:
-    """Name blocks of ranks, by their own names or by numbers.
-
-    >>> span_names(5, 2), span_names(2, 1, ["a", "b"])
-    (['0–1', '2–3', '4'], ['a', 'b'])
-    """
+    """Name blocks of ranks, by their own names or by numbers."""
     known = names or [str(i) for i in range(count)]
     ends = [(low, min(low + step, count) - 1) for low in range(0, count, step)]
     return [known[a] if a == b else f"{known[a]}–{known[b]}" for a, b in ends]
 
 
 def byte_tick(count: float) -> str:
-    """Return a number of bytes without a needless decimal.
-
-    >>> byte_tick(2048), byte_tick(1536)
-    ('2 KiB', '1.5 KiB')
-    """
+    """Return a number of bytes without a needless decimal."""
     return human_bytes(count).replace(".0 ", " ")
 
 
 def card(title: str, subtitle: str, body: str, caption: str, size: tuple[float, float]) -> Picture:
-    """Put a drawing on paper of its own, so that it reads on light and dark pages alike.
-
-    Args:
-        title: What is shown, such as a tensor's name.
-        subtitle: One line about it.
-        body: The drawing, in the same coordinates; it begins below `TOP`.
-        caption: How to read it.
-        size: How wide the card is, and how far down the drawing reaches.
-    """
+    """Put a drawing on paper of its own, so that it reads on light and dark pages alike."""
     width, bottom = size
     width = max(width, min(_WIDEST, width_of(clean(subtitle), 12) + 2 * MARGIN))
     room = width - 2 * MARGIN

@@ -216,23 +216,14 @@ def _named(who: Sequence[int], unit: str) -> str:
 
 @attrs.frozen
 class Panel:
-    """A tensor in a frame.
+    """A tensor in a frame."""
 
-    Attributes:
-        cells: The cells that are drawn.
-        unit: What the holders of cells are: ``"rank"`` or ``"chunk"``.
-        shape: How many elements the tensor has down and across.
-        axes: The numbers of these axes; below 0 if the tensor has no such axis.
-        scale: Pixels of one element, across and down.
-        x, y: Where its upper left corner lies.
-    """
-
-    cells: Sequence[Cell]
-    unit: str
-    shape: tuple[int, int]
-    axes: tuple[int, int]
-    scale: Size
-    x: float = 0.0
+    cells: Sequence[Cell]  # the cells that are drawn
+    unit: str  # what the holders of cells are: `"rank"` or `"chunk"`
+    shape: tuple[int, int]  # how many elements the tensor has down and across
+    axes: tuple[int, int]  # the numbers of these axes; below 0 if the tensor has no such axis
+    scale: Size  # pixels of one element, across and down
+    x: float = 0.0  # where its upper left corner lies
     y: float = 0.0
 
     @property

@@ -253,12 +253,7 @@ def _blocks(counts: Ints) -> Iterator[Ints]:
 
 
 def self_overlaps(tiling: Tiling, limit: int) -> list[tuple[int, int]]:
-    """Return up to ``limit`` pairs of chunks that share elements, in order.
-
-    >>> from shardplan.planning.geometry.tilings import tile
-    >>> self_overlaps(tile([[0], [2], [6]], [[4], [4], [2]]), limit=9)
-    [(0, 1)]
-    """
+    """Return up to ``limit`` pairs of chunks that share elements, in order."""
     if isinstance(tiling, Grid) or len(tiling) < 2:
         return []
     low, high = tiling.offsets, tiling.offsets + tiling.sizes

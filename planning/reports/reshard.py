@@ -39,23 +39,14 @@ _BLOCK: Final = 1 << 20  # pieces that are looked at together: bounds memory to 
 
 @attrs.frozen(eq=False, slots=False)
 class _Pair:
-    """A saved layout, a wanted layout, and the tensors that go from one to the other.
+    """A saved layout, a wanted layout, and the tensors that go from one to the other."""
 
-    Attributes:
-        tiling: The saved chunks.
-        boxes: The distinct boxes that ranks want, none of them empty.
-        rank: One row a box: the ranks that hold it.
-        rows: The tensors, as rows of the checkpoint's entries.
-        itemsize: Bytes of one element of each tensor.
-        is_cast: Which of the tensors are wanted in another dtype.
-    """
-
-    tiling: Tiling
-    boxes: Tiling
-    rank: Ints
-    rows: Ints
-    itemsize: Ints
-    is_cast: Ints
+    tiling: Tiling  # the saved chunks
+    boxes: Tiling  # the distinct boxes that ranks want, none of them empty
+    rank: Ints  # one row a box: the ranks that hold it
+    rows: Ints  # the tensors, as rows of the checkpoint's entries
+    itemsize: Ints  # bytes of one element of each tensor
+    is_cast: Ints  # which of the tensors are wanted in another dtype
 
     @cached_property
     def costs(self) -> Ints:
@@ -73,11 +64,7 @@ class _Pair:
 def reshard_traffic(
     metadata: Metadata, world: WorldPlans, writers: Writers | None = None
 ) -> Traffic:
-    """Count what all ranks of a world read to fill what they hold.
-
-    Raises:
-        PlanError: The checkpoint cannot fill it; every missing or misfitting name is listed.
-    """
+    """Count what all ranks of a world read to fill what they hold."""
     pairs = _pairs(metadata, world)
     for pair in pairs:
         short = np.flatnonzero(pair.costs[0] != pair.boxes.sizes.prod(axis=1))
@@ -98,11 +85,7 @@ def reshard_traffic(
 
 
 def _pairs(metadata: Metadata, world: WorldPlans) -> list[_Pair]:
-    """Gather the tensors by saved and by wanted layout; tensors without elements are left out.
-
-    Raises:
-        PlanError: Tensors are missing, or were saved with another shape; every one is listed.
-    """
+    """Gather the tensors by saved and by wanted layout; tensors without elements are left out."""
     entries, catalog = metadata.state_dict_metadata, world.catalog
     match = match_entries(entries, catalog, np.arange(len(catalog)), "cast", "same")
     if match.issues:
@@ -260,13 +243,7 @@ def _spans(cuts: Ints, edges: Ints) -> Ints:
 
 
 def _looks(cuts: Ints, edges: Ints) -> Ints:
-    """Number intervals by how long they are, and how long the chunks and stretches that they meet.
-
-    >>> _looks(np.array([0, 4, 8, 12]), np.array([0, 6, 10, 12])).tolist()
-    [0, 1, 2]
-    >>> _looks(np.array([0, 12]), np.array([0, 3, 6, 9, 12])).tolist()
-    [0, 0, 0, 0]
-    """
+    """Number intervals by their length and the lengths of the chunks and stretches they meet."""
     first = np.searchsorted(cuts, edges[:-1], "right")
     last = np.searchsorted(cuts, edges[1:], "left")
     extents, lengths = np.diff(cuts), np.diff(edges)

@@ -148,29 +148,18 @@ class FileCosts(_Figures[FileCost]):
 
 @attrs.frozen(eq=False)
 class Traffic:
-    """What moves between ranks and storage.
+    """What moves between ranks and storage."""
 
-    Attributes:
-        ranks: The figures of each rank; no time yet.
-        files: The figures of each file; None if the writers are unknown.
-        unique: Bytes of storage that at least one rank touches.
-        whole: Bytes that would move if every read fetched all of its saved chunk; None for a save.
-        relayed: Bytes that ranks read for others only.
-    """
-
-    ranks: RankCosts
-    files: FileCosts | None
-    unique: int
+    ranks: RankCosts  # the figures of each rank; no time yet
+    files: FileCosts | None  # the figures of each file; None if the writers are unknown
+    unique: int  # bytes of storage that at least one rank touches
+    # Bytes that would move if every read fetched all of its saved chunk; None for a save.
     whole: int | None
-    relayed: int = 0
+    relayed: int = 0  # bytes that ranks read for others only
 
 
 def add_up(at: Ints, values: Ints, count: int) -> Ints:
-    """Add values up by where they belong.
-
-    >>> add_up(np.array([0, 2, 0]), np.array([1, 2, 3]), 3).tolist()
-    [4, 0, 2]
-    """
+    """Add values up by where they belong."""
     sums = np.zeros(count, np.int64)
     np.add.at(sums, at, values)
     return sums
@@ -234,12 +223,7 @@ def _written(plan: SavePlan) -> tuple[int, int, int, int]:
 
 
 def _extents(shard: Sequence[Ints], ends: Ints) -> Ints:
-    """Return how large each piece's shard is: a shard is the box that its pieces span.
-
-    Args:
-        shard: Columns that distinguish shards.
-        ends: Where each piece ends, relative to its shard.
-    """
+    """Return how large each piece's shard is: a shard is the box that its pieces span."""
     first, group = group_rows(shard)
     extents = np.zeros((len(first), ends.shape[1]), np.int64)
     np.maximum.at(extents, group, ends)
@@ -276,29 +260,19 @@ def load_traffic(
 
 @attrs.frozen(eq=False)
 class _Pieces:
-    """What all ranks read or receive; one row a piece.
+    """What all ranks read or receive; one row a piece."""
 
-    Attributes:
-        rank: The rank that gets it.
-        source: The rank that sends it; -1 if it is read from storage, -2 if for others only.
-        entry, chunk: Which of the checkpoint's entries, and which chunk of it.
-        offsets, lengths: The box, in the saved tensor's frame.
-        elements, nbytes, requests: What it takes; a non-tensor value takes one request.
-        whole: Bytes of the saved chunk.
-        staged: Whether it is not contiguous in the shard that it fills.
-    """
-
-    rank: Ints
-    source: Ints
-    entry: Ints
+    rank: Ints  # the rank that gets it
+    source: Ints  # the rank that sends it; -1 if it is read from storage, -2 if for others only
+    entry: Ints  # which of the checkpoint's entries, and which chunk of it
     chunk: Ints
-    offsets: Ints
+    offsets: Ints  # the box, in the saved tensor's frame
     lengths: Ints
-    elements: Ints
+    elements: Ints  # what it takes; a non-tensor value takes one request
     nbytes: Ints
     requests: Ints
-    whole: Ints
-    staged: npt.NDArray[np.bool_]
+    whole: Ints  # bytes of the saved chunk
+    staged: npt.NDArray[np.bool_]  # whether it is not contiguous in the shard that it fills
 
     def take(self, rows: npt.NDArray[Any]) -> _Pieces:
         """Return the given rows (numbers or a mask)."""
@@ -306,12 +280,7 @@ class _Pieces:
 
 
 def load_pieces(metadata: Metadata, plans: Sequence[LoadPlan]) -> _Pieces:
-    """Lay end to end what all ranks read and what they receive.
-
-    Raises:
-        NotFoundError: A plan reads a chunk that the metadata does not list.
-        PlanError: A plan reads a tensor as a value, or a value as a tensor.
-    """
+    """Lay end to end what all ranks read and what they receive."""
     entries = metadata.state_dict_metadata
     table = ChunkTable.of(entries.layouts)
     items, rank, source = _end_to_end(plans)

@@ -132,11 +132,7 @@ def writers_of(plans: Iterable[SavePlan], metadata: Metadata) -> Writers:
 
 
 def writers_by_plans(plans: Iterable[SavePlan]) -> Writers:
-    """Return the rank that wrote each chunk, for plans without metadata.
-
-    Raises:
-        PlanError: Ranks disagree about a tensor.
-    """
+    """Return the rank that wrote each chunk, for plans without metadata."""
     rows = World.of(plans).rows
     if rows.issues:
         raise PlanError(rows.issues)
