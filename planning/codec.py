@@ -104,7 +104,9 @@ def decode_plans(blobs: Iterable[bytes]) -> tuple[Plan, ...]:
             datas[parts["data"]] = _load(parts["data"])
         data = datas[parts["data"]]
         own = data["storage_data"], data["planner_data"]
-        place = _place(header.get("rank", (None, None)))
+        place = rank, world_size = header.get("rank", (None, None))
+        if not {type(rank), type(world_size)} <= {int, type(None)}:
+            raise ValueError(f"a rank is a number, not one of {place}")
         if header["plan"] == "save":
             items = WriteItems.from_bytes(parts["items"], catalog_of)
             held = items if header.get("held") == "items" else None
@@ -127,13 +129,6 @@ def decode_plans(blobs: Iterable[bytes]) -> tuple[Plan, ...]:
     return tuple(plans)
 
 
-def _place(pair: Sequence[Any]) -> tuple[int | None, int | None]:
-    rank, world_size = pair
-    if any(n is not None and type(n) is not int for n in pair):
-        raise ValueError(f"a rank is a number, not one of {pair}")
-    return rank, world_size
-
-
 def fingerprint(value: Plan | Metadata) -> str:
     """Return a digest of a plan or of metadata; equal values have equal digests.
 
@@ -143,10 +138,16 @@ def fingerprint(value: Plan | Metadata) -> str:
     True
     """
     if isinstance(value, Metadata):
-        data = encode_metadata(attrs.evolve(value, state_dict_metadata=_sorted(value)))
+        entries = value.state_dict_metadata  # by name, with tables in order of first use
+        names = sorted(entries.names)
+        row = column([entries.row_of[name] for name in names])
+        layout, layouts = _first_use(entries.layout[row], entries.layouts)
+        prop, props = _first_use(entries.prop[row], entries.props)
+        entries = Entries(tuple(names), props, prop, layouts, layout)
+        data = encode_metadata(attrs.evolve(value, state_dict_metadata=entries))
     elif isinstance(value, SavePlan):
-        plan = SavePlan(value.items.canonical(), value.storage_data, value.planner_data)
-        data = encode_plan(plan)
+        items = value.items.canonical()
+        data = encode_plan(SavePlan(items, value.storage_data, value.planner_data))
     else:
         items = value.items.canonical()
         data = encode_plan(attrs.evolve(value, items=items, rank=None, world_size=None))
@@ -173,16 +174,6 @@ def tag_of_parts(parts: Iterable[bytes | str]) -> str:
         data = part.encode() if isinstance(part, str) else part
         digest.update(len(data).to_bytes(8, "big") + data)
     return digest.hexdigest()
-
-
-def _sorted(metadata: Metadata) -> Entries:
-    """Return the entries by name, with tables in order of first use."""
-    entries = metadata.state_dict_metadata
-    names = sorted(entries.names)
-    row = column([entries.row_of[name] for name in names])
-    layout, layouts = _first_use(entries.layout[row], entries.layouts)
-    prop, props = _first_use(entries.prop[row], entries.props)
-    return Entries(tuple(names), props, prop, layouts, layout)
 
 
 def _first_use(numbers: Ints, table: Sequence[T]) -> tuple[Ints, tuple[T, ...]]:

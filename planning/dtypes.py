@@ -53,6 +53,14 @@ _TABLE: Final = {
         "complex128": (16, "complex", 53, 1024),
     }.items()
 }
+# The families that can hold all numbers of a family, given enough bits.
+_HOMES: Final = {
+    "bool": ("uint", "int", "float", "complex"),
+    "uint": ("uint", "int", "float", "complex"),
+    "int": ("int", "float", "complex"),
+    "float": ("float", "complex"),
+    "complex": ("complex",),
+}
 _ALIASES: Final[dict[str, str]] = {
     "half": "float16",
     "float": "float32",
@@ -120,15 +128,4 @@ def is_exact_cast(source: Dtype, target: Dtype) -> bool:
         return True
     have, wanted = _TABLE[source], _TABLE[target]
     fits = have.bits <= wanted.bits and have.reach <= wanted.reach
-    if have.family in ("bool", "uint", "int"):
-        return fits and wanted.family in _homes(have.family)
-    if have.family in ("packed", "scale", "float8fnuz"):
-        return False
-    homes = ("float", "complex") if have.family == "float" else (have.family,)
-    return fits and wanted.family in homes
-
-
-def _homes(family: str) -> tuple[str, ...]:
-    """Return the families that can hold the integers of ``family``, given enough bits."""
-    signed = ("int", "float", "complex")
-    return signed if family == "int" else ("uint", *signed)
+    return fits and wanted.family in _HOMES.get(have.family, ())

@@ -10,7 +10,7 @@ from typing import Final, Literal
 import numpy as np
 
 from .check import dropped_names, layout_issues, source_issues
-from .columns.arrays import Ints, column, distinct, readonly
+from .columns.arrays import Ints, column, distinct, group_rows, readonly
 from .columns.items import Head, WriteItems
 from .columns.reads import ReadItems
 from .errors import Issue, PlanError, nearest_hint, nearest_names, region_text
@@ -181,10 +181,8 @@ def _changes(rank: int, old: LoadPlan, new: LoadPlan) -> Iterator[Issue]:
     for shard in sorted(was.keys() | now.keys()):
         if was.get(shard, 0) != now.get(shard, 0):
             name, at = shard
-            text = (
-                f"rank {rank} would fill {now.get(shard, 0):,} elements of `{name}` at {list(at)}, "
-            )
-            text += f"and needs {was.get(shard, 0):,}: a pass lost or doubled a read"
+            text = f"rank {rank} would fill {now.get(shard, 0):,} elements of `{name}` at "
+            text += f"{list(at)}, and needs {was.get(shard, 0):,}: a pass lost or doubled a read"
             yield Issue("uncovered", name, text, [rank])
 
 
@@ -225,11 +223,7 @@ def _regions(reads: ReadItems) -> dict[_Move, list[Chunk]]:
 
 def _filled(reads: ReadItems) -> dict[tuple[str, tuple[int, ...]], int]:
     """Count the elements (for a non-tensor value, the reads) that go to each shard."""
-    if not len(reads):
-        return {}
-    keys = np.concatenate([reads.dest[:, None], reads.dest_anchor], axis=1)
-    kinds = np.ascontiguousarray(keys).view([("", np.int64)] * keys.shape[1])[:, 0]
-    _, first, group = np.unique(kinds, return_index=True, return_inverse=True)
+    first, group = group_rows([reads.dest, reads.dest_anchor])
     count = np.zeros(len(first), np.int64)
     np.add.at(count, group, np.maximum(reads.numel, reads.type == _BYTES))
     ndim = reads.ndim[first].tolist()
@@ -243,16 +237,11 @@ def _unneeded(metadata: Metadata, plan: SavePlan) -> frozenset[str]:
 
     A dict that was empty on one rank may have had contents on others.
     """
-    wanted = empty_names(plan.planner_data) - empty_names(metadata.planner_data)
+    empty = empty_names(plan.planner_data)
+    wanted = empty - empty_names(metadata.planner_data)
     names = sorted(metadata.state_dict_metadata.names) if wanted else []
-    filled = {name for name in wanted if _starts_any(f"{name}.", names)}
-    return empty_names(plan.planner_data) - filled
-
-
-def _starts_any(prefix: str, names: Sequence[str]) -> bool:
-    """Return True if one of some sorted names has this prefix."""
-    at = bisect_left(names, prefix)
-    return at < len(names) and names[at].startswith(prefix)
+    after = {name: names[bisect_left(names, f"{name}.") :][:1] for name in wanted}
+    return empty - {name for name in wanted if "".join(after[name]).startswith(f"{name}.")}
 
 
 def _patterns(strict: Strict, names: Iterable[str]) -> tuple[str, ...]:

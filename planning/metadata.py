@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ from .columns.arrays import Ints, column
 from .errors import NotFoundError, RefusedError, nearest_hint, nearest_names
 from .geometry.tilings import MAX_AXES, Chunk, Tiling, as_ints, shape_fault, tile_chunks
 from .records import TensorProperties
-from .text import Printed, Sheet, counted, human_bytes, listing
+from .text import Printed, Sheet, as_names, counted, human_bytes, listing
 from .tree import freeze
 
 __all__ = [
@@ -55,10 +55,6 @@ class BytesMetadata:
     """A non-tensor value in a checkpoint."""
 
 
-def _names(values: Iterable[str]) -> tuple[str, ...]:
-    return tuple(values)
-
-
 @attrs.frozen
 class StorageMeta:
     """The location of a checkpoint, and the save that made it."""
@@ -66,7 +62,7 @@ class StorageMeta:
     checkpoint_id: str | None = attrs.field(default=None, converter=attrs.converters.optional(str))
     save_id: str | None = None
     load_id: str | None = None
-    modules: tuple[str, ...] = attrs.field(default=(), converter=_names)
+    modules: tuple[str, ...] = attrs.field(default=(), converter=as_names)
 
 
 @attrs.frozen
@@ -89,9 +85,9 @@ class Entries(Mapping[str, TensorMetadata | BytesMetadata]):
 
     names: tuple[str, ...]
     props: tuple[TensorProperties, ...]
-    prop: Ints
+    prop: Ints = attrs.field(converter=column)
     layouts: tuple[Layout, ...]
-    layout: Ints
+    layout: Ints = attrs.field(converter=column)
 
     @classmethod
     def of(cls, entries: Mapping[str, TensorMetadata | BytesMetadata]) -> Entries:
@@ -160,29 +156,18 @@ class Entries(Mapping[str, TensorMetadata | BytesMetadata]):
         return hash(frozenset(self.items()))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        arrays = (self.prop.tolist(), self.layouts, self.layout.tolist())
-        return _entries, (self.names, self.props, *arrays)
+        prop, layout = self.prop.tolist(), self.layout.tolist()
+        return Entries, (self.names, self.props, prop, self.layouts, layout)
 
     def __repr__(self) -> str:
-        return (
-            f"<{len(self):,} Entries: {', '.join(self.names[:4])}{', …' if len(self) > 4 else ''}>"
-        )
+        more = ", …" if len(self) > 4 else ""
+        return f"<{len(self):,} Entries: {', '.join(self.names[:4])}{more}>"
 
 
 def _same(a: Sequence[object], a_rows: Ints, b: Sequence[object], b_rows: Ints) -> bool:
     """Compare two columns of numbers into tables, comparing each distinct pair once."""
     pairs = np.unique(np.stack([a_rows, b_rows]), axis=1).T.tolist()
     return all(i == j if min(i, j) < 0 else a[i] == b[j] for i, j in pairs)
-
-
-def _entries(
-    names: tuple[str, ...],
-    props: tuple[TensorProperties, ...],
-    prop: list[int],
-    layouts: tuple[Layout, ...],
-    layout: list[int],
-) -> Entries:
-    return Entries(names, props, column(prop), layouts, column(layout))
 
 
 def _entries_of(entries: Mapping[str, TensorMetadata | BytesMetadata]) -> Entries:
@@ -216,29 +201,24 @@ class Metadata(Printed):
         entries = self.state_dict_metadata
         if name not in entries:
             near = nearest_names(name, entries.names)
-            hint = nearest_hint(near)
-            raise NotFoundError(f"`{name}` is not in the checkpoint{hint}", near)
+            raise NotFoundError(f"`{name}` is not in the checkpoint{nearest_hint(near)}", near)
         return entries[name]
 
     @property
     def _sheet(self) -> Sheet:
         entries = self.state_dict_metadata
-        rows = [_row(name, entries[name]) for name in entries.names[:_SHOWN]]
-        total = sum(_nbytes(entries.record(row)) for row in range(len(entries)))
+        rows = []
+        for name in entries.names[:_SHOWN]:
+            entry = entries[name]
+            kind, shape, chunks = "value", "", ""
+            if isinstance(entry, TensorMetadata):
+                kind, shape = entry.properties.dtype, str(list(entry.size))
+                chunks = repr(entry.chunks)
+            rows.append((name, kind, shape, chunks))
+        tensors = (entry for entry in entries.values() if isinstance(entry, TensorMetadata))
+        total = sum(entry.chunks.volume() * entry.properties.itemsize for entry in tensors)
         title = f"Metadata: {counted(len(entries), 'entry')}, {human_bytes(total)}"
         return listing(title, ("name", "dtype", "shape", "chunks"), rows, len(entries))
-
-
-def _row(name: str, entry: TensorMetadata | BytesMetadata) -> tuple[str, str, str, str]:
-    if isinstance(entry, BytesMetadata):
-        return name, "value", "", ""
-    return name, entry.properties.dtype, str(list(entry.size)), repr(entry.chunks)
-
-
-def _nbytes(entry: TensorMetadata | BytesMetadata) -> int:
-    if isinstance(entry, BytesMetadata):
-        return 0
-    return entry.chunks.volume() * entry.properties.itemsize
 
 
 def metadata_of(sd: Mapping[Any, Any]) -> Metadata:

@@ -34,10 +34,6 @@ def _transfers(transfers: Iterable[Transfer]) -> Transfers:
     return Transfers.of(transfers)
 
 
-def _no_transfers() -> Transfers:
-    return Transfers.of(())
-
-
 @attrs.frozen(repr=False)
 class SavePlan(Printed):
     """What one rank holds, or, after `global_plan`, what it writes.
@@ -109,7 +105,7 @@ class LoadPlan(Printed):
     storage_data: Any = attrs.field(default=None, converter=freeze)
     planner_data: Any = attrs.field(default=None, converter=freeze)
     report: KeyReport = attrs.field(factory=KeyReport)
-    transfers: Transfers = attrs.field(factory=_no_transfers, converter=_transfers)
+    transfers: Transfers = attrs.field(default=(), converter=_transfers)
     rank: int | None = attrs.field(default=None, eq=False)
     world_size: int | None = attrs.field(default=None, eq=False)
 

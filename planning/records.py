@@ -15,6 +15,7 @@ import attrs
 from .dtypes import ITEMSIZE, dtype_name
 from .errors import Issue
 from .geometry.tilings import Chunk, as_ints
+from .text import as_names
 
 __all__ = [
     "KeyReport",
@@ -251,10 +252,6 @@ class Transfer:
     target: int
 
 
-def _names(values: Iterable[str]) -> tuple[str, ...]:
-    return tuple(values)
-
-
 def _issues(values: Iterable[Issue]) -> tuple[Issue, ...]:
     return tuple(values)
 
@@ -270,7 +267,7 @@ class KeyReport:
         dropped: Names in the state dict that a pass left out; they are not filled.
     """
 
-    missing: tuple[str, ...] = attrs.field(default=(), converter=_names)
-    unexpected: tuple[str, ...] = attrs.field(default=(), converter=_names)
+    missing: tuple[str, ...] = attrs.field(default=(), converter=as_names)
+    unexpected: tuple[str, ...] = attrs.field(default=(), converter=as_names)
     mismatched: tuple[Issue, ...] = attrs.field(default=(), converter=_issues)
-    dropped: tuple[str, ...] = attrs.field(default=(), converter=_names)
+    dropped: tuple[str, ...] = attrs.field(default=(), converter=as_names)

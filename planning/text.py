@@ -122,16 +122,13 @@ def are_quantities(cells: Iterable[object]) -> bool:
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Return an aligned table; columns of quantities are right-aligned."""
     body = list(rows)
-    cells = [list(head), *([str(c) for c in row] for row in body)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
-    numeric = [are_quantities(row[i] for row in body) for i in range(len(head))]
-    lines = [
-        "  ".join(
-            c.rjust(w) if n else c.ljust(w) for c, w, n in zip(row, widths, numeric, strict=True)
-        )
-        for row in cells
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+    columns = []
+    for title, *cells in zip(head, *body, strict=True):
+        words = [title, *map(str, cells)]
+        width = max(map(len, words))
+        align = str.rjust if are_quantities(cells) else str.ljust
+        columns.append([align(word, width) for word in words])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
 def _rows(rows: Iterable[Iterable[object]]) -> tuple[tuple[object, ...], ...]:
@@ -154,11 +151,11 @@ class Table:
     def html(self) -> str:
         """Return the table as HTML, all text escaped."""
         caption = f'<caption style="text-align:left">{_escape(self.caption)}</caption>'
-        columns = [[row[i] for row in self.rows] for i in range(len(self.head))]
+        columns = zip(*self.rows, strict=True) if self.rows else [()] * len(self.head)
         sides = ["right" if are_quantities(column) else "left" for column in columns]
-        head = "".join(map(_tag, ["th"] * len(sides), self.head, sides))
-        cells = ("".join(map(_tag, ["td"] * len(sides), row, sides)) for row in self.rows)
-        body = "".join(f"<tr>{row}</tr>" for row in cells)
+        head = "".join(_tag("th", *pair) for pair in zip(self.head, sides, strict=True))
+        rows = (zip(row, sides, strict=True) for row in self.rows)
+        body = "".join(f"<tr>{''.join(_tag('td', *cell) for cell in row)}</tr>" for row in rows)
         return (
             f'<table style="{_TABLE}">{caption if self.caption else ""}'
             f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
@@ -169,8 +166,9 @@ def _tables(tables: Iterable[Table]) -> tuple[Table, ...]:
     return tuple(tables)
 
 
-def _notes(notes: Iterable[str]) -> tuple[str, ...]:
-    return tuple(notes)
+def as_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Return texts as a tuple; a converter of records."""
+    return tuple(names)
 
 
 @attrs.frozen
@@ -192,7 +190,7 @@ class Sheet:
 
     title: str
     tables: tuple[Table, ...] = attrs.field(default=(), converter=_tables)
-    notes: tuple[str, ...] = attrs.field(default=(), converter=_notes)
+    notes: tuple[str, ...] = attrs.field(default=(), converter=as_names)
 
     def text(self) -> str:
         """Return everything as text."""

@@ -6,10 +6,10 @@ import base64
 import json
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -126,14 +126,10 @@ def to_json(value: Any, where: str = "value") -> Any:
     Raises:
         CodecError: ``value`` contains another type; the message starts with ``where``.
     """
-    if (
-        value is None
-        or isinstance(value, (bool, int, str))
-        or (isinstance(value, float) and math.isfinite(value))
-    ):
-        return value
     if isinstance(value, float):
-        return {"$float": repr(value)}
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if value is None or isinstance(value, (int, str)):
+        return value
     if isinstance(value, (bytes, bytearray)):
         return {"$bytes": base64.b64encode(value).decode("ascii")}
     if isinstance(value, (tuple, list)):
@@ -205,7 +201,13 @@ def flatten(
         RefusedError: Some values contain themselves or are nested too deeply; it lists all keys.
     """
     if not isinstance(sd, Mapping):
-        raise TypeError(_not_a_state_dict(sd))
+        kind, remedy = type(sd).__name__, ""
+        if hasattr(sd, "state_dict"):
+            remedy = f"; pass the {kind}'s state_dict()"
+        elif callable(sd):
+            remedy = "; call it, and pass what it returns"
+        text = f"a state dict is a mapping from names to values, not a {kind}{remedy}"
+        raise TypeError(text)
     flat: dict[str, Any] = {}
     paths: dict[str, Path] = {}
     issues = []
@@ -224,16 +226,6 @@ def flatten(
     if issues:
         raise PlanError(issues)
     return flat, FrozenDict.of_frozen(paths) if frozen else FrozenDict(paths)
-
-
-def _not_a_state_dict(given: object) -> str:
-    kind = type(given).__name__
-    remedy = ""
-    if hasattr(given, "state_dict"):
-        remedy = f"; pass the {kind}'s state_dict()"
-    elif callable(given):
-        remedy = "; call it, and pass what it returns"
-    return f"a state dict is a mapping from names to values, not a {kind}{remedy}"
 
 
 def nesting_data(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> FrozenDict[str, Any] | None:
@@ -255,8 +247,7 @@ def empty_names(planner_data: Any) -> frozenset[str]:
 
 def leaves(sd: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the name and value of each leaf, including leaves whose names clash."""
-    for path, leaf in _leaves((), sd):
-        yield ".".join([str(key) for _, key in path]), leaf
+    return ((".".join([str(key) for _, key in path]), leaf) for path, leaf in _leaves((), sd))
 
 
 def _too_deep(sd: Mapping[Any, Any]) -> RefusedError:
@@ -296,8 +287,7 @@ def unflatten(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any, A
         if path[-1][1] in node:
             raise ValueError(f"`{name}` is where another value is: {path}")
         node[path[-1][1]] = leaf
-    settled: dict[Any, Any] = _settle(root)
-    return settled
+    return dict(_settle(root))
 
 
 def nesting_issues(paths: Mapping[str, Path], holders: Mapping[str, int]) -> list[Issue]:
@@ -317,19 +307,20 @@ def nesting_issues(paths: Mapping[str, Path], holders: Mapping[str, int]) -> lis
         for depth in range(1, len(path)):
             kind, other = nodes.setdefault(keys[:depth], (path[depth][0], name))
             if kind != path[depth][0]:
-                text = f"`{name}` lies in a {path[depth][0]} on rank {holders[name]}"
-                text += f", and `{other}`, in the same place, in a {kind} on rank {holders[other]}"
-                ranks = {holders[name], holders[other]}
-                issues.append(Issue("conflict", name, f"{text}; rename one of them", sorted(ranks)))
+                text = f"`{name}` lies in a {path[depth][0]} on rank {holders[name]}, and "
+                text += f"`{other}`, in the same place, in a {kind} on rank {holders[other]}; "
+                issues.append((name, other, text + "rename one of them"))
                 break
     for name, path in paths.items():
         _, below = nodes.get(tuple(key for _, key in path), ("", ""))
         if below:
             text = f"`{name}` is a value (or empty) on rank {holders[name]} and holds `{below}` on "
             text += f"rank {holders[below]}; leave it out on ranks that have nothing to save there"
-            ranks = {holders[name], holders[below]}
-            issues.append(Issue("conflict", name, f"{text}, or rename one of them", sorted(ranks)))
-    return issues
+            issues.append((name, below, f"{text}, or rename one of them"))
+    return [
+        Issue("conflict", name, text, sorted({holders[name], holders[other]}))
+        for name, other, text in issues
+    ]
 
 
 def is_tensor(value: object) -> bool:
@@ -346,16 +337,11 @@ def is_tensor(value: object) -> bool:
         return True  # a tensor without a known shape is refused by name, too
 
 
-def _container_of(kind: type) -> str:
+@lru_cache(maxsize=1024)
+def _container(kind: type) -> str:
     """Return "dict", "list" or "tuple" for a container type, "" for any other type."""
-    if issubclass(kind, Mapping):
-        return "dict"
-    if issubclass(kind, tuple):
-        return "tuple"
-    return "list" if issubclass(kind, list) else ""
-
-
-_container: Callable[[type], str] = cast(Any, lru_cache(maxsize=1024)(_container_of))
+    kinds = {"dict": Mapping, "tuple": tuple, "list": list}
+    return next((name for name, base in kinds.items() if issubclass(kind, base)), "")
 
 
 def _is_leaf(value: Any) -> bool:
@@ -383,24 +369,21 @@ def _opens(entry: Any, holder: str, depth: int) -> bool:
 
 def _leaves(path: Path, value: Any, whole: Collection[str] = ()) -> Iterator[tuple[Path, Any]]:
     kind = _container(type(value))
-    if path and (not kind or _is_leaf(value) or _is_whole(path, whole)):
+    name = ".".join([str(key) for _, key in path])
+    if path and (not kind or _is_leaf(value) or name in whole):
         yield path, value
         return
     if len(path) > _DEEPEST:
         raise RecursionError
     if kind != "dict" and len(value) > _LONGEST:
-        name, most = ".".join([str(key) for _, key in path]), f"{_LONGEST:,}"
-        raise RefusedError(f"`{name}` is a {kind} of {len(value):,}, and {most} are the most")
+        text = f"`{name}` is a {kind} of {len(value):,}, and {_LONGEST:,} are the most"
+        raise RefusedError(text)
     entries = value.items() if kind == "dict" else enumerate(value)
     for key, inner in entries:
         if _container(type(inner)):
             yield from _leaves((*path, (kind, key)), inner, whole)
         else:
             yield (*path, (kind, key)), inner
-
-
-def _is_whole(path: Path, whole: Collection[str]) -> bool:
-    return bool(whole) and ".".join([str(key) for _, key in path]) in whole
 
 
 class _Node(dict[Any, Any]):

@@ -189,22 +189,14 @@ class ReadItems(Columns[ReadItem]):
             columns = {
                 k: readonly(arrays[k] - 1) if k.endswith("_hint") else arrays[k] for k in _COLUMNS
             }
-            boxes = {k: v for k, v in columns.items() if k in _BOXES}
-            flat(columns, *(columns.keys() - boxes.keys()))
-            if (
-                len({len(v) for v in columns.values()}) > 1
-                or len({v.shape for v in boxes.values()}) > 1
-            ):
+            shape = count, axes = columns["lengths"].shape
+            if any(v.shape != (shape if k in _BOXES else (count,)) for k, v in columns.items()):
                 raise ValueError("its columns differ in length or axes")
-            axes = columns["lengths"].shape[1]
-            if axes > MAX_AXES:
-                raise ValueError(f"{axes} axes are more than an array can have")
             limits = {"type": 3, "ndim": axes + 1, "dest": len(names), "storage": len(names)}
-            limits |= dict.fromkeys(boxes, 1 << 62)
-            if not all(within(columns[k], end) for k, end in limits.items()):
+            limits |= dict.fromkeys(_BOXES, 1 << 62)
+            in_range = all(within(columns[k], end) for k, end in limits.items())
+            if axes > MAX_AXES or not in_range or not columns["type"].all():
                 raise ValueError("a number is out of range")
-            if not columns["type"].all():
-                raise ValueError("unknown item type")
         except DAMAGE as error:
             raise CodecError(f"a load plan's items are damaged: {error}") from error
         return cls(names, **columns)

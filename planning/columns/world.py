@@ -136,10 +136,8 @@ class Rows:
             key = (shape, starts[tensor + 1] - starts[tensor], boxes[rows].tobytes())
             number = numbers.setdefault(key, len(layouts))
             if number == len(layouts):
-                axes = len(shape)
-                layouts.append(
-                    Layout(shape, tile(self.offsets[rows, :axes], self.sizes[rows, :axes]))
-                )
+                offsets, sizes = (c[rows, : len(shape)] for c in (self.offsets, self.sizes))
+                layouts.append(Layout(shape, tile(offsets, sizes)))
             which.append(number)
         return tuple(layouts), column(which)
 
@@ -309,9 +307,7 @@ def _merge_catalogs(plans: list[WriteItems]) -> _Table:
             variant = (props is None, "" if props is None else props.dtype, size)
             variants.setdefault(name, {}).setdefault(variant, []).append((number, row))
             known = properties.setdefault(name, props)
-            if known is props or known is None or props is None:
-                continue
-            if props < known:
+            if known is not props and known and props and props < known:
                 properties[name] = props
     names = tuple(sorted(variants))
     shapes = tuple(next(iter(variants[name]))[2] for name in names)
@@ -333,21 +329,15 @@ def _distinct_catalogs(
     plans: list[WriteItems],
 ) -> tuple[list[int], list[Catalog], list[npt.NDArray[np.bool_]]]:
     """Return the catalog number of each plan, the catalogs, and which of their rows are used."""
-    by_content: dict[object, int] = {}
-    by_identity: dict[int, int] = {}
-    catalogs: list[Catalog] = []
-    used: list[npt.NDArray[np.bool_]] = []
-    which = []
-    for items in plans:
-        number = by_identity.get(id(items.catalog))
-        if number is None:
-            number = by_content.setdefault(items.catalog.content, len(catalogs))
-            by_identity[id(items.catalog)] = number
-            if number == len(catalogs):
-                catalogs.append(items.catalog)
-                used.append(np.zeros(len(items.catalog), bool))
+    by_identity = {id(items.catalog): items.catalog for items in plans}
+    by_content = {catalog.content: catalog for catalog in by_identity.values()}
+    numbers = {content: number for number, content in enumerate(by_content)}
+    number_of = {key: numbers[catalog.content] for key, catalog in by_identity.items()}
+    catalogs = list(by_content.values())
+    used = [np.zeros(len(catalog), bool) for catalog in catalogs]
+    which = [number_of[id(items.catalog)] for items in plans]
+    for items, number in zip(plans, which, strict=True):
         used[number][items.row] = True
-        which.append(number)
     return which, catalogs, used
 
 
@@ -385,9 +375,7 @@ def _drop_strays(rows: Rows, outside: npt.NDArray[np.bool_]) -> Rows:
     for row in np.flatnonzero(outside).tolist():
         name, shape = rows.names[rows.tensor[row]], rows.shapes[rows.tensor[row]]
         low, extent = (tuple(c[row, : len(shape)].tolist()) for c in (rows.offsets, rows.sizes))
-        text = (
-            f"`{name}`: rank {rows.rank[row]} holds a chunk at {low} of sizes {extent}, which is "
-        )
-        text += f"outside shape {shape}; is it of another tensor?"
+        text = f"`{name}`: rank {rows.rank[row]} holds a chunk at {low} of sizes {extent}, "
+        text += f"which is outside shape {shape}; is it of another tensor?"
         issues.append(Issue("out_of_bounds", name, text, [rows.rank[row]], (low, extent)))
     return attrs.evolve(rows.take(~outside), issues=tuple(issues))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any, Final, NamedTuple
 
 import attrs
@@ -73,16 +74,18 @@ def overlap_many(
     for number in distinct(which[~grids[which]]) if len(which) else ():
         rows = np.flatnonzero(which == number)
         parts.append(_meet_boxes(tilings[int(number)], rows, offsets[rows], sizes[rows]))
-    if len(parts) == 1:
-        return parts[0]
-    empty = np.zeros(0, np.int64), np.zeros((0, offsets.shape[1]), np.int64)
-    parts.append(Overlap(empty[0], empty[0], empty[1], empty[1], empty[1]))
+    if not parts:
+        number, corner = np.zeros(0, np.int64), np.zeros((0, offsets.shape[1]), np.int64)
+        return Overlap(number, number, corner, corner, corner)
     return _merged(parts)
 
 
 def _merged(parts: Sequence[Overlap]) -> Overlap:
     """Concatenate the pieces of several overlaps, sorted."""
-    columns = [np.concatenate(c) for c in zip(*map(_columns, parts), strict=True)]
+    if len(parts) == 1:
+        return parts[0]
+    names = [field.name for field in attrs.fields(Overlap)]
+    columns = [np.concatenate([getattr(part, name) for part in parts]) for name in names]
     order = np.lexsort((columns[1], columns[0]))
     return Overlap(*(c[order] for c in columns))
 
@@ -91,12 +94,11 @@ def _meet_grids(
     tilings: Sequence[Tiling], numbers: npt.NDArray[Any], rows: Ints, offsets: Ints, sizes: Ints
 ) -> Overlap:
     """Bisect boxes into their grids: per axis, one search over all cuts laid end to end."""
-    which = numbers
-    used, _, which = numbered(which[rows])
-    if len(used) > 1 and _span(tilings, used) > _FAR:
-        half = len(used) // 2
-        halves = [rows[which < half], rows[which >= half]]
-        return _merged([_meet_grids(tilings, numbers, part, offsets, sizes) for part in halves])
+    used, _, which = numbered(numbers[rows])
+    longest = [max(tilings[n].bounds().ends, default=0) + 2 for n in used.tolist()]
+    if len(used) > 1 and sum(longest) > _FAR:
+        parts = [rows[which == n] for n in range(len(used))]
+        return _merged([_meet_grids(tilings, numbers, part, offsets, sizes) for part in parts])
     offsets, ends = offsets[rows], offsets[rows] + sizes[rows]
     axes = offsets.shape[1]
     first = np.empty((len(rows), axes), np.int64)  # the first cell of each axis that a box meets
@@ -140,17 +142,6 @@ def expand(counts: Ints) -> tuple[Ints, Ints]:
         cell[:, axis] = rest % along
         rest = rest // along
     return row, cell
-
-
-def _span(tilings: Sequence[Tiling], used: Ints) -> int:
-    """Return the total length of the cuts of some grids, laid end to end."""
-    axes = max((tilings[n].ndim for n in used.tolist()), default=0)
-    bounds = [tilings[n].bounds().ends for n in used.tolist()]
-    return max((sum(b[x] + 2 for b in bounds if x < len(b)) for x in range(axes)), default=0)
-
-
-def _columns(pieces: Overlap) -> tuple[Ints, ...]:
-    return pieces.box, pieces.chunk, pieces.offsets, pieces.sizes, pieces.anchors
 
 
 _UNIT: Final = np.array([0, 1], np.int64)
@@ -200,7 +191,7 @@ def _meet_boxes(tiling: Tiling, rows: Ints, offsets: Ints, sizes: Ints) -> Overl
 
 
 def _sweep(a_low: Ints, a_high: Ints, b_low: Ints, b_high: Ints) -> Iterator[tuple[Ints, Ints]]:
-    """Yield, block by block, every pair (box of a, box of b) that share an element."""
+    """Yield, in blocks of about _BLOCK candidates, all pairs (of a, of b) that share an element."""
     axes = a_low.shape[1]
     if axes == 0:
         pairs = np.indices((len(a_low), len(b_low))).reshape(2, -1)
@@ -209,7 +200,8 @@ def _sweep(a_low: Ints, a_high: Ints, b_low: Ints, b_high: Ints) -> Iterator[tup
     plans = [_candidates(a_low[:, x], a_high[:, x], b_low[:, x], b_high[:, x]) for x in range(axes)]
     best = min(plans, key=lambda plan: sum(int(some.counts.sum()) for some in plan))
     for order, first, counts in best:
-        for rows in _blocks(counts):
+        edges = np.searchsorted(np.cumsum(counts), np.arange(_BLOCK, int(counts.sum()), _BLOCK))
+        for rows in np.split(np.arange(len(counts)), edges):
             each = counts[rows]
             a = np.repeat(rows, each)
             within = np.arange(len(a)) - np.repeat(np.cumsum(each) - each, each)
@@ -244,12 +236,6 @@ def _candidates(a_low: Ints, a_high: Ints, b_low: Ints, b_high: Ints) -> list[_C
         last = np.searchsorted(starts, a_high, side="left")
         candidates.append(_Candidates(order, first, np.maximum(last - first, 0)))
     return candidates
-
-
-def _blocks(counts: Ints) -> Iterator[Ints]:
-    """Cut row numbers into runs that expand to about _BLOCK pairs each."""
-    edges = np.searchsorted(np.cumsum(counts), np.arange(_BLOCK, int(counts.sum()), _BLOCK))
-    yield from (rows for rows in np.split(np.arange(len(counts)), edges) if len(rows))
 
 
 def self_overlaps(tiling: Tiling, limit: int) -> list[tuple[int, int]]:
@@ -287,18 +273,13 @@ def gaps(tiling: Tiling, within: Chunk, limit: int = 8) -> list[Chunk]:
     >>> gaps(tile([[0, 0], [4, 0]], [[4, 8], [4, 5]]), Chunk((0, 0), (8, 8)))
     [Chunk(offsets=(4, 5), sizes=(4, 3))]
     """
-    box = Chunk(within.offsets, within.sizes)
     if isinstance(tiling, Grid):
         tiling = tile_chunks([tiling.bounds()])
-    low = np.maximum(tiling.offsets, box.offsets) if len(tiling) else tiling.offsets
-    high = np.minimum(tiling.offsets + tiling.sizes, box.ends) if len(tiling) else low
+    low = np.maximum(tiling.offsets, within.offsets) if len(tiling) else tiling.offsets
+    high = np.minimum(tiling.offsets + tiling.sizes, within.ends) if len(tiling) else low
     real = (low < high).all(axis=1)
-    boxes: list[Chunk] = []
-    for offsets, ends in _gaps(low[real], high[real], box.offsets, box.ends):
-        boxes.append(Chunk(offsets, [e - o for o, e in zip(offsets, ends, strict=True)]))
-        if len(boxes) == limit:
-            break
-    return boxes
+    found = islice(_gaps(low[real], high[real], within.offsets, within.ends), limit)
+    return [Chunk(start, [e - o for o, e in zip(start, end, strict=True)]) for start, end in found]
 
 
 Corner = tuple[int, ...]

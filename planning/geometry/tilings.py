@@ -205,10 +205,16 @@ class Grid(Tiling):
         return self.bounds().numel
 
     def __repr__(self) -> str:
-        return f"Grid({', '.join(map(_cuts_text, self.cuts))})"
+        texts = []
+        for cuts in self.cuts:
+            values = [str(cut) for cut in cuts.tolist()]
+            if len(values) > 8:
+                values = [*values[:3], f"…{len(values) - 5} more…", *values[-2:]]
+            texts.append(":".join(values))
+        return f"Grid({', '.join(texts)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _grid, tuple(c.tolist() for c in self.cuts)
+        return Grid, ([c.tolist() for c in self.cuts],)
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)
@@ -234,17 +240,6 @@ class Boxes(Tiling):
         return tile, (self.offsets.tolist(), self.sizes.tolist())
 
 
-def _grid(*cuts: Sequence[int]) -> Grid:
-    return Grid(cuts)
-
-
-def _cuts_text(cuts: Ints) -> str:
-    values = [str(c) for c in cuts.tolist()]
-    if len(values) > 8:
-        values = [*values[:3], f"…{len(values) - 5} more…", *values[-2:]]
-    return ":".join(values)
-
-
 def tile(offsets: npt.ArrayLike, sizes: npt.ArrayLike) -> Tiling:
     """Return the tiling of these chunks: a Grid if they form one in row-major order, else Boxes.
 
@@ -255,10 +250,9 @@ def tile(offsets: npt.ArrayLike, sizes: npt.ArrayLike) -> Tiling:
     >>> tile([[0], [2], [4]], [[2], [2], [2]])
     Grid(0:2:4:6)
     """
-    starts = np.ascontiguousarray(offsets, np.int64)
-    extents = np.ascontiguousarray(sizes, np.int64)
-    if starts.ndim != 2 or starts.shape != extents.shape:
-        starts, extents = (a.reshape(0, 0) if a.size == 0 else a for a in (starts, extents))
+    starts, extents = (np.ascontiguousarray(a, np.int64) for a in (offsets, sizes))
+    if starts.shape == extents.shape == (0,):
+        starts = extents = np.zeros((0, 0), np.int64)
     if starts.ndim != 2 or starts.shape != extents.shape:
         raise ValueError(f"offsets of shape {starts.shape} do not fit sizes of {extents.shape}")
     return _as_grid(starts, extents) or Boxes(starts, extents)
@@ -294,10 +288,10 @@ def _as_grid(offsets: Ints, sizes: Ints) -> Grid | None:
     if stride != count:
         return None
     shape = [len(c) - 1 for c in cuts]
-    for axis, cut in enumerate(cuts):
+    for axis, cut in enumerate(cuts):  # compared without making the rows of the grid: that is slow
         along = [-1 if i == axis else 1 for i in range(axes)]
-        fits = offsets[:, axis].reshape(shape) == cut[:-1].reshape(along)
         extents = np.diff(cut)
+        fits = offsets[:, axis].reshape(shape) == cut[:-1].reshape(along)
         fits &= sizes[:, axis].reshape(shape) == extents.reshape(along)
         if not fits.all() or not (extents > 0).all():
             return None

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, TypeVar, cast
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 from attrs.validators import ge, gt
 
+from ..columns.arrays import Columns
 from ..errors import span
 from ..mesh.worlds import WorldPlans
 from ..metadata import Metadata
 from ..plans import LoadPlan, SavePlan
 from ..text import Printed, Sheet, Table, counted, human_bytes, human_seconds
 from .reshard import reshard_traffic
-from .traffic import FileCosts, RankCosts, Traffic, load_traffic, save_traffic
+from .traffic import FileCost, FileCosts, RankCost, RankCosts, Traffic, load_traffic, save_traffic
 from .writers import Writers, writers_of
 
 __all__ = ["CostModel", "Report", "Totals", "explain", "figures"]
 
 Kind = Literal["save", "load", "reshard"]
 Plans = Sequence[SavePlan] | Sequence[LoadPlan]
+T = TypeVar("T")
+_Columns = dict[str, Callable[[T], object]]  # by heading, the text of a record's cell
 
 _SHOWN: Final = 12  # ranks or files that are listed; of more, the heaviest and the lightest
 _HEAVY: Final = 6
@@ -154,12 +157,10 @@ class Report(Printed):
             f"{human_bytes(totals.nbytes)} in {counted(totals.requests, 'request')}, "
             f"about {human_seconds(totals.seconds)}"
         )
-        tables = [Table(("figure", "value"), figures(self)), _rank_table(self.ranks, is_save)]
+        tables = [Table(("figure", "value"), figures(self)), *_tables(self)]
         notes = [f"Warning: {text}" for text in self.warnings]
         if self.files is None:
             notes.append("The files are not known: pass writers= to see files and writers.")
-        else:
-            tables.append(_file_table(self.files, is_save))
         return Sheet(title, tables, [*notes, f"Model: {self.model}."])
 
 
@@ -291,55 +292,41 @@ def figures(report: Report) -> Iterator[tuple[str, str]]:
             yield "all ranks, as storage serves them", f"{human_seconds(totals.seconds)} ({rate})"
 
 
-def _rank_table(ranks: RankCosts, is_save: bool) -> Table:
-    moves = bool(ranks.sent.any() or ranks.received.any())
-    columns = [
-        _Column("rank", "rank", str),
-        _Column("writes" if is_save else "reads", "nbytes", human_bytes),
-        _Column("requests", "requests"),
-        _Column("writers", "peers", shown=ranks.peers is not None),
-        _Column("buffer", "peak_buffer", human_bytes),
-        _Column("sent", "sent", human_bytes, moves),
-        _Column("received", "received", human_bytes, moves),
-        _Column("time", "seconds", human_seconds),
-    ]
-    return _table(ranks, ranks.seconds, columns, ("ranks", "slowest", "fastest"))
-
-
-def _file_table(files: FileCosts, is_save: bool) -> Table:
-    columns = [
-        _Column("files of rank", "file", str),
-        _Column("written" if is_save else "read", "nbytes", human_bytes),
-        _Column("requests", "requests"),
-        _Column("by ranks", "readers", shown=not is_save),
-    ]
-    return _table(files, files.nbytes, columns, ("files", "largest", "smallest"))
-
-
-@attrs.frozen
-class _Column:
-    """A column of a table: its head, the field that it shows, and how a value is written."""
-
-    head: str
-    field: str
-    text: Callable[[Any], object] = int
-    shown: bool = True
+def _tables(report: Report) -> Iterator[Table]:
+    """Yield the tables of ranks and of files."""
+    ranks, files, is_save = report.ranks, report.files, report.kind == "save"
+    columns: _Columns[RankCost] = {
+        "rank": lambda cost: str(cost.rank),
+        "writes" if is_save else "reads": lambda cost: human_bytes(cost.nbytes),
+        "requests": lambda cost: cost.requests,
+    }
+    if ranks.peers is not None:
+        columns["writers"] = lambda cost: cost.peers
+    columns["buffer"] = lambda cost: human_bytes(cost.peak_buffer)
+    if ranks.sent.any() or ranks.received.any():
+        columns["sent"] = lambda cost: human_bytes(cost.sent)
+        columns["received"] = lambda cost: human_bytes(cost.received)
+    columns["time"] = lambda cost: human_seconds(cost.seconds)
+    yield _table(ranks, ranks.seconds, columns, "{} slowest and {} fastest of {:,} ranks")
+    if files is not None:
+        by_file: _Columns[FileCost] = {
+            "files of rank": lambda cost: str(cost.file),
+            "written" if is_save else "read": lambda cost: human_bytes(cost.nbytes),
+            "requests": lambda cost: cost.requests,
+        }
+        if not is_save:
+            by_file["by ranks"] = lambda cost: cost.readers
+        yield _table(files, files.nbytes, by_file, "{} largest and {} smallest of {:,} files")
 
 
 def _table(
-    figures: RankCosts | FileCosts,
-    weight: npt.NDArray[Any],
-    columns: Sequence[_Column],
-    words: tuple[str, str, str],
+    figures: Columns[T], weight: npt.NDArray[Any], columns: _Columns[T], caption: str
 ) -> Table:
     """List all figures if they are few; of many the heaviest and the lightest."""
-    order, caption = np.arange(len(weight)), ""
-    if len(weight) > _SHOWN:
-        order = np.argsort(-weight, kind="stable")[[*range(_HEAVY), *range(-_LIGHT, 0)]]
-        what, most, least = words
-        caption = f"The {_HEAVY} {most} and {_LIGHT} {least} of {len(weight):,} {what}:"
-    shown = [column for column in columns if column.shown]
-    rows = [[c.text(getattr(cost, c.field)) for c in shown] for cost in figures.take(order)]
-    if caption:
-        rows.insert(_HEAVY, ["…", *[""] * (len(shown) - 1)])
-    return Table(tuple(column.head for column in shown), rows, caption)
+    head, count = tuple(columns), len(weight)
+    if count <= _SHOWN:
+        return Table(head, [[text(cost) for text in columns.values()] for cost in figures])
+    order = np.argsort(-weight, kind="stable")[[*range(_HEAVY), *range(-_LIGHT, 0)]]
+    rows = [[text(cost) for text in columns.values()] for cost in figures.take(order)]
+    rows.insert(_HEAVY, ["…", *[""] * (len(head) - 1)])
+    return Table(head, rows, f"The {caption.format(_HEAVY, _LIGHT, count)}:")
