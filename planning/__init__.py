@@ -27,138 +27,49 @@ from .records import (
 )
 from .tree import FrozenDict, flatten, freeze, unflatten
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the same names as below, by module
+    # isort: off
     from .check import dropped_names, layout_issues, with_replicas
     from .codec import (
-        contents_tag,
-        decode_metadata,
-        decode_plan,
-        decode_plans,
-        encode_metadata,
-        encode_plan,
-        fingerprint,
-        tag_of_parts,
-    )
+        contents_tag, decode_metadata, decode_plan, decode_plans, encode_metadata, encode_plan,
+        fingerprint, tag_of_parts,
+    )  # fmt: skip
     from .draw import Picture, draw_bytes, draw_reshard, draw_tiling, draw_traffic, traffic_matrix
     from .dtypes import ITEMSIZE
     from .errors import EXTRAS, listed, named_extras, nearest_hint, nearest_names, renumbered, span
-    from .load import (
-        Strict,
-        global_load_plan,
-        load_plan,
-        resolve_overlaps,
-        strict_patterns,
-    )
+    from .load import Strict, global_load_plan, load_plan, resolve_overlaps, strict_patterns
     from .matching import whole_names
     from .mesh import (
-        LLAMA_TP,
-        DerivedPlans,
-        Mesh,
-        Only,
-        Replicate,
-        Rule,
-        Shard,
-        SpecLayout,
-        StridedShard,
-        TensorSpec,
-        WorldPlans,
-        adam,
-        derive_plans,
-        expert_parallel,
-        fsdp,
-        fsdp_tp,
-        hsdp,
-        llama,
-        llama3_8b,
-        llama3_405b,
-        local_chunks,
-        pipeline,
-        tensor_parallel,
-        world_metadata,
+        LLAMA_TP, DerivedPlans, Mesh, Only, Replicate, Rule, Shard, SpecLayout, StridedShard,
+        TensorSpec, WorldPlans, adam, derive_plans, expert_parallel, fsdp, fsdp_tp, hsdp, llama,
+        llama3_8b, llama3_405b, local_chunks, pipeline, tensor_parallel, world_metadata,
         world_plans,
-    )
+    )  # fmt: skip
     from .metadata import Entries, Layout, metadata_of
     from .passes import (
-        Pass,
-        Passes,
-        annotate,
-        cast,
-        chain,
-        dedup_replicas,
-        drop,
-        named_chain,
-        partition,
-        read_on,
-        rename,
-        select,
-        share_reads,
-        split_chunks,
-        split_reads,
-        split_replicas,
-        world_pass,
-    )
+        Pass, Passes, annotate, cast, chain, dedup_replicas, drop, named_chain, partition, read_on,
+        rename, select, share_reads, split_chunks, split_reads, split_replicas, world_pass,
+    )  # fmt: skip
     from .plans import LoadPlan, Plan, SavePlan
     from .records import KeyReport, Transfer
     from .reports import (
-        CostModel,
-        PlanDiff,
-        Report,
-        Why,
-        Writers,
-        explain,
-        plan_diff,
-        why,
-        writers_of,
-    )
+        CostModel, PlanDiff, Report, Why, Writers, explain, plan_diff, why, writers_of,
+    )  # fmt: skip
     from .save import DEFAULT_PASSES, WholePlan, global_plan, local_plan, plan_whole
     from .storage import (
-        Access,
-        BoxReads,
-        ByteRanges,
-        ChunkPlaces,
-        CopyPlan,
-        FetchPlan,
-        Requests,
-        StoredChunks,
-        WritePlan,
-        byte_ranges,
-        coalesce,
-        copy_plan,
-        fetch_plan,
-        write_plan,
-    )
-    from .tensors import (
-        find_object,
-        find_shard,
-        held,
-        kind_of,
-        placement_of,
-        shard_finder,
-        spec_of,
-    )
+        Access, BoxReads, ByteRanges, ChunkPlaces, CopyPlan, FetchPlan, Requests, StoredChunks,
+        WritePlan, byte_ranges, coalesce, copy_plan, fetch_plan, write_plan,
+    )  # fmt: skip
+    from .tensors import find_object, find_shard, held, kind_of, placement_of, shard_finder, spec_of
     from .testing import assert_all_saved, assert_read_once, assert_written_once
     from .text import (
-        Printed,
-        Sheet,
-        Table,
-        counted,
-        cut_text,
-        human_bytes,
-        human_seconds,
-        listing,
-        runs_text,
+        Printed, Sheet, Table, counted, cut_text, human_bytes, human_seconds, listing, runs_text,
         shape_text,
-    )
+    )  # fmt: skip
     from .tree import (
-        Path,
-        _is_leaf,
-        empty_names,
-        from_json,
-        is_tensor,
-        leaves,
-        nesting_issues,
-        to_json,
-    )
+        Path, _is_leaf, empty_names, from_json, is_tensor, leaves, nesting_issues, to_json,
+    )  # fmt: skip
+    # isort: on
 
 __getattr__, __dir__ = door(
     __name__,

@@ -5,18 +5,9 @@ from typing import TYPE_CHECKING
 from ..door import door
 
 if TYPE_CHECKING:
-    from .arrays import (
-        DAMAGE,
-        Ints,
-        column,
-        distinct,
-        numbered,
-        pack,
-        padded,
-        readonly,
-        unpack,
-        within,
-    )
+    from .arrays import (  # isort: skip
+        DAMAGE, Ints, column, distinct, numbered, pack, padded, readonly, unpack, within,
+    )  # fmt: skip
     from .items import Catalog, Head, WriteItems
     from .reads import ReadItems, Transfer, Transfers
     from .world import World
