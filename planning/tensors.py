@@ -65,11 +65,12 @@ def held(name: str, value: Any, mesh: Mesh | None = None, rank: int = 0) -> Held
     try:
         known = hasattr(value, "shape") and hasattr(value, "dtype")
     except Exception as error:
-        raise RefusedError(_shapeless(name, value, error)) from None
+        why = str(error).partition("\n")[0]
+        what = f"is a {type(value).__name__} that has no shape: {why}"
+        raise RefusedError(f"`{name}` {_NESTED if 'NestedTensor' in why else what}") from None
     if not known:
-        raise RefusedError(
-            f"`{name}` has chunks, but a {type(value).__name__} lacks shape or dtype"
-        )
+        kind = type(value).__name__
+        raise RefusedError(f"`{name}` has chunks, but a {kind} lacks shape or dtype")
     properties = _properties(name, value)
     size = as_ints(value.shape)
     fault = shape_fault(size)
@@ -128,13 +129,6 @@ def held_alike(name: str, value: Any, memo: Memo) -> Held | None:
 
 
 _NESTED: Final = "is a nested tensor; save the parts of it, `tensor.unbind()`"
-
-
-def _shapeless(name: str, value: Any, error: Exception) -> str:
-    why = str(error).partition("\n")[0]
-    if "NestedTensor" in why:
-        return f"`{name}` {_NESTED}"
-    return f"`{name}` is a {type(value).__name__} that has no shape: {why}"
 
 
 def _chunks(name: str, value: Any, mesh: Mesh | None, rank: int) -> Sequence[Chunk] | None:
@@ -221,10 +215,9 @@ def dtensor_chunks(name: str, tensor: Any) -> _Pairs:
         )
     local = getattr(tensor, "_local_tensor", None)
     local_shape = None if local is None else as_ints(local.shape)
+    where = as_ints(tensor.shape), as_ints(mesh.shape), as_ints(coordinate)
     try:
-        return _placed(
-            as_ints(tensor.shape), as_ints(mesh.shape), as_ints(coordinate), placements, local_shape
-        )
+        return _placed(*where, placements, local_shape)
     except RefusedError as error:
         raise RefusedError(f"`{name}`: {error}") from None
 
@@ -309,8 +302,7 @@ def _named(sd: Mapping[Any, Any], name: str) -> Any:
     flat = flatten(sd)[0]
     if name not in flat:
         near = nearest_names(name, flat) or tuple(sorted(flat)[:3])
-        hint = nearest_hint(near)
-        raise NotFoundError(f"`{name}` is not in the state dict{hint}", near)
+        raise NotFoundError(f"`{name}` is not in the state dict{nearest_hint(near)}", near)
     return flat[name]
 
 
@@ -332,18 +324,16 @@ def find_shard(sd: Mapping[Any, Any], index: MetadataIndex) -> Any:
         raise NotFoundError(f"`{index.fqn}` is a {type(value).__name__}, not a tensor")
     shards = _shards(index, value)
     starts = [shard.offsets for shard in shards]
-    hint, offset = index.index, index.offset
-    if offset is None and len(shards) == 1:
-        return shards[0].memory()
+    offset = starts[0] if index.offset is None and len(starts) == 1 else index.offset
+    hint = index.index
     if hint is not None and 0 <= hint < len(starts) and starts[hint] == offset:
         return shards[hint].memory()
     if offset in starts:
         return shards[starts.index(offset)].memory()
     known = ", ".join(map(str, starts[:8])) or "nothing"
     asked = "the offset is missing" if offset is None else f"no shard at {offset}"
-    raise NotFoundError(
-        f"`{index.fqn}`: {asked}; this rank holds {known}", [str(s) for s in starts[:8]]
-    )
+    text = f"`{index.fqn}`: {asked}; this rank holds {known}"
+    raise NotFoundError(text, [str(s) for s in starts[:8]])
 
 
 @attrs.frozen

@@ -15,36 +15,15 @@ from ..mesh.worlds import WorldPlans
 from ..plans import LoadPlan, SavePlan
 from ..reports import Writers, traffic_blocks, traffic_matrix
 from ..text import counted, human_bytes
-from .svg import (
-    EDGE,
-    EMPTY,
-    INK,
-    MARGIN,
-    MUTED,
-    PALETTE,
-    TOP,
-    Picture,
-    block,
-    byte_tick,
-    card,
-    elide,
-    ink_on,
-    line,
-    ramp,
-    rect,
-    span_names,
-    text,
-    thin,
-    upright,
-    width_of,
-)
+from . import svg
+from .svg import MARGIN, Picture, block, byte_tick, line, rect, text, width_of
 
 __all__ = ["draw_bytes", "draw_traffic"]
 
 _CELLS: Final = 32  # rows and columns of a heat map: more are added up
 _BARS: Final = 64  # more are drawn together
-_BAR, _MOST = PALETTE[0], PALETTE[5]
-_TOP, _BOTTOM = TOP + 22, TOP + 222  # of bars
+_BAR, _MOST = svg.PALETTE[0], svg.PALETTE[5]
+_TOP, _BOTTOM = svg.TOP + 22, svg.TOP + 222  # of bars
 
 
 def draw_traffic(
@@ -82,7 +61,7 @@ def draw_traffic(
     body = "".join([*_cells(heat), *_names(heat), *scale])
     about = f"{counted(heat.shape[0], source)} → {counted(heat.shape[1], reader)}"
     size = max(420.0, right + 114 + MARGIN), max(bottom, y + 136) + 8
-    return card(title, about, body, _most(heat, bool(source_names)), size)
+    return svg.card(title, about, body, _most(heat, bool(source_names)), size)
 
 
 @attrs.frozen(eq=False)
@@ -99,7 +78,7 @@ class _Heat:
     def at(self) -> tuple[float, float]:
         """Where the first cell lies: the names of rows stand to the left of it."""
         widest = max(width_of(name, 11) for name in self.names[0])
-        return MARGIN + 40 + min(300.0, widest), TOP + 44
+        return MARGIN + 40 + min(300.0, widest), svg.TOP + 44
 
     @property
     def pitch(self) -> tuple[float, float]:
@@ -127,7 +106,7 @@ def _heat(
         sums = np.add.reduceat(rows, np.arange(0, shape[1], steps[1]), axis=1)
     if source_names and len(source_names) != shape[0]:
         raise ValueError(f"{len(source_names)} names do not fit {shape[0]} rows of traffic")
-    names = span_names(shape[0], steps[0], source_names), span_names(shape[1], steps[1])
+    names = svg.span_names(shape[0], steps[0], source_names), svg.span_names(shape[1], steps[1])
     return _Heat(shape, steps, sums, units, names)
 
 
@@ -152,14 +131,14 @@ def _cells(heat: _Heat) -> Iterator[str]:
     labelled = max(width_of(w, 10) for row in words for w in row) <= wide - 6
     gap = 1.0 if wide >= 20 else 0.5
     for (i, j), value in np.ndenumerate(heat.sums):
-        fill = ramp(0.97 - 0.97 * value / most) if value else EMPTY
+        fill = svg.ramp(0.97 - 0.97 * value / most) if value else svg.EMPTY
         ends = f"{heat.units[0]} {heat.names[0][i]} → {heat.units[1]} {heat.names[1][j]}"
         x, y = left + j * wide, top + i * high
         tip = f"{ends}: {words[i][j]}" if value else ""
         yield rect(x, y, wide - gap, high - gap, fill, tip, class_="cell")
         if labelled and value:
             middle = x + (wide - gap) / 2, y + (high - gap) / 2 + 3.6
-            yield text(*middle, words[i][j], anchor="middle", font_size=10, fill=ink_on(fill))
+            yield text(*middle, words[i][j], anchor="middle", font_size=10, fill=svg.ink_on(fill))
 
 
 def _names(heat: _Heat) -> Iterator[str]:
@@ -167,27 +146,27 @@ def _names(heat: _Heat) -> Iterator[str]:
     (x, y), (wide, high), (names, heads) = heat.at, heat.pitch, heat.names
     rows = [y + (i + 0.5) * high for i in range(len(names))]
     columns = [x + (j + 0.5) * wide for j in range(len(heads))]
-    for i in thin(rows, 13):
-        yield text(x - 8, rows[i] + 4, elide(names[i], 301, 11), anchor="end", fill=INK)
-    for j in thin(columns, max(width_of(head, 11) for head in heads) + 8):
-        yield text(columns[j], y - 8, heads[j], anchor="middle", fill=INK)
-    yield upright(MARGIN + 8, y + len(rows) * high / 2, f"from {heat.units[0]}")
+    for i in svg.thin(rows, 13):
+        yield text(x - 8, rows[i] + 4, svg.elide(names[i], 301, 11), anchor="end", fill=svg.INK)
+    for j in svg.thin(columns, max(width_of(head, 11) for head in heads) + 8):
+        yield text(columns[j], y - 8, heads[j], anchor="middle", fill=svg.INK)
+    yield svg.upright(MARGIN + 8, y + len(rows) * high / 2, f"from {heat.units[0]}")
     across = x + len(columns) * wide / 2
-    yield text(across, y - 28, f"to {heat.units[1]}", anchor="middle", fill=MUTED)
+    yield text(across, y - 28, f"to {heat.units[1]}", anchor="middle", fill=svg.MUTED)
 
 
 def _scale(x: float, y: float, height: float, most: float) -> Iterator[str]:
     """Draw the colour scale from most, on top, to nothing."""
     steps = 30 if most else 0
     for i in range(steps):
-        fill = ramp(0.97 * i / (steps - 1))
+        fill = svg.ramp(0.97 * i / (steps - 1))
         yield rect(x, y + height * i / steps, 14, height / steps + 0.3, fill)
     for share in (0.0, 0.5, 1.0)[: 3 * bool(most)]:
         at = y + height * share
-        yield line(x + 14, at, x + 18, at, MUTED)
-        yield text(x + 22, at + 4, byte_tick(most * (1 - share)), fill=INK)
-    yield rect(x, y + height + 12, 14, 14, EMPTY)
-    yield text(x + 22, y + height + 23, "none", fill=INK)
+        yield line(x + 14, at, x + 18, at, svg.MUTED)
+        yield text(x + 22, at + 4, byte_tick(most * (1 - share)), fill=svg.INK)
+    yield rect(x, y + height + 12, 14, 14, svg.EMPTY)
+    yield text(x + 22, y + height + 23, "none", fill=svg.INK)
 
 
 def _most(heat: _Heat, are_named: bool) -> str:
@@ -200,7 +179,7 @@ def _most(heat: _Heat, are_named: bool) -> str:
         for unit, step, names, i in zip(heat.units, heat.steps, heat.names, at, strict=True)
     ]
     if are_named:
-        ends[0] = elide(heat.names[0][at[0]], 360, 12)
+        ends[0] = svg.elide(heat.names[0][at[0]], 360, 12)
     total, largest = human_bytes(int(heat.sums.sum())), human_bytes(int(heat.sums.max()))
     most = f"{' → '.join(ends)} the most ({largest})."
     if heat.steps == (1, 1):
@@ -236,20 +215,26 @@ def draw_bytes(
     if not given or min(given) < 0:
         raise ValueError("expected at least one number of bytes, and none that is negative")
     values = np.array(given, np.float64)
-    step, ticks = block(len(values), _BARS), _ticks(float(values.max()))
+    step, top = block(len(values), _BARS), float(values.max())
+    unit_step = 2.0 ** max(0, math.ceil(math.log2(max(top, 1) / 4)))  # of round numbers of bytes
+    ticks = [unit_step * i for i in range(max(1, math.ceil(top / unit_step)) + 1)]
     x, bars = MARGIN + 12 + max(width_of(byte_tick(t), 11) for t in ticks), -(-len(values) // step)
     chart = _Chart(values, step, x, min(56.0, 540 / bars), (_BOTTOM - _TOP) / ticks[-1])
     right, mean = x + max(240.0, chart.width * bars), f"mean {byte_tick(values.mean())}"
+    body = []
+    for tick in ticks:
+        y = chart.level(tick)
+        body.append(line(x, y, right, y, svg.EDGE))
+        body.append(text(x - 8, y + 4, byte_tick(tick), anchor="end", fill=svg.INK))
     y = chart.level(float(values.mean()))
-    body = [
-        *_grid(chart, ticks, right),
+    body += [
         *_bars(chart, unit),
-        line(x, y, right + 4, y, INK, stroke_width=1.5, stroke_dasharray="5 3"),
-        text(right + 8, y + 4, mean, fill=INK),
+        line(x, y, right + 4, y, svg.INK, stroke_width=1.5, stroke_dasharray="5 3"),
+        text(right + 8, y + 4, mean, fill=svg.INK),
         *_labels(chart, unit),
     ]
     size = max(440.0, right + 12 + width_of(mean, 11) + MARGIN), _BOTTOM + 60
-    return card(title, counted(len(given), unit), "".join(body), _evenness(chart, unit), size)
+    return svg.card(title, counted(len(given), unit), "".join(body), _evenness(chart, unit), size)
 
 
 @attrs.frozen(eq=False)
@@ -272,27 +257,19 @@ class _Chart:
         return _BOTTOM - value * self.scale
 
 
-def _grid(chart: _Chart, ticks: Sequence[float], right: float) -> Iterator[str]:
-    """Draw a line for each tick."""
-    for tick in ticks:
-        y = chart.level(tick)
-        yield line(chart.x, y, right, y, EDGE)
-        yield text(chart.x - 8, y + 4, byte_tick(tick), anchor="end", fill=INK)
-
-
 def _bars(chart: _Chart, unit: str) -> Iterator[str]:
     """Draw the bars; the one with the largest value has a colour of its own."""
     values, starts = chart.values, chart.starts
     means = np.add.reduceat(values, starts) / np.diff([*starts, len(values)])
     least, most = (f.reduceat(values, starts) for f in (np.minimum, np.maximum))
     largest = int(values.argmax()) // chart.step if np.ptp(values) else -1
-    names, width = span_names(len(values), chart.step), chart.width - min(6.0, chart.width / 5)
+    names, width = svg.span_names(len(values), chart.step), chart.width - min(6.0, chart.width / 5)
     for i, (mean, low, high) in enumerate(zip(means, least, most, strict=True)):
         x, y = chart.x + (i + 0.5) * chart.width, chart.level(mean)
         fill, tip = _MOST if i == largest else _BAR, f"{unit} {names[i]}: {byte_tick(mean)}"
         yield rect(x - width / 2, y, width, _BOTTOM - y, fill, tip, class_="bar")
         if low < high:
-            yield line(x, chart.level(high), x, chart.level(low), INK)
+            yield line(x, chart.level(high), x, chart.level(low), svg.INK)
 
 
 def _labels(chart: _Chart, unit: str) -> Iterator[str]:
@@ -301,14 +278,14 @@ def _labels(chart: _Chart, unit: str) -> Iterator[str]:
     middles = [chart.x + (i + 0.5) * chart.width for i in range(len(names))]
     gap = max(width_of(name, 11) for name in names) + 8
     for i in range(0, len(names), max(1, math.ceil(gap / chart.width))):
-        yield text(middles[i], _BOTTOM + 16, names[i], anchor="middle", fill=INK)
+        yield text(middles[i], _BOTTOM + 16, names[i], anchor="middle", fill=svg.INK)
     sizes = [byte_tick(value) for value in chart.values.tolist()] if chart.step == 1 else []
     if max((width_of(words, 10) for words in sizes), default=0) > chart.width:
         sizes = []
     for middle, words in zip(middles, sizes, strict=False):
-        yield text(middle, _BOTTOM + 30, words, anchor="middle", font_size=10, fill=MUTED)
+        yield text(middle, _BOTTOM + 30, words, anchor="middle", font_size=10, fill=svg.MUTED)
     middle = (middles[0] + middles[-1]) / 2
-    yield text(middle, _BOTTOM + (46 if sizes else 34), unit, anchor="middle", fill=MUTED)
+    yield text(middle, _BOTTOM + (46 if sizes else 34), unit, anchor="middle", fill=svg.MUTED)
 
 
 def _evenness(chart: _Chart, unit: str) -> str:
@@ -325,9 +302,3 @@ def _evenness(chart: _Chart, unit: str) -> str:
         return caption
     blocks = f"Each bar: the mean of {counted(chart.step, unit)}"
     return f"{caption} {blocks}; thin line: from least to most."
-
-
-def _ticks(most: float) -> tuple[float, ...]:
-    """Return round numbers of bytes from 0 to at least ``most``, a few of them."""
-    step = 2.0 ** max(0, math.ceil(math.log2(max(most, 1) / 4)))
-    return tuple(step * i for i in range(max(1, math.ceil(most / step)) + 1))

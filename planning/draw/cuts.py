@@ -16,7 +16,6 @@ import attrs
 import numpy as np
 
 from ..columns.arrays import Ints, group_rows
-from ..columns.items import WriteItems
 from ..columns.world import World
 from ..errors import NotFoundError, PlanError, nearest_hint, nearest_names
 from ..geometry.overlap import fills, overlap
@@ -119,7 +118,10 @@ def cut_of_chunks(chunks: Iterable[Chunk] | None, fqn: str, metadata: Metadata) 
 
 def _cut_of_plans(plans: Sequence[SavePlan], fqn: str) -> Cut:
     """Return how ranks hold a tensor."""
-    rows = World(SavePlan(_items_of(plan, fqn)) for plan in plans).rows
+    items = [plan.items for plan in plans]
+    named = [np.array([name == fqn for name in i.catalog.names], bool)[i.row] for i in items]
+    pairs = zip(items, named, strict=True)
+    rows = World(SavePlan(every.take(is_it)) for every, is_it in pairs).rows
     if rows.issues:
         raise PlanError(rows.issues)
     if not rows.names:
@@ -130,11 +132,6 @@ def _cut_of_plans(plans: Sequence[SavePlan], fqn: str) -> Cut:
         raise ValueError(_NOT_A_TENSOR.format(fqn))
     like, axes = TensorMetadata(rows.props[0], rows.shapes[0], ()), len(rows.shapes[0])
     return _cut(like, rows.offsets[:, :axes], rows.sizes[:, :axes], rows.rank, "rank")
-
-
-def _items_of(plan: SavePlan, fqn: str) -> WriteItems:
-    is_it = np.array([name == fqn for name in plan.items.catalog.names], bool)
-    return plan.items.take(is_it[plan.items.row])
 
 
 def cut_by_writers(metadata: Metadata, writers: Writers | Plans | None, fqn: str) -> Cut:
@@ -223,7 +220,12 @@ def merged(
     """Join cells so that at most some rows and columns remain: those between every n-th cut."""
     if not cells:
         return []
-    grid = Grid(tuple(map(_coarse, edges_of([*cells, *sources]), most)))
+    cuts = []
+    for edges, limit in zip(edges_of([*cells, *sources]), most, strict=True):
+        last = len(edges) - 1  # first and last stay, the others are spread evenly
+        count = -(-last // block(last, limit))
+        cuts.append([edges[i * last // count] for i in range(count + 1)])
+    grid = Grid(cuts)
     meet, origin = overlap(_tile(cells), grid), overlap(_tile(sources), grid)
     found = []
     for box in np.unique(meet.box).tolist():
@@ -248,13 +250,6 @@ def edges_of(cells: Sequence[Cell]) -> tuple[list[int], list[int]]:
     rows = {e for c in cells for e in (c.top, c.top + c.height)}
     columns = {e for c in cells for e in (c.left, c.left + c.width)}
     return sorted(rows), sorted(columns)
-
-
-def _coarse(edges: Sequence[int], most: int) -> list[int]:
-    """Keep every n-th of some edges, first and last always, spread as evenly as they can be."""
-    last = len(edges) - 1
-    count = -(-last // block(last, most))
-    return [edges[i * last // count] for i in range(count + 1)]
 
 
 def fit(window: Window, cells: Sequence[Cell], room: Size, least: float) -> Size:

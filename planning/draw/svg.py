@@ -124,15 +124,9 @@ def line(x1: float, y1: float, x2: float, y2: float, stroke: str, **more: float 
 
 def width_of(words: str, size: float) -> float:
     """Estimate how wide some words are, in the widest of the usual fonts."""
-    return size * sum(map(_width, words))
-
-
-def _width(char: str) -> float:
-    """Return the width of a character in ems."""
-    if char in " .,:;'|!fijlrt[]()·":
-        return 0.38
-    is_wide = char in "mwMW@%…→" or unicodedata.east_asian_width(char) in "WF"
-    return 1.0 if is_wide else 0.64
+    narrow = sum(char in " .,:;'|!fijlrt[]()·" for char in words)
+    wide = sum(c in "mwMW@%…→" or unicodedata.east_asian_width(c) in "WF" for c in words)
+    return size * (0.38 * narrow + wide + 0.64 * (len(words) - narrow - wide))
 
 
 def elide(words: str, width: float, size: float) -> str:

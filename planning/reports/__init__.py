@@ -2,10 +2,9 @@
 
 from .diff import Difference, PlanDiff, plan_diff
 from .explain import CostModel, Report, Totals, explain, figures
+from .origins import ElementRead, Why, Writers, why, writers_of
 from .reshard import traffic_blocks, traffic_matrix
 from .traffic import FileCost, RankCost
-from .why import ElementRead, Why, why
-from .writers import Writers, writers_of
 
 __all__ = [
     "CostModel",

@@ -16,9 +16,9 @@ from ..mesh.worlds import WorldPlans
 from ..metadata import Metadata
 from ..plans import LoadPlan, SavePlan
 from ..text import Printed, Sheet, Table, counted, human_bytes, human_seconds
+from .origins import Writers, writers_of
 from .reshard import reshard_traffic
 from .traffic import FileCost, FileCosts, RankCost, RankCosts, Traffic, load_traffic, save_traffic
-from .writers import Writers, writers_of
 
 __all__ = ["CostModel", "Report", "Totals", "explain", "figures"]
 

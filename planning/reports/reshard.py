@@ -29,8 +29,8 @@ from ..matching import match_entries
 from ..mesh.worlds import SpecLayout, WorldPlans
 from ..metadata import Metadata
 from ..plans import LoadPlan, SavePlan
+from .origins import Writers, writers_by_plans
 from .traffic import FileCosts, RankCosts, Traffic, add_up, count_runs, itemsizes, load_pieces
-from .writers import Writers, writers_by_plans
 
 __all__ = ["reshard_traffic", "traffic_blocks", "traffic_matrix"]
 

@@ -26,7 +26,7 @@ from ..metadata import Entries, Metadata
 from ..plans import LoadPlan, SavePlan
 from ..records import LoadItemType
 from ..storage.blocks import ChunkTable, entries_of
-from .writers import Writers
+from .origins import Writers
 
 __all__ = ["FileCost", "RankCost", "Traffic", "count_runs", "load_traffic", "save_traffic"]
 

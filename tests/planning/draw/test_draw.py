@@ -38,7 +38,7 @@ from shardplan.planning.draw import (
 )
 from shardplan.planning.draw import svg as drawing
 from shardplan.planning.mesh.worlds import world_metadata, world_plans
-from shardplan.planning.reports.writers import writers_of
+from shardplan.planning.reports.origins import writers_of
 from shardplan.planning.testing import strategies
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -39,9 +39,8 @@ from shardplan.planning import (
 from shardplan.planning.mesh.worlds import world_metadata, world_plans
 from shardplan.planning.reports import CostModel, FileCost, RankCost, explain
 from shardplan.planning.reports.diff import PlanDiff, plan_diff
+from shardplan.planning.reports.origins import why, writers_of
 from shardplan.planning.reports.traffic import count_runs
-from shardplan.planning.reports.why import why
-from shardplan.planning.reports.writers import writers_of
 from shardplan.planning.testing.strategies import (
     chunks,
     meshes,
