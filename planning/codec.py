@@ -32,15 +32,9 @@ from .records import KeyReport, TensorProperties
 from .tree import from_json, to_json
 
 __all__ = [
-    "contents_tag",
-    "decode_metadata",
-    "decode_plan",
-    "decode_plans",
-    "encode_metadata",
-    "encode_plan",
-    "fingerprint",
-    "tag_of_parts",
-]
+    "contents_tag", "decode_metadata", "decode_plan", "decode_plans", "encode_metadata",
+    "encode_plan", "fingerprint", "tag_of_parts",
+]  # fmt: skip
 
 T = TypeVar("T")
 
@@ -104,7 +98,7 @@ def decode_plans(blobs: Iterable[bytes]) -> tuple[Plan, ...]:
             datas[parts["data"]] = _load(parts["data"])
         data = datas[parts["data"]]
         own = data["storage_data"], data["planner_data"]
-        place = rank, world_size = header.get("rank", (None, None))
+        rank, world_size = place = header.get("rank", (None, None))
         if not {type(rank), type(world_size)} <= {int, type(None)}:
             raise ValueError(f"a rank is a number, not one of {place}")
         if header["plan"] == "save":
@@ -112,11 +106,13 @@ def decode_plans(blobs: Iterable[bytes]) -> tuple[Plan, ...]:
             held = items if header.get("held") == "items" else None
             if "held" in parts:
                 held = WriteItems.from_bytes(parts["held"], catalog_of)
-            return SavePlan(items, *own, *place, held)
+            return SavePlan(items, *own, rank, world_size, held)
         missing, unexpected, issues, dropped = data["report"]
         keys = KeyReport(missing, unexpected, [Issue(*issue) for issue in issues], dropped)
         reads = ReadItems.from_bytes(parts["items"])
-        return LoadPlan(reads, *own, keys, Transfers.from_bytes(parts["transfers"]), *place)
+        return LoadPlan(
+            reads, *own, keys, Transfers.from_bytes(parts["transfers"]), rank, world_size
+        )
 
     plans: list[Plan] = []
     for blob in blobs:
@@ -146,11 +142,11 @@ def fingerprint(value: Plan | Metadata) -> str:
         entries = Entries(tuple(names), props, prop, layouts, layout)
         data = encode_metadata(attrs.evolve(value, state_dict_metadata=entries))
     elif isinstance(value, SavePlan):
-        items = value.items.canonical()
-        data = encode_plan(SavePlan(items, value.storage_data, value.planner_data))
+        writes = value.items.canonical()
+        data = encode_plan(SavePlan(writes, value.storage_data, value.planner_data))
     else:
-        items = value.items.canonical()
-        data = encode_plan(attrs.evolve(value, items=items, rank=None, world_size=None))
+        reads = value.items.canonical()
+        data = encode_plan(attrs.evolve(value, items=reads, rank=None, world_size=None))
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 

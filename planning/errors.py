@@ -17,6 +17,10 @@ _SHOWN = 8
 _COMPARED = 2000  # names compared in a search for similar ones
 
 
+def _ints(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(map(int, values))
+
+
 @attrs.frozen
 class Issue:
     """One fault of a plan or a checkpoint.
@@ -37,7 +41,7 @@ class Issue:
     kind: str
     fqn: str
     message: str
-    ranks: tuple[int, ...] = attrs.field(default=(), converter=lambda ranks: tuple(map(int, ranks)))
+    ranks: tuple[int, ...] = attrs.field(default=(), converter=_ints)
     region: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     remedy: str = ""
     summary: str = ""

@@ -17,14 +17,9 @@ from .text import Printed, Sheet, as_names, counted, human_bytes, listing
 from .tree import freeze
 
 __all__ = [
-    "BytesMetadata",
-    "Entries",
-    "Layout",
-    "Metadata",
-    "StorageMeta",
-    "TensorMetadata",
+    "BytesMetadata", "Entries", "Layout", "Metadata", "StorageMeta", "TensorMetadata",
     "metadata_of",
-]
+]  # fmt: skip
 
 _SHOWN: Final = 12
 
@@ -75,17 +70,12 @@ class Layout:
 
 @attrs.frozen(eq=False, repr=False, slots=False)
 class Entries(Mapping[str, TensorMetadata | BytesMetadata]):
-    """An immutable mapping from name to metadata, in columns; records are made on look-up.
+    """An immutable mapping from name to metadata, in columns; records are made on look-up."""
 
-    Attributes:
-        names: The keys; one row each.
-        props: The distinct properties; ``prop`` numbers them per row.
-        layouts: The distinct layouts; ``layout`` numbers them per row (-1: a non-tensor value).
-    """
-
-    names: tuple[str, ...]
-    props: tuple[TensorProperties, ...]
+    names: tuple[str, ...]  # the keys; one row each
+    props: tuple[TensorProperties, ...]  # the distinct properties; `prop` numbers them per row
     prop: Ints = attrs.field(converter=column)
+    # The distinct layouts; `layout` numbers them per row (-1: a non-tensor value).
     layouts: tuple[Layout, ...]
     layout: Ints = attrs.field(converter=column)
 

@@ -105,7 +105,7 @@ class LoadPlan(Printed):
     storage_data: Any = attrs.field(default=None, converter=freeze)
     planner_data: Any = attrs.field(default=None, converter=freeze)
     report: KeyReport = attrs.field(factory=KeyReport)
-    transfers: Transfers = attrs.field(default=(), converter=_transfers)
+    transfers: Transfers = attrs.field(factory=lambda: Transfers.of(()), converter=_transfers)
     rank: int | None = attrs.field(default=None, eq=False)
     world_size: int | None = attrs.field(default=None, eq=False)
 

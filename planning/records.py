@@ -18,16 +18,9 @@ from .geometry.tilings import Chunk, as_ints
 from .text import as_names
 
 __all__ = [
-    "KeyReport",
-    "LoadItemType",
-    "MetadataIndex",
-    "ReadItem",
-    "TensorProperties",
-    "TensorWriteData",
-    "Transfer",
-    "WriteItem",
-    "WriteItemType",
-]
+    "KeyReport", "LoadItemType", "MetadataIndex", "ReadItem", "TensorProperties", "TensorWriteData",
+    "Transfer", "WriteItem", "WriteItemType",
+]  # fmt: skip
 
 
 class WriteItemType(enum.Enum):

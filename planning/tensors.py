@@ -34,20 +34,9 @@ from .records import MetadataIndex, TensorProperties
 from .tree import flatten, is_tensor
 
 __all__ = [
-    "Held",
-    "Memo",
-    "dtensor_chunks",
-    "find_object",
-    "find_shard",
-    "held",
-    "held_alike",
-    "is_dtensor",
-    "is_elsewhere",
-    "kind_of",
-    "placement_of",
-    "shard_finder",
-    "spec_of",
-]
+    "Held", "Memo", "dtensor_chunks", "find_object", "find_shard", "held", "held_alike",
+    "is_dtensor", "is_elsewhere", "kind_of", "placement_of", "shard_finder", "spec_of",
+]  # fmt: skip
 
 
 @attrs.frozen

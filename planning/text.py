@@ -10,20 +10,9 @@ from typing import Any, Final
 import attrs
 
 __all__ = [
-    "Printed",
-    "Sheet",
-    "Table",
-    "are_quantities",
-    "counted",
-    "cut_text",
-    "human_bytes",
-    "human_seconds",
-    "listing",
-    "runs",
-    "runs_text",
-    "shape_text",
-    "table",
-]
+    "Printed", "Sheet", "Table", "are_quantities", "counted", "cut_text", "human_bytes",
+    "human_seconds", "listing", "runs", "runs_text", "shape_text", "table",
+]  # fmt: skip
 
 _BLANK: Final = frozenset(["", "…", "-"])  # cells that may stand among numbers
 _QUANTITY: Final = re.compile(
@@ -173,20 +162,7 @@ def as_names(names: Iterable[str]) -> tuple[str, ...]:
 
 @attrs.frozen
 class Sheet:
-    """A title, tables and notes.
-
-    >>> sheet = Sheet(
-    ...     "Two keys", [Table(("key", "bytes"), [("<b>", 64), ("w", 8)])], ["That is all."]
-    ... )
-    >>> print(sheet.text())
-    Two keys
-    key  bytes
-    <b>     64
-    w        8
-    That is all.
-    >>> "&lt;b&gt;" in sheet.html()
-    True
-    """
+    """A title, tables and notes."""
 
     title: str
     tables: tuple[Table, ...] = attrs.field(default=(), converter=_tables)
@@ -226,14 +202,7 @@ class Printed:
 
 
 def listing(title: str, head: Sequence[str], rows: Iterable[Sequence[object]], count: int) -> Sheet:
-    """Show the first rows of a long table, and how many of its ``count`` rows are left out.
-
-    >>> print(listing("Sizes", ("name", "bytes"), [("w", 64)], count=3).text())
-    Sizes
-    name  bytes
-    w        64
-    … 2 more
-    """
+    """Show the first rows of a long table, and how many of its ``count`` rows are left out."""
     shown = Table(tuple(head), rows)
     left = count - len(shown.rows)
     return Sheet(title, [shown] if shown.rows else [], [f"… {left:,} more"] if left > 0 else [])

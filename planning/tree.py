@@ -16,20 +16,9 @@ import numpy as np
 from .errors import CodecError, Issue, PlanError, RefusedError
 
 __all__ = [
-    "FrozenDict",
-    "Path",
-    "clash",
-    "empty_names",
-    "flatten",
-    "freeze",
-    "from_json",
-    "is_tensor",
-    "leaves",
-    "nesting_data",
-    "nesting_issues",
-    "to_json",
-    "unflatten",
-]
+    "FrozenDict", "Path", "clash", "empty_names", "flatten", "freeze", "from_json", "is_tensor",
+    "leaves", "nesting_data", "nesting_issues", "to_json", "unflatten",
+]  # fmt: skip
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -200,11 +189,12 @@ def flatten(
         PlanError: Two leaves would get the same name; it lists every clash, with both paths.
         RefusedError: Some values contain themselves or are nested too deeply; it lists all keys.
     """
-    if not isinstance(sd, Mapping):
-        kind, remedy = type(sd).__name__, ""
-        if hasattr(sd, "state_dict"):
+    given: Any = sd
+    if not isinstance(given, Mapping):
+        kind, remedy = type(given).__name__, ""
+        if hasattr(given, "state_dict"):
             remedy = f"; pass the {kind}'s state_dict()"
-        elif callable(sd):
+        elif callable(given):
             remedy = "; call it, and pass what it returns"
         text = f"a state dict is a mapping from names to values, not a {kind}{remedy}"
         raise TypeError(text)
@@ -338,9 +328,9 @@ def is_tensor(value: object) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _container(kind: type) -> str:
+def _container(kind: Any) -> str:
     """Return "dict", "list" or "tuple" for a container type, "" for any other type."""
-    kinds = {"dict": Mapping, "tuple": tuple, "list": list}
+    kinds: dict[str, type] = {"dict": Mapping, "tuple": tuple, "list": list}
     return next((name for name, base in kinds.items() if issubclass(kind, base)), "")
 
 

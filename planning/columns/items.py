@@ -340,25 +340,10 @@ class WriteItems(Columns[WriteItem]):
         return readonly(self.sizes.prod(axis=1) * self.catalog.itemsize[self.row])
 
     def _same(self, other: WriteItems) -> bool:
-        mine, theirs = self.row, other.row
-        if self.catalog is not other.catalog and self.catalog.content != other.catalog.content:
-            ids: dict[Head, int] = {}
-            mine, theirs = (
-                column([ids.setdefault(h, len(ids)) for h in items.catalog.heads])[items.row]
-                if len(items)
-                else items.row
-                for items in (self, other)
-            )
-        # Heads are equal: columns past the narrower side are padding.
-        width = min(self.offsets.shape[1], other.offsets.shape[1])
-        pairs = [
-            (self.offsets, other.offsets),
-            (self.sizes, other.sizes),
-            (self.shard_offsets, other.shard_offsets),
-        ]
-        return np.array_equal(mine, theirs) and all(
-            np.array_equal(a[:, :width], b[:, :width]) for a, b in pairs
-        )
+        both = WriteItems.concat([self, other])
+        columns = (both.row, both.offsets, both.sizes, both.shard_offsets)
+        halves = (np.split(values, [len(self)]) for values in columns)
+        return all(np.array_equal(mine, theirs) for mine, theirs in halves)
 
     def to_bytes(self) -> bytes:
         """Encode the columns, catalog first."""

@@ -101,9 +101,8 @@ class ReadItems(Columns[ReadItem]):
 
     def _index(self, row: int, name: Ints, anchor: Ints, hint: Ints) -> MetadataIndex:
         offset = None if self.type[row] == _BYTES else anchor[row, : self.ndim[row]].tolist()
-        return MetadataIndex(
-            self.names[name[row]], offset, None if hint[row] < 0 else int(hint[row])
-        )
+        number = None if hint[row] < 0 else int(hint[row])
+        return MetadataIndex(self.names[name[row]], offset, number)
 
     def take(self, rows: Index | slice) -> ReadItems:
         """Return the given rows (numbers, a mask or a slice), in that order."""
@@ -139,21 +138,9 @@ class ReadItems(Columns[ReadItem]):
         return {k: v for k, v in vars(self).items() if k in _COLUMNS}
 
     def _same(self, other: ReadItems) -> bool:
-        ids: dict[str, int] = {}
-        for items in (self, other):
-            for name in items.names:
-                ids.setdefault(name, len(ids))
-        width = min(self.lengths.shape[1], other.lengths.shape[1])
-        mine, theirs = self._columns, other._columns
-        for key, a in mine.items():
-            b = theirs[key]
-            if key.endswith("_hint"):
-                continue  # a hint is not part of a name
-            if key in ("dest", "storage"):
-                a, b = (column([ids[n] for n in i.names])[v] for i, v in ((self, a), (other, b)))
-            if not np.array_equal(*((a, b) if a.ndim == 1 else (a[:, :width], b[:, :width]))):
-                return False
-        return True
+        both = ReadItems.concat([self, other])._columns  # a hint is not part of a name
+        halves = [np.split(v, [len(self)]) for k, v in both.items() if not k.endswith("_hint")]
+        return all(np.array_equal(mine, theirs) for mine, theirs in halves)
 
     @classmethod
     def concat(cls, parts: Sequence[ReadItems]) -> ReadItems:

@@ -23,32 +23,23 @@ __all__ = ["Rows", "World"]
 
 @attrs.frozen(eq=False, slots=False)
 class Rows:
-    """Every chunk of every rank; one row each, by tensor, then by start, then by rank.
+    """Every chunk of every rank; one row each, by tensor, then by start, then by rank."""
 
-    Attributes:
-        names: The tensors and values, sorted.
-        props: The distinct properties, sorted; ``prop`` numbers them per tensor (-1: a non-tensor
-            value).
-        shapes: Each tensor's global shape.
-        start: Each tensor's first row; the last entry is the number of rows.
-        first: Each rank's first item when all are laid end to end; the last entry is their number.
-        flat: The item of each row, in that numbering.
-        offsets, sizes: The chunk, in the global frame, padded.
-        issues: Tensors on which ranks disagree; they have no rows.
-        source: The number of each item's source in the state dict, in the numbering of ``flat``;
-            None if every name has only one source.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # the tensors and values, sorted
+    # The distinct properties, sorted; `prop` numbers them per tensor (-1: a non-tensor
+    # value).
     props: tuple[TensorProperties, ...]
     prop: Ints
-    shapes: tuple[tuple[int, ...], ...]
-    start: Ints
+    shapes: tuple[tuple[int, ...], ...]  # each tensor's global shape
+    start: Ints  # each tensor's first row; the last entry is the number of rows
+    # Each rank's first item when all are laid end to end; the last entry is their number.
     first: Ints
-    flat: Ints
-    offsets: Ints
+    flat: Ints  # the item of each row, in that numbering
+    offsets: Ints  # the chunk, in the global frame, padded
     sizes: Ints
-    issues: tuple[Issue, ...]
+    issues: tuple[Issue, ...]  # tensors on which ranks disagree; they have no rows
+    # The number of each item's source in the state dict, in the numbering of `flat`; None
+    # if every name has only one source.
     source: Ints | None = None
 
     def __len__(self) -> int:

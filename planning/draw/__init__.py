@@ -9,10 +9,5 @@ from .svg import Picture
 from .tensors import draw_reshard, draw_tiling
 
 __all__ = [
-    "Picture",
-    "draw_bytes",
-    "draw_reshard",
-    "draw_tiling",
-    "draw_traffic",
-    "traffic_matrix",
-]
+    "Picture", "draw_bytes", "draw_reshard", "draw_tiling", "draw_traffic", "traffic_matrix",
+]  # fmt: skip

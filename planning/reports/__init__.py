@@ -7,21 +7,7 @@ from .reshard import traffic_blocks, traffic_matrix
 from .traffic import FileCost, RankCost
 
 __all__ = [
-    "CostModel",
-    "Difference",
-    "ElementRead",
-    "FileCost",
-    "PlanDiff",
-    "RankCost",
-    "Report",
-    "Totals",
-    "Why",
-    "Writers",
-    "explain",
-    "figures",
-    "plan_diff",
-    "traffic_blocks",
-    "traffic_matrix",
-    "why",
-    "writers_of",
-]
+    "CostModel", "Difference", "ElementRead", "FileCost", "PlanDiff", "RankCost", "Report",
+    "Totals", "Why", "Writers", "explain", "figures", "plan_diff", "traffic_blocks",
+    "traffic_matrix", "why", "writers_of",
+]  # fmt: skip
