@@ -58,7 +58,12 @@ def find_issues(subject: Metadata | SavePlan | Iterable[SavePlan]) -> tuple[Issu
     ()
     """
     if isinstance(subject, Metadata):
-        return tuple(sorted(_metadata_issues(subject), key=lambda i: (i.fqn, i.kind)))
+        entries, issues = subject.state_dict_metadata, list[Issue]()
+        for number, layout in enumerate(entries.layouts):
+            if shape_fault(layout.size) is not None or not fills(layout.tiling, layout.size):
+                for row in np.flatnonzero(entries.layout == number).tolist():
+                    issues += layout_issues(entries.names[row], layout)
+        return tuple(sorted(issues, key=lambda issue: (issue.fqn, issue.kind)))
     from .columns.world import World
     from .plans import SavePlan  # not needed to look into a checkpoint
 
@@ -162,14 +167,6 @@ def _last(issue: Issue, number: int) -> Issue:
         return issue
     text = f"{issue.message} (there may be more: only {number} are reported)"
     return attrs.evolve(issue, message=text)
-
-
-def _metadata_issues(metadata: Metadata) -> Iterator[Issue]:
-    entries = metadata.state_dict_metadata
-    for number, layout in enumerate(entries.layouts):
-        if shape_fault(layout.size) is not None or not fills(layout.tiling, layout.size):
-            for row in np.flatnonzero(entries.layout == number).tolist():
-                yield from layout_issues(entries.names[row], layout)
 
 
 def layout_issues(name: str, layout: Layout) -> Iterator[Issue]:

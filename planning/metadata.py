@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 
 from .columns.arrays import Ints, column
-from .errors import NotFoundError, RefusedError, nearest_hint, nearest_names
+from .errors import NotFoundError, nearest_hint, nearest_names
 from .geometry.tilings import MAX_AXES, Chunk, Tiling, as_ints, shape_fault, tile_chunks
 from .records import TensorProperties
 from .text import Printed, Sheet, as_names, counted, human_bytes, listing
@@ -230,25 +230,18 @@ def metadata_of(sd: Mapping[Any, Any]) -> Metadata:
     """
     # Needed here alone: a checkpoint is opened without the code that looks at tensors.
     from .mesh.placements import TensorSpec
-    from .tensors import held
-    from .tree import flatten, is_tensor, nesting_data
+    from .save import local_plan
+    from .tree import flatten, nesting_data
 
     flat, paths = flatten(sd)
+    whole = {
+        name: attrs.evolve(value, placements=()) if isinstance(value, TensorSpec) else value
+        for name, value in flat.items()
+    }
     entries: dict[str, TensorMetadata | BytesMetadata] = {}
-    refused: list[str] = []
-    for name in sorted(flat):
-        value = flat[name]
-        if not is_tensor(value):
-            entries[name] = BytesMetadata()
-            continue
-        whole = attrs.evolve(value, placements=()) if isinstance(value, TensorSpec) else value
-        try:
-            here = held(name, whole)
-        except RefusedError as error:
-            refused.append(str(error))
-            continue
-        everything = Chunk([0] * len(here.size), here.size)
-        entries[name] = TensorMetadata(here.properties, here.size, [everything])
-    if refused:
-        raise RefusedError(*refused)
+    for head in local_plan(whole).items.catalog.heads:
+        entries[head.name] = BytesMetadata()
+        if head.properties is not None:
+            everything = Chunk([0] * len(head.size), head.size)
+            entries[head.name] = TensorMetadata(head.properties, head.size, [everything])
     return Metadata(entries, planner_data=nesting_data(flat, paths))

@@ -6,10 +6,10 @@ import base64
 import json
 import math
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import numpy as np
 
@@ -327,11 +327,13 @@ def is_tensor(value: object) -> bool:
         return True  # a tensor without a known shape is refused by name, too
 
 
-@lru_cache(maxsize=1024)
-def _container(kind: Any) -> str:
+def _container_of(kind: type) -> str:
     """Return "dict", "list" or "tuple" for a container type, "" for any other type."""
     kinds: dict[str, type] = {"dict": Mapping, "tuple": tuple, "list": list}
     return next((name for name, base in kinds.items() if issubclass(kind, base)), "")
+
+
+_container: Callable[[type], str] = cast(Any, lru_cache(maxsize=1024)(_container_of))
 
 
 def _is_leaf(value: Any) -> bool:

@@ -134,8 +134,14 @@ def draw_reshard(
     )
     origins, goals = _two_colours(*panels)
     legend, bottom = _legend([old, new], goals)
+    units = saved.unit, target.unit
+    heads = "saved, by {0}", "pieces, {0} → {1}", "wanted, by {1}"
+    places = [(panel.x, panel.y - panel.margins[1] - 2) for panel in panels]
     body = [
-        *_headings(panels),
+        *(
+            text(*at, head.format(*units), font_size=12, font_weight=600, fill=svg.INK)
+            for at, head in zip(places, heads, strict=True)
+        ),
         *_drawn(old, origins),
         *_drawn_pieces(between, old.unit, origins, goals, stacked),
         *_drawn(new, goals),
@@ -254,14 +260,6 @@ def _placed(panels: Iterable[Panel], size: Size, stacked: bool) -> list[Panel]:
         placed.append(attrs.evolve(panel, x=x + left, y=y + above))
         x, y = (x, y + above + size[1] + 30) if stacked else (x + left + size[0] + 14, y)
     return placed
-
-
-def _headings(panels: Sequence[Panel]) -> Iterable[str]:
-    old, new = panels[0].unit, panels[2].unit
-    words = f"saved, by {old}", f"pieces, {old} → {new}", f"wanted, by {new}"
-    for panel, heading in zip(panels, words, strict=True):
-        y = panel.y - panel.margins[1] - 2
-        yield text(panel.x, y, heading, font_size=12, font_weight=600, fill=svg.INK)
 
 
 def _drawn(panel: Panel, colours: Colours) -> Iterable[str]:
