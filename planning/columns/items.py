@@ -43,21 +43,13 @@ _BYTES: Final = WriteItemType.BYTE_IO.value
 
 
 class Head(NamedTuple):
-    """One row of a catalog, as a value that hashes quickly.
+    """One row of a catalog, as a value that hashes quickly."""
 
-    Attributes:
-        name: The name in the checkpoint.
-        source: The name in the state dict.
-        type: Whether it is a tensor, a shard or a non-tensor value.
-        properties: How it is stored; None for a non-tensor value.
-        size: The global shape, in elements; ``()`` for a non-tensor value.
-    """
-
-    name: str
-    source: str
-    type: WriteItemType
-    properties: TensorProperties | None
-    size: tuple[int, ...]
+    name: str  # the name in the checkpoint
+    source: str  # the name in the state dict
+    type: WriteItemType  # whether it is a tensor, a shard or a non-tensor value
+    properties: TensorProperties | None  # how it is stored; None for a non-tensor value
+    size: tuple[int, ...]  # the global shape, in elements; `()` for a non-tensor value
 
     @classmethod
     def value(cls, name: str) -> Head:
@@ -67,24 +59,16 @@ class Head(NamedTuple):
 
 @attrs.frozen(eq=False, repr=False, slots=False)
 class Catalog:
-    """The tensors and values of a plan; one row each, shared by all items.
+    """The tensors and values of a plan; one row each, shared by all items."""
 
-    Attributes:
-        names: The names in the checkpoint.
-        sources: The names in the state dict.
-        type: `WriteItemType` values.
-        props: The distinct properties; ``prop`` numbers them per row (-1: none).
-        ndim: The number of axes.
-        size: The global shape, padded with 1.
-    """
-
-    names: tuple[str, ...]
-    sources: tuple[str, ...]
-    type: Ints
+    names: tuple[str, ...]  # the names in the checkpoint
+    sources: tuple[str, ...]  # the names in the state dict
+    type: Ints  # `WriteItemType` values
+    # The distinct properties; `prop` numbers them per row (-1: none).
     props: tuple[TensorProperties, ...]
     prop: Ints
-    ndim: Ints
-    size: Ints
+    ndim: Ints  # the number of axes
+    size: Ints  # the global shape, padded with 1
 
     @classmethod
     def of(cls, heads: Iterable[Head]) -> Catalog:
@@ -295,16 +279,14 @@ class WriteItems(Columns[WriteItem]):
         )
 
     @classmethod
-    def concat(
-        cls, parts: Sequence[WriteItems], merge: Callable[..., Merged] | None = None
-    ) -> WriteItems:
+    def concat(cls, parts: Sequence[WriteItems]) -> WriteItems:
         """Concatenate several sequences under one catalog."""
         moved = [part for part in parts if len(part)] or list(parts[:1])
         if not moved:
             return cls.of(())
         catalog = moved[0].catalog
         if any(part.catalog is not catalog for part in moved):
-            catalog, numbers = (merge or merge_catalogs)(*(part.catalog for part in moved))
+            catalog, numbers = merge_catalogs(*(part.catalog for part in moved))
             moved = [p.recatalog(catalog, n[p.row]) for p, n in zip(moved, numbers, strict=True)]
         if len(moved) == 1:
             return moved[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import attrs
 
@@ -135,50 +135,50 @@ def _fields(rank: int | None, a: Any, b: Any) -> Iterator[tuple[str, Difference]
         if old == new:
             continue
         sides = _keyed(old), _keyed(new)
-        for key in sorted(sides[0].keys() | sides[1].keys(), key=_order):
+        for key in sorted(sides[0].keys() | sides[1].keys()):
             before, after = (side.get(key) for side in sides)
             if before != after:
                 sign = "+" if key not in sides[0] else "-" if key not in sides[1] else "~"
-                yield sign, Difference(rank, part, key[0], key[1], before, after)
+                offset = key.offset if key.has_offset else None
+                yield sign, Difference(rank, part, key.fqn, offset, before, after)
         if sides[0] == sides[1]:
             yield "~", Difference(rank, "order", part, None, old, new)
 
 
-# Name, offset, receiving rank (-1: none), and a number that distinguishes items that share them.
-_Key = tuple[str, tuple[int, ...] | None, int, int]
+class _Key(NamedTuple):
+    """What matches an item with one of the other side; sorted in this order."""
 
-
-def _order(key: _Key) -> tuple[Any, ...]:
-    fqn, offset, target, number = key
-    return fqn, offset or (), target, number, offset is None
+    fqn: str = ""
+    offset: tuple[int, ...] = ()
+    has_offset: bool = False
+    target: int = -1  # the receiving rank
+    number: int = 0  # distinguishes items that share all of the above
 
 
 def _keyed(value: Any) -> Mapping[_Key, Any]:
     """Return the parts of a field by what matches them with those of the other side."""
     if isinstance(value, Entries):
-        return {(name, None, -1, 0): entry for name, entry in value.items()}
+        return {_Key(name): entry for name, entry in value.items()}
     if not isinstance(value, Columns):
-        return {("", None, -1, 0): value}
-    shared: dict[tuple[str, tuple[int, ...] | None, int], list[Any]] = {}
+        return {_Key(): value}
+    shared: dict[_Key, list[Any]] = {}
     for item in value:
-        shared.setdefault(_place(item), []).append(item)
+        shared.setdefault(_key(item), []).append(item)
     return {
-        (*place, number): item
-        for place, group in shared.items()
+        key._replace(number=number): item
+        for key, group in shared.items()
         for number, item in enumerate(sorted(group, key=repr) if len(group) > 1 else group)
     }
 
 
-def _place(item: WriteItem | ReadItem | Transfer) -> tuple[str, tuple[int, ...] | None, int]:
-    """Return the name, the offset and the receiving rank of an item."""
-    if isinstance(item, WriteItem):
-        return item.index.fqn, item.index.offset, -1
+def _key(item: WriteItem | ReadItem | Transfer) -> _Key:
     if isinstance(item, Transfer):
-        return (*_place(item.read)[:2], item.target)
+        return _key(item.read)._replace(target=item.target)
+    if isinstance(item, WriteItem):
+        return _Key(item.index.fqn, item.index.offset or (), item.index.offset is not None)
     into = item.dest_index
-    if into.offset is None:
-        return into.fqn, None, -1
-    return into.fqn, tuple(a + b for a, b in zip(into.offset, item.dest_offsets, strict=True)), -1
+    at = zip(into.offset or (), item.dest_offsets, strict=into.offset is not None)
+    return _Key(into.fqn, tuple(a + b for a, b in at), into.offset is not None)
 
 
 def _row(sign: str, found: Difference) -> tuple[str, ...]:
