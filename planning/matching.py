@@ -90,12 +90,14 @@ def match_entries(
                 fitting.add(pair)
             else:
                 match.notes.append(loss)
-        elif shape == "same" or issue.kind != "shape" or (both := _shared(saved, size)) is None:
+            continue
+        stored = saved.size if issue.kind == "shape" and isinstance(saved, TensorMetadata) else None
+        if shape == "same" or stored is None or len(stored) != len(size):
             match.issues.append(issue)
         else:
             match.entry[row] = at
             match.notes.append(issue)
-            match.shared[row] = both
+            match.shared[row] = tuple(map(min, stored, size))
     return match
 
 
@@ -171,13 +173,6 @@ def _loss(
     return Issue(
         "lossy", name, f"`{name}` is cast from {was} to {now}, which cannot hold every value"
     )
-
-
-def _shared(saved: TensorMetadata | BytesMetadata, size: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the shape that a saved tensor has in common with one of shape ``size``."""
-    if isinstance(saved, BytesMetadata) or len(saved.size) != len(size):
-        return None
-    return tuple(map(min, saved.size, size))
 
 
 def _misfit(

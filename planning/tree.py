@@ -237,7 +237,7 @@ def empty_names(planner_data: Any) -> frozenset[str]:
 
 def leaves(sd: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the name and value of each leaf, including leaves whose names clash."""
-    return ((".".join([str(key) for _, key in path]), leaf) for path, leaf in _leaves((), sd))
+    return ((_name(path), leaf) for path, leaf in _leaves((), sd))
 
 
 def _too_deep(sd: Mapping[Any, Any]) -> RefusedError:
@@ -359,16 +359,19 @@ def _opens(entry: Any, holder: str, depth: int) -> bool:
     return is_tensor(entry)
 
 
+def _name(path: Path) -> str:
+    return ".".join([str(key) for _, key in path])
+
+
 def _leaves(path: Path, value: Any, whole: Collection[str] = ()) -> Iterator[tuple[Path, Any]]:
     kind = _container(type(value))
-    name = ".".join([str(key) for _, key in path])
-    if path and (not kind or _is_leaf(value) or name in whole):
+    if path and (not kind or _is_leaf(value) or (whole and _name(path) in whole)):
         yield path, value
         return
     if len(path) > _DEEPEST:
         raise RecursionError
     if kind != "dict" and len(value) > _LONGEST:
-        text = f"`{name}` is a {kind} of {len(value):,}, and {_LONGEST:,} are the most"
+        text = f"`{_name(path)}` is a {kind} of {len(value):,}, and {_LONGEST:,} are the most"
         raise RefusedError(text)
     entries = value.items() if kind == "dict" else enumerate(value)
     for key, inner in entries:

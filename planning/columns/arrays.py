@@ -124,9 +124,10 @@ class Columns(Sequence[T]):
 
 def _narrow(array: Array) -> Array:
     """Return integers in the narrowest little-endian type that holds them all."""
-    if array.min(initial=0) < 0:
-        return array.astype("<i8")
-    return array.astype(_WIDTHS[np.searchsorted(_LIMITS, array.max(initial=0), "right")])
+    if array.size == 0 or array.min() < 0:
+        return array.astype("<i8" if array.size else "|u1")
+    high = int(array.max())
+    return array.astype(_WIDTHS[sum(high >= limit for limit in _LIMITS)])
 
 
 def pack(header: Mapping[str, Any], arrays: Mapping[str, Array | bytes]) -> bytes:

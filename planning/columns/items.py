@@ -245,10 +245,9 @@ class WriteItems(Columns[WriteItem]):
         hint = None if self.hint is None or self.hint[row] < 0 else int(self.hint[row])
         if properties is None:
             return WriteItem(MetadataIndex(name, None, hint), kind, source=MetadataIndex(source))
-        chunk = Chunk(
-            self.offsets[row, : len(size)].tolist(), self.sizes[row, : len(size)].tolist()
-        )
-        at = self.shard_offsets[row, : len(size)].tolist()
+        boxes = (self.offsets, self.sizes, self.shard_offsets)
+        offsets, sizes, at = (values[row, : len(size)].tolist() for values in boxes)
+        chunk = Chunk(offsets, sizes)
         return WriteItem(
             MetadataIndex(name, chunk.offsets, hint),
             kind,
@@ -322,10 +321,12 @@ class WriteItems(Columns[WriteItem]):
         return readonly(self.sizes.prod(axis=1) * self.catalog.itemsize[self.row])
 
     def _same(self, other: WriteItems) -> bool:
-        both = WriteItems.concat([self, other])
-        columns = (both.row, both.offsets, both.sizes, both.shard_offsets)
-        halves = (np.split(values, [len(self)]) for values in columns)
-        return all(np.array_equal(mine, theirs) for mine, theirs in halves)
+        mine, theirs = self, other
+        if self.catalog is not other.catalog and self.catalog.content != other.catalog.content:
+            catalog, (a, b) = merge_catalogs(self.catalog, other.catalog)
+            mine, theirs = (i.recatalog(catalog, n[i.row]) for i, n in ((self, a), (other, b)))
+        columns = ("row", "offsets", "sizes", "shard_offsets")
+        return all(np.array_equal(getattr(mine, c), getattr(theirs, c)) for c in columns)
 
     def to_bytes(self) -> bytes:
         """Encode the columns, catalog first."""

@@ -321,10 +321,9 @@ def _distinct_catalogs(
 ) -> tuple[list[int], list[Catalog], list[npt.NDArray[np.bool_]]]:
     """Return the catalog number of each plan, the catalogs, and which of their rows are used."""
     by_identity = {id(items.catalog): items.catalog for items in plans}
-    by_content = {catalog.content: catalog for catalog in by_identity.values()}
-    numbers = {content: number for number, content in enumerate(by_content)}
-    number_of = {key: numbers[catalog.content] for key, catalog in by_identity.items()}
-    catalogs = list(by_content.values())
+    numbers: dict[object, int] = {}
+    number_of = {k: numbers.setdefault(c.content, len(numbers)) for k, c in by_identity.items()}
+    catalogs = list({number_of[k]: c for k, c in by_identity.items()}.values())
     used = [np.zeros(len(catalog), bool) for catalog in catalogs]
     which = [number_of[id(items.catalog)] for items in plans]
     for items, number in zip(plans, which, strict=True):

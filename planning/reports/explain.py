@@ -206,8 +206,19 @@ def explain(
     how = model or CostModel()
     moved = np.maximum(traffic.ranks.sent, traffic.ranks.received)
     seconds = how.seconds(traffic.ranks.nbytes, traffic.ranks.requests, moved)
-    ranks = attrs.evolve(traffic.ranks, seconds=seconds)
-    totals = _totals(traffic, ranks, how)
+    ranks, nbytes = attrs.evolve(traffic.ranks, seconds=seconds), int(traffic.ranks.nbytes.sum())
+    totals = Totals(
+        needed=nbytes - traffic.relayed + int(ranks.received.sum()),
+        nbytes=nbytes,
+        unique=traffic.unique,
+        whole_chunks=traffic.whole,
+        requests=int(ranks.requests.sum()),
+        elements=int(ranks.elements.sum()),
+        sent=int(ranks.sent.sum()),
+        imbalance=float(ranks.nbytes.max() * len(ranks) / nbytes) if nbytes else 1.0,
+        slowest=int(seconds.argmax()) if len(ranks) else None,
+        seconds=max(float(seconds.max(initial=0.0)), nbytes / how.storage_total),
+    )
     warnings = tuple(_warnings(kind, ranks, traffic.files, totals))
     return Report(kind, ranks, traffic.files, totals, how, warnings, metadata, given, writers)
 
@@ -226,22 +237,6 @@ def _count(metadata: Metadata, plans: Plans, writers: Writers | None) -> tuple[K
     for name in dict.fromkeys(name for plan in saves for name in plan.items.catalog.names):
         metadata.entry(name)  # raises, with the nearest names
     return "save", save_traffic(saves)
-
-
-def _totals(traffic: Traffic, ranks: RankCosts, model: CostModel) -> Totals:
-    nbytes, seconds = int(ranks.nbytes.sum()), ranks.seconds
-    return Totals(
-        needed=nbytes - traffic.relayed + int(ranks.received.sum()),
-        nbytes=nbytes,
-        unique=traffic.unique,
-        whole_chunks=traffic.whole,
-        requests=int(ranks.requests.sum()),
-        elements=int(ranks.elements.sum()),
-        sent=int(ranks.sent.sum()),
-        imbalance=float(ranks.nbytes.max() * len(ranks) / nbytes) if nbytes else 1.0,
-        slowest=int(seconds.argmax()) if len(ranks) else None,
-        seconds=max(float(seconds.max(initial=0.0)), nbytes / model.storage_total),
-    )
 
 
 def _warnings(
