@@ -71,10 +71,8 @@ def load_plan(
             state dict twice or a tensor only in part; it lists all reasons.
     """
     if dtype not in ("same", "cast"):
-        raise ValueError(
-            f'dtype must be "same", or "cast" to convert to the dtypes of the tensors that are '
-            f"filled; not {dtype!r}"
-        )
+        options = '"same", or "cast" to convert to the dtypes of the tensors that are filled'
+        raise ValueError(f"dtype must be {options}; not {dtype!r}")
     if shape not in ("same", "overlap"):
         raise ValueError(f'shape must be "same" or "overlap", not {shape!r}')
     given: tuple[object, object] = metadata, plan

@@ -104,7 +104,7 @@ def match_entries(
 def explain_missing(
     issues: Sequence[Issue], entries: Entries, catalog: Catalog, dtype: str
 ) -> list[Issue]:
-    r"""Add likely alternatives to issues about missing names."""
+    """Add likely alternatives to issues about missing names."""
     saved = entries.row_of
     missing = [issue.fqn for issue in issues if issue.kind == "missing"]
     wanted = {head.name: head for head in catalog.heads}

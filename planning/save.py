@@ -218,14 +218,11 @@ def _with_hints(world: World) -> tuple[SavePlan, ...]:
 
 @attrs.frozen
 class _Nesting:
-    """The ``planner_data`` of nested keys, and the conflicts between ranks.
-
-    ``filled`` names dicts that are empty on some ranks and have contents on others.
-    """
+    """The ``planner_data`` of nested keys, and the conflicts between ranks."""
 
     data: Any
     issues: list[Issue]
-    filled: frozenset[str]
+    filled: frozenset[str]  # dicts that are empty on some ranks and have contents on others
 
 
 def _merge_nesting(world: World) -> _Nesting:

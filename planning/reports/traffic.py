@@ -21,7 +21,7 @@ from ..columns.reads import ReadItems
 from ..columns.world import World
 from ..errors import Issue, NotFoundError, PlanError
 from ..geometry.overlap import gaps, self_overlaps
-from ..geometry.tilings import Grid, Tiling, pad, tile
+from ..geometry.tilings import pad, tile
 from ..metadata import Entries, Metadata
 from ..plans import LoadPlan, SavePlan
 from ..records import LoadItemType
@@ -189,14 +189,6 @@ def itemsizes(entries: Entries) -> Ints:
     return column([*(p.itemsize for p in entries.props), 0])[entries.prop]
 
 
-def _volume(tiling: Tiling) -> int:
-    """Return how many elements lie in at least one chunk."""
-    if isinstance(tiling, Grid) or not self_overlaps(tiling, limit=1):
-        return tiling.volume()
-    bounds = tiling.bounds()
-    return bounds.numel - sum(gap.numel for gap in gaps(tiling, bounds, limit=sys.maxsize))
-
-
 def save_traffic(plans: Sequence[SavePlan]) -> Traffic:
     """Count what ranks write, each to a file of its own; one request a chunk or value."""
     world = World.of(plans)
@@ -359,6 +351,11 @@ def _unique(itemsize: Ints, reads: _Pieces) -> int:
         boxes = real.offsets[low:high], real.lengths[low:high]
         key = boxes[0].tobytes() + boxes[1].tobytes()
         if key not in known:
-            known[key] = _volume(tile(*boxes))
+            tiling = tile(*boxes)
+            known[key] = tiling.volume()
+            if self_overlaps(tiling, limit=1):  # count what lies in several boxes once
+                bounds = tiling.bounds()
+                holes = gaps(tiling, bounds, limit=sys.maxsize)
+                known[key] = bounds.numel - sum(gap.numel for gap in holes)
         total += known[key] * int(itemsize[real.entry[low]])
     return total
