@@ -5,9 +5,9 @@ process group of torch.distributed, and `run_ranks` runs ranks as threads. On to
 (`reduce_scatter`, `all_reduce`, `all_gather`, `broadcast`) either succeeds on every rank or raises
 the same `CheckpointError` on every rank. Torch is imported only by `torch_comm`.
 
-- `comm`: the protocol of a group of ranks; `threads` and `torch/comm` implement it
+- `comm`: the protocol of a group of ranks; `threads` and `processes` implement it
 - `steps`: what ranks do together
-- `torch/rendezvous`: how processes meet and notice that one is gone; `torch/transport`: messages
+- `rendezvous`: how processes meet and notice that one is gone; `transport`: their messages
 - `errors`: what can go wrong
 
 >>> from shardplan.dist import all_reduce, run_ranks
@@ -17,6 +17,7 @@ the same `CheckpointError` on every rank. Torch is imported only by `torch_comm`
 
 from .comm import Comm, Pending, Reduce, solo
 from .errors import CheckpointError, Failure, LostRanksError
+from .processes import torch_comm
 from .steps import (
     all_gather,
     all_keys,
@@ -27,7 +28,6 @@ from .steps import (
     reduce_scatter,
 )
 from .threads import run_ranks
-from .torch.comm import torch_comm
 
 __all__ = [
     # who

@@ -15,7 +15,7 @@ import attrs
 from shardplan.dist import CheckpointError, Comm, solo
 from shardplan.io import FormatError, Pool, ProgressCallback, UnsureCommitError
 from shardplan.io.execute import Copied, Copies, stored_chunks, write_copies
-from shardplan.io.formats import Part, Source, find_format, open_source, open_target
+from shardplan.io.formats import CommitJob, Part, Source, find_format, open_source, open_target
 from shardplan.io.stores import Store
 from shardplan.planning import Mesh, Passes, SavePlan, counted, fingerprint, human_bytes, listed
 from shardplan.planning.storage import (
@@ -303,13 +303,9 @@ def _commit(
     """Make a checkpoint of what all processes wrote; return what they did together."""
     target, copies = job.target, job.copies
     parts = {n: Part(*fields) for share in shares for n, fields in share["parts"]}
+    reports = [parts[n].report for n in range(len(target.plans))]
     left = copies.writer.commit(
-        copies.store,
-        target.metadata,
-        target.plans,
-        [parts[n].report for n in range(len(target.plans))],
-        save_id=save_id,
-        overwrite=overwrite,
+        CommitJob(copies.store, target.metadata, target.plans, reports, save_id, overwrite)
     )
     return {
         "files": sum(part.files for part in parts.values()),

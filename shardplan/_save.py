@@ -15,7 +15,7 @@ import attrs
 
 from shardplan.dist import CheckpointError, Comm
 from shardplan.io import Pool, Progress, ProgressCallback, UnsureCommitError
-from shardplan.io.formats import Part, Writer, open_target
+from shardplan.io.formats import CommitJob, Part, WriteJob, Writer, open_target
 from shardplan.io.stores import Store
 from shardplan.planning import Passes, SavePlan
 
@@ -198,15 +198,16 @@ class _Task:
         plan = self.agreed.agreement.plan
         with self.watch.phase("write"):
             progress = Progress(int(plan.items.nbytes.sum()), self.options.progress)
-            part = self._target.writer.write(
+            job = WriteJob(
                 self._target.store,
                 self.agreed.begun.sd,
                 plan,
-                save_id=self.agreed.save_id,
-                rank=self.comm.rank,
-                pool=self.options.pool,
-                progress=progress,
+                self.agreed.save_id,
+                self.comm.rank,
+                self.options.pool,
+                progress,
             )
+            part = self._target.writer.write(job)
             progress.finish()
         self.watch.count("write", part.nbytes)
         return Kept(part, (attrs.astuple(part), attrs.astuple(self._rank_report(part))))
@@ -217,14 +218,15 @@ class _Task:
         whole = self.agreed.agreement.whole
         assert whole is not None
         with self.watch.phase("commit"):
-            leftovers = self._target.writer.commit(
+            job = CommitJob(
                 self._target.store,
                 whole.metadata,
                 whole.plans,
                 [part.report for part in parts],
-                save_id=self.agreed.save_id,
-                overwrite=self.options.overwrite,
+                self.agreed.save_id,
+                self.options.overwrite,
             )
+            leftovers = self._target.writer.commit(job)
         reports = [RankReport(*fields) for _, fields in written]
         reports[self.comm.rank] = self._rank_report(parts[self.comm.rank])  # with the commit
         total = {

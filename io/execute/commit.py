@@ -15,11 +15,12 @@ import math
 import os
 import re
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Final
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Final, TypeVar
 
 from ..errors import ExistsError, FormatError, UnsureCommitError
+from ..formats.base import WriteJob, Writer
 from ..formats.registry import find_any, known_formats
 from ..stores.base import Entry, Store, StoreError
 from ..stores.local_files import is_temporary
@@ -29,6 +30,8 @@ SURE: Final = frozenset({"missing", "exists", "denied", "full", "short", "long",
 MIN_AGE: Final = 3600.0
 """For how many seconds no file of a killed save must have been written before they are removed."""
 
+F = TypeVar("F")
+R = TypeVar("R")
 _SAVE: Final = re.compile(r"[0-9a-f]{12}")  # how saves are called; users' own words are not
 
 
@@ -50,16 +53,55 @@ def refuse_folder(store: Store, format: str, overwrite: bool) -> None:
         raise ExistsError(f"{store.url} holds a checkpoint", can_overwrite=True)
 
 
-@contextmanager
-def committing(unsure: set[str], save_id: str) -> Iterator[None]:
-    """Note that a save may have been committed, unless the block surely failed before that."""
-    unsure.add(save_id)  # an interrupt comes at any moment
+class FolderWriter(Writer):
+    """What writers of checkpoints that are folders share; ``format`` is the format's name."""
+
+    format: str
+
+    def __init__(self) -> None:
+        self.unsure: set[str] = set()  # saves that may have been committed, or still may be
+
+    def refuse(self, store: Store, overwrite: bool) -> None:
+        """Refuse to save where a checkpoint is; see `refuse_folder`."""
+        refuse_folder(store, self.format, overwrite)
+
+    @contextmanager
+    def committing(self, save_id: str) -> Iterator[None]:
+        """Note that a save may have been committed, unless the block surely failed before that."""
+        self.unsure.add(save_id)  # an interrupt comes at any moment
+        try:
+            yield
+        except UnsureCommitError:
+            raise
+        except Exception:
+            self.unsure.discard(save_id)
+            raise
+
+    def discard(self, store: Store, report: bytes, save_id: str) -> None:
+        """Remove one rank's files, unless a checkpoint may need them; see `Writer.discard`."""
+        if save_id not in self.unsure:
+            with suppress(Exception):
+                store.delete(self.unneeded(store, report, save_id))
+
+    def unneeded(self, store: Store, report: bytes, save_id: str) -> Iterable[str]:
+        """Name the files of a report that no checkpoint in the store names."""
+        raise NotImplementedError
+
+
+def write_all(
+    job: WriteJob,
+    files: Mapping[str, F],
+    write: Callable[[F], R],
+    nbytes: int | Callable[[F], int],
+) -> list[R]:
+    """Write files, given what describes each by name; if one fails, none is left."""
     try:
-        yield
-    except UnsureCommitError:
-        raise
-    except Exception:
-        unsure.discard(save_id)
+        written = job.pool.map(write, files.values(), nbytes=nbytes)
+        job.store.sync()  # another process may commit, and cannot sync what it did not write
+        return written
+    except BaseException:
+        with suppress(Exception):
+            job.store.delete(files)
         raise
 
 

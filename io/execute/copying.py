@@ -26,6 +26,7 @@ from .commit import SURE, unsure_commit
 
 __all__ = [
     "PIECE",
+    "STAGED",
     "Block",
     "Content",
     "FileContents",
@@ -39,6 +40,9 @@ __all__ = [
 
 PIECE: Final = 1 << 19
 """How many bytes move at a time: as many as stay in a processor's own cache."""
+
+STAGED: Final = 96 << 20
+"""Bytes of memory that writing one file may take."""
 
 _TASK: Final = 16 << 20  # bytes that a thread writes before it takes the next ones
 _SMALL: Final = 1 << 16  # bytes an entry has where several threads would only wait for each other

@@ -35,7 +35,7 @@ from shardplan.planning.storage import (
 )
 
 from ..checksums import Proof
-from ..formats.base import ChunkPlace, Part, Source, Writer
+from ..formats.base import ChunkPlace, Part, Source, WriteJob, Writer
 from ..pool import Pool, Progress, ProgressCallback
 from ..stores.base import Store
 from ..tensors import block_of_memory, box_view, empty_tensor, torch_dtype
@@ -370,14 +370,9 @@ def write_copies(
                 last=settle if len(plans) == 1 else _nothing,
             )
             try:
-                parts[number] = copies.writer.write(
-                    copies.store,
-                    _state_dict(reader, ahead, plan),
-                    plan,
-                    save_id=save_id,
-                    rank=number,
-                    pool=writing,
-                )
+                sd = _state_dict(reader, ahead, plan)
+                job = WriteJob(copies.store, sd, plan, save_id, number, writing)
+                parts[number] = copies.writer.write(job)
             finally:
                 ahead.close()
             return ahead.stats

@@ -5,7 +5,18 @@ from typing import TYPE_CHECKING
 from shardplan.planning.door import door
 
 if TYPE_CHECKING:
-    from .base import ChunkPlace, Fault, FileColumns, Findings, Format, Part, Source, Writer
+    from .base import (
+        ChunkPlace,
+        CommitJob,
+        Fault,
+        FileColumns,
+        Findings,
+        Format,
+        Part,
+        Source,
+        WriteJob,
+        Writer,
+    )
     from .registry import (
         detect,
         find_any,
@@ -22,7 +33,9 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = door(
     __name__,
     {
-        "base": "ChunkPlace Fault FileColumns Findings Format Part Source Writer",
+        "base": (
+            "ChunkPlace CommitJob Fault FileColumns Findings Format Part Source WriteJob Writer"
+        ),
         "registry": (
             "detect find_any find_format find_writer known_formats locate open_located open_source "
             "open_target register_format"

@@ -19,7 +19,7 @@ from shardplan.planning.storage import BLOCK_BYTES
 
 from ..checksums import XXH3, Checksum, Sums
 from ..errors import FormatError
-from ..pool import Pool, Progress, ProgressCallback
+from ..pool import Pool, Progress, ProgressCallback, default_pool
 from ..stores.base import Store
 
 if TYPE_CHECKING:  # reading needs no plans of what to save
@@ -257,6 +257,38 @@ class Part:
     report: bytes
 
 
+@attrs.frozen(eq=False)
+class WriteJob:
+    """One rank's part of a save.
+
+    Attributes:
+        sd: The rank's state dict.
+        plan: What to write of it.
+        save_id: The name of the save, which is the same on all ranks.
+        progress: Counts the bytes of tensors as they are written.
+    """
+
+    store: Store
+    sd: Mapping[Any, Any]
+    plan: SavePlan
+    save_id: str
+    rank: int = 0
+    pool: Pool = attrs.field(factory=default_pool, converter=lambda pool: pool or default_pool())
+    progress: Progress | None = None
+
+
+@attrs.frozen(eq=False)
+class CommitJob:
+    """All ranks' parts of a save; ``reports`` (of each `Part`) and ``plans`` are in rank order."""
+
+    store: Store
+    metadata: Metadata
+    plans: Sequence[SavePlan]
+    reports: Sequence[bytes]
+    save_id: str
+    overwrite: bool = False
+
+
 class Writer(Protocol):
     """Writes checkpoints of one format; writers derive from this class.
 
@@ -275,37 +307,17 @@ class Writer(Protocol):
             ExistsError: There is one that must not be replaced, or is of another format.
         """
 
-    def write(
-        self,
-        store: Store,
-        sd: Mapping[Any, Any],
-        plan: SavePlan,
-        *,
-        save_id: str,
-        rank: int,
-        pool: Pool | None = None,
-        progress: Progress | None = None,
-    ) -> Part:
+    def write(self, job: WriteJob) -> Part:
         """Write one rank's part, which does not count as a checkpoint until it is committed.
 
-        ``progress`` counts the bytes of tensors. If it fails, what it wrote is removed again.
+        If it fails, what it wrote is removed again.
         """
         ...
 
-    def commit(
-        self,
-        store: Store,
-        metadata: Metadata,
-        plans: Sequence[SavePlan],
-        reports: Sequence[bytes],
-        *,
-        save_id: str,
-        overwrite: bool,
-    ) -> tuple[str, ...]:
+    def commit(self, job: CommitJob) -> tuple[str, ...]:
         """Make a checkpoint of what all ranks wrote: it exists from one instant on.
 
-        ``plans`` and ``reports`` (each rank's `Part.report`) are in rank order. Returns the files
-        of an older checkpoint that could not be removed.
+        Returns the files of an older checkpoint that could not be removed.
 
         Raises:
             ExistsError: There is a checkpoint, and it was not to be overwritten.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -53,6 +53,7 @@ TORCH_NAMES: Final[dict[str, str]] = {
 _FILE_NAMES: Final = {ours: theirs for theirs, ours in TORCH_NAMES.items()}
 _PACKED: Final = {"F4": 2}  # elements of the file that one of ours holds, along the last axis
 _ALIGN: Final = 64  # where data begins; memory does so, too, and copies between them are fast
+_FIRST: Final = 1 << 16  # bytes that are read of a file at first: most headers fit
 _MAX_NUMBER: Final = 1 << 62
 _WHOLE: Final = frozenset((int,))
 _RESERVED: Final = "__metadata__"
@@ -171,6 +172,13 @@ def header_length(first: bytes, file: str, size: int) -> int:
             file, f"its header would take {length:,} bytes and the file has {size:,}; it is damaged"
         )
     return length + 8
+
+
+def read_header(read: Callable[[int, int], bytes], file: str, size: int) -> bytes:
+    """Read a header, in one request if it is short; ``read`` takes an offset and a length."""
+    data = read(0, min(size, _FIRST))
+    length = header_length(data[:8], file, size)
+    return (data + read(len(data), length - len(data)) if length > len(data) else data)[:length]
 
 
 def parse_header(data: bytes, file: str, size: int) -> Header:

@@ -20,7 +20,7 @@ from torch.futures import Future
 
 from shardplan.io import Pool, ValueRefusedError
 from shardplan.io.execute import Kept, Reader
-from shardplan.io.formats import find_writer, open_source
+from shardplan.io.formats import CommitJob, WriteJob, find_writer, open_source
 from shardplan.io.stores import Store, open_store
 from shardplan.planning import (
     Chunk,
@@ -153,14 +153,9 @@ class _StorageWriter(_Located, StorageWriter):
         if not isinstance(ticket, _Ticket) or fingerprint(ours) != ticket.plan:
             raise ValueError("the planner changed its plan after it was agreed on by all ranks")
         self.save_id = ticket.save_id
-        part = self._writer.write(
-            open_store(self.checkpoint_id),
-            _resolved(plan, ours, planner),
-            ours,
-            save_id=ticket.save_id,
-            rank=ticket.rank,
-            pool=self._pool,
-        )
+        store, sd = open_store(self.checkpoint_id), _resolved(plan, ours, planner)
+        job = WriteJob(store, sd, ours, ticket.save_id, ticket.rank, self._pool)
+        part = self._writer.write(job)
         index = theirs.MetadataIndex(f"rank {ticket.rank}")
         return _done([WriteResult(index, part.nbytes, part.report)])
 
@@ -168,13 +163,10 @@ class _StorageWriter(_Located, StorageWriter):
         store = open_store(self.checkpoint_id)
         reports = [result.storage_data for rank in results for result in rank]
         try:
+            paths = from_torch(metadata).planner_data
+            ours = attrs.evolve(self._metadata, planner_data=paths)
             self._writer.commit(
-                store,
-                attrs.evolve(self._metadata, planner_data=from_torch(metadata).planner_data),
-                self._plans,
-                reports,
-                save_id=self.save_id,
-                overwrite=self._overwrite,
+                CommitJob(store, ours, self._plans, reports, self.save_id, self._overwrite)
             )
         except BaseException:
             for report in reports:

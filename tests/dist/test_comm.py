@@ -32,8 +32,8 @@ from shardplan.dist import (
     torch_comm,
 )
 from shardplan.dist.errors import thinned
-from shardplan.dist.torch.rendezvous import Meetings
-from shardplan.dist.torch.transport import Worker
+from shardplan.dist.rendezvous import Meetings
+from shardplan.dist.transport import Worker
 from shardplan.planning import decode_plan, encode_plan, local_plan
 
 FOLDER = Path(__file__).parents[1] / "ranks"
@@ -841,7 +841,7 @@ def test_importing_dist_does_not_import_torch():
 
 
 def test_a_store_that_never_answers_does_not_hang_a_rank(monkeypatch):
-    monkeypatch.setattr("shardplan.dist.torch.rendezvous.GRACE", 0.1)
+    monkeypatch.setattr("shardplan.dist.rendezvous.GRACE", 0.1)
     release = threading.Event()
 
     class Frozen:

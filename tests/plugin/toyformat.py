@@ -64,29 +64,29 @@ class ToyWriter(Writer):
         if not overwrite and store.exists(INDEX):
             raise ExistsError(f"{store.url} holds a toy", can_overwrite=True)
 
-    def write(self, store, sd, plan, *, save_id, rank, pool=None, progress=None):
-        pieces, values, refused = collect(flatten(sd)[0], plan, progress=progress)
+    def write(self, job):
+        pieces, values, refused = collect(flatten(job.sd)[0], job.plan, progress=job.progress)
         assert not refused
         chunks, nbytes = [], 0
         for number, piece in pieces.items():
-            file, data = f"{save_id}.{rank}.{number}.toy", b"".join(piece.blocks())
-            nbytes += store.write(file, [data])
+            file, data = f"{job.save_id}.{job.rank}.{number}.toy", b"".join(piece.blocks())
+            nbytes += job.store.write(file, [data])
             crc = zlib.crc32(data)
             box = (piece.size, piece.offsets, piece.shape)
             chunks.append((piece.name, piece.dtype, *box, file, crc))
         report = {"chunks": chunks, "values": values}
         return Part(len(chunks), nbytes, json.dumps(report).encode())
 
-    def commit(self, store, metadata, plans, reports, *, save_id, overwrite):
-        old = ToySource(store).files if store.exists(INDEX) else ()
-        parts = [json.loads(report) for report in reports]
+    def commit(self, job):
+        old = ToySource(job.store).files if job.store.exists(INDEX) else ()
+        parts = [json.loads(report) for report in job.reports]
         index = {
-            "save_id": save_id,
+            "save_id": job.save_id,
             "chunks": [chunk for part in parts for chunk in part["chunks"]],
             "values": {name: v for part in parts for name, v in part["values"].items()},
         }
-        store.replace(INDEX, json.dumps(index).encode(), overwrite=overwrite)
-        store.delete(old)
+        job.store.replace(INDEX, json.dumps(index).encode(), overwrite=job.overwrite)
+        job.store.delete(old)
         return ()
 
     def discard(self, store, report, save_id):

@@ -333,7 +333,7 @@ def twin():
 
 def pieces():
     """Messages that go in many pieces."""
-    from shardplan.dist.torch import transport as wire
+    from shardplan.dist import transport as wire
 
     whole, wire.PIECE = wire.PIECE, 1000
     try:

@@ -18,6 +18,7 @@ from shardplan._diff import diff
 from shardplan.io import compare
 from shardplan.io.compare import same_value
 from shardplan.io.errors import FormatError
+from shardplan.io.formats import WriteJob
 from shardplan.io.formats.native.manifest import MANIFEST
 from shardplan.io.formats.native.write import assemble, publish, write_rank
 from shardplan.io.pool import Pool
@@ -72,7 +73,7 @@ def save_world(plans, tensors, holding=None, **options):
             name: Shards(tensors[name], chunks) if name in tensors else f"value of {name}"
             for name, chunks in held.items()
         }
-        written.append(write_rank(store, state, plan, save_id="s", rank=rank, **options))
+        written.append(write_rank(WriteJob(store, state, plan, save_id="s", rank=rank), **options))
     publish(store, assemble(metadata, final, written, save_id="s", **options))
     return store
 

@@ -26,6 +26,7 @@ from shardplan._offers import PlanCache
 from shardplan._replicas import COMPARED_BYTES, digests
 from shardplan.dist import CheckpointError, run_ranks, solo
 from shardplan.io.errors import ExistsError, FormatError, ValueRefusedError
+from shardplan.io.formats import WriteJob
 from shardplan.io.formats.native.write import assemble, publish, write_rank
 from shardplan.io.pool import Pool
 from shardplan.io.stores.base import open_store
@@ -1127,9 +1128,9 @@ def damage(folder, place):
 def small_blocks(tensor, place, block_bytes):
     """Save a tensor as one chunk that is hashed in small blocks."""
     store, (plan,) = open_store(place), (plans := global_plan([local_plan({"w": tensor})]))[0]
-    options = {"save_id": "s", "block_bytes": block_bytes}
-    written = write_rank(store, {"w": tensor}, plan, rank=0, **options)
-    publish(store, assemble(plans[1], [plan], [written], **options))
+    written = write_rank(WriteJob(store, {"w": tensor}, plan, "s"), block_bytes)
+    manifest = assemble(plans[1], [plan], [written], save_id="s", block_bytes=block_bytes)
+    publish(store, manifest)
 
 
 SLICES = {

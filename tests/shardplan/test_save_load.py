@@ -24,6 +24,7 @@ from shardplan.io.errors import ExistsError, FormatError, LoadError, ValueRefuse
 from shardplan.io.execute import fetch
 from shardplan.io.execute import read as reading
 from shardplan.io.execute.read import Reader
+from shardplan.io.formats import WriteJob
 from shardplan.io.formats.headers import parse_header
 from shardplan.io.formats.native.write import assemble, publish, write_rank
 from shardplan.io.formats.registry import open_source
@@ -117,12 +118,14 @@ def test_any_world_loads_what_any_other_world_saved(data, specs, block_bytes, st
     final, metadata = global_plan(plans)
     written = [
         write_rank(
-            store,
-            rank_state(local, tensors, lambda t: t),
-            plan,
-            save_id="s",
-            rank=rank,
-            block_bytes=block_bytes,
+            WriteJob(
+                store,
+                rank_state(local, tensors, lambda t: t),
+                plan,
+                save_id="s",
+                rank=rank,
+            ),
+            block_bytes,
         )
         for rank, (local, plan) in enumerate(zip(plans, final, strict=True))
     ]

@@ -23,7 +23,7 @@ from ...limits import read_whole
 from ...pool import Pool, ProgressCallback, default_pool
 from ...stores.base import MissingFileError, Store
 from ..base import ChunkPlace, Fault, Findings, Format, Source
-from ..headers import Header, header_length, parse_header
+from ..headers import Header, parse_header, read_header
 from ..torch_save.archive import (
     DESCRIPTOR,
     Window,
@@ -285,9 +285,8 @@ class DcpSource(Source):
         if (number, at) not in self._shared:
             file = self.described.files[number]
             window = Window(self.inner, file, at, self._sizes[number] - at)
-            length = header_length(window.read(0, min(8, window.length)), file, window.length)
-            header = parse_header(window.read(0, length), file, window.length)
-            self._shared[number, at] = header
+            data = read_header(window.read, file, window.length)
+            self._shared[number, at] = parse_header(data, file, window.length)
         slot = self._shared[number, at].slots.get(item.name)
         if slot is None or slot.offsets != item.offsets:
             raise PickleError("its safetensors header describes another chunk")

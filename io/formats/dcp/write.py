@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -27,13 +27,20 @@ from shardplan.planning import (
 from shardplan.planning.columns import DAMAGE
 
 from ...errors import FormatError, ValueRefusedError
-from ...execute.commit import committing, put_in_place, refuse_folder, remove, tidy
-from ...execute.copying import Content, FileContents, Seal, literal, threads_for, write_file
+from ...execute.commit import FolderWriter, put_in_place, remove, tidy, write_all
+from ...execute.copying import (
+    STAGED,
+    Content,
+    FileContents,
+    Seal,
+    literal,
+    threads_for,
+    write_file,
+)
 from ...execute.pieces import Piece, blocks_of, collect
 from ...limits import check_size, read_whole
-from ...pool import Pool, Progress, default_pool
 from ...stores.base import Store
-from ..base import Part, Writer
+from ..base import CommitJob, Part, WriteJob
 from ..torch_save.archive import ALIGNMENT, Frame, frame_of
 from ..torch_save.write import dump_values, pickle_tensor
 from .metadata import (
@@ -50,81 +57,57 @@ from .source import DcpFormat
 
 _FILE_BYTES: Final = 256 << 20  # a rank with more than this writes several files at once
 _MAX_FILES: Final = 4
-_STAGED: Final = 96 << 20  # memory that writing one file may take
 
 
-class DcpWriter(Writer):
+class DcpWriter(FolderWriter):
     """Writes checkpoints that `torch.distributed.checkpoint.load` reads."""
 
-    def __init__(self) -> None:
-        self._unsure: set[str] = set()  # saves that may have been committed, or not
+    format = "dcp"
 
-    def refuse(self, store: Store, overwrite: bool) -> None:
-        """Refuse to save over a checkpoint; see `Writer.refuse`."""
-        refuse_folder(store, "dcp", overwrite)
-
-    def write(
-        self,
-        store: Store,
-        sd: Mapping[Any, Any],
-        plan: SavePlan,
-        *,
-        save_id: str,
-        rank: int,
-        pool: Pool | None = None,
-        progress: Progress | None = None,
-    ) -> Part:
+    def write(self, job: WriteJob) -> Part:
         """Write one rank's ``.distcp`` files; see `Writer.write`."""
-        pieces, values, refused = collect(flatten(sd)[0], plan, progress=progress)
+        plan, store = job.plan, job.store
+        pieces, values, refused = collect(flatten(job.sd)[0], plan, progress=job.progress)
         items = [*_values(values, {**refused, **_lost_keys(plan)}), *_tensors(plan, pieces)]
         files = [
-            _placed(f"__{rank}_{number}-{save_id}.distcp", share)
+            _placed(f"__{job.rank}_{number}-{job.save_id}.distcp", share)
             for number, share in enumerate(_share(items))
         ]
-        pool = pool or default_pool()
-        threads = threads_for(pool, len(files))
-        try:
-            pool.map(lambda file: file.write(store, threads), files, nbytes=_STAGED + store.staging)
-        except BaseException:
-            with suppress(Exception):
-                store.delete([file.name for file in files])
-            raise
+        threads = threads_for(job.pool, len(files))
+        write_all(
+            job,
+            {file.name: file for file in files},
+            lambda file: file.write(store, threads),
+            STAGED + store.staging,
+        )
         written = [attrs.astuple(item) for file in files for item in file.written()]
         nbytes = sum(file.nbytes for file in files)
         return Part(len(files), nbytes, json.dumps(written).encode())
 
-    def commit(
-        self,
-        store: Store,
-        metadata: Metadata,
-        plans: Sequence[SavePlan],
-        reports: Sequence[bytes],
-        *,
-        save_id: str,
-        overwrite: bool,
-    ) -> tuple[str, ...]:
+    def commit(self, job: CommitJob) -> tuple[str, ...]:
         """Put `.metadata` in place; see `Writer.commit`."""
-        self.refuse(store, overwrite)
-        written = {(w.name, w.offset): w for report in reports for w in _from_report(report)}
-        _check_all(metadata, written)
-        data = pickle.dumps(_torch_metadata(metadata, written, store.url, save_id))
+        store, save_id = job.store, job.save_id
+        self.refuse(store, job.overwrite)
+        written = {(w.name, w.offset): w for report in job.reports for w in _from_report(report)}
+        _check_all(job.metadata, written)
+        data = pickle.dumps(_torch_metadata(job.metadata, written, store.url, save_id))
         check_size(METADATA, len(data), "metadata")
         old = _older(store)
         new = {item.file for item in written.values()}
         store.sync()
-        with committing(self._unsure, save_id):
-            put_in_place(store, METADATA, data, overwrite=overwrite)
+        with self.committing(save_id):
+            put_in_place(store, METADATA, data, overwrite=job.overwrite)
         left = remove(store, [name for name in old if name not in new])
         tidy(store, {*new, *left})
         return left
 
-    def discard(self, store: Store, report: bytes, save_id: str) -> None:
-        """Remove one rank's files; see `Writer.discard`."""
-        if save_id in self._unsure:
-            return
-        with suppress(Exception):
-            if _published(store) != save_id:
-                store.delete({item.file for item in _from_report(report)})
+    def unneeded(self, store: Store, report: bytes, save_id: str) -> Iterable[str]:
+        """Name the files that `.metadata` does not name; see `FolderWriter.unneeded`."""
+        if store.exists(METADATA):
+            found = parse_metadata(read_whole(store, METADATA, "metadata")).metadata.storage_meta
+            if found is not None and found.save_id == save_id:
+                return ()
+        return {item.file for item in _from_report(report)}
 
 
 @attrs.frozen
@@ -341,10 +324,3 @@ def _older(store: Store) -> tuple[str, ...]:
     with suppress(FormatError):  # what damaged metadata names is left alone
         files = DcpFormat().open(store).files
     return *files, *rank_metadata(store.list(recursive=False))
-
-
-def _published(store: Store) -> str | None:
-    if not store.exists(METADATA):
-        return None
-    meta = parse_metadata(read_whole(store, METADATA, "metadata")).metadata.storage_meta
-    return meta.save_id if meta else None

@@ -12,6 +12,7 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import attrs
@@ -32,7 +33,7 @@ from ...limits import read_whole
 from ...pool import Pool, Progress, ProgressCallback, default_pool
 from ...stores.base import MissingFileError, Store, StoreError, check_path
 from ..base import ChunkPlace, Fault, Findings, Format, Source, read_bytes
-from ..headers import Header, Slot, header_length, parse_header
+from ..headers import Header, Slot, parse_header, read_header
 
 if TYPE_CHECKING:
     from .write import HfWriter
@@ -48,7 +49,6 @@ _SUFFIX: Final = ".safetensors"
 _INDEX_SUFFIX: Final = ".safetensors.index.json"
 _NUMBERED: Final = re.compile(r"(?!shard-)(.+)-(\d{5})-of-(\d{5})\.safetensors")
 OWN_NAME: Final = re.compile(r"model-(?:[0-9a-f]+-)?\d{5}-of-\d{5}\.safetensors")
-_FIRST: Final = 1 << 16  # bytes that are read of a file at first: most headers fit
 _LOG: Final = logging.getLogger("shardplan")
 _NO_SUMS: Final = (
     "safetensors files have no checksums: headers and sizes were checked, elements were not"
@@ -130,7 +130,7 @@ def _find_faults(store: Store, name: str, error: FormatError, pool: Pool) -> Fin
 def _try_header(store: Store, file: str, index: str | None) -> Header | Fault:
     try:
         store.size(file)
-        return read_header(store, file, index)
+        return open_header(store, file, index)
     except MissingFileError:
         named = f", and {index} names it" if index else ""
         return Fault("missing", file, f"it is missing{named}")
@@ -166,7 +166,7 @@ class HfSource(Source):
         if lost is not None:
             raise FormatError(*lost)
         headers = (pool or default_pool()).map(
-            lambda file: read_header(store, file, chosen.index), chosen.files
+            lambda file: open_header(store, file, chosen.index), chosen.files
         )
         if loose:
             headers = [header for header in headers if not is_part(header.metadata)]
@@ -385,7 +385,7 @@ def uncommitted(store: Store, file: str) -> bool:
 
 def _peek(store: Store, file: str) -> Mapping[str, str]:
     """Return the ``__metadata__`` of a file's header; the file may well be cut short."""
-    data = _header_bytes(store, file, store.size(file))
+    data = read_header(partial(read_bytes, store, file), file, store.size(file))
     try:
         found = json.loads(data[8:]).get("__metadata__", {})
     except (ValueError, AttributeError, RecursionError):
@@ -407,23 +407,15 @@ def own_words(metadata: Mapping[str, str]) -> Mapping[str, Any]:
     return own if isinstance(own, dict) else {}
 
 
-def read_header(store: Store, file: str, index: str | None = None) -> Header:
-    """Read one header, in one request if it is short; an index may have named the file."""
+def open_header(store: Store, file: str, index: str | None = None) -> Header:
+    """Read and check one header; an index may have named the file."""
     try:
         size = store.size(file)
-        data = _header_bytes(store, file, size)
+        data = read_header(partial(read_bytes, store, file), file, size)
     except MissingFileError:
         named = f", and {index} names it" if index else ""
         raise FormatError(file, f"it is missing{named}; was all of it downloaded?") from None
     return parse_header(data, file, size)
-
-
-def _header_bytes(store: Store, file: str, size: int) -> bytes:
-    data = read_bytes(store, file, 0, min(size, _FIRST))
-    length = header_length(data[:8], file, size)
-    if length > len(data):
-        data += read_bytes(store, file, len(data), length - len(data))
-    return data[:length]
 
 
 def read_index(store: Store, index: str) -> dict[str, str]:

@@ -21,11 +21,12 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 import attrs
 
-from shardplan.planning import CodecError, Metadata, RefusedError, SavePlan, flatten, itemsize
+from shardplan.planning import CodecError, RefusedError, SavePlan, flatten, itemsize
 from shardplan.planning.storage import (
     MAX_SHARD_SIZE,
     assign_shards,
@@ -37,25 +38,24 @@ from shardplan.planning.storage import (
 
 from ...errors import ExistsError, FormatError, ValueRefusedError
 from ...execute.commit import (
-    committing,
+    FolderWriter,
     put_file,
     put_in_place,
-    refuse_folder,
     remove,
     take_name,
     unsure_commit,
+    write_all,
 )
-from ...execute.copying import Content, FileContents, literal, threads_for, write_file
+from ...execute.copying import STAGED, Content, FileContents, literal, threads_for, write_file
 from ...execute.pieces import Piece, blocks_of, collect, tied_pieces
 from ...limits import check_size
-from ...pool import Pool, Progress, default_pool
+from ...pool import Progress
 from ...stores.base import Store
 from ...stores.local_files import TEMPORARY
-from ..base import Part, Writer
+from ..base import CommitJob, Part, WriteJob
 from ..headers import file_entry, framed, refused_name
 from .source import INDEX, OWN_NAME, PART_OF, RESERVED, SINGLE, TIED, read_index, uncommitted
 
-_STAGED: Final = 96 << 20  # memory that one file in the making may take
 _STRAY: Final = re.compile(rf"model\.safetensors\.[0-9a-f]+{re.escape(TEMPORARY)}")
 
 
@@ -81,7 +81,7 @@ class _File:
         write_file(store, self.name, contents, nbytes=self.size, atomic=self.name == SINGLE)
 
 
-class HfWriter(Writer):
+class HfWriter(FolderWriter):
     """Writes Hugging Face checkpoints.
 
     Args:
@@ -89,21 +89,22 @@ class HfWriter(Writer):
         leave_out: Whether non-tensor values are left out; else they are refused.
     """
 
+    format = "hf"
     max_ranks = 1
 
     def __init__(
         self, *, max_shard_size: int | str = MAX_SHARD_SIZE, leave_out: bool = False
     ) -> None:
+        super().__init__()
         self.max_shard_size, self.leave_out = parse_size(max_shard_size), leave_out
         self._tied: Mapping[str, str] = {}
         self._remarks: Mapping[str, str] = {}
-        self._unsure: set[str] = set()  # saves that may have been committed
 
     def refuse(self, store: Store, overwrite: bool) -> None:
         """Refuse to save where a checkpoint is; see `Writer.refuse`."""
         if store.url.endswith(".safetensors"):
             raise ValueError(f"an `hf` checkpoint is a folder; {store.url} is the name of a file")
-        refuse_folder(store, "hf", overwrite)
+        super().refuse(store, overwrite)
 
     def prepare(self, plans: Sequence[SavePlan]) -> tuple[SavePlan, ...]:
         """Number the files of all ranks; see `number_shards`."""
@@ -121,30 +122,21 @@ class HfWriter(Writer):
             key=lambda i: (-int(catalog.itemsize[rows[i]]), catalog.names[rows[i]]),
         )
 
-    def write(
-        self,
-        store: Store,
-        sd: Mapping[Any, Any],
-        plan: SavePlan,
-        *,
-        save_id: str,
-        rank: int,
-        pool: Pool | None = None,
-        progress: Progress | None = None,
-    ) -> Part:
+    def write(self, job: WriteJob) -> Part:
         """Write one rank's files; see `Writer.write`.
 
         Several ranks need plans that `prepare` has numbered.
         """
+        plan, store, save_id = job.plan, job.store, job.save_id
         shards = shards_of(plan)
         if shards is None:
             refuse_split((plan,))
-            if rank:
+            if job.rank:
                 raise RefusedError(
                     "several ranks write an `hf` checkpoint only from plans that "
                     "`HfWriter.prepare` has numbered"
                 )
-        pieces, ties = self._collect(sd, plan, progress)
+        pieces, ties = self._collect(job.sd, plan, job.progress)
         if shards is None:
             sizes = {name: pieces[name].nbytes for name in sorted(pieces)}
             (shards,) = assign_shards([sizes], self.max_shard_size)
@@ -157,14 +149,12 @@ class HfWriter(Writer):
             kept.sort(key=lambda piece: (-itemsize(piece.dtype), piece.name))
             part = {"file": name, "save_id": save_id, PART_OF: INDEX} if shards.count > 1 else {}
             files.append(_File(name, kept, _header(name, kept, ties, self._remarks, part)))
-        pool = pool or default_pool()
-        threads = threads_for(pool, len(files))
-        try:
-            pool.map(lambda file: file.write(store, threads), files, nbytes=_STAGED + store.staging)
-        except BaseException:
-            with suppress(Exception):
-                store.delete([file.name for file in files if file.name != SINGLE])
-            raise
+        threads, cost = threads_for(job.pool, len(files)), STAGED + store.staging
+        write = partial(_File.write, store=store, threads=threads)
+        if own:
+            write_all(job, {file.name: file for file in files}, write, cost)
+        else:  # in place at once; if it fails, an older checkpoint stays
+            job.pool.map(write, files, nbytes=cost)
         report = {
             "files": [file.name for file in files],
             "weights": {piece.name: file.name for file in files for piece in file.pieces},
@@ -197,18 +187,10 @@ class HfWriter(Writer):
         ties = tied_pieces(free) | {n: k for n, k in self._tied.items() if k in pieces}
         return {n: p for n, p in pieces.items() if n not in ties}, ties
 
-    def commit(
-        self,
-        store: Store,
-        metadata: Metadata,
-        plans: Sequence[SavePlan],
-        reports: Sequence[bytes],
-        *,
-        save_id: str,
-        overwrite: bool,
-    ) -> tuple[str, ...]:
+    def commit(self, job: CommitJob) -> tuple[str, ...]:
         """Put the index, or the single file, in place; then tidy up. See `Writer.commit`."""
-        parts = [_decode(report) for report in reports]
+        store, save_id, overwrite = job.store, job.save_id, job.overwrite
+        parts = [_decode(report) for report in job.reports]
         new = {name for part in parts for name in part["files"]}
         old: set[str] = set()
         if new == {SINGLE}:  # which is in place since its last byte was written
@@ -220,13 +202,13 @@ class HfWriter(Writer):
             _check_there(store, new)
             own = _own_name(SINGLE, save_id)
             if new == {own}:
-                with committing(self._unsure, save_id):
+                with self.committing(save_id):
                     put_file(store, own, SINGLE, overwrite=overwrite)
                 new = {SINGLE}
             else:
                 new = self._put_index(store, parts, save_id, overwrite)
         if SINGLE in old - new:
-            with committing(self._unsure, save_id):
+            with self.committing(save_id):
                 _remove_single(store)
         return _tidy(store, old, new)
 
@@ -249,23 +231,19 @@ class HfWriter(Writer):
         data = (json.dumps(table, indent=2) + "\n").encode()
         try:
             check_size(INDEX, len(data), "index")
-            with committing(self._unsure, save_id):
+            with self.committing(save_id):
                 store.sync()
                 put_in_place(store, INDEX, data, overwrite=overwrite)
         except Exception:
-            if save_id not in self._unsure:
+            if save_id not in self.unsure:
                 with suppress(Exception):
                     store.delete(taken.values())
             raise
         return {INDEX, *(taken.get(name, name) for name in own)}
 
-    def discard(self, store: Store, report: bytes, save_id: str) -> None:
-        """Remove one rank's files, unless an index may come to name them; see `Writer.discard`."""
-        if save_id in self._unsure:
-            return
-        with suppress(Exception):
-            committed = _files_of(store)
-            store.delete([name for name in _decode(report)["files"] if name not in committed])
+    def unneeded(self, store: Store, report: bytes, save_id: str) -> Iterable[str]:
+        """Name the files that are no checkpoint, nor part of one; see `FolderWriter.unneeded`."""
+        return set(_decode(report)["files"]) - _files_of(store)
 
 
 def _header(

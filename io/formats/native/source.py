@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final
 
+import attrs
 import numpy as np
 
 from shardplan.planning import find_issues
@@ -20,7 +21,7 @@ from ...pool import Pool, ProgressCallback, default_pool
 from ...stores.base import MissingFileError, Store
 from ...values import RAW, StoredValue, load_value
 from ..base import ChunkPlace, Fault, FileColumns, Findings, Format, Source, read_bytes
-from ..headers import MAX_HEADER, Header, Slot, parse_header
+from ..headers import MAX_HEADER, Header, Slot, parse_header, read_header
 from .manifest import MANIFEST, Manifest, decode_manifest, find_manifest, read_manifest
 
 if TYPE_CHECKING:
@@ -82,6 +83,15 @@ class NativeFormat(Format):
         return save_id_of(file)
 
 
+@attrs.frozen(eq=False)
+class Opened:
+    """A file's size, its header if chunks can be found by it, and what is wrong."""
+
+    size: int
+    header: Header | None
+    faults: Sequence[Fault]
+
+
 class Expected:
     """What a manifest says of each file, to be compared with the file's header."""
 
@@ -112,22 +122,54 @@ class Expected:
         box = self._boxes[layout][chunk]
         return Slot(name, entries.props[entries.prop[row]].dtype, box.sizes, box.offsets)
 
-    def header_bytes(self, number: int, size: int) -> int:
-        """Return how many bytes of a file of this size are its header, if it is the saved one."""
-        return min(int(self._manifest.files.headers[number]), MAX_HEADER + 8, size)
-
     def header_cost(self, number: int) -> int:
         """Return how many bytes of memory it takes to parse the header of a file."""
         return _PARSED * int(self._manifest.files.headers[number])
 
-    def fits(self, number: int, data: bytes) -> bool:
-        """Return whether these bytes are the header that was saved."""
-        return hash_views([memoryview(data)]) == self._manifest.files.digests[number]
+    def open(self, store: Store, number: int) -> Opened:
+        """Read the header of a file, and check that this is the file that was saved."""
+        name, size = self._manifest.files.names[number], int(self._manifest.files.sizes[number])
+        try:
+            return self._check(store, number, name, store.size(name))
+        except MissingFileError:
+            return Opened(0, None, (size_fault(name, size, None),))
 
-    def wrote(self, number: int, header: Header) -> bool:
-        """Return whether a header claims to be of this save, and of the file of that number."""
-        ours = (self._manifest.save_id, self._manifest.files.names[number])
-        return (header.save_id, header.name) == ours
+    def _check(self, store: Store, number: int, name: str, found: int) -> Opened:
+        """Check a file of so many bytes."""
+        files = self._manifest.files
+        size, length = int(files.sizes[number]), int(files.headers[number])
+        data = read_bytes(store, name, 0, min(length, MAX_HEADER + 8, found))
+        genuine = hash_views([memoryview(data)]) == files.digests[number]
+        faults = [] if found == size else [size_fault(name, size, found)]
+        try:
+            if not genuine:
+                data = read_header(partial(read_bytes, store, name), name, found)
+            header = parse_header(data, name, size if genuine else found)
+        except FormatError as error:
+            if found >= length:  # else it is cut short, and no more can be said
+                faults.append(Fault("header", name, error.reason, None, 0, length))
+            return Opened(found, None, faults)
+        own = (header.save_id, header.name) == (self._manifest.save_id, name)
+        stranger = None if own else self._stranger(name, header, found)
+        if stranger is not None:
+            return Opened(found, None, (stranger,))
+        if not genuine or not own:
+            reason = "its header does not fit its checksum"
+            faults.append(Fault("header", name, reason, None, 0, length))
+        return Opened(found, header, faults)
+
+    def _stranger(self, name: str, header: Header, found: int) -> Fault | None:
+        """Return a fault if a file was written under another name, by another save or program."""
+        save_id = self._manifest.save_id
+        if header.save_id is None:
+            return Fault("foreign", name, "another program wrote it", None, 0, found)
+        if header.save_id == save_id and header.name in self._manifest.files.names:
+            return Fault("swapped", name, f"it was written as {header.name}", None, 0, found)
+        own = None if header.name is None else save_id_of(header.name)
+        if own != header.save_id or own == save_id:
+            return None  # no save wrote that: it is the header that is damaged
+        reason = f"save {header.save_id} wrote it as {header.name}; this is save {save_id}"
+        return Fault("foreign", name, reason, None, 0, found)
 
 
 class NativeSource(Source):
@@ -240,32 +282,22 @@ class NativeSource(Source):
 
     def _header(self, number: int) -> tuple[Ints, Ints]:
         """Return which chunks lie in a file as the manifest says, and where they begin."""
-        files, expected = self.manifest.files, self._expected
-        name, size = files.names[number], int(files.sizes[number])
-        try:
-            found = self.store.size(name)
-            if found != size:
-                raise self._bad(number, f"it has {found:,} bytes and was saved with {size:,}")
-            data = read_bytes(self.store, name, 0, expected.header_bytes(number, size))
-        except MissingFileError:
-            raise self._bad(number, "it is missing", _REMEDY) from None
-        if not expected.fits(number, data):
-            raise self._bad(number, "its header is damaged, or belongs to another file")
-        header = parse_header(data, name, size)
-        if not expected.wrote(number, header):
-            who = f"{header.name} by save {header.save_id}"
-            raise self._bad(number, f"it was written as {who}: files were swapped")
-        pairs = [(at, header.slots.get(slot.name), slot) for at, slot in expected.slots(number)]
+        opened = self._expected.open(self.store, number)
+        if opened.header is None or opened.faults:
+            raise self._bad(number, opened.faults[0])
+        slots = opened.header.slots
+        pairs = [(at, slots.get(slot.name), slot) for at, slot in self._expected.slots(number)]
         good = [
             (at, slot.begin) for at, slot, wanted in pairs if slot and slot.place == wanted.place
         ]
         rows = column(good, len(good), 2)
         return rows[:, 0], rows[:, 1]
 
-    def _bad(self, number: int, reason: str, remedy: str = "") -> FormatError:
+    def _bad(self, number: int, fault: Fault) -> FormatError:
         """Return the error of a file that is not the saved one, with what should lie in it."""
         names = sorted({slot.name for _, slot in self._expected.slots(number)})
-        text = f"{reason}; {listed(names)} should lie in it{remedy}"
+        remedy = _REMEDY if fault.kind == "missing" else ""
+        text = f"{fault.reason}; {listed(names)} should lie in it{remedy}"
         return FormatError(self.files[number], text)
 
     def _chunk_place(self, name: str, chunk: int, number: int) -> ChunkPlace:
@@ -285,7 +317,7 @@ class NativeSource(Source):
 def size_fault(name: str, size: int, found: int | None) -> Fault:
     """Describe a file that is not there in its full size; ``found`` is None if it is missing."""
     if found is None:
-        return Fault("missing", name, "it is not there", None, 0, size)
+        return Fault("missing", name, "it is missing", None, 0, size)
     what = "it was cut short" if found < size else "something was added"
     reason = f"it has {found:,} bytes and was saved with {size:,}: {what}"
     return Fault("size", name, reason, None, min(size, found), max(size, found))

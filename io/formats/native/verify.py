@@ -19,18 +19,18 @@ import numpy as np
 
 from shardplan.planning import find_issues, itemsize
 from shardplan.planning.columns import Ints, column, padded
-from shardplan.planning.storage import cut_blocks, save_id_of
+from shardplan.planning.storage import cut_blocks
 
 from ...buffers import byte_view
 from ...checksums import Sums, combine, xxhash
 from ...errors import FormatError
 from ...pool import Pool, Progress, ProgressCallback, default_pool
-from ...stores.base import MissingFileError, Store, StoreError
+from ...stores.base import Store, StoreError
 from ...values import StoredValue, load_value
-from ..base import Fault, FaultKind, Findings, read_bytes
-from ..headers import Header, Slot, header_length, parse_header
+from ..base import Fault, FaultKind, Findings
+from ..headers import Header, Slot
 from .manifest import MANIFEST, Manifest, decode_manifest, find_manifest
-from .source import Expected, size_fault
+from .source import Expected, Opened
 
 _TASK: Final = 16 << 20  # bytes that are worth a thread's while
 _TASK_BLOCKS: Final = 1 << 12
@@ -126,15 +126,6 @@ class _Scan:
 
 
 @attrs.frozen(eq=False)
-class _Opened:
-    """A file's size, its header if chunks can be found by it, and what is wrong so far."""
-
-    size: int
-    header: Header | None
-    faults: Sequence[Fault]
-
-
-@attrs.frozen(eq=False)
 class _Scanner:
     """Compares files and their headers with the manifest."""
 
@@ -146,60 +137,21 @@ class _Scanner:
     def scan(self, number: int) -> _Scan:
         """Look at one file; its data is not read."""
         files = self.manifest.files
-        opened = self._open(number, files.names[number], int(files.sizes[number]))
+        name, size = files.names[number], int(files.sizes[number])
+        try:
+            opened = self.expected.open(self.store, number)
+        except StoreError as error:
+            opened = Opened(0, None, (Fault("unreadable", name, str(error), None, 0, size),))
         wanted = {slot.name: (slot, at) for at, slot in self.expected.slots(number)}
         if opened.header is None:
-            scan = _Scan(files.names[number], tuple(opened.faults), frozenset(wanted))
+            scan = _Scan(name, tuple(opened.faults), frozenset(wanted))
         else:
-            scan = self._match(files.names[number], wanted, opened, opened.header)
-        self.progress.add(int(files.sizes[number]) - int(scan.lengths.sum()))
+            scan = self._match(name, wanted, opened, opened.header)
+        self.progress.add(size - int(scan.lengths.sum()))
         return scan
 
-    def _open(self, number: int, name: str, size: int) -> _Opened:
-        try:
-            return self._header(number, name, size, self.store.size(name))
-        except MissingFileError:
-            return _Opened(0, None, (size_fault(name, size, None),))
-        except StoreError as error:
-            return _Opened(0, None, (Fault("unreadable", name, str(error), None, 0, size),))
-
-    def _header(self, number: int, name: str, size: int, found: int) -> _Opened:
-        length = int(self.manifest.files.headers[number])
-        data = read_bytes(self.store, name, 0, self.expected.header_bytes(number, found))
-        genuine = self.expected.fits(number, data)
-        faults = [] if found == size else [size_fault(name, size, found)]
-        try:
-            if not genuine:
-                data = read_bytes(self.store, name, 0, header_length(data[:8], name, found))
-            header = parse_header(data, name, size if genuine else found)
-        except FormatError as error:
-            if found >= length:  # else it is cut short, and no more can be said
-                faults.append(Fault("header", name, error.reason, None, 0, length))
-            return _Opened(found, None, faults)
-        own = self.expected.wrote(number, header)
-        stranger = None if own else self._stranger(name, header, found)
-        if stranger is not None:
-            return _Opened(found, None, (stranger,))
-        if not genuine or not own:
-            reason = "its header does not fit its checksum"
-            faults.append(Fault("header", name, reason, None, 0, length))
-        return _Opened(found, header, faults)
-
-    def _stranger(self, name: str, header: Header, found: int) -> Fault | None:
-        """Return a fault if a file was written under another name, by another save or program."""
-        save_id = self.manifest.save_id
-        if header.save_id is None:
-            return Fault("foreign", name, "another program wrote it", None, 0, found)
-        if header.save_id == save_id and header.name in self.manifest.files.names:
-            return Fault("swapped", name, f"it was written as {header.name}", None, 0, found)
-        own = None if header.name is None else save_id_of(header.name)
-        if own != header.save_id or own == save_id:
-            return None  # no save wrote that: it is the header that is damaged
-        reason = f"save {header.save_id} wrote it as {header.name}; this is save {save_id}"
-        return Fault("foreign", name, reason, None, 0, found)
-
     def _match(
-        self, file: str, wanted: Mapping[str, tuple[Slot, int]], opened: _Opened, header: Header
+        self, file: str, wanted: Mapping[str, tuple[Slot, int]], opened: Opened, header: Header
     ) -> _Scan:
         """Compare the chunks of a header with those of the manifest, and cut them into blocks."""
         good, bad = list[tuple[Slot, int]](), list[Fault]()

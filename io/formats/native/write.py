@@ -29,13 +29,13 @@ from shardplan.planning.storage import BLOCK_BYTES, WritePlan, file_numbers, wri
 
 from ...checksums import Sums, combine, hash_views, xxhash
 from ...errors import FormatError, ValueRefusedError, listed
-from ...execute.commit import committing, put_in_place, refuse_folder, remove, tidy
+from ...execute.commit import FolderWriter, put_in_place, remove, tidy, write_all
 from ...execute.pieces import Piece, collect
 from ...limits import check_size
 from ...pool import Pool, Progress, check_stopped, default_pool
 from ...stores.base import MissingFileError, Store, StoreError
 from ...values import StoredValue, sort_values
-from ..base import Part, Writer
+from ..base import CommitJob, Part, WriteJob
 from ..headers import Slot, build_header, refused_name
 from .manifest import MANIFEST, FileTable, Manifest, encode_manifest, read_manifest, version_of
 
@@ -44,67 +44,37 @@ _STAGED: Final = 96 << 20  # memory that copies for one file in the making may t
 _COPIES: Final = 3  # of what cannot be written as it lies: cast, laid out, waiting to be written
 
 
-class NativeWriter(Writer):
+class NativeWriter(FolderWriter):
     """Writes our own format."""
 
-    def __init__(self) -> None:
-        self._unsure: set[str] = set()  # saves whose commit failed, but may have happened, or may
-
-    def refuse(self, store: Store, overwrite: bool) -> None:
-        """Refuse to save where a checkpoint is; see `Writer.refuse`."""
-        refuse_folder(store, "safetensors", overwrite)
+    format = "safetensors"
 
     def write_order(self, plan: SavePlan, rank: int) -> Iterable[int]:
         """Return the items by file, and by width in each; see `Writer.write_order`."""
         order: list[int] = write_plan(plan).order.tolist()
         return order
 
-    def write(
-        self,
-        store: Store,
-        sd: Mapping[Any, Any],
-        plan: SavePlan,
-        *,
-        save_id: str,
-        rank: int,
-        pool: Pool | None = None,
-        progress: Progress | None = None,
-    ) -> Part:
+    def write(self, job: WriteJob) -> Part:
         """Write one rank's safetensors files; see `Writer.write`."""
-        written = write_rank(
-            store, sd, plan, save_id=save_id, rank=rank, pool=pool, progress=progress
-        )
+        written = write_rank(job)
         return Part(len(written.files), written.nbytes, written.to_bytes())
 
-    def commit(
-        self,
-        store: Store,
-        metadata: Metadata,
-        plans: Sequence[SavePlan],
-        reports: Sequence[bytes],
-        *,
-        save_id: str,
-        overwrite: bool,
-    ) -> tuple[str, ...]:
+    def commit(self, job: CommitJob) -> tuple[str, ...]:
         """Publish the manifest; see `Writer.commit`."""
-        written = [Written.from_bytes(report) for report in reports]
-        manifest = assemble(metadata, plans, written, save_id=save_id, created=time.time())
-        with committing(self._unsure, save_id):
-            left = publish(store, manifest, overwrite=overwrite)
-        tidy(store, (*manifest.files.names, *left))
+        written = [Written.from_bytes(report) for report in job.reports]
+        created = time.time()
+        manifest = assemble(job.metadata, job.plans, written, save_id=job.save_id, created=created)
+        with self.committing(job.save_id):
+            left = publish(job.store, manifest, overwrite=job.overwrite)
+        tidy(job.store, (*manifest.files.names, *left))
         return left
 
-    def discard(self, store: Store, report: bytes, save_id: str) -> None:
-        """Remove one rank's files, unless a manifest may come to name them."""
-        if save_id in self._unsure:
-            return
-        with suppress(Exception):
-            try:
-                published = read_manifest(store).save_id == save_id
-            except FormatError:
-                published = False
-            if not published:
-                store.delete([file.name for file in Written.from_bytes(report).files])
+    def unneeded(self, store: Store, report: bytes, save_id: str) -> Iterable[str]:
+        """Name the files that no manifest names; see `FolderWriter.unneeded`."""
+        with suppress(FormatError):
+            if read_manifest(store).save_id == save_id:
+                return ()
+        return [file.name for file in Written.from_bytes(report).files]
 
 
 @attrs.frozen
@@ -154,36 +124,22 @@ class Written:
             raise CodecError(f"a rank's report of what it wrote is damaged: {error}") from error
 
 
-def write_rank(
-    store: Store,
-    sd: Mapping[Any, Any],
-    plan: SavePlan,
-    *,
-    save_id: str,
-    rank: int = 0,
-    pool: Pool | None = None,
-    block_bytes: int = BLOCK_BYTES,
-    progress: Progress | None = None,
-) -> Written:
+def write_rank(job: WriteJob, block_bytes: int = BLOCK_BYTES) -> Written:
     """Write the data files of one rank; nothing can be loaded until the save is committed.
 
     Returns:
         What was written. All of it has reached the disk, the names of the files included.
     """
-    pieces, values = _collect_items(flatten(sd)[0], plan, progress)
-    files = _files(plan, write_plan(plan, rank, save_id), pieces, values)
-    headers = [build_header(file.name, file.slots, save_id) for file in files]
-    try:
-        written = (pool or default_pool()).map(
-            lambda pair: pair[0].write(store, pair[1], block_bytes),
-            zip(files, headers, strict=True),
-            nbytes=lambda pair: pair[0].staged(store.staging) + len(pair[1]),
-        )
-        store.sync()  # another process may commit, and cannot sync what it did not write
-    except BaseException:
-        with suppress(Exception):
-            store.delete([file.name for file in files])
-        raise
+    plan, store = job.plan, job.store
+    pieces, values = _collect_items(flatten(job.sd)[0], plan, job.progress)
+    files = _files(plan, write_plan(plan, job.rank, job.save_id), pieces, values)
+    headers = [build_header(file.name, file.slots, job.save_id) for file in files]
+    written = write_all(
+        job,
+        {file.name: (file, header) for file, header in zip(files, headers, strict=True)},
+        lambda pair: pair[0].write(store, pair[1], block_bytes),
+        lambda pair: pair[0].staged(store.staging) + len(pair[1]),
+    )
     sums = np.zeros(len(plan.items), np.uint64)
     for file, digests in zip(files, written, strict=True):
         sums[file.rows] = digests

@@ -17,16 +17,15 @@ import attrs
 import torch
 from torch import _weights_only_unpickler
 
-from shardplan.planning import Metadata, RefusedError, SavePlan, flatten, listed, unflatten
+from shardplan.planning import RefusedError, SavePlan, flatten, listed, unflatten
 
 from ...errors import ExistsError, ValueRefusedError
 from ...execute.commit import tidy
 from ...execute.copying import FileContents, threads_for, write_file
 from ...execute.pieces import Piece, blocks_of, collect, tied_pieces
 from ...limits import check_size
-from ...pool import Pool, Progress, default_pool
 from ...stores.base import Store
-from ..base import Part, Writer
+from ..base import CommitJob, Part, WriteJob, Writer
 from ..registry import known_formats
 from .archive import in_memory, lay_out, read_archive, zip_bytes
 from .names import explain, explain_name, load_archive, load_nested
@@ -82,22 +81,12 @@ class TorchWriter(Writer):
         names, rows = plan.items.catalog.names, plan.items.row.tolist()
         return [item for item, row in enumerate(rows) if names[row] not in self.tied]
 
-    def write(
-        self,
-        store: Store,
-        sd: Mapping[Any, Any],
-        plan: SavePlan,
-        *,
-        save_id: str,
-        rank: int,
-        pool: Pool | None = None,
-        progress: Progress | None = None,
-    ) -> Part:
+    def write(self, job: WriteJob) -> Part:
         """Write the file; see `Writer.write`. It is in place at once, being the only part."""
-        if rank != 0:
+        if job.rank != 0:
             raise _too_many()
-        flat, _ = flatten(sd)
-        pieces, values, refused = collect(flat, plan, progress=progress)
+        plan, (flat, _) = job.plan, flatten(job.sd)
+        pieces, values, refused = collect(flat, plan, progress=job.progress)
         tensors = {piece.name: piece for piece in pieces.values()}
         cut = sorted({piece.name for piece in pieces.values() if piece.shape != piece.size})
         if cut:
@@ -115,28 +104,19 @@ class TorchWriter(Writer):
         layout = lay_out(pickle, [piece.nbytes for piece in held])
         contents = FileContents(
             lambda local: layout.contents(blocks_of(held, local)),
-            threads_for(pool or default_pool(), 1),
+            threads_for(job.pool, 1),
         )
         size = layout.size
         check_size(self.file, len(pickle), "pickle")
         check_size(self.file, layout.directory_size, "directory")
-        write_file(store, self.file, contents, nbytes=size, atomic=True)
+        write_file(job.store, self.file, contents, nbytes=size, atomic=True)
         return Part(1, size, b"")
 
-    def commit(
-        self,
-        store: Store,
-        metadata: Metadata,
-        plans: Sequence[SavePlan],
-        reports: Sequence[bytes],
-        *,
-        save_id: str,
-        overwrite: bool,
-    ) -> tuple[str, ...]:
+    def commit(self, job: CommitJob) -> tuple[str, ...]:
         """See that there was one part only; see `Writer.commit`."""
-        if len(reports) != 1:
+        if len(job.reports) != 1:
             raise _too_many()
-        tidy(store, file=self.file)
+        tidy(job.store, file=self.file)
         return ()
 
     def discard(self, store: Store, report: bytes, save_id: str) -> None:

@@ -16,6 +16,7 @@ from shardplan.dist import run_ranks
 from shardplan.io.errors import ExistsError, FormatError, UnsureCommitError
 from shardplan.io.execute import commit as left_by_saves
 from shardplan.io.execute import leftovers
+from shardplan.io.formats import CommitJob, WriteJob
 from shardplan.io.formats.native.manifest import MANIFEST, read_manifest, sign
 from shardplan.io.formats.native.write import NativeWriter, assemble, publish, write_rank
 from shardplan.io.pool import Pool
@@ -60,7 +61,7 @@ def save_two_ranks(store, save_id="s", stores=None):
     final, metadata = global_plan(tuple(local_plan(sd) for sd in sds))
     places = stores or [store, store]
     written = [
-        write_rank(place, sd, plan, save_id=save_id, rank=rank)
+        write_rank(WriteJob(place, sd, plan, save_id=save_id, rank=rank))
         for rank, (place, sd, plan) in enumerate(zip(places, sds, final, strict=True))
     ]
     return assemble(metadata, final, written, save_id=save_id)
@@ -652,7 +653,7 @@ def test_a_file_of_another_save_is_refused_though_the_manifest_has_its_checksum(
         bodies[0]["files"][key] = bodies[1]["files"][key]
     rest = {k: v for k, v in bodies[0].items() if k not in ("format", "version", "xxh3_64")}
     (tmp_path / "a" / MANIFEST).write_bytes(sign(json.dumps(rest).encode()[1:]))
-    with pytest.raises(FormatError, match=f"written as {theirs.name} by save .*swapped"):
+    with pytest.raises(FormatError, match=f"save .* wrote it as {theirs.name}; this is save"):
         shardplan.restore(tmp_path / "a")
 
 
@@ -684,10 +685,10 @@ def test_a_writer_whose_commit_is_unsure_keeps_its_files(tmp_path):
     store = open_store(tmp_path)
     plans, metadata = global_plan((local_plan(state(1)),))
     writer = NativeWriter()
-    part = writer.write(store, state(1), plans[0], save_id="s", rank=0)
+    part = writer.write(WriteJob(store, state(1), plans[0], save_id="s", rank=0))
     late = FaultyStore(store, fail_at=1, mode="late")
     with pytest.raises(UnsureCommitError):
-        writer.commit(late, metadata, plans, [part.report], save_id="s", overwrite=False)
+        writer.commit(CommitJob(late, metadata, plans, [part.report], save_id="s", overwrite=False))
     writer.discard(store, part.report, "s")
     late.arrive()
     assert held(store) == 1
@@ -696,6 +697,6 @@ def test_a_writer_whose_commit_is_unsure_keeps_its_files(tmp_path):
 def test_a_writer_that_did_not_commit_removes_its_files(tmp_path):
     store = open_store(tmp_path)
     (plan,), _ = global_plan((local_plan(state(1)),))
-    part = NativeWriter().write(store, state(1), plan, save_id="s", rank=0)
+    part = NativeWriter().write(WriteJob(store, state(1), plan, save_id="s", rank=0))
     NativeWriter().discard(store, part.report, "s")
     assert store.list() == ()

@@ -13,6 +13,7 @@ from shardplan.dist import CheckpointError, run_ranks
 from shardplan.io import ExistsError, open_store
 from shardplan.io.errors import UnsureCommitError
 from shardplan.io.execute.pieces import Lazy
+from shardplan.io.formats import CommitJob, WriteJob
 from shardplan.io.formats.hf.source import INDEX, SINGLE
 from shardplan.io.formats.registry import detect, find_writer, open_target
 from shardplan.io.stores.base import StoreError
@@ -35,10 +36,10 @@ def put(store, sd, kind, overwrite=True, save_id=None):
     writer.refuse(store, overwrite)
     plans = writer.prepare(plans)
     save_id = save_id or os.urandom(3).hex()
-    part = writer.write(store, sd, plans[0], save_id=save_id, rank=0)
+    part = writer.write(WriteJob(store, sd, plans[0], save_id=save_id, rank=0))
     try:
         return writer.commit(
-            store, metadata, plans, [part.report], save_id=save_id, overwrite=overwrite
+            CommitJob(store, metadata, plans, [part.report], save_id=save_id, overwrite=overwrite)
         )
     except Exception:
         writer.discard(store, part.report, save_id)
@@ -209,13 +210,15 @@ class Saver:
 
     def write(self):
         plan = self.plans[0]
-        part = self.writer.write(self.store, self.sd, plan, save_id=self.save_id, rank=0)
+        part = self.writer.write(WriteJob(self.store, self.sd, plan, save_id=self.save_id, rank=0))
         self.report = part.report
 
     def commit(self):
         options = {"save_id": self.save_id, "overwrite": self.overwrite}
         try:
-            self.writer.commit(self.store, self.metadata, self.plans, [self.report], **options)
+            self.writer.commit(
+                CommitJob(self.store, self.metadata, self.plans, [self.report], **options)
+            )
         except Exception:
             self.writer.discard(self.store, self.report, self.save_id)
             raise
@@ -289,7 +292,7 @@ def test_a_single_file_whose_last_answer_is_lost_is_told_as_unsure(tmp_path, for
     plans, _ = global_plan([local_plan(NEW)])
     late = FaultyStore(store, fail_at=0, mode="late")
     with pytest.raises(UnsureCommitError, match="may exist nevertheless"):
-        writer.write(late, NEW, plans[0], save_id="ab", rank=0)
+        writer.write(WriteJob(late, NEW, plans[0], save_id="ab", rank=0))
     late.arrive()
     assert set(shardplan.restore(tmp_path / "x.pt" if format == "torch" else tmp_path)) == set(NEW)
 
@@ -306,7 +309,7 @@ def test_a_file_that_cannot_be_read_to_its_end_is_no_unsure_commit(tmp_path):
 
     plans, _ = global_plan([local_plan({"w": torch.ones(4)})])
     with pytest.raises(StoreError) as info:
-        writer.write(store, {"w": Failing()}, plans[0], save_id="ab", rank=0)
+        writer.write(WriteJob(store, {"w": Failing()}, plans[0], save_id="ab", rank=0))
     assert not isinstance(info.value, UnsureCommitError)
 
 

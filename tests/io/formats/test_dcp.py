@@ -35,6 +35,7 @@ import shardplan
 from shardplan._read import read_rank
 from shardplan.io.errors import ExistsError, FormatError, UnsureCommitError, ValueRefusedError
 from shardplan.io.execute.read import Reader
+from shardplan.io.formats import CommitJob, WriteJob
 from shardplan.io.formats.dcp import metadata as rank_module
 from shardplan.io.formats.dcp.metadata import METADATA, Described, parse_metadata
 from shardplan.io.formats.registry import find_writer, open_source
@@ -125,10 +126,10 @@ def save(sd, store, *, planner=None, overwrite=False, save_id="0123ab"):
     writer.refuse(store, overwrite)
     local = (local_plan(sd),) if planner is None else planner((local_plan(sd),))
     plans, metadata = global_plan(local)
-    part = writer.write(store, sd, plans[0], save_id=save_id, rank=0)
+    part = writer.write(WriteJob(store, sd, plans[0], save_id=save_id, rank=0))
     try:
         return writer.commit(
-            store, metadata, plans, [part.report], save_id=save_id, overwrite=overwrite
+            CommitJob(store, metadata, plans, [part.report], save_id=save_id, overwrite=overwrite)
         )
     except BaseException:
         writer.discard(store, part.report, save_id)

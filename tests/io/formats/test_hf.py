@@ -22,6 +22,7 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate
 import shardplan
 from shardplan.io import ExistsError, FormatError, ValueRefusedError, open_store
 from shardplan.io.errors import UnsureCommitError
+from shardplan.io.formats import CommitJob, WriteJob
 from shardplan.io.formats.headers import TORCH_NAMES
 from shardplan.io.formats.hf.write import HfWriter
 from shardplan.io.formats.registry import detect, open_source
@@ -439,8 +440,10 @@ def test_values_can_be_left_out(tmp_path):
     writer = HfWriter(leave_out=True)
     plans, metadata = global_plan([shardplan.planning.local_plan({"w": torch.ones(2), "step": 7})])
     store = open_store(tmp_path)
-    part = writer.write(store, {"w": torch.ones(2), "step": 7}, plans[0], save_id="ab", rank=0)
-    writer.commit(store, metadata, plans, [part.report], save_id="ab", overwrite=False)
+    part = writer.write(
+        WriteJob(store, {"w": torch.ones(2), "step": 7}, plans[0], save_id="ab", rank=0)
+    )
+    writer.commit(CommitJob(store, metadata, plans, [part.report], save_id="ab", overwrite=False))
     same(shardplan.restore(tmp_path), {"w": torch.ones(2)})
 
 
@@ -487,7 +490,9 @@ def test_sharded_tensors_are_refused_and_convert_is_named(tmp_path):
     plans, _ = global_plan(world_plans(specs, Mesh(dp=2)))
     for rank in (0, 1):
         with pytest.raises(RefusedError, match=r"`w`.*convert"):
-            HfWriter().write(open_store(tmp_path), {}, plans[rank], save_id="a", rank=rank)
+            HfWriter().write(
+                WriteJob(open_store(tmp_path), {}, plans[rank], save_id="a", rank=rank)
+            )
     with pytest.raises(RefusedError, match=r"`w`.*convert"):
         HfWriter().prepare(plans)
 
@@ -499,10 +504,10 @@ def test_ranks_with_whole_tensors_write_one_checkpoint(tmp_path):
     plans, metadata = global_plan(local)
     plans = writer.prepare(plans)
     reports = [
-        writer.write(store, sd, plan, save_id="ab", rank=rank).report
+        writer.write(WriteJob(store, sd, plan, save_id="ab", rank=rank)).report
         for rank, (sd, plan) in enumerate(zip(parts, plans, strict=True))
     ]
-    writer.commit(store, metadata, plans, reports, save_id="ab", overwrite=False)
+    writer.commit(CommitJob(store, metadata, plans, reports, save_id="ab", overwrite=False))
     assert sorted(os.listdir(tmp_path))[:2] == [
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
@@ -538,8 +543,10 @@ def put(store, sd, files, **options):
     plans, metadata = global_plan([shardplan.planning.local_plan(sd)])
     writer.refuse(store, **options)
     save_id = os.urandom(3).hex()
-    part = writer.write(store, sd, plans[0], save_id=save_id, rank=0)
-    return writer.commit(store, metadata, plans, [part.report], save_id=save_id, **options)
+    part = writer.write(WriteJob(store, sd, plans[0], save_id=save_id, rank=0))
+    return writer.commit(
+        CommitJob(store, metadata, plans, [part.report], save_id=save_id, **options)
+    )
 
 
 @pytest.mark.parametrize("before", [1, 2])

@@ -24,6 +24,7 @@ from shardplan.io.errors import ExistsError, FormatError, UnsureCommitError, Val
 from shardplan.io.execute.copying import Block, FileContents
 from shardplan.io.execute.pieces import Lazy
 from shardplan.io.execute.read import Reader
+from shardplan.io.formats import CommitJob, WriteJob
 from shardplan.io.formats.registry import find_writer, open_source, open_target
 from shardplan.io.formats.torch_save import source as torchsave
 from shardplan.io.formats.torch_save.archive import Window, lay_out, read_archive
@@ -92,8 +93,10 @@ def save(sd, path, *, planner=None, overwrite=False, wrap=lambda store: store):
     writer.refuse(store, overwrite)
     local = (local_plan(sd),) if planner is None else planner((local_plan(sd),))
     plans, metadata = global_plan(local)
-    part = writer.write(store, sd, plans[0], save_id="0123ab", rank=0)
-    writer.commit(store, metadata, plans, [part.report], save_id="0123ab", overwrite=overwrite)
+    part = writer.write(WriteJob(store, sd, plans[0], save_id="0123ab", rank=0))
+    writer.commit(
+        CommitJob(store, metadata, plans, [part.report], save_id="0123ab", overwrite=overwrite)
+    )
     return part
 
 
@@ -464,7 +467,7 @@ def test_a_failed_write_leaves_nothing(tmp_path):
     store, writer = open_target(tmp_path / "x.pt", "torch")
     plans, _ = global_plan((local_plan(sd),))
     with pytest.raises((OSError, StoreError)):
-        writer.write(store, {**sd, "z": Broken()}, plans[0], save_id="a", rank=0)
+        writer.write(WriteJob(store, {**sd, "z": Broken()}, plans[0], save_id="a", rank=0))
     assert os.listdir(tmp_path) == ["x.pt"]
     assert torch_load(tmp_path / "x.pt") == {"n": 1}
 
@@ -473,9 +476,11 @@ def test_only_one_process_may_write_a_file(tmp_path):
     store, writer = open_target(tmp_path / "x.pt", "torch")
     plans, metadata = global_plan((local_plan({"n": 1}),))
     with pytest.raises(ValueError, match="convert"):
-        writer.write(store, {"n": 1}, plans[0], save_id="a", rank=1)
+        writer.write(WriteJob(store, {"n": 1}, plans[0], save_id="a", rank=1))
     with pytest.raises(ValueError, match="convert"):
-        writer.commit(store, metadata, plans * 2, [b"", b""], save_id="a", overwrite=False)
+        writer.commit(
+            CommitJob(store, metadata, plans * 2, [b"", b""], save_id="a", overwrite=False)
+        )
     assert not os.listdir(tmp_path)
 
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import attrs
 
-from ..errors import LostRanksError
+from .errors import LostRanksError
 from .transport import Worker
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ import attrs
 
 from shardplan.planning import named_extras
 
-from ..comm import Comm, Pending, Reduce, as_bytes, as_parts, departure
-from ..errors import LostRanksError
+from .comm import Comm, Pending, Reduce, as_bytes, as_parts, departure
+from .errors import LostRanksError
 from .rendezvous import Meetings
 from .transport import StuckError, Trouble, Wire, Worker, join, split
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 
-from ..errors import LostRanksError
+from .errors import LostRanksError
 
 if TYPE_CHECKING:
     from torch import Tensor
