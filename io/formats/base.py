@@ -20,10 +20,47 @@ from shardplan.planning.storage import BLOCK_BYTES
 from ..checksums import XXH3, Checksum, Sums
 from ..errors import FormatError
 from ..pool import Pool, Progress, ProgressCallback, default_pool
-from ..stores.base import Store
+from ..stores.base import Store, StoreError
 
 if TYPE_CHECKING:  # reading needs no plans of what to save
     from shardplan.planning import SavePlan
+
+
+LIMITS: Final = {
+    "manifest": 1 << 30,  # one of a million chunks has 20 MB
+    "metadata": 1 << 30,  # one of a million chunks has 150 MB
+    "index": 1 << 26,  # one of a million tensors has 100 bytes for each
+    "config": 1 << 24,
+    "header": 100_000_000,  # the safetensors library refuses longer ones, too
+    "pickle": 1 << 32,  # of a `torch.save` archive; it holds what is not in tensors
+    "directory": 1 << 28,  # of an archive
+}
+"""The most bytes of a file that is read whole, by kind of file."""
+
+MAX_BYTES: Final = 1 << 60
+"""Values, files and headers are smaller than this."""
+
+
+def check_size(file: str, nbytes: int, what: str) -> None:
+    """Refuse a file that is too large to be read whole."""
+    if nbytes > LIMITS[what]:
+        raise FormatError(
+            file, f"it has {nbytes:,} bytes; the limit for a file of this kind is {LIMITS[what]:,}"
+        )
+
+
+def read_whole(store: Store, file: str, what: str) -> bytes:
+    """Read a file whole, if it is not too large."""
+    try:
+        return store.read_all(file, limit=LIMITS[what])
+    except StoreError as error:
+        if error.kind == "long":
+            check_size(file, store.size(file), what)
+        if error.kind in ("long", "path"):
+            raise FormatError(file, error.reason) from None
+        raise
+    except MemoryError:
+        raise FormatError(file, f"there is not enough memory to read this {what}") from None
 
 
 def read_bytes(store: Store, file: str, begin: int, nbytes: int) -> bytes:
@@ -257,6 +294,14 @@ class Part:
     report: bytes
 
 
+def _given_pool(pool: Pool | None) -> Pool:
+    return pool or default_pool()
+
+
+def _pool(given: Pool | None) -> Pool:
+    return given or default_pool()
+
+
 @attrs.frozen(eq=False)
 class WriteJob:
     """One rank's part of a save.
@@ -273,7 +318,7 @@ class WriteJob:
     plan: SavePlan
     save_id: str
     rank: int = 0
-    pool: Pool = attrs.field(factory=default_pool, converter=lambda pool: pool or default_pool())
+    pool: Pool = attrs.field(default=None, converter=_given_pool)
     progress: Progress | None = None
 
 

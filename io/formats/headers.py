@@ -22,7 +22,7 @@ from shardplan.planning import itemsize
 from shardplan.planning.geometry import shape_fault
 
 from ..errors import FormatError
-from ..limits import LIMITS
+from .base import LIMITS
 
 MAX_HEADER: Final = LIMITS["header"]
 """The longest header in bytes; the safetensors library refuses longer ones, too."""

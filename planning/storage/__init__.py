@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         cut_blocks,
         entries_of,
         find_chunks,
+        group_blocks,
         locate_reads,
         reach_of,
         reads_of,
@@ -74,11 +75,13 @@ if TYPE_CHECKING:
         assign_shards,
         file_numbers,
         number_shards,
+        pack_files,
         parse_size,
         refuse_split,
         save_id_of,
         shard_plans,
         shards_of,
+        widest_first,
         write_plan,
     )
 
@@ -86,8 +89,8 @@ __getattr__, __dir__ = door(
     __name__,
     {
         "blocks": (
-            "BLOCK_BYTES Blocks ChunkTable boxes_of cut_blocks entries_of find_chunks locate_reads "
-            "reach_of reads_of"
+            "BLOCK_BYTES Blocks ChunkTable boxes_of cut_blocks entries_of find_chunks "
+            "group_blocks locate_reads reach_of reads_of"
         ),
         "copy": (
             "BATCH_BYTES Box CopyBudget CopyPlan StoredChunks copy_budget copy_plan file_bytes "
@@ -105,8 +108,8 @@ __getattr__, __dir__ = door(
         ),
         "target": "Placements Target Traits plan_target",
         "write": (
-            "MAX_SHARD_SIZE Shards WritePlan assign_shards file_numbers number_shards parse_size "
-            "refuse_split save_id_of shard_plans shards_of write_plan"
+            "MAX_SHARD_SIZE Shards WritePlan assign_shards file_numbers number_shards pack_files "
+            "parse_size refuse_split save_id_of shard_plans shards_of widest_first write_plan"
         ),
     },
 )

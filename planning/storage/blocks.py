@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
@@ -34,6 +35,7 @@ __all__ = [
     "cut_blocks",
     "entries_of",
     "find_chunks",
+    "group_blocks",
     "locate_reads",
     "look_up",
     "reach_of",
@@ -109,6 +111,25 @@ def cut_blocks(
     for axis in range(sizes.shape[1]):
         number = number * along[box, axis] + cell[:, axis]
     return Blocks(box, low - offsets[box], high - low, number)
+
+
+def group_blocks(
+    start: Ints, nbytes: Ints, max_bytes: int = BLOCK_BYTES, max_blocks: int = 1 << 12
+) -> list[tuple[int, int]]:
+    """Group blocks of a file, in order, into tasks of neighbours; return which rows each has.
+
+    A task has at most ``max_blocks`` blocks, and begins less than ``max_bytes`` bytes of blocks
+    before its last one.
+
+    >>> group_blocks(np.array([0, 4, 8, 20]), np.array([4, 4, 4, 4]), max_bytes=8)
+    [(0, 2), (2, 3), (3, 4)]
+    """
+    if not len(nbytes):
+        return []
+    share, few = (np.cumsum(nbytes) - nbytes) // max_bytes, np.arange(len(nbytes)) // max_blocks
+    apart = start[1:] != (start + nbytes)[:-1]
+    edges = np.flatnonzero((np.diff(share) != 0) | (np.diff(few) != 0) | apart) + 1
+    return list(pairwise([0, *edges.tolist(), len(nbytes)]))
 
 
 def reach_of(extents: Ints, itemsize: Ints, max_bytes: int = BLOCK_BYTES) -> Ints:

@@ -6,7 +6,7 @@
 4. Blocks that are parts of one block of their chunk form a unit, which is hashed as one.
 5. Units are sorted by file and place, and grouped into tasks: what one thread does at a time.
 
-Nothing is read here; `shardplan.io.execute.fetch` carries the plan out.
+Nothing is read here; `shardplan.io.execute.read` carries the plan out.
 """
 
 from __future__ import annotations

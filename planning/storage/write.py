@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Final
 import attrs
 import numpy as np
 
-from ..columns.arrays import Ints, column, readonly
+from ..columns.arrays import Ints, column, distinct, readonly
 from ..errors import RefusedError, listed
 from ..text import Printed, Sheet, human_bytes, listing
 from .blocks import BLOCK_BYTES, Blocks, cut_blocks
 
 if TYPE_CHECKING:
+    from ..columns.items import WriteItems
     from ..plans import SavePlan
 
 __all__ = [
@@ -36,11 +37,13 @@ __all__ = [
     "file_name",
     "file_numbers",
     "number_shards",
+    "pack_files",
     "parse_size",
     "refuse_split",
     "save_id_of",
     "shard_plans",
     "shards_of",
+    "widest_first",
     "write_plan",
 ]
 
@@ -190,6 +193,42 @@ def write_plan(
         readonly(nbytes),
         block_bytes,
     )
+
+
+def widest_first(items: WriteItems) -> Ints:
+    """Return the order of items that keeps each aligned in a file: by width, then by name."""
+    if not len(items):
+        return items.row
+    catalog, row = items.catalog, items.row
+    return np.lexsort((catalog.name_order[row], -catalog.itemsize[row]))
+
+
+def pack_files(
+    nbytes: Ints, align: int, *, file_bytes: int = 256 << 20, max_files: int = 4
+) -> tuple[Ints, Ints]:
+    """Distribute items over files of about the same size, in order, each from an aligned byte on.
+
+    Args:
+        nbytes: The bytes of each item.
+        align: What the first byte of each item is a multiple of.
+        file_bytes: With less than twice this, there is one file.
+        max_files: The most files.
+
+    Returns:
+        The file of each item, and its first byte there.
+
+    >>> file, begin = pack_files(np.array([30, 5, 40]), 8, file_bytes=30)
+    >>> file.tolist(), begin.tolist()
+    ([0, 0, 1], [0, 32, 0])
+    """
+    total = int(nbytes.sum())
+    count = min(max(total // file_bytes, 1), max_files)
+    middle = np.cumsum(nbytes) - nbytes + nbytes // 2
+    file = np.minimum(middle * count // max(total, 1), count - 1)
+    file = np.searchsorted(distinct(file), file)  # without files that would hold nothing
+    room = -(-nbytes // align) * align
+    start = np.cumsum(room) - room
+    return file, start - start[np.searchsorted(file, file)]
 
 
 MAX_SHARD_SIZE: Final = 5_000_000_000

@@ -14,11 +14,11 @@ import torch
 
 import shardplan
 from shardplan.io.errors import FormatError
+from shardplan.io.formats.base import LIMITS
 from shardplan.io.formats.native.manifest import MANIFEST, sign
 from shardplan.io.formats.torch_save.archive import zip_bytes
 from shardplan.io.formats.torch_save.names import load_nested, load_summed
 from shardplan.io.formats.torch_save.unpickler import PickleError
-from shardplan.io.limits import LIMITS
 from shardplan.torch_dcp.byte_io import UnsafeValueError, load_value
 
 HOSTILE = Path(__file__).parents[1] / "hostile"

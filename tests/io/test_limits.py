@@ -9,10 +9,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import shardplan
-from shardplan.io import limits
 from shardplan.io.errors import FormatError
+from shardplan.io.formats import base as limits
 from shardplan.io.formats import headers
-from shardplan.io.limits import LIMITS
+from shardplan.io.formats.base import LIMITS
 from shardplan.planning import (
     Chunk,
     PlanError,

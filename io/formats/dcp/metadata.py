@@ -36,8 +36,8 @@ from shardplan.planning.columns import DAMAGE, column
 from shardplan.planning.geometry import Tiling, shape_fault, tile, tile_chunks
 
 from ...errors import FormatError, ValueRefusedError
-from ...limits import MAX_BYTES
 from ...stores.base import StoreError, check_path
+from ..base import MAX_BYTES
 from ..torch_save.names import PLAIN
 from ..torch_save.standins import whole_numbers
 from ..torch_save.unpickler import (

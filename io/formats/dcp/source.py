@@ -19,10 +19,9 @@ from shardplan.planning import BytesMetadata, TensorMetadata, flatten
 
 from ...checksums import CRC32, sum_crc
 from ...errors import FormatError
-from ...limits import read_whole
 from ...pool import Pool, ProgressCallback, default_pool
 from ...stores.base import MissingFileError, Store
-from ..base import ChunkPlace, Fault, Findings, Format, Source
+from ..base import ChunkPlace, Fault, Findings, Format, Source, read_whole
 from ..headers import Header, parse_header, read_header
 from ..torch_save.archive import (
     DESCRIPTOR,

@@ -10,7 +10,8 @@ import json
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from itertools import pairwise
+from typing import Any
 
 import attrs
 import numpy as np
@@ -24,7 +25,8 @@ from shardplan.planning import (
     empty_names,
     flatten,
 )
-from shardplan.planning.columns import DAMAGE
+from shardplan.planning.columns import DAMAGE, column
+from shardplan.planning.storage import pack_files
 
 from ...errors import FormatError, ValueRefusedError
 from ...execute.commit import FolderWriter, put_in_place, remove, tidy, write_all
@@ -38,9 +40,8 @@ from ...execute.copying import (
     write_file,
 )
 from ...execute.pieces import Piece, blocks_of, collect
-from ...limits import check_size, read_whole
 from ...stores.base import Store
-from ..base import CommitJob, Part, WriteJob
+from ..base import CommitJob, Part, WriteJob, check_size, read_whole
 from ..torch_save.archive import ALIGNMENT, Frame, frame_of
 from ..torch_save.write import dump_values, pickle_tensor
 from .metadata import (
@@ -55,9 +56,6 @@ from .metadata import (
 )
 from .source import DcpFormat
 
-_FILE_BYTES: Final = 256 << 20  # a rank with more than this writes several files at once
-_MAX_FILES: Final = 4
-
 
 class DcpWriter(FolderWriter):
     """Writes checkpoints that `torch.distributed.checkpoint.load` reads."""
@@ -69,9 +67,12 @@ class DcpWriter(FolderWriter):
         plan, store = job.plan, job.store
         pieces, values, refused = collect(flatten(job.sd)[0], plan, progress=job.progress)
         items = [*_values(values, {**refused, **_lost_keys(plan)}), *_tensors(plan, pieces)]
+        file, begin = pack_files(column([item.nbytes for item in items]), ALIGNMENT)
+        count = int(file[-1]) + 1 if items else 0
+        edges = pairwise(np.searchsorted(file, np.arange(count + 1)).tolist())
         files = [
-            _placed(f"__{job.rank}_{number}-{job.save_id}.distcp", share)
-            for number, share in enumerate(_share(items))
+            _File(f"__{job.rank}_{n}-{job.save_id}.distcp", items[i:j], begin[i:j].tolist())
+            for n, (i, j) in enumerate(edges)
         ]
         threads = threads_for(job.pool, len(files))
         write_all(
@@ -179,15 +180,6 @@ def _tail(frame: Frame, number: int) -> Seal:
     return Seal(frame.tail, [number], lambda sums: frame.make_tail(sums[0]))
 
 
-def _placed(name: str, archives: Sequence[_Archive]) -> _File:
-    """Place archives in a file."""
-    begins, at = [], 0
-    for archive in archives:
-        begins.append(-(-at // ALIGNMENT) * ALIGNMENT)
-        at = begins[-1] + archive.nbytes
-    return _File(name, archives, begins)
-
-
 def _values(values: Mapping[str, Any], refused: dict[str, str]) -> list[_Archive]:
     """Return the archives of non-tensor values, or refuse all that cannot be stored."""
     try:
@@ -206,19 +198,6 @@ def _tensors(plan: SavePlan, pieces: Mapping[int, Piece]) -> Iterator[_Archive]:
         frame = frame_of(pickle_tensor(piece.dtype, piece.shape), piece.nbytes)
         number = int(hints[row])
         yield _Archive(piece.name, piece.offsets, number, frame.size, frame=frame, piece=piece)
-
-
-def _share(archives: Sequence[_Archive]) -> list[list[_Archive]]:
-    """Distribute archives over files of about the same size, in order."""
-    total = sum(archive.nbytes for archive in archives)
-    count = min(max(total // _FILE_BYTES, 1), _MAX_FILES)
-    files: list[list[_Archive]] = [[] for _ in range(count)]
-    done = 0
-    for archive in archives:
-        middle = done + archive.nbytes // 2
-        files[min(middle * count // max(total, 1), count - 1)].append(archive)
-        done += archive.nbytes
-    return [file for file in files if file]
 
 
 def _from_report(report: bytes) -> list[_Written]:

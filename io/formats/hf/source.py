@@ -29,10 +29,9 @@ from shardplan.planning.geometry import fills, self_overlaps, tile_chunks
 from shardplan.planning.storage import MAX_SHARD_SIZE, save_id_of
 
 from ...errors import FormatError, listed
-from ...limits import read_whole
 from ...pool import Pool, Progress, ProgressCallback, default_pool
 from ...stores.base import MissingFileError, Store, StoreError, check_path
-from ..base import ChunkPlace, Fault, Findings, Format, Source, read_bytes
+from ..base import ChunkPlace, Fault, Findings, Format, Source, read_bytes, read_whole
 from ..headers import Header, Slot, parse_header, read_header
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from typing import Any, Final
 
 import attrs
 
-from shardplan.planning import CodecError, RefusedError, SavePlan, flatten, itemsize
+from shardplan.planning import CodecError, RefusedError, SavePlan, flatten
 from shardplan.planning.storage import (
     MAX_SHARD_SIZE,
     assign_shards,
@@ -34,6 +34,7 @@ from shardplan.planning.storage import (
     parse_size,
     refuse_split,
     shards_of,
+    widest_first,
 )
 
 from ...errors import ExistsError, FormatError, ValueRefusedError
@@ -48,11 +49,10 @@ from ...execute.commit import (
 )
 from ...execute.copying import STAGED, Content, FileContents, literal, threads_for, write_file
 from ...execute.pieces import Piece, blocks_of, collect, tied_pieces
-from ...limits import check_size
 from ...pool import Progress
 from ...stores.base import Store
 from ...stores.local_files import TEMPORARY
-from ..base import CommitJob, Part, WriteJob
+from ..base import CommitJob, Part, WriteJob, check_size
 from ..headers import file_entry, framed, refused_name
 from .source import INDEX, OWN_NAME, PART_OF, RESERVED, SINGLE, TIED, read_index, uncommitted
 
@@ -116,11 +116,8 @@ class HfWriter(FolderWriter):
 
     def write_order(self, plan: SavePlan, rank: int) -> Iterable[int]:
         """Return the widest elements first, then by name; see `Writer.write_order`."""
-        rows, catalog = plan.items.row.tolist(), plan.items.catalog
-        return sorted(
-            range(len(rows)),
-            key=lambda i: (-int(catalog.itemsize[rows[i]]), catalog.names[rows[i]]),
-        )
+        order: list[int] = widest_first(plan.items).tolist()
+        return order
 
     def write(self, job: WriteJob) -> Part:
         """Write one rank's files; see `Writer.write`.
@@ -141,12 +138,14 @@ class HfWriter(FolderWriter):
             sizes = {name: pieces[name].nbytes for name in sorted(pieces)}
             (shards,) = assign_shards([sizes], self.max_shard_size)
         own = shards.count > 1 or store.can_rename
+        names = [plan.items.catalog.names[row] for row in plan.items.row[widest_first(plan.items)]]
+        place = {name: at for at, name in enumerate(names)}
         files = []
         for number, held in enumerate(shards.names, shards.first):
             name = _name(number, shards.count)
             name = _own_name(name, save_id) if own else name
             kept = [pieces[n] for n in held if n in pieces]
-            kept.sort(key=lambda piece: (-itemsize(piece.dtype), piece.name))
+            kept.sort(key=lambda piece: place[piece.name])
             part = {"file": name, "save_id": save_id, PART_OF: INDEX} if shards.count > 1 else {}
             files.append(_File(name, kept, _header(name, kept, ties, self._remarks, part)))
         threads, cost = threads_for(job.pool, len(files)), STAGED + store.staging

@@ -35,10 +35,9 @@ from shardplan.planning.storage import BLOCK_BYTES
 
 from ...checksums import Sums, sums_from_hex, sums_to_hex, xxhash
 from ...errors import FormatError
-from ...limits import LIMITS, MAX_BYTES, check_size, read_whole
 from ...stores.base import MissingFileError, Store, StoreError, check_path
 from ...values import RAW
-from ..base import read_bytes
+from ..base import LIMITS, MAX_BYTES, check_size, read_bytes, read_whole
 
 MANIFEST: Final = "shardplan.json"
 VERSIONS: Final = (1, 2)

@@ -19,7 +19,7 @@ import numpy as np
 
 from shardplan.planning import find_issues, itemsize
 from shardplan.planning.columns import Ints, column, padded
-from shardplan.planning.storage import cut_blocks
+from shardplan.planning.storage import cut_blocks, group_blocks
 
 from ...buffers import byte_view
 from ...checksums import Sums, combine, xxhash
@@ -32,8 +32,6 @@ from ..headers import Header, Slot
 from .manifest import MANIFEST, Manifest, decode_manifest, find_manifest
 from .source import Expected, Opened
 
-_TASK: Final = 16 << 20  # bytes that are worth a thread's while
-_TASK_BLOCKS: Final = 1 << 12
 _PIECE: Final = 1 << 20  # bytes read and hashed at a time, while they are in the cache
 _FAR_PIECE: Final = 16 << 20  # the same where each read is a request
 
@@ -89,7 +87,11 @@ def _check_files(store: Store, manifest: Manifest, progress: Progress, pool: Poo
     turns = pool.max_workers if store.staging else (os.cpu_count() or 1) + 1
     piece = _FAR_PIECE if store.staging else _PIECE
     hasher = _Hasher(store, progress, piece, threading.Semaphore(turns))
-    tasks = (task for scan in scans for task in _tasks(scan))
+    tasks = (
+        _Task(scan.file, int(scan.starts[low]), scan.lengths[low:high].tolist())
+        for scan in scans
+        for low, high in group_blocks(scan.starts, scan.lengths)
+    )
     hashed = chain.from_iterable(pool.map(hasher.run, tasks, nbytes=piece + store.staging))
     judged = [_judge(scan, list(islice(hashed, len(scan.lengths)))) for scan in scans]
     return Findings(
@@ -214,18 +216,6 @@ class _Task:
     file: str
     start: int
     lengths: Sequence[int]
-
-
-def _tasks(scan: _Scan) -> Iterator[_Task]:
-    """Group the blocks of a file, in order, into what a thread does at a time."""
-    if not len(scan.lengths):
-        return
-    group = (np.cumsum(scan.lengths) - scan.lengths) // _TASK
-    group += np.arange(len(group)) // _TASK_BLOCKS
-    apart = scan.starts[1:] != (scan.starts + scan.lengths)[:-1]
-    edges = np.flatnonzero((np.diff(group) != 0) | apart) + 1
-    for low, high in pairwise([0, *edges.tolist(), len(group)]):
-        yield _Task(scan.file, int(scan.starts[low]), scan.lengths[low:high].tolist())
 
 
 @attrs.frozen(eq=False)

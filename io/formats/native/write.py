@@ -31,11 +31,10 @@ from ...checksums import Sums, combine, hash_views, xxhash
 from ...errors import FormatError, ValueRefusedError, listed
 from ...execute.commit import FolderWriter, put_in_place, remove, tidy, write_all
 from ...execute.pieces import Piece, collect
-from ...limits import check_size
 from ...pool import Pool, Progress, check_stopped, default_pool
 from ...stores.base import MissingFileError, Store, StoreError
 from ...values import StoredValue, sort_values
-from ..base import CommitJob, Part, WriteJob
+from ..base import CommitJob, Part, WriteJob, check_size
 from ..headers import Slot, build_header, refused_name
 from .manifest import MANIFEST, FileTable, Manifest, encode_manifest, read_manifest, version_of
 

@@ -19,8 +19,8 @@ import attrs
 from ...checksums import sum_crc
 from ...errors import FormatError
 from ...execute.copying import Block, Content, Seal, literal
-from ...limits import LIMITS
 from ...stores.base import MissingFileError, Store, StoreError
+from ..base import LIMITS
 
 ALIGNMENT: Final = 64
 """Records begin at multiples of this, counted from the archive's first byte, as torch does it."""

@@ -34,10 +34,9 @@ from shardplan.planning import (
 from ...buffers import copy_into
 from ...checksums import CRC32
 from ...errors import FormatError, listed
-from ...limits import LIMITS
 from ...pool import Pool, Progress, ProgressCallback, default_pool
 from ...stores.base import MissingFileError, Store, StoreError, WrappedStore
-from ..base import ChunkPlace, Fault, Findings, Format, Source, read_bytes
+from ..base import LIMITS, ChunkPlace, Fault, Findings, Format, Source, read_bytes
 from .archive import Archive, Window, read_archive, read_ranges
 from .names import Nested, explain, load_nested
 from .standins import Later, Named, OddTensor, StoredTensor, TensorLeaf, build_value, needs_torch

@@ -23,9 +23,8 @@ from ...errors import ExistsError, ValueRefusedError
 from ...execute.commit import tidy
 from ...execute.copying import FileContents, threads_for, write_file
 from ...execute.pieces import Piece, blocks_of, collect, tied_pieces
-from ...limits import check_size
 from ...stores.base import Store
-from ..base import CommitJob, Part, WriteJob, Writer
+from ..base import CommitJob, Part, WriteJob, Writer, check_size
 from ..registry import known_formats
 from .archive import in_memory, lay_out, read_archive, zip_bytes
 from .names import explain, explain_name, load_archive, load_nested
