@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import shardplan
+from shardplan._memory import destinations
 from shardplan._read import read_rank
 from shardplan.io.errors import ExistsError, FormatError, UnsureCommitError, ValueRefusedError
 from shardplan.io.execute.read import Reader
@@ -138,7 +139,8 @@ def save(sd, store, *, planner=None, overwrite=False, save_id="0123ab"):
 def load(sd, store):
     reader = Reader(open_source(store))
     flat, _ = flatten(sd)
-    return read_rank(reader, flat, load_plan(reader.metadata, local_plan(sd), strict=True))
+    plan = load_plan(reader.metadata, local_plan(sd), strict=True)
+    return read_rank(reader, plan, destinations(flat, plan.items, reader))
 
 
 NESTED = {
