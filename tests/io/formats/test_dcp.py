@@ -58,7 +58,7 @@ from shardplan.planning import (
 from shardplan.planning.dtypes import ITEMSIZE
 from shardplan.planning.geometry.tilings import tile_chunks
 from shardplan.planning.testing.strategies import tensor_specs
-from shardplan.torch_dcp.byte_io import UnsafeValueError, load_value
+from shardplan.torch_dcp.planners import UnsafeValueError, load_value
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning"),
