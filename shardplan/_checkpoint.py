@@ -35,7 +35,7 @@ from shardplan.planning import (
 from shardplan.planning.columns import Catalog, Head, ReadItems, WriteItems, column, readonly
 from shardplan.planning.geometry import pad
 
-from ._read_errors import plain_errors
+from ._read import plain_errors
 
 _SHOWN: Final = 12  # entries of a checkpoint that are printed
 _HEAD: Final = ("name", "shape", "dtype", "bytes", "sharding")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, Final, Literal
 
 import attrs
@@ -35,8 +34,8 @@ from shardplan.planning import (
     human_seconds,
 )
 
-from ._read_errors import read_anew
-from ._report import logged
+from ._read import read_anew
+from ._report import Printed, logged
 
 _SHOWN: Final = 50
 _WIDE: Final = 60  # characters of a value that are shown
@@ -69,7 +68,7 @@ class Change:
 
 
 @attrs.frozen(repr=False)
-class CheckpointDiff:
+class CheckpointDiff(Printed):
     """What differs between two checkpoints; true if anything does; printed as a table.
 
     Attributes:
@@ -110,11 +109,30 @@ class CheckpointDiff:
         """Differences of names that both have."""
         return tuple(c for c in self.changes if c.what not in _SIGNS)
 
-    def __repr__(self) -> str:
-        return _sheet(self).text()
+    def _sheet(self) -> Sheet:
+        cost = f"{human_bytes(self.bytes_read)} of tensors read in {human_seconds(self.seconds)}"
+        trust = list(filter(None, [self._trusted()]))
+        if not self.changes:
+            return Sheet(f"No difference: {counted(self.keys, 'key')}, {cost}", notes=trust)
+        changed = len({change.key for change in self.changed})
+        counts = len(self.added), len(self.removed), changed, self.keys - changed
+        title = "{:,} added, {:,} removed, {:,} changed, {:,} equal; {}".format(*counts, cost)
+        rows = [_row(change) for change in self.changes[:_SHOWN]]
+        more = len(self.changes) - _SHOWN
+        head = ("", "key", "what", "before", "after", "where")
+        sides = [f"before: {self.a}", f"after: {self.b}", *trust]
+        notes = [f"… {more:,} more", *sides] if more > 0 else sides
+        return Sheet(title, [Table(head, rows)], notes)
 
-    def _repr_html_(self) -> str:
-        return _sheet(self).html()
+    def _trusted(self) -> str:
+        """Return a note on what was not read; empty if all was."""
+        if not self.values:
+            return "values were not compared: only names, shapes and dtypes"
+        if not self.by_checksum:
+            return ""
+        keys = counted(self.keys, "key")
+        some = keys if self.by_checksum == self.keys else f"{self.by_checksum:,} of {keys}"
+        return f"{some} compared by recorded checksums: their bytes were not read"
 
 
 def diff(
@@ -169,12 +187,17 @@ def diff(
     """
     start = time.perf_counter()
     pool = pool or default_pool()
-    options: dict[str, Any] = {"values": values, "locate": locate, "read": read, "tell": progress}
-    found = read_anew(
+    report = read_anew(
         lambda: (_open(a, pool), _open(b, pool)),
-        partial(_compare, CheckpointDiff(_url(a), _url(b), (), values=values), **options),
+        lambda *sides: _compare(
+            CheckpointDiff(_url(a), _url(b), (), values=values),
+            *sides,
+            locate=locate,
+            read=read,
+            tell=progress,
+        ),
     )
-    report = attrs.evolve(found, seconds=time.perf_counter() - start)
+    report = attrs.evolve(report, seconds=time.perf_counter() - start)
     return logged(report, f"{report.a} and {report.b}")
 
 
@@ -218,7 +241,6 @@ def _compare(
     a: Reader,
     b: Reader,
     *,
-    values: bool,
     locate: bool,
     read: bool,
     tell: ProgressCallback | None,
@@ -229,7 +251,7 @@ def _compare(
     changes = list(_structure(a, b))
     entries = a.metadata.state_dict_metadata
     report = attrs.evolve(report, keys=len(entries.keys() & b.metadata.state_dict_metadata.keys()))
-    if not values:
+    if not report.values:
         Progress(0, tell)
         return attrs.evolve(report, changes=_by_key(changes))
     changed = {change.key for change in changes}
@@ -289,33 +311,6 @@ def _kind(entry: TensorMetadata | BytesMetadata) -> str:
     return f"{entry.properties.dtype} {list(entry.size)}"
 
 
-def _taken_on_trust(found: CheckpointDiff) -> str:
-    """Return a note on what was not read; empty if all was."""
-    if not found.values:
-        return "values were not compared: only names, shapes and dtypes"
-    if not found.by_checksum:
-        return ""
-    keys = counted(found.keys, "key")
-    some = keys if found.by_checksum == found.keys else f"{found.by_checksum:,} of {keys}"
-    return f"{some} compared by recorded checksums: their bytes were not read"
-
-
-def _sheet(found: CheckpointDiff) -> Sheet:
-    cost = f"{human_bytes(found.bytes_read)} of tensors read in {human_seconds(found.seconds)}"
-    trust = list(filter(None, [_taken_on_trust(found)]))
-    if not found.changes:
-        return Sheet(f"No difference: {counted(found.keys, 'key')}, {cost}", notes=trust)
-    changed = len({change.key for change in found.changed})
-    counts = len(found.added), len(found.removed), changed, found.keys - changed
-    title = "{:,} added, {:,} removed, {:,} changed, {:,} equal; {}".format(*counts, cost)
-    rows = [_row(change) for change in found.changes[:_SHOWN]]
-    more = len(found.changes) - _SHOWN
-    head = ("", "key", "what", "before", "after", "where")
-    sides = [f"before: {found.a}", f"after: {found.b}", *trust]
-    notes = [f"… {more:,} more", *sides] if more > 0 else sides
-    return Sheet(title, [Table(head, rows)], notes)
-
-
 def _row(change: Change) -> tuple[str, ...]:
     sides = (change.before, change.after)
     texts = ("" if side is None and change.chunks else repr(side) for side in sides)
@@ -324,13 +319,8 @@ def _row(change: Change) -> tuple[str, ...]:
         before, after = change.before or "", change.after or ""
     elif change.what in ("shape", "dtype", "type"):
         before, after = (str(list(s)) if isinstance(s, tuple) else str(s) for s in sides)
-    return _SIGNS.get(change.what, "~"), change.key, change.what, before, after, _where(change)
-
-
-def _where(change: Change) -> str:
-    if not change.chunks:
-        return ""
-    if change.elements is None or change.first is None:
-        return f"in {counted(change.chunks, 'chunk')}, by checksum"
-    many = f"{change.elements:,} elements, the first" if change.elements > 1 else "1 element"
-    return f"{many} at {list(change.first)}"
+    where = f"in {counted(change.chunks, 'chunk')}, by checksum" if change.chunks else ""
+    if change.chunks and change.elements is not None and change.first is not None:
+        many = f"{change.elements:,} elements, the first" if change.elements > 1 else "1 element"
+        where = f"{many} at {list(change.first)}"
+    return _SIGNS.get(change.what, "~"), change.key, change.what, before, after, where

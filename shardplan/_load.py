@@ -1,11 +1,11 @@
 """Load a checkpoint into a state dict, on one rank or on many.
 
 1. Local plan: open the checkpoint, run passes, and plan what this rank reads (`_plan_reads`).
-2. Global plan: on many ranks, compare what was opened, and let one rank read what several need
-   (`_plan_together`).
+2. Global plan: on many ranks, compare what was opened (`_plan_together`), and let one rank read
+   what several need (`_share`).
 3. Read, alone or together, and compare checksums (`_read`).
 4. Finish: once all ranks have read, put values and new tensors in their places, hand stateful
-   objects their state, and report (`_carry_out`).
+   objects their state, and report (`_finish`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Literal, cast
 
 import attrs
 
-from shardplan.dist import Comm, LostRanksError, broadcast, reduce_scatter
+from shardplan.dist import Comm, LostRanksError, reduce_scatter
 from shardplan.io import (
     BlockSums,
     FormatError,
@@ -34,7 +34,6 @@ from shardplan.planning import (
     Issue,
     LoadPlan,
     Metadata,
-    Pass,
     Passes,
     PlanError,
     SavePlan,
@@ -58,7 +57,13 @@ from shardplan.planning import (
     with_replicas,
 )
 from shardplan.planning.passes import Stages
-from shardplan.planning.storage import Need, need_of, plan_bytes, sharing_pays
+from shardplan.planning.storage import (
+    Need,
+    need_of,
+    plan_bytes,
+    sharing_pays,
+    without_other_ranks,
+)
 
 from ._agree import run_together
 from ._comm import (
@@ -75,7 +80,6 @@ from ._comm import (
     take_step,
 )
 from ._memory import (
-    Destinations,
     Resized,
     blanks,
     destinations,
@@ -83,19 +87,21 @@ from ._memory import (
     refuse_unfillable,
     resize,
     tied_names,
-    without_other_ranks,
 )
 from ._read import (
+    Destinations,
     Opened,
     Outcome,
     decode_values,
     encode_values,
+    naming_place,
+    read_anew,
     read_rank,
     read_shared,
+    touching,
     value_names,
     values_read,
 )
-from ._read_errors import naming_place, read_anew, touching
 from ._report import (
     LoadReport,
     RankReport,
@@ -196,12 +202,9 @@ def load(
         watch,
     )
     if comm.world_size == 1:
-        report = read_anew(
-            lambda: (_open_reader(call),),
-            lambda reader: _carry_out(call, _plan_alone(call, reader)),
-        )
+        report = read_anew(lambda: (_open_reader(call),), partial(_load_alone, call))
     else:
-        report = _carry_out(call, _plan_together(call))
+        report = _finish(call, _share(call, _plan_together(call)))
     return logged(report, path, loud=comm.rank == comm.coordinator)
 
 
@@ -267,6 +270,7 @@ class _Planned:
         tied: Names that are not in the checkpoint, but share memory with one that is.
         resized: State by rank that was made of what other ranks had saved.
         unmatched: Patterns of ``strict`` that match no name on this rank.
+        shares: Whether ranks read for each other.
     """
 
     opened: Opened
@@ -278,19 +282,10 @@ class _Planned:
     tied: Mapping[str, str]
     resized: Resized
     unmatched: tuple[str, ...]
-
-    @property
-    def bytes_needed(self) -> int:
-        """Bytes of tensors and values that this rank needs."""
-        needed = plan_bytes(self.wanted, self.opened.metadata)
-        if self.opened.reader is None:
-            return needed
-        names = [name for _, name in value_names(self.wanted.items)]
-        return needed + values_read(self.opened.reader, names).bytes_needed
+    shares: bool = False
 
 
 def _open_reader(call: _LoadCall) -> Reader:
-    """Open the checkpoint."""
     with call.watch.phase("open"), naming_place(call.path):
         return Reader(open_located(*call.located, format=call.format, pool=call.pool), call.pool)
 
@@ -300,68 +295,11 @@ def _open(call: _LoadCall) -> Opened:
     return Opened(reader.metadata, reader)
 
 
-def _plan_alone(call: _LoadCall, reader: Reader) -> _Planned:
-    """Plan a load on a single rank."""
+def _load_alone(call: _LoadCall, reader: Reader) -> LoadReport:
+    opened = Opened(reader.metadata, reader)
     with call.watch.phase("plan"), naming_place(call.path):
-        opened = Opened(reader.metadata, reader)
-        return _plan_reads(call, opened, _after_passes(call, _target(call, opened.metadata)))
-
-
-def _plan_together(call: _LoadCall) -> _Planned:
-    """Plan a load on all ranks."""
-    with call.watch.phase("exchange"):
-        opened, target = _run_passes(call) if call.stages.rest else (None, None)
-        offer = partial(_offer, call, opened, target, wait=opened is None)
-        done = keep_step(call.comm, "plan", offer, partial(_verdict, call))
-        if done.got is None:  # it may be a file that one rank reads for all
-            offer = partial(_offer, call, _open_on_one(call), None, wait=False)
-            done = keep_step(call.comm, "plan", offer, partial(_verdict, call))
-    assert done.mine is not None
-    _raise_alike(call.comm, done.got)
-    return _share(call, done.mine, done.got["share"])
-
-
-def _run_passes(call: _LoadCall) -> tuple[Opened, _Target]:
-    """Open the checkpoint, and run the passes that need the plans of all ranks."""
-    opened: Opened | None = _open_on_one(call)
-    target: _Target | None = None
-
-    def own() -> SavePlan:
-        nonlocal opened, target
-        opened = opened or _open(call)
-        with naming_place(call.path):
-            target = _target(call, opened.metadata)
-        return target.plan
-
-    _, plan = run_together(call.comm, call.stages, own, call.watch)
-    assert opened is not None
-    assert target is not None
-    return opened, attrs.evolve(target, plan=plan)
-
-
-def _open_on_one(call: _LoadCall) -> Opened | None:
-    """Open a file of `torch.save` on the coordinator, which sends the others what it holds.
-
-    None means that it is of another format, for every rank to open.
-    """
-    mine: Opened | None = None
-
-    def work() -> dict[str, Any] | None:
-        nonlocal mine
-        store, name = call.located
-        if not name or not find_format(call.format or detect(store, name)).is_file:
-            return None
-        reader = _open_reader(call)
-        entries = reader.metadata.state_dict_metadata
-        names = [n for n, row in entries.row_of.items() if entries.layout[row] < 0]
-        stored = store_values({name: reader.value(name) for name in names})
-        mine = Opened(reader.metadata, reader, stored)
-        return {"metadata": encode_metadata(reader.metadata), "values": encode_values(stored)}
-
-    sent = broadcast(call.comm, "open", work)
-    if sent is None or mine is not None:
-        return mine
-    return Opened(decode_metadata(sent["metadata"]), None, decode_values(sent["values"]))
+        planned = _plan_reads(call, opened, _after_passes(call, _target(call, opened.metadata)))
+    return _finish(call, planned)
 
 
 def _target(call: _LoadCall, metadata: Metadata) -> _Target:
@@ -384,8 +322,12 @@ def _after_passes(call: _LoadCall, target: _Target) -> _Target:
 
 def _plan_reads(call: _LoadCall, opened: Opened, target: _Target) -> _Planned:
     """Plan what this rank reads, and check that all of it can be put in its place."""
-    metadata, local = opened.metadata, target.plan
-    strict, unmatched = _own_patterns(call, local)
+    metadata, local, strict = opened.metadata, target.plan, call.strict
+    unmatched: tuple[str, ...] = ()
+    if call.comm.world_size > 1 and not isinstance(strict, (bool, int)):
+        patterns, names = strict_patterns(strict), local.items.catalog.names
+        strict = tuple(p for p in patterns if any(fnmatchcase(name, p) for name in names))
+        unmatched = tuple(p for p in patterns if p not in strict)
     tied = tied_names(local, target.flat, metadata)
     resized = resize(target.state, local, opened, call.place, strict=strict, verify=call.verify)
     plan = load_plan(
@@ -406,18 +348,76 @@ def _plan_reads(call: _LoadCall, opened: Opened, target: _Target) -> _Planned:
     return _Planned(opened, target, plan, plan, into, made, tied, resized, unmatched)
 
 
-def _own_patterns(call: _LoadCall, local: SavePlan) -> tuple[Strict, tuple[str, ...]]:
-    """Return the patterns of ``strict`` that match names of this rank, and the others."""
-    if call.comm.world_size == 1 or isinstance(call.strict, (bool, int)):
-        return call.strict, ()
-    names = local.items.catalog.names
-    wanted = strict_patterns(call.strict)
-    here = tuple(p for p in wanted if any(fnmatchcase(name, p) for name in names))
-    return here, tuple(p for p in wanted if p not in here)
+# Together
+
+
+def _plan_together(call: _LoadCall) -> _Planned:
+    """Plan a load on all ranks, and raise on all alike what is wrong with what they want."""
+    comm, verdict = call.comm, partial(_verdict, call)
+    with call.watch.phase("exchange"):
+        if call.stages.rest:
+            opened, target = _run_passes(call)
+            done = keep_step(comm, "plan", partial(_offer, call, opened, target), verdict)
+        else:
+            done = keep_step(comm, "plan", partial(_offer, call, wait=True), verdict)
+            if done.got is None:  # it may be a file that one rank reads for all
+                done = keep_step(comm, "plan", partial(_offer, call, _open_on_one(call)), verdict)
+    if done.got["apart"]:
+        text = f"they differ between ranks ({done.got['apart']})"
+        remedy = "pass all ranks one path; if it is one, it was written meanwhile: load again"
+        fail_alike(comm, "open", FormatError("the checkpoints", f"{text}; {remedy}"))
+    if done.got["lost"]:
+        why = "strict: {!r} matches no name that any rank wants"
+        issues = [Issue("unmatched", p, why.format(p)) for p in done.got["lost"]]
+        fail_alike(comm, "plan", PlanError(issues))
+    assert done.mine is not None
+    return attrs.evolve(done.mine, shares=done.got["share"])
+
+
+def _run_passes(call: _LoadCall) -> tuple[Opened, _Target]:
+    """Open the checkpoint, and run the passes that need the plans of all ranks."""
+    sent = _open_on_one(call)
+
+    def begin() -> Kept[tuple[Opened, _Target]]:
+        opened = sent or _open(call)
+        with naming_place(call.path):
+            return Kept((opened, _target(call, opened.metadata)), None)
+
+    opened, target = keep_step(call.comm, "plan", begin, lambda nothing: Kept(None, None)).mine
+    _, plan = run_together(call.comm, call.stages, lambda: target.plan, call.watch)
+    return opened, attrs.evolve(target, plan=plan)
+
+
+def _open_on_one(call: _LoadCall) -> Opened | None:
+    """Open a file of `torch.save` on the coordinator, which sends the others what it holds.
+
+    None means that it is of another format, for every rank to open.
+    """
+    done = keep_step(call.comm, "open", lambda: Kept(None, None), lambda nothing: _open_file(call))
+    if done.got is None or done.whole is not None:
+        return done.whole
+    return Opened(decode_metadata(done.got["metadata"]), None, decode_values(done.got["values"]))
+
+
+def _open_file(call: _LoadCall) -> Kept[Opened | None]:
+    """Open a file of `torch.save`; send what it holds, except for the tensors."""
+    store, name = call.located
+    if not name or not find_format(call.format or detect(store, name)).is_file:
+        return Kept(None, None)
+    reader = _open_reader(call)
+    entries = reader.metadata.state_dict_metadata
+    names = [n for n, row in entries.row_of.items() if entries.layout[row] < 0]
+    stored = store_values({name: reader.value(name) for name in names})
+    sent = {"metadata": encode_metadata(reader.metadata), "values": encode_values(stored)}
+    return Kept(Opened(reader.metadata, reader, stored), sent)
 
 
 def _offer(
-    call: _LoadCall, opened: Opened | None, target: _Target | None, *, wait: bool
+    call: _LoadCall,
+    opened: Opened | None = None,
+    target: _Target | None = None,
+    *,
+    wait: bool = False,
 ) -> Kept[_Planned | None]:
     """Plan this rank's reads; keep the plan, and send what others have to know of it.
 
@@ -462,30 +462,16 @@ def _verdict(call: _LoadCall, offers: Sequence[Any]) -> Kept[None]:
     return Kept(None, verdict)
 
 
-def _raise_alike(comm: Comm, verdict: Mapping[str, Any]) -> None:
-    """Raise, on all ranks alike, what is wrong with what they want together."""
-    if verdict["apart"]:
-        text = f"they differ between ranks ({verdict['apart']})"
-        remedy = "pass all ranks one path; if it is one, it was written meanwhile: load again"
-        fail_alike(comm, "open", FormatError("the checkpoints", f"{text}; {remedy}"))
-    if verdict["lost"]:
-        why = "strict: {!r} matches no name that any rank wants"
-        issues = [Issue("unmatched", p, why.format(p)) for p in verdict["lost"]]
-        fail_alike(comm, "plan", PlanError(issues))
-
-
-def _share(call: _LoadCall, planned: _Planned, pays: bool) -> _Planned:
+def _share(call: _LoadCall, planned: _Planned) -> _Planned:
     """Have the coordinator decide who reads what for which ranks, where reads are shared."""
     opened = planned.opened
     metadata, blocks, gap = opened.metadata, opened.block_bytes, opened.max_gap
-    share: Pass[LoadPlan]
+    if opened.values is None and not planned.shares:
+        return planned
+    most: dict[str, Any] = {"min_bytes": 1} if call.share is True else {}
+    share = share_reads(metadata, block_bytes=blocks, max_gap=gap, **most)
     if opened.values is not None:
         share = read_on(call.comm.coordinator)
-    elif not pays:
-        return planned
-    else:
-        most: dict[str, Any] = {"min_bytes": 1} if call.share is True else {}
-        share = share_reads(metadata, block_bytes=blocks, max_gap=gap, **most)
 
     def all_plans(blobs: list[bytes]) -> list[bytes]:
         with call.watch.phase("plan"):
@@ -505,16 +491,7 @@ def _share(call: _LoadCall, planned: _Planned, pays: bool) -> _Planned:
     return attrs.evolve(planned, plan=cast(LoadPlan, decode_plan(mine)))
 
 
-def _carry_out(call: _LoadCall, planned: _Planned) -> LoadReport:
-    """Read on all ranks; once all have read, put what was read in its place; report."""
-    work, reduce = partial(_read, call, planned), partial(_sum_up, call, planned)
-    with call.watch.phase("wait"):  # for the other ranks, as far as it is nothing else
-        done = keep_step(call.comm, "read", work, reduce)
-    _put(planned, done.mine)
-    if done.got["stateful"]:  # a step of its own, since any object may refuse its state
-        hand_over = partial(_hand_over, call, planned.target.state)
-        take_step(call.comm, "load_state_dict", hand_over, lambda nothing: None)
-    return _report(call, planned, done)
+# Reading, and the end
 
 
 @attrs.frozen
@@ -534,13 +511,9 @@ def _read(call: _LoadCall, planned: _Planned) -> Kept[Outcome]:
     stats = outcome.stats + ReadStats(verified=sums.verified, unverified=-sums.nbytes)
     outcome = attrs.evolve(outcome, stats=stats)
     call.watch.count("read", stats.bytes_read)
-    sent = (
-        planned.target.state is not call.state_dict,
-        attrs.astuple(_own_report(call, planned, outcome)),
-        sums.pack(),
-        stats.unverified,
-    )
-    return Kept(outcome, sent)
+    is_stateful = planned.target.state is not call.state_dict
+    own = attrs.astuple(_own_report(call, planned, outcome))
+    return Kept(outcome, (is_stateful, own, sums.pack(), stats.unverified))
 
 
 def _fill(call: _LoadCall, planned: _Planned, sums: BlockSums) -> Outcome:
@@ -548,7 +521,7 @@ def _fill(call: _LoadCall, planned: _Planned, sums: BlockSums) -> Outcome:
     opened, plan, into = planned.opened, planned.plan, planned.into
     options: dict[str, Any] = {"verify": call.verify, "sums": sums, "progress": call.progress}
     if not len(plan.transfers) and opened.reader is not None:
-        return read_rank(opened.reader, planned.target.flat, plan, into=into, **options)
+        return read_rank(opened.reader, plan, into, **options)
     try:
         return read_shared(call.comm, opened, plan, into, place=str(call.path), **options)
     except (LostRanksError, PlanError, ValueRefusedError):
@@ -584,13 +557,21 @@ def _sum_up(call: _LoadCall, planned: _Planned, parts: list[tuple[Any, ...]]) ->
     return Kept(_Everyone(ranks, sums.verified), sent)
 
 
-def _put(planned: _Planned, outcome: Outcome) -> None:
-    """Put values and new tensors in their places in the state dict."""
+def _finish(call: _LoadCall, planned: _Planned) -> LoadReport:
+    """Read on all ranks; once all have read, put what was read in its place; report."""
     target = planned.target
-    for name, value in {**planned.blanks, **outcome.values}.items():
+    with call.watch.phase("wait"):  # for the other ranks, as far as it is nothing else
+        done = keep_step(
+            call.comm, "read", partial(_read, call, planned), partial(_sum_up, call, planned)
+        )
+    for name, value in {**planned.blanks, **done.mine.values}.items():
         new = refilled(target.flat[name], value) if name in target.whole else value
         put(target.state, target.paths[name], new)
     planned.resized.put(target.state)
+    if done.got["stateful"]:  # a step of its own, since any object may refuse its state
+        hand_over = partial(_hand_over, call, target.state)
+        take_step(call.comm, "load_state_dict", hand_over, lambda nothing: None)
+    return _report(call, planned, done)
 
 
 def _hand_over(call: _LoadCall, state: Any) -> None:
@@ -606,26 +587,29 @@ def _own_report(call: _LoadCall, planned: _Planned, outcome: Outcome) -> RankRep
 
 
 def _report(call: _LoadCall, planned: _Planned, done: Taken[Outcome, _Everyone]) -> LoadReport:
-    keys, outcome, found = planned.plan.report, done.mine, done.got
-    everyone = done.whole
-    if everyone is None:  # on any rank but the coordinator
-        everyone = _Everyone((_own_report(call, planned, outcome),), 0)
+    keys, outcome, reader = planned.plan.report, done.mine, planned.opened.reader
+    needed = plan_bytes(planned.wanted, planned.opened.metadata)
+    if reader is not None:
+        names = [name for _, name in value_names(planned.wanted.items)]
+        needed += values_read(reader, names).bytes_needed
+    # On any rank but the coordinator, only its own report is known.
+    everyone = done.whole or _Everyone((_own_report(call, planned, outcome),), 0)
     return LoadReport(
         missing=keys.missing,
         unexpected=without_other_ranks(keys.unexpected, planned.target.flat),
         mismatched=keys.mismatched,
-        bytes_needed=planned.bytes_needed,
+        bytes_needed=needed,
         bytes_read=outcome.stats.bytes_read,
         requests=outcome.stats.requests,
         verified=outcome.stats.verified + everyone.verified,
         seconds=call.watch.seconds,
         bytes_received=outcome.received,
-        total_read=found["total"],
-        slowest={phase: tuple(rank) for phase, rank in found["slowest"].items()},
+        total_read=done.got["total"],
+        slowest={phase: tuple(rank) for phase, rank in done.got["slowest"].items()},
         ranks=everyone.ranks,
         phase_bytes=call.watch.nbytes,
         bytes_sent=outcome.sent,
         tied=planned.tied,
         dropped=keys.dropped,
-        bytes_unverified=found["unverified"],
+        bytes_unverified=done.got["unverified"],
     )

@@ -6,16 +6,15 @@ it. Per-rank state that was saved on another number of ranks is made anew of wha
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Final
 
 import attrs
 import numpy as np
 import torch
 
-from shardplan.io import ValueRefusedError, as_tensor, box_view, flat_memory
+from shardplan.io import ValueRefusedError, as_tensor, flat_memory
 from shardplan.io.execute import Reader
 from shardplan.planning import (
     Issue,
@@ -27,23 +26,26 @@ from shardplan.planning import (
     SavePlan,
     Strict,
     shard_finder,
-    strict_patterns,
     unflatten,
 )
 from shardplan.planning.columns import ReadItems
-from shardplan.planning.storage import boxes_of, find_chunks
+from shardplan.planning.storage import (
+    SavedElsewhere,
+    boxes_of,
+    find_chunks,
+    is_folded,
+    is_needed,
+    meeting,
+    saved_elsewhere,
+)
 
 from ._checkpoint import Checkpoint, SavedTensor
 from ._comm import Place
-from ._state import Parted, State, at, is_stateful, parted, put
-
-if TYPE_CHECKING:
-    from ._read import Opened  # which fills this memory
+from ._read import Destinations, Opened
+from ._state import State, at, is_stateful, parted, put
 
 _WORK: Final = 100_000  # how long to look for an element that two views have in common
 _PAIRS: Final = 100_000  # how many pairs of overlapping views to compare
-
-_LABEL: Final = re.compile(r"(?:^|\.)rank_(\d+)_of_(\d+)(?=\.|$)")
 
 _Key = tuple[str, tuple[int, ...]]  # a tensor's name in the state dict, where its shard starts
 
@@ -83,11 +85,12 @@ def blanks(flat: Mapping[str, Any], plan: LoadPlan) -> dict[str, Any]:
     Those that share their storage, as tied weights do, share the new memory.
     """
     made: dict[Hashable, Any] = {}
-    reads = plan.items
+    reads, device = plan.items, torch.get_default_device()
+    device = torch.device("cpu") if device.type == "meta" else device
     filled = reads.dest[reads.type == LoadItemType.TENSOR.value]
     for name in (reads.names[number] for number in dict.fromkeys(filled.tolist())):
         if _is_meta(flat[name]) and _place(flat[name]) not in made:
-            made[_place(flat[name])] = blank_like(flat[name], _default_device())
+            made[_place(flat[name])] = blank_like(flat[name], device)
     if not made:
         return {}
     places = {name: _place(value) for name, value in flat.items() if _is_meta(value)}
@@ -116,12 +119,6 @@ def _is_meta(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "meta"
 
 
-def _default_device() -> torch.device:
-    """Return where torch makes new tensors, unless that is the meta device as well."""
-    device = torch.get_default_device()
-    return torch.device("cpu") if device.type == "meta" else device
-
-
 def _place(value: Any) -> Hashable | None:
     """Return a key that is equal for tensors of the same memory and shape; None if unknown."""
     if not isinstance(value, torch.Tensor) or not value.numel():
@@ -147,11 +144,7 @@ def refuse_unfillable(
 ) -> None:
     """Refuse tensors on the meta device that would be filled in part, or that a module holds.
 
-    Args:
-        state_dict: What the load was given, stateful objects included.
-        paths: The path to each value; see `flatten`.
-        plan: The reads.
-        names: The tensors on the meta device that get memory.
+    ``state_dict`` is what the load was given, and ``names`` are those that get memory.
     """
     partly = {issue.fqn for issue in plan.report.mismatched if issue.kind in ("uncovered", "shape")}
     refused = {}
@@ -207,32 +200,7 @@ def _nodes(state_dict: State, path: Sequence[tuple[str, Any]]) -> Iterator[Any]:
 # The memory of the tensors
 
 
-@attrs.frozen(eq=False)
-class Destinations:
-    """The shards that a load fills.
-
-    Attributes:
-        shards: Their memory, by the tensor's name in the state dict and the shard's offset.
-    """
-
-    shards: Mapping[_Key, torch.Tensor]
-
-    def of(self, items: ReadItems) -> Callable[[int], torch.Tensor]:
-        """Return a function from the row of a read to the box of memory that it fills."""
-        names, anchors = items.names, items.dest_anchor.tolist()
-        dest, axes = items.dest.tolist(), items.ndim.tolist()
-        offsets, lengths = items.dest_offsets.tolist(), items.lengths.tolist()
-
-        def box(row: int) -> torch.Tensor:
-            shard = self.shards[names[dest[row]], tuple(anchors[row][: axes[row]])]
-            return box_view(shard, offsets[row], lengths[row])
-
-        return box
-
-
-def destinations(
-    flat: Mapping[str, Any], items: ReadItems, reader: Reader | None = None
-) -> Destinations:
+def destinations(flat: Mapping[str, Any], items: ReadItems, reader: Reader | None) -> Destinations:
     """Find the memory that some reads fill, and refuse tensors that cannot be filled.
 
     Given a reader, tensors that share memory must have been saved with the same values.
@@ -251,7 +219,7 @@ def destinations(
         name: "has elements that share memory, as expand() makes them, and cannot hold what was "
         "saved; make it contiguous first"
         for (name, _), shard in shards.items()
-        if _is_folded(shard)
+        if not shard.is_contiguous() and is_folded(shard.stride(), shard.shape)
     }
     if not refused and reader is not None:
         for a, b in _overlapping(shards):
@@ -278,44 +246,20 @@ def _rows_by_shard(items: ReadItems) -> dict[_Key, list[int]]:
     return rows
 
 
-def _is_folded(tensor: torch.Tensor) -> bool:
-    """Return True if elements of a tensor share memory."""
-    if tensor.is_contiguous() or not tensor.numel():
-        return False
-    axes = sorted(axis for axis in zip(tensor.stride(), tensor.shape, strict=True) if axis[1] > 1)
-    reach = 0  # from the first element to the last, along the axes so far
-    for stride, size in axes:
-        if stride <= reach:
-            break
-        reach += stride * (size - 1)
-    else:
-        return False
-    if axes[0][0] == 0:
-        return True
-    places = np.zeros(1, np.int64)  # of all elements: strides that interleave may not meet
-    for stride, size in axes:
-        places = (places[:, None] + np.arange(size) * stride).reshape(-1)
-    return len(np.unique(places)) < len(places)
-
-
 def _overlapping(shards: Mapping[_Key, torch.Tensor]) -> Iterator[tuple[_Key, _Key]]:
     """Yield the shards that have elements in common, in pairs; the first comes first in memory."""
-    starts = {key: shard.data_ptr() for key, shard in shards.items() if shard.numel()}
-    ends: dict[_Key, int] = {}  # of earlier shards that reach as far as the current one
-    compared = 0
-    for key in sorted(starts, key=starts.__getitem__):
-        ends = {other: end for other, end in ends.items() if end > starts[key]}
-        for other in ends:
-            compared += 1
-            if compared <= _PAIRS and _share(shards[other], shards[key]):
-                yield other, key
-        ends[key] = starts[key] + _reach(shards[key])
+    spans = {
+        key: (shard.data_ptr(), shard.data_ptr() + _reach(shard))
+        for key, shard in shards.items()
+        if shard.numel()
+    }
+    for pair in islice(meeting(spans), _PAIRS):
+        if _share(*(shards[key] for key in pair)):
+            yield pair
 
 
 def _reach(tensor: torch.Tensor) -> int:
     """Return the bytes from a tensor's first element past its last."""
-    if tensor.is_contiguous():
-        return tensor.nbytes
     pairs = zip(tensor.stride(), tensor.shape, strict=True)
     return (1 + sum(stride * (n - 1) for stride, n in pairs)) * tensor.itemsize
 
@@ -418,107 +362,42 @@ def resize(
 ) -> Resized:
     """Make this rank's state of all ranks' where the number of ranks has changed.
 
-    Args:
-        state: What `part` returned.
-        plan: The plan of it, after any passes.
-        opened: The checkpoint.
-        place: Where this rank is.
-        strict: What must be filled; see `load_plan`.
-        verify: Whether to check what is read against its checksums.
+    ``state`` is what `part` returned, and ``plan`` the plan of it, after any passes.
     """
     values: dict[Path, Any] = {}
     names: set[str] = set()
     issues: list[Issue] = []
-    for moved in _moved(state, plan, opened.metadata):
-        if moved.node.source.resize is not None and opened.reader is not None:
-            values[moved.path] = _resized(moved, opened.reader, place, verify)
-            names.update(moved.names)
-        elif _is_needed(moved.names, strict):
-            issues.append(_refusal(moved, place))
+    for path, node in parted(state):
+        prefix = ".".join([*(str(key) for _, key in path), node.label])
+        ranks = int(node.label.rpartition("_")[2])
+        saved = saved_elsewhere(prefix, ranks, plan, opened.metadata)
+        if saved is None:
+            continue
+        merge = node.source.resize
+        if merge is not None and opened.reader is not None:
+            states = _states(saved, Checkpoint(opened.reader, verify=verify))
+            values[*path, ("dict", node.label)] = merge(states, place.rank, place.ranks)
+            names.update(saved.names)
+        elif is_needed(saved.names, strict):
+            remedy = (
+                "pass PerRank(value, resize=...), a function of all saved values, the rank and "
+                "the number of ranks, which returns this rank's value; strict=False leaves what "
+                "is there"
+                if merge is None
+                else "of a file of torch.save only one rank reads it: convert the file first"
+            )
+            text = f"`{saved.name}` was saved by each of {saved.ranks} ranks, and is loaded on"
+            reason = f"{text} {place.ranks}; {remedy}"
+            issues.append(Issue("missing", saved.name, reason, [place.rank]))
     if issues:
         raise PlanError(issues)
     return Resized(values, frozenset(names))
 
 
-def without_other_ranks(names: Iterable[str], wanted: Iterable[str]) -> tuple[str, ...]:
-    """Leave out saved names that are other ranks' parts of what is wanted.
-
-    >>> without_other_ranks(["rng.rank_1_of_2.pos", "a.rank_1_of_2"], ["rng.rank_0_of_2.pos"])
-    ('a.rank_1_of_2',)
-    """
-    bases = {base for base, _ in _labels(wanted)}
-    return tuple(n for n in names if not any(base in bases for base, _ in _labels([n])))
-
-
-def _labels(names: Iterable[str]) -> Iterator[tuple[str, int]]:
-    """Yield what comes before each label ``rank_0_of_2``, and its number of ranks."""
-    for match in filter(None, map(_LABEL.search, names)):
-        yield match.string[: match.start()], int(match[2])
-
-
-@attrs.frozen(eq=False)
-class _Moved:
-    """Per-rank state that was saved on another number of ranks.
-
-    Attributes:
-        path: The path to it in the state dict.
-        node: What stands there.
-        name: Its name in the checkpoint, without a label.
-        names: The names of its parts as they would be on these ranks.
-        ranks: On how many it was saved.
-    """
-
-    path: Path
-    node: Parted
-    name: str
-    names: tuple[str, ...]
-    ranks: int
-
-
-def _moved(state: Mapping[Any, Any], plan: SavePlan, metadata: Metadata) -> Iterator[_Moved]:
-    """Yield the per-rank state that was saved on another number of ranks."""
-    catalog = plan.items.catalog
-    for path, node in parted(state):
-        prefix = ".".join([*(str(key) for _, key in path), node.label])
-        pairs = zip(catalog.names, catalog.sources, strict=True)
-        names = [name for name, source in pairs if f"{source}.".startswith(f"{prefix}.")]
-        bases = {base for base, _ in _labels(names)}
-        if len(bases) != 1:
-            continue  # a planner has given it other names
-        (base,) = bases
-        saved = _labels(metadata.state_dict_metadata)
-        worlds = {ranks for labelled, ranks in saved if labelled == base}
-        if worlds and int(node.label.rpartition("_")[2]) not in worlds:
-            yield _Moved((*path, ("dict", node.label)), node, base, tuple(names), max(worlds))
-
-
-def _is_needed(names: Iterable[str], strict: Strict) -> bool:
-    if isinstance(strict, (bool, int)):
-        return bool(strict)
-    patterns = strict_patterns(strict)
-    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
-
-
-def _refusal(moved: _Moved, place: Place) -> Issue:
-    text = (
-        f"`{moved.name}` was saved by each of {moved.ranks} ranks, and is loaded on {place.ranks}"
-    )
-    remedy = (
-        "pass PerRank(value, resize=...), a function of all saved values, the rank and the number "
-        "of ranks, which returns this rank's value; strict=False leaves what is there"
-    )
-    if moved.node.source.resize is not None:
-        remedy = "of a file of torch.save only one rank reads it: convert the file first"
-    return Issue("missing", moved.name, f"{text}; {remedy}", [place.rank])
-
-
-def _resized(moved: _Moved, reader: Reader, place: Place, verify: bool) -> Any:
-    """Call the user's function with the states of all ranks that saved."""
-    assert moved.node.source.resize is not None
-    checkpoint = Checkpoint(reader, verify=verify)
-    labels = [Place(rank, moved.ranks).label for rank in range(moved.ranks)]
-    states = tuple(_state(moved.name, label, checkpoint) for label in labels)
-    return moved.node.source.resize(states, place.rank, place.ranks)
+def _states(saved: SavedElsewhere, checkpoint: Checkpoint) -> tuple[Any, ...]:
+    """Read the states of all ranks that saved."""
+    labels = [Place(rank, saved.ranks).label for rank in range(saved.ranks)]
+    return tuple(_state(saved.name, label, checkpoint) for label in labels)
 
 
 def _state(base: str, label: str, checkpoint: Checkpoint) -> Any:

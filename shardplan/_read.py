@@ -3,6 +3,9 @@
 Together, ranks go through the checkpoint in the same rounds; see `shared_rounds`. In a round each
 rank first makes ready to receive, then reads and sends, then waits: so ranks never wait for each
 other in a circle, and the bytes that are under way at a time are bounded.
+
+Another process may overwrite a checkpoint while it is being read: the old files go as soon as the
+new checkpoint is there. Reading then begins anew (`read_anew`).
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ import torch
 from shardplan.dist import Comm, LostRanksError, Pending, decode_json, encode_json
 from shardplan.io import (
     BlockSums,
+    FormatError,
+    LoadError,
     Progress,
     ProgressCallback,
     StoredValue,
@@ -33,8 +38,9 @@ from shardplan.io import (
     store_values,
 )
 from shardplan.io.execute import Reader, ReadStats
-from shardplan.planning import LoadItemType, LoadPlan, Metadata
-from shardplan.planning.columns import ReadItems, Transfers
+from shardplan.io.stores import StoreError
+from shardplan.planning import Issue, LoadItemType, LoadPlan, Metadata, PlanError
+from shardplan.planning.columns import ReadItems, Transfers, distinct
 from shardplan.planning.storage import (
     BLOCK_BYTES,
     FAR_GAP,
@@ -45,12 +51,15 @@ from shardplan.planning.storage import (
     shared_rounds,
 )
 
-from ._memory import Destinations, destinations
+from ._report import LOG, place_name
+from ._verify import ATTEMPTS, is_another
 
 T = TypeVar("T")
 
 ROUND_BYTES: Final = 128 << 20
 """Bytes of the checkpoint that are under way between ranks at a time."""
+
+_STOPPED: Final = (FormatError, LoadError, StoreError)  # raised when files are taken away
 
 
 @attrs.frozen(eq=False)
@@ -78,6 +87,29 @@ class Opened:
         return BLOCK_BYTES if self.reader is None else self.reader.source.block_bytes
 
 
+@attrs.frozen(eq=False)
+class Destinations:
+    """The shards that a load fills.
+
+    Attributes:
+        shards: Their memory, by the tensor's name in the state dict and the shard's offset.
+    """
+
+    shards: Mapping[tuple[str, tuple[int, ...]], torch.Tensor]
+
+    def of(self, items: ReadItems) -> Callable[[int], torch.Tensor]:
+        """Return a function from the row of a read to the box of memory that it fills."""
+        names, anchors = items.names, items.dest_anchor.tolist()
+        dest, axes = items.dest.tolist(), items.ndim.tolist()
+        offsets, lengths = items.dest_offsets.tolist(), items.lengths.tolist()
+
+        def box(row: int) -> torch.Tensor:
+            shard = self.shards[names[dest[row]], tuple(anchors[row][: axes[row]])]
+            return box_view(shard, offsets[row], lengths[row])
+
+        return box
+
+
 @attrs.frozen
 class Outcome:
     """What one rank read.
@@ -96,29 +128,20 @@ class Outcome:
 
 def read_rank(
     reader: Reader,
-    flat: Mapping[str, Any],
     plan: LoadPlan,
+    into: Destinations,
     *,
-    into: Destinations | None = None,
     verify: bool = True,
     sums: BlockSums | None = None,
     progress: ProgressCallback | None = None,
 ) -> Outcome:
-    """Fill a flattened state dict, reading all of one rank's load plan from storage.
+    """Read all of one rank's load plan from storage.
 
-    Args:
-        reader: The checkpoint.
-        flat: The state dict.
-        plan: What to read.
-        into: The memory of its tensors, if it was checked already.
-        verify: Whether to check what is read whole against its checksums.
-        sums: Gets the checksums of whole blocks, of chunks that are read in part.
-        progress: Called with the bytes of tensors done, and in all.
+    ``sums`` gets the checksums of whole blocks, of chunks that are read in part.
     """
     names = value_names(plan.items)
     values = reader.values(names, verify=verify)
     stats = values_read(reader, [name for _, name in names], verify=verify)
-    into = destinations(flat, plan.items, reader) if into is None else into
     counter = Progress(plan_bytes(plan, reader.metadata), progress)
     dest = into.of(plan.items)
     filled = reader.fill(plan.items, dest, verify=verify, sums=sums, progress=counter)
@@ -194,7 +217,8 @@ def read_shared(
         moved = [share.move_tensors(one, counter) for one in rounds.rounds]
     if attempts.error is not None:
         raise attempts.error
-    rest = share.read_rest(rounds.rest, counter)
+    items = plan.items.take(np.array(rounds.rest, np.int64))  # what no other rank needs
+    rest = share.fill(items, lambda row: share.own(rounds.rest[row]), counter)
     counter.finish()
     sent, received = values.sent + rounds.sent, values.received + rounds.received
     return Outcome(sum([*moved, rest], values.stats), values.values, sent, received)
@@ -247,26 +271,32 @@ class _SharedRead:
 
     def exchange_values(self) -> Outcome:
         """Read non-tensor values, send those that others need, and receive others."""
-        transfers, reader = self.plan.transfers, self.opened.reader
+        transfers, reader, nothing = self.plan.transfers, self.opened.reader, dict[str, Any]()
         coming = transfers.reads.take(np.flatnonzero(transfers.target == self.comm.rank))
         names = value_names(self.plan.items) + value_names(coming)
         if reader is None or self.opened.values is not None:
             known = self.opened.values or {}
             return Outcome(ReadStats(), self.attempts.run(lambda: self._load(known, names), {}))
-        routes = _ValueRoutes.of(transfers, self.comm.rank, reader)
-        read = sorted({name for wanted in routes.going.values() for name in wanted})
-        pairs, nothing = [(name, name) for name in read], dict[str, Any]()
+        routes = _value_routes(transfers, reader)
+        going: dict[int, list[str]] = {}
+        for route in routes:
+            if route.source == self.comm.rank:
+                going.setdefault(route.target, []).append(route.name)
+        sources = sorted({route.source for route in routes} - {self.comm.rank})
+        read = sorted({name for wanted in going.values() for name in wanted})
+        pairs = [(name, name) for name in read]
         stored = self.attempts.run(
             lambda: store_values(reader.values(pairs, verify=self.verify)), nothing
         )
         messages = {
             target: encode_json(encode_values({n: stored[n] for n in wanted})) if stored else b""
-            for target, wanted in routes.going.items()
+            for target, wanted in going.items()
         }
-        arrived = _exchange(self.comm, messages, routes.sources)
+        arrived = _exchange(self.comm, messages, sources)
         for data in filter(None, arrived):
             stored = {**stored, **decode_values(decode_json(data))}
-        alone = [pair for pair in names if pair[1] not in routes.names]
+        travelling = {route.name for route in routes}
+        alone = [pair for pair in names if pair[1] not in travelling]
         here = [pair for pair in names if pair[1] in stored]  # all, if no rank has failed
         values = self.attempts.run(
             lambda: reader.values(alone, verify=self.verify) | self._load(stored, here), nothing
@@ -286,13 +316,15 @@ class _SharedRead:
         sizes = zip(one.reads.lengths.tolist(), one.reads.ndim.tolist(), one.dtypes, strict=True)
         staged = [empty_tensor(lengths[:axes], dtype) for lengths, axes, dtype in sizes]
         stats = self.attempts.run(
-            lambda: self._fill(one.reads, staged.__getitem__, progress), ReadStats()
+            lambda: self.fill(one.reads, staged.__getitem__, progress), ReadStats()
         )
-        pending = [
-            sent
-            for piece in one.pieces
-            for sent in self._send(piece, staged[piece.read], one.dtypes[piece.read])
-        ]
+        pending: list[Pending] = []
+        for piece in one.pieces:
+            part = box_view(staged[piece.read], piece.offsets, piece.sizes)
+            view = flat_memory(part.contiguous())
+            assert view is not None
+            pending += [self.comm.send(target, view) for target in piece.targets]
+            self.attempts.run(partial(self._keep, piece, view, one.dtypes[piece.read]), None)
         for sent in pending:
             sent.wait()
         for region in incoming:
@@ -300,92 +332,63 @@ class _SharedRead:
             self.attempts.run(partial(region.deliver, progress), None)
         return stats
 
-    def read_rest(self, rows: Sequence[int], progress: Progress) -> ReadStats:
-        """Fill what no other rank needs, straight from storage."""
-        items = self.plan.items.take(np.array(rows, np.int64))
-        return self._fill(items, lambda row: self.own(rows[row]), progress)
-
-    def _fill(
+    def fill(
         self, reads: ReadItems, dest: Callable[[int], torch.Tensor], progress: Progress
     ) -> ReadStats:
+        """Fill memory straight from storage."""
         reader = self.opened.reader
         if reader is None or not len(reads):
             return ReadStats()
         return reader.fill(reads, dest, verify=self.verify, sums=self.sums, progress=progress)
 
-    def _send(self, piece: Piece, staged: torch.Tensor, dtype: str) -> list[Pending]:
-        """Begin to send a region, and copy it to where this rank needs it."""
-        view = flat_memory(box_view(staged, piece.offsets, piece.sizes).contiguous())
-        assert view is not None
-        pending = [self.comm.send(target, view) for target in piece.targets]
-
-        def keep() -> None:
-            for row in piece.items:
-                fill_from_bytes(self.own(row), np.frombuffer(view, np.uint8), dtype)
-
-        self.attempts.run(keep, None)
-        return pending
+    def _keep(self, piece: Piece, view: memoryview, dtype: str) -> None:
+        """Copy a region that is sent to where this rank needs it."""
+        for row in piece.items:
+            fill_from_bytes(self.own(row), np.frombuffer(view, np.uint8), dtype)
 
     def _expect(self, arrival: Arrival) -> _Incoming:
         """Make ready to receive a region, straight into its tensor where that is possible."""
-        nothing: tuple[torch.Tensor | None, memoryview | None] = (None, None)
-        tensor, view = self.attempts.run(lambda: self._memory_of(arrival), nothing)
-        staged = None
+        tensor, staged = self.theirs(arrival.transfer), None
+        view = flat_memory(tensor) if same_dtype(tensor, arrival.dtype) else None
         if view is None:
             staged = np.empty(arrival.nbytes, np.uint8)
             view = staged.data
         return _Incoming(self.comm.receive(arrival.source, view), tensor, staged, arrival)
 
-    def _memory_of(self, arrival: Arrival) -> tuple[torch.Tensor | None, memoryview | None]:
-        tensor = self.theirs(arrival.transfer)
-        return tensor, flat_memory(tensor) if same_dtype(tensor, arrival.dtype) else None
-
 
 @attrs.frozen(eq=False)
 class _Incoming:
-    """A region that is being received; without a tensor, it is thrown away."""
+    """A region that is being received, straight into a tensor or into staged memory."""
 
     pending: Pending
-    tensor: torch.Tensor | None
+    tensor: torch.Tensor
     staged: npt.NDArray[np.uint8] | None
     arrival: Arrival
 
     def deliver(self, progress: Progress) -> None:
         """Copy what has come to where it belongs, unless it came there."""
-        if self.staged is not None and self.tensor is not None:
+        if self.staged is not None:
             fill_from_bytes(self.tensor, self.staged, self.arrival.dtype)
         progress.add(self.arrival.nbytes)
 
 
 @attrs.frozen
-class _ValueRoutes:
-    """The non-tensor values that travel between ranks.
+class _ValueRoute:
+    """A non-tensor value, by its name in the checkpoint, that one rank sends to another."""
 
-    Attributes:
-        going: By target, the names of the values that this rank reads for it.
-        sources: The ranks that send values to this one.
-        names: All of these values, by name in the checkpoint.
-    """
+    name: str
+    source: int
+    target: int
 
-    going: Mapping[int, Sequence[str]]
-    sources: Sequence[int]
-    names: frozenset[str]
 
-    @classmethod
-    def of(cls, transfers: Transfers, rank: int, reader: Reader) -> _ValueRoutes:
-        """Find the routes; values that are kept with the metadata are known to every rank."""
-        names, going, sources = set[str](), dict[int, list[str]](), set[int]()
-        items = transfers.reads
-        for row in np.flatnonzero(items.type == LoadItemType.BYTE_IO.value).tolist():
-            name, source = items.names[items.storage[row]], int(transfers.source[row])
-            if not reader.source.value_bytes(name):
-                continue
-            names.add(name)
-            if source == rank:
-                going.setdefault(int(transfers.target[row]), []).append(name)
-            else:
-                sources.add(source)
-        return cls(going, sorted(sources), frozenset(names))
+def _value_routes(transfers: Transfers, reader: Reader) -> list[_ValueRoute]:
+    """Return which values travel; those kept with the metadata are known to every rank."""
+    items = transfers.reads
+    rows = np.flatnonzero(items.type == LoadItemType.BYTE_IO.value)
+    names = [items.names[number] for number in items.storage[rows].tolist()]
+    ends = transfers.source[rows].tolist(), transfers.target[rows].tolist()
+    routes = map(_ValueRoute, names, *ends)
+    return [route for route in routes if reader.source.value_bytes(route.name)]
 
 
 def _exchange(comm: Comm, messages: Mapping[int, bytes], sources: Sequence[int]) -> list[bytes]:
@@ -404,3 +407,77 @@ def _swap(comm: Comm, going: Mapping[int, bytes], coming: Mapping[int, bytearray
     pending += [comm.send(target, memoryview(data)) for target, data in going.items() if data]
     for one in pending:
         one.wait()
+
+
+# Errors of reading: they name the checkpoint, and say what was changed
+
+
+def read_anew(open: Callable[[], tuple[Reader, ...]], work: Callable[..., T]) -> T:
+    """Open some checkpoints and work on them; if one is overwritten meanwhile, begin anew."""
+    for _ in range(ATTEMPTS - 1):
+        readers = open()
+        try:
+            return work(*readers)
+        except _STOPPED:
+            replaced = next(filter(_was_replaced, readers), None)
+            if replaced is None:
+                raise
+            url = replaced.store.url
+            LOG.warning("%s was overwritten while it was read; reading begins anew", url)
+    return work(*open())
+
+
+def _was_replaced(reader: Reader) -> bool:
+    source = reader.source
+    return is_another(reader.store, source.save_id, source.format, reader.pool)
+
+
+@contextmanager
+def naming_place(place: object) -> Iterator[None]:
+    """Add the name of the checkpoint to errors about it."""
+    try:
+        yield
+    except (FormatError, LoadError, PlanError) as error:
+        error.add_note(f"the checkpoint is {place_name(place)}")
+        raise
+
+
+def touching(error: Exception, items: ReadItems, *, together: bool) -> Exception:
+    """Return an error that says that any tensor of some reads may be overwritten in part.
+
+    ``together`` adds that other ranks are in the same state.
+    """
+    tensors = items.type == LoadItemType.TENSOR.value
+    keys = [items.names[number] for number in distinct(items.dest[tensors]).tolist()]
+    more = ""
+    if together:
+        more = "; ranks load together: on each of them, any key of the load may be overwritten"
+    if isinstance(error, FormatError):
+        return FormatError(error.file, f"{error.reason}{more}", touched=keys)
+    text = error.args[0] if isinstance(error, LoadError) else f"the load failed: {error}"
+    return LoadError(f"{text}{more}", (), keys)
+
+
+@contextmanager
+def plain_errors(reader: Reader) -> Iterator[None]:
+    """Leave out of errors which keys were filled, and how to accept gaps, for new memory."""
+    try:
+        yield
+    except PlanError as error:
+        raise PlanError(map(_without_arguments, error.issues)) from None
+    except _STOPPED as error:
+        if _was_replaced(reader):
+            reason = "it was overwritten while it was open: open it again"
+            raise FormatError(reader.store.url, reason) from error
+        if isinstance(error, FormatError) and (error.filled or error.touched):
+            raise FormatError(error.file, error.reason) from error.__cause__
+        if isinstance(error, LoadError):
+            raise LoadError(str(error.args[0]), (), ()) from error.__cause__
+        raise
+
+
+def _without_arguments(issue: Issue) -> Issue:
+    """Leave out the argument to try, which only `load` has; for a prefix, name `load`."""
+    has_prefix = issue.kind == "missing" and issue.summary
+    remedy = f"restore takes no planner: use load, and {issue.remedy}" if has_prefix else ""
+    return attrs.evolve(issue, remedy=remedy)

@@ -27,6 +27,7 @@ from shardplan.planning import (
 __all__ = [
     "LOG",
     "LoadReport",
+    "Printed",
     "RankReport",
     "SaveReport",
     "Stopwatch",
@@ -83,7 +84,20 @@ def device_of(sd: Mapping[Any, Any]) -> str:
     return next((str(d) for d in devices if getattr(d, "type", "cpu") != "cpu"), "cpu")
 
 
-class _Printed:
+class Printed:
+    """A report that prints as a sheet, in a notebook too."""
+
+    def _sheet(self) -> Sheet:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return self._sheet().text()
+
+    def _repr_html_(self) -> str:
+        return self._sheet().html()
+
+
+class _Timed(Printed):
     """A report that prints its title, its seconds and the slowest ranks."""
 
     _verb: ClassVar[str]
@@ -104,13 +118,13 @@ class _Printed:
             lines.append(f"slowest: {', '.join(ranks)}")
         return "\n".join(lines)
 
-    def _repr_html_(self) -> str:
+    def _sheet(self) -> Sheet:
         notes = dropped_text(self.dropped, self._verb)
-        return sheet_of(self._title, self.seconds, self.slowest, notes, self.phase_bytes).html()
+        return sheet_of(self._title, self.seconds, self.slowest, notes, self.phase_bytes)
 
 
 @attrs.frozen(repr=False)
-class SaveReport(_Printed):
+class SaveReport(_Timed):
     """What a save did.
 
     Attributes:
@@ -149,7 +163,7 @@ class SaveReport(_Printed):
 
 
 @attrs.frozen(repr=False)
-class LoadReport(_Printed):
+class LoadReport(_Timed):
     """What a load did, and how the state dict and the checkpoint agree.
 
     Attributes:

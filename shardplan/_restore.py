@@ -30,9 +30,8 @@ from shardplan.planning import (
 )
 
 from ._comm import own_place
-from ._memory import blank_like, resize, tied_names
-from ._read import Opened, read_rank
-from ._read_errors import plain_errors, read_anew
+from ._memory import blank_like, destinations, resize, tied_names
+from ._read import Opened, plain_errors, read_anew, read_rank
 from ._report import LOG
 from ._state import State, expand, part, unpart
 
@@ -117,7 +116,8 @@ def _restore(
         plan = load_plan(metadata, local, dtype=dtype, optional={*tied, *resized.names})
         flat = {name: _blank(spec, device) for name, spec in specs.items() if name not in tied}
         flat |= {name: flat[kept] for name, kept in tied.items()}
-        done = read_rank(reader, flat, plan, verify=verify, progress=progress)
+        into = destinations(flat, plan.items, reader)
+        done = read_rank(reader, plan, into, verify=verify, progress=progress)
     LOG.info("%s: restored %d names, %d bytes", reader.store.url, len(flat), done.stats.bytes_read)
     made = unflatten({**flat, **done.values}, paths)
     resized.put(made)

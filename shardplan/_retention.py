@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Final, Literal, SupportsFloat, TypeVar, overload
 
 import attrs
@@ -20,7 +21,7 @@ from shardplan.io.stores import Entry, FolderStore, MissingFileError, Store, Sto
 from shardplan.planning import Sheet, Table, counted
 from shardplan.planning.storage import Policy, RunEntry, by_age, retain
 
-from ._report import LOG, logged
+from ._report import LOG, Printed, logged
 from ._verify import verify as check
 
 _ATTEMPTS: Final = 3
@@ -77,7 +78,7 @@ def latest(path: str | os.PathLike[str] | Store) -> str | Store | None:
 
 
 @attrs.frozen(repr=False)
-class PruneReport:
+class PruneReport(Printed):
     """What was removed, or would be; printed as a table.
 
     Attributes:
@@ -110,11 +111,23 @@ class PruneReport:
     nbytes: int = 0
     dry_run: bool = False
 
-    def __repr__(self) -> str:
-        return _sheet(self).text()
-
-    def _repr_html_(self) -> str:
-        return _sheet(self).html()
+    def _sheet(self) -> Sheet:
+        gone = "would go" if self.dry_run else "gone"
+        checkpoints, left = len(self.removed), len(self.leftovers)
+        went = f"{counted(checkpoints, 'checkpoint')} and {counted(left, 'file')} of killed saves"
+        fates = {
+            gone: self.removed,
+            f"{gone}, left by a killed save": self.leftovers,
+            "spared, perhaps of a save under way": self.spared,
+            "damaged, left alone": self.damaged,
+            "overwritten meanwhile, left alone": self.replaced,
+            "of another format, left alone": self.ignored,
+            "may not be read, left alone": self.denied,
+            "kept": self.kept,
+        }
+        rows = [(name, fate) for fate, names in fates.items() for name in names]
+        tables = [Table(("checkpoint", "what became of it"), rows)] if rows else []
+        return Sheet(f"{went} {gone}, {counted(len(self.kept), 'checkpoint')} kept", tables)
 
 
 def prune(
@@ -169,9 +182,17 @@ def prune(
         MissingFileError: There is no such folder on the disk.
     """
     policy = Policy(keep_last)
-    _check_age(min_age)
+    if isinstance(min_age, bool) or not isinstance(min_age, SupportsFloat):
+        raise TypeError(f"min_age says how many seconds, as a number; not {min_age!r}")
+    if not min_age >= 0:
+        raise ValueError(f"min_age must be at least 0 seconds, not {min_age}")
     store = _open_run(path)
-    _refuse_missing(path, store)
+    root = store.locate()
+    # A path is probably misspelt; an open store may be made yet, and a bucket has no folders.
+    if store is not path and root is not None and not os.path.isdir(root):
+        raise MissingFileError(
+            "list", store.url, "there is no such folder", remedy="check the path", kind="missing"
+        )
     inner, loose = _contents(store)
     found = _look_at(store, ["", *inner], _look, _Look(denied=True))
     entries = [RunEntry(name, found[name].created, found[name].whole) for name in inner]
@@ -202,35 +223,6 @@ def prune(
     return logged(report, store)
 
 
-def _sheet(report: PruneReport) -> Sheet:
-    gone = "would go" if report.dry_run else "gone"
-    checkpoints, left = (
-        counted(len(names), word)
-        for names, word in ((report.removed, "checkpoint"), (report.leftovers, "file"))
-    )
-    kept = counted(len(report.kept), "checkpoint")
-    title = f"{checkpoints} and {left} of killed saves {gone}, {kept} kept"
-    fates = {
-        gone: report.removed,
-        f"{gone}, left by a killed save": report.leftovers,
-        "spared, perhaps of a save under way": report.spared,
-        "damaged, left alone": report.damaged,
-        "overwritten meanwhile, left alone": report.replaced,
-        "of another format, left alone": report.ignored,
-        "may not be read, left alone": report.denied,
-        "kept": report.kept,
-    }
-    rows = [(name, fate) for fate, names in fates.items() for name in names]
-    return Sheet(title, [Table(("checkpoint", "what became of it"), rows)] if rows else [])
-
-
-def _check_age(min_age: float) -> None:
-    if isinstance(min_age, bool) or not isinstance(min_age, SupportsFloat):
-        raise TypeError(f"min_age says how many seconds, as a number; not {min_age!r}")
-    if not min_age >= 0:
-        raise ValueError(f"min_age must be at least 0 seconds, not {min_age}")
-
-
 def _single_files(store: Store, files: Sequence[str]) -> list[str]:
     """Name the files that are checkpoints of their own."""
     formats = [format for format in known_formats() if format.is_file]
@@ -254,8 +246,9 @@ def _unsound(
         if not unchecked:
             return unsound
         total, name = done + sum(found[name].nbytes for name in unchecked), unchecked[-1]
+        of_all = tell and partial(_progress_of_all, tell, done, total)
         try:
-            if check(_within(store, name), progress=_shifted(tell, done, total)).ok:
+            if check(_within(store, name), progress=of_all).ok:
                 sound.add(name)
             else:
                 unsound[name] = "damaged"
@@ -264,9 +257,9 @@ def _unsound(
         done += found[name].nbytes
 
 
-def _shifted(tell: ProgressCallback | None, done: int, total: int) -> ProgressCallback | None:
-    """Report the progress of one checkpoint as that of all, given what was done before it."""
-    return tell and (lambda some, _: tell(min(done + some, total), total))
+def _progress_of_all(tell: ProgressCallback, before: int, total: int, done: int, _: int) -> None:
+    """Report the progress of one checkpoint as that of all."""
+    tell(min(before + done, total), total)
 
 
 def _remove(store: Store, name: str, save_id: str | None) -> Literal["removed", "replaced", "gone"]:
@@ -306,18 +299,10 @@ def _tidy(
 
 @attrs.frozen
 class _Look:
-    """What was found in a folder.
+    """What was found in a folder: a checkpoint of ours or ``foreign``, and ``strays`` of saves.
 
-    Attributes:
-        created: When its checkpoint was made; None if there is none, or that is not known.
-        save_id: Which save made it.
-        whole: Whether all of it is there.
-        damaged: Whether there is one, but not all of it.
-        strays: Files of killed saves.
-        files: How many files the checkpoint has, its manifest among them.
-        nbytes: How many bytes these have.
-        foreign: Whether there is a checkpoint of another format.
-        denied: Whether it may not be looked into.
+    ``created`` is None if that is not known; ``files`` and ``nbytes`` count the manifest;
+    ``damaged`` means that there is a checkpoint, but not all of it.
     """
 
     created: float | None = None
@@ -424,18 +409,6 @@ def _open_run(path: str | os.PathLike[str] | Store) -> Store:
         reason, remedy = "it is a file", "give the folder that holds the checkpoints"
         raise StoreError("list", store.url, reason, remedy=remedy, kind="path")
     return store
-
-
-def _refuse_missing(path: str | os.PathLike[str] | Store, store: Store) -> None:
-    """Refuse a path to a folder that is not there: it is probably misspelt.
-
-    An open store may be made yet, and in a bucket no folder is there without a file in it.
-    """
-    root = store.locate()
-    if store is not path and root is not None and not os.path.isdir(root):
-        raise MissingFileError(
-            "list", store.url, "there is no such folder", remedy="check the path", kind="missing"
-        )
 
 
 def _contents(store: Store) -> tuple[list[str], list[str]]:

@@ -11,18 +11,20 @@ import attrs
 
 from shardplan.io import FormatError, Pool, Progress, ProgressCallback, listed
 from shardplan.io.execute import leftovers
-from shardplan.io.formats import Fault, Findings, Format, detect, find_format, locate
+from shardplan.io.formats import Fault, Findings, detect, find_format, locate, open_source
 from shardplan.io.stores import Store, StoreError
 from shardplan.planning import Sheet, Table, counted, human_bytes, human_seconds
 
-from ._read_errors import ATTEMPTS, is_another
-from ._report import logged
+from ._report import Printed, logged
+
+ATTEMPTS: Final = 16
+"""How often to begin anew with a checkpoint that is overwritten again and again."""
 
 _SHOWN: Final = 50
 
 
 @attrs.frozen(repr=False)
-class VerifyReport:
+class VerifyReport(Printed):
     """What a check of a whole checkpoint found; true if no fault was; printed as a table.
 
     Attributes:
@@ -72,11 +74,29 @@ class VerifyReport:
     def __bool__(self) -> bool:
         return self.ok
 
-    def __repr__(self) -> str:
-        return _sheet(self).text()
-
-    def _repr_html_(self) -> str:
-        return _sheet(self).html()
+    def _sheet(self) -> Sheet:
+        count = len(self.faults)
+        speed = human_bytes(self.nbytes / self.seconds) if self.seconds else "?"
+        title = (
+            f"{self.path}: {self.verdict}; {counted(self.files, 'file')}, "
+            f"{human_bytes(self.nbytes)} checked in {human_seconds(self.seconds)} ({speed}/s)"
+        )
+        rows = [
+            (f.kind, f.key or "", f.reason, f.file, f"{f.begin:,} to {f.end:,}" if f.end else "")
+            for f in self.faults[:_SHOWN]
+        ]
+        tables = [Table(("fault", "key", "reason", "file", "bytes"), rows)] if rows else []
+        notes = [f"… {count - _SHOWN:,} more"] if count > _SHOWN else []
+        notes += self.notes
+        if self.keys:
+            keys = counted(len(self.keys), "key")
+            notes.append(f"{keys} cannot be loaded whole: {listed(self.keys, quote='')}")
+        if self.leftovers:
+            notes.append(
+                f"{counted(len(self.leftovers), 'file')} of a killed save, or of one under way, "
+                f"which do no harm: {listed(self.leftovers, quote='')}"
+            )
+        return Sheet(title, tables, notes)
 
 
 def verify(
@@ -129,7 +149,11 @@ def verify(
     store, name = locate(path)
     for left in reversed(range(ATTEMPTS)):
         format = find_format(detect(store, name))
-        found = _check(format, store, name, progress, pool)
+        try:
+            found = format.verify(store, name, tell=progress, pool=pool)
+        except FormatError as error:  # what describes the checkpoint is damaged
+            Progress(0, progress)
+            found = Findings((Fault("header", error.file, error.reason),))
         if not (left and found.faults) or name or not is_another(store, found.save_id, pool=pool):
             break
     left_behind: tuple[str, ...] = ()
@@ -152,38 +176,14 @@ def verify(
     return logged(report, left=report.leftovers)
 
 
-def _check(
-    format: Format, store: Store, name: str, tell: ProgressCallback | None, pool: Pool | None
-) -> Findings:
+def is_another(
+    store: Store, known: str | None, format: str | None = None, pool: Pool | None = None
+) -> bool:
+    """Return True if a folder holds another save than the known one."""
+    if known is None:
+        return False
     try:
-        return format.verify(store, name, tell=tell, pool=pool)
-    except FormatError as error:  # what describes the checkpoint is damaged
-        Progress(0, tell)
-        return Findings((Fault("header", error.file, error.reason),))
-
-
-def _sheet(report: VerifyReport) -> Sheet:
-    count = len(report.faults)
-    speed = human_bytes(report.nbytes / report.seconds) if report.seconds else "?"
-    title = (
-        f"{report.path}: {report.verdict}; {counted(report.files, 'file')}, "
-        f"{human_bytes(report.nbytes)} checked in {human_seconds(report.seconds)} ({speed}/s)"
-    )
-    rows = [_row(fault) for fault in report.faults[:_SHOWN]]
-    tables = [Table(("fault", "key", "reason", "file", "bytes"), rows)] if rows else []
-    notes = [f"… {count - _SHOWN:,} more"] if count > _SHOWN else []
-    notes += report.notes
-    if report.keys:
-        keys = counted(len(report.keys), "key")
-        notes.append(f"{keys} cannot be loaded whole: {listed(report.keys, quote='')}")
-    if report.leftovers:
-        notes.append(
-            f"{counted(len(report.leftovers), 'file')} of a killed save, or of one under way, "
-            f"which do no harm: {listed(report.leftovers, quote='')}"
-        )
-    return Sheet(title, tables, notes)
-
-
-def _row(fault: Fault) -> tuple[str, ...]:
-    span = f"{fault.begin:,} to {fault.end:,}" if fault.end else ""
-    return fault.kind, fault.key or "", fault.reason, fault.file, span
+        now = open_source(store, format=format, pool=pool).save_id
+    except (FormatError, StoreError):
+        return False  # it is gone, and nothing is there in its place
+    return now != known

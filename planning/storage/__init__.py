@@ -41,6 +41,14 @@ if TYPE_CHECKING:
         Requested,
         fetch_plan,
     )
+    from .filling import (
+        SavedElsewhere,
+        is_folded,
+        is_needed,
+        meeting,
+        saved_elsewhere,
+        without_other_ranks,
+    )
     from .ranges import (
         SMALL,
         ByteRanges,
@@ -97,6 +105,9 @@ __getattr__, __dir__ = door(
             "read_boxes share_plans tensor_bytes"
         ),
         "fetch": ("Access BoxReads ChunkPlaces FAR_GAP FetchPlan PIECE_BYTES Requested fetch_plan"),
+        "filling": (
+            "SavedElsewhere is_folded is_needed meeting saved_elsewhere without_other_ranks"
+        ),
         "ranges": (
             "ByteRanges Requests SMALL byte_ranges coalesce fetched filled lies_together "
             "range_axis steps whole_blocks"

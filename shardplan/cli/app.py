@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -13,11 +14,12 @@ from inspect import getdoc
 from typing import Annotated, Any, Final
 
 import typer
+from typer import Option
 from typer.core import TyperGroup
 
 from shardplan.planning import EXTRAS
 
-from .options import BAD, Debug, Verbose
+from .screen import BAD
 
 __all__ = ["app", "message"]
 
@@ -33,7 +35,7 @@ _COMMANDS: Final = {
     "plan": ("plan", "Show what loading it on other ranks would cost."),
     "verify": ("actions", "Check every byte."),
     "diff": ("actions", "Compare two checkpoints."),
-    "cat": ("cat", "Show elements of a tensor, or a value."),
+    "cat": ("actions", "Show elements of a tensor, or a value."),
     "convert": ("actions", "Write another format, or shard in another way."),
     "prune": ("actions", "Remove all but the newest checkpoints."),
     "demo": ("actions", "Train, save, reshard, convert and verify a small model."),
@@ -176,6 +178,20 @@ app = typer.Typer(
 )
 
 
+def _debug(ctx: typer.Context, value: bool) -> None:
+    if value:
+        ctx.meta["shardplan.debug"] = True
+
+
+def _verbose(value: bool) -> None:
+    if value:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s %(message)s"))
+        logger = logging.getLogger("shardplan")
+        logger.handlers = [handler]
+        logger.setLevel(logging.DEBUG)
+
+
 def _version(value: bool) -> None:
     if value:
         import shardplan
@@ -184,15 +200,37 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
-_Version = typer.Option("--version", help="Show the version.", callback=_version, is_eager=True)
+# The program adds these two to every command; their callbacks do all the work.
+_Debug = Annotated[
+    bool,
+    Option(
+        "--debug",
+        help="Show the traceback of an error.",
+        callback=_debug,
+        is_eager=True,
+        expose_value=False,
+    ),
+]
+_Verbose = Annotated[
+    bool,
+    Option(
+        "--verbose",
+        "-v",
+        help="Log what happens to stderr (logger 'shardplan').",
+        callback=_verbose,
+        is_eager=True,
+        expose_value=False,
+    ),
+]
+_Version = Option("--version", help="Show the version.", callback=_version, is_eager=True)
 
 
 @app.callback()
 def _everything(
     ctx: typer.Context,
     version: Annotated[bool, _Version] = False,
-    verbose: Verbose = False,
-    debug: Debug = False,
+    verbose: _Verbose = False,
+    debug: _Debug = False,
 ) -> None:
     """Handle the options before the command."""
     if ctx.invoked_subcommand is None:

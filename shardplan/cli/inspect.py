@@ -15,8 +15,18 @@ from typer import Argument, Option
 
 from shardplan.planning import counted, cut_text, human_bytes, runs_text
 
-from .options import Ckpt, Json, complete_name
-from .screen import cut, print_json, record_json, safe, show, table, width
+from .screen import (
+    Ckpt,
+    Json,
+    complete_name,
+    cut,
+    print_json,
+    record_json,
+    safe,
+    show,
+    table,
+    width,
+)
 
 if TYPE_CHECKING:
     from .contents import Contents, Total

@@ -38,8 +38,17 @@ from shardplan.planning.columns import column
 from shardplan.planning.mesh import Placement
 
 from .contents import Contents, Total, choose, hint, open_contents
-from .options import Ckpt, Json, Placements
-from .screen import print_json, record_json, safe, show, table, waiting
+from .screen import (
+    Ckpt,
+    Json,
+    Placements,
+    print_json,
+    record_json,
+    safe,
+    show,
+    table,
+    waiting,
+)
 
 __all__ = ["Placing", "fitting", "parse_mesh", "parse_placements", "place", "plan"]
 

@@ -1,4 +1,8 @@
-"""A pipeline of passes as a planner of torch.distributed.checkpoint."""
+"""A pipeline of passes as a planner of torch.distributed.checkpoint.
+
+Its planners exchange non-tensor values as bytes of `torch.save`; they are accepted only if they
+load without running code.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,22 @@ from torch.distributed.checkpoint import planner as torch_plans
 
 from shardplan._memory import blanks, refuse_unfillable, tied_names
 from shardplan._state import put, refilled
-from shardplan.io import ValueRefusedError, as_tensor, box_view, can_cast, torch_dtype
+from shardplan.io import (
+    FormatError,
+    ValueRefusedError,
+    as_tensor,
+    box_view,
+    can_cast,
+    torch_dtype,
+)
+from shardplan.io.formats.torch_save import (
+    PickleError,
+    RefusedName,
+    explain,
+    in_memory,
+    load_archive,
+    read_archive,
+)
 from shardplan.planning import (
     DEFAULT_PASSES,
     KeyReport,
@@ -37,10 +56,54 @@ from shardplan.planning import (
 )
 from shardplan.planning.passes import Stages, may_see_rank
 
-from .byte_io import UnsafeValueError, load_value, safe_dump
 from .records import from_torch, to_torch
 
-__all__ = ["PipelineLoadPlanner", "as_torch_load_planner", "as_torch_save_planner"]
+__all__ = [
+    "PipelineLoadPlanner",
+    "UnsafeValueError",
+    "as_torch_load_planner",
+    "as_torch_save_planner",
+    "dump_value",
+    "load_value",
+]
+
+
+class UnsafeValueError(TypeError):
+    """A value that cannot be loaded without running code; its message goes after the key."""
+
+
+def dump_value(value: Any) -> io.BytesIO:
+    """Return the bytes that `torch.save` makes of a value."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return buffer
+
+
+def load_value(buffer: io.BytesIO) -> Any:
+    """Return the value that `torch.save` was given, or raise UnsafeValueError."""
+    try:
+        return load_archive(read_archive(in_memory(buffer.getvalue(), "")))
+    except RefusedName as error:
+        why = f"cannot be loaded without running code: it {explain(error)}"
+        raise UnsafeValueError(why) from None
+    except (PickleError, FormatError) as error:
+        raise UnsafeValueError(explain(error)) from None
+
+
+def _safe_dump(value: Any) -> io.BytesIO:
+    """Return the bytes that `torch.save` makes of a value, if `load_value` accepts them."""
+    what = f"is a {type(value).__module__}.{type(value).__qualname__}, which"
+    try:
+        buffer = dump_value(value)
+    except Exception as error:  # a class may raise anything when it is pickled
+        raise UnsafeValueError(f"{what} cannot be stored ({error})") from None
+    try:
+        load_value(buffer)
+    except UnsafeValueError as error:
+        raise UnsafeValueError(f"{what} {error}") from None
+    buffer.seek(0)
+    return buffer
 
 
 def as_torch_save_planner(
@@ -162,7 +225,7 @@ class _SavePlanner(torch_plans.SavePlanner):
         for item in plan.items:
             try:
                 if item.tensor_data is None:
-                    self._values[item.index.fqn] = safe_dump(self._flat[item.source.fqn])
+                    self._values[item.index.fqn] = _safe_dump(self._flat[item.source.fqn])
                 else:
                     _check_cast(self._box(item), item.tensor_data.properties.dtype)
             except TypeError as error:

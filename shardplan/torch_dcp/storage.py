@@ -38,7 +38,7 @@ from shardplan.planning import (
     global_plan,
 )
 
-from .byte_io import UnsafeValueError, dump_value, load_value
+from .planners import UnsafeValueError, dump_value, load_value
 from .records import from_torch, to_torch
 
 __all__ = ["as_torch_storage_reader", "as_torch_storage_writer"]

@@ -19,7 +19,7 @@ from shardplan.io.formats.native.manifest import MANIFEST, sign
 from shardplan.io.formats.torch_save.archive import zip_bytes
 from shardplan.io.formats.torch_save.names import load_nested, load_summed
 from shardplan.io.formats.torch_save.unpickler import PickleError
-from shardplan.torch_dcp.byte_io import UnsafeValueError, load_value
+from shardplan.torch_dcp.planners import UnsafeValueError, load_value
 
 HOSTILE = Path(__file__).parents[1] / "hostile"
 READERS = (shardplan.open_checkpoint, shardplan.restore)

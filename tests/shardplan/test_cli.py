@@ -838,7 +838,7 @@ def test_a_command_loads_no_other_command(ckpt):
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
     loaded = set(done.stderr.split())
     assert "shardplan.cli.inspect" in loaded
-    assert not loaded & {f"shardplan.cli.{name}" for name in ("actions", "cat", "plan")}
+    assert not loaded & {f"shardplan.cli.{name}" for name in ("actions", "plan")}
 
 
 def test_a_pipe_gets_the_lines_of_a_wide_terminal(ckpt):

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardplan
+from shardplan._memory import destinations
 from shardplan._read import read_rank
 from shardplan.io.errors import ExistsError, FormatError, LoadError, ValueRefusedError
 from shardplan.io.execute import read as reading
@@ -54,6 +55,10 @@ from shardplan.planning.testing.strategies import save_plans, tensor_specs
 
 # torch says this once, whenever such a tensor is first copied.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
+
+
+def fill(reader, state, plan):
+    return read_rank(reader, plan, destinations(state, plan.items, reader))
 
 
 def random_tensor(spec):
@@ -132,7 +137,7 @@ def test_any_world_loads_what_any_other_world_saved(data, specs, block_bytes, st
     reader = Reader(open_source(store))
     for plan in data.draw(save_plans(tensors=specs)):
         state = rank_state(plan, tensors, blank_strided if strided else torch.empty_like)
-        done = read_rank(reader, state, load_plan(metadata, plan))
+        done = fill(reader, state, load_plan(metadata, plan))
         stats, values = done.stats, done.values
         assert stats.bytes_read >= stats.bytes_needed
         for name, value in state.items():
@@ -539,7 +544,7 @@ def reads(*pieces):
 def test_a_chunk_is_found_by_where_it_starts_whatever_the_hint(tmp_path, hints):
     shardplan.save({"w": torch.arange(8.0)}, tmp_path, planner=split_chunks(16))
     reader, target = Reader(open_source(tmp_path)), {"w": torch.zeros(8)}
-    stats = read_rank(reader, target, reads((0, hints[0], 0, 4), (4, hints[1], 4, 4))).stats
+    stats = fill(reader, target, reads((0, hints[0], 0, 4), (4, hints[1], 4, 4))).stats
     assert (target["w"].tolist(), stats.verified) == (list(range(8)), 2)
 
 
@@ -548,7 +553,7 @@ def test_a_read_of_no_saved_chunk_is_refused_before_anything_is_read(tmp_path, p
     shardplan.save({"w": torch.arange(8.0)}, tmp_path, planner=split_chunks(16))
     reader, target = Reader(open_source(tmp_path)), {"w": torch.zeros(8)}
     with pytest.raises(PlanError, match="the checkpoint has no such chunk"):
-        read_rank(reader, target, reads((0, 0, 0, 4), piece))
+        fill(reader, target, reads((0, 0, 0, 4), piece))
     assert not target["w"].any()
 
 

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import shardplan
+from shardplan._memory import destinations
 from shardplan._read import read_rank
 from shardplan.io.errors import ExistsError, FormatError, UnsureCommitError, ValueRefusedError
 from shardplan.io.execute.read import Reader
@@ -58,7 +59,7 @@ from shardplan.planning import (
 from shardplan.planning.dtypes import ITEMSIZE
 from shardplan.planning.geometry.tilings import tile_chunks
 from shardplan.planning.testing.strategies import tensor_specs
-from shardplan.torch_dcp.byte_io import UnsafeValueError, load_value
+from shardplan.torch_dcp.planners import UnsafeValueError, load_value
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning"),
@@ -139,7 +140,8 @@ def save(sd, store, *, planner=None, overwrite=False, save_id="0123ab"):
 def load(sd, store):
     reader = Reader(open_source(store))
     flat, _ = flatten(sd)
-    return read_rank(reader, flat, load_plan(reader.metadata, local_plan(sd), strict=True))
+    plan = load_plan(reader.metadata, local_plan(sd), strict=True)
+    return read_rank(reader, plan, destinations(flat, plan.items, reader))
 
 
 NESTED = {

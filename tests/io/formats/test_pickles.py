@@ -16,7 +16,7 @@ from shardplan.io.formats.torch_save.archive import zip_bytes
 from shardplan.io.formats.torch_save.names import NAMES, load_nested, load_summed
 from shardplan.io.formats.torch_save.standins import build_value
 from shardplan.io.formats.torch_save.unpickler import PickleError
-from shardplan.torch_dcp.byte_io import UnsafeValueError, load_value
+from shardplan.torch_dcp.planners import UnsafeValueError, load_value
 
 LEVELS = 60
 

@@ -1,6 +1,10 @@
 """The demo: train on four ranks, save, inspect, load on fewer ranks, convert, damage, verify.
 
-Run it with ``make demo`` or ``shardplan demo``.
+Run it with ``make demo`` or ``shardplan demo``. Each of the four ranks of the job is a process,
+``python -m shardplan.demo FOLDER RANK STEPS``. They train a small transformer (FSDP2 × TP), save,
+load again and continue. Then two of them load the same checkpoint and continue (FSDP2 alone), and
+then one of them (no sharding). Each time rank 0 writes a file of results: losses, a checksum of
+every tensor as it was saved or loaded, and durations, with shardplan and with torch.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -22,11 +27,28 @@ from typing import Any, TypeVar
 import shardplan
 from shardplan.planning import counted, human_bytes, human_seconds, named_extras
 
-from .. import planning as sp
+from . import planning as sp
 
-with named_extras("the demo"):
+with named_extras("the demo", with_torch=True):
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor, nn
+    from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        ParallelStyle,
+        RowwiseParallel,
+        parallelize_module,
+    )
+    from torch.nn import functional
+
     from shardplan.cli.app import app
     from shardplan.cli.screen import show, table, waiting
+    from shardplan.io import flat_memory, xxhash
 
 __all__ = ["Demo"]
 
@@ -35,6 +57,13 @@ STEPS = 3
 RANKS = 4
 SHOWN = "model.layers.0.up.weight"
 QUIET = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+VOCABULARY = 2048
+WIDTH = 256
+HEADS = 8
+LAYERS = 4
+LENGTH = 32
+BATCH = 8
+MORE = 2
 T = TypeVar("T")
 
 
@@ -102,7 +131,7 @@ class Demo:
     def train(self) -> None:
         """Train on four local processes, and save."""
         self.say("1. Train a small transformer on 4 ranks, FSDP2 × TP, and save it")
-        command = [sys.executable, "-P", "-m", "shardplan.demo.training", str(self.folder)]
+        command = [sys.executable, "-P", "-m", "shardplan.demo", str(self.folder)]
         logs = [self.folder / f"rank-{rank}.log" for rank in range(RANKS)]
         with waiting(f"{RANKS} ranks are at work"), ExitStack() as files:
             jobs = [
@@ -148,7 +177,6 @@ class Demo:
 
     def convert(self) -> None:
         """Convert to the formats of other tools, and read the results with those tools."""
-        import torch
         from safetensors.torch import load_file
 
         self.say("4. Convert it: to Hugging Face's format and to a file of torch.save")
@@ -243,3 +271,220 @@ def _wait(jobs: Sequence[subprocess.Popen[bytes]]) -> list[int]:
 
 def _listed(losses: Sequence[float]) -> str:
     return ", ".join(f"{loss:.6f}" for loss in losses)
+
+
+# One of the four ranks
+
+
+class Block(nn.Module):
+    """Attention, then a feed-forward layer, each with a residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.feed_norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer to a batch of sequences."""
+        normed = self.norm(x)
+        query, key, value = (
+            project(normed).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for project in (self.query, self.key, self.value)
+        )
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(-2))
+        fed: Tensor = self.down(functional.gelu(self.up(self.feed_norm(x))))
+        return x + fed
+
+
+class Transformer(nn.Module):
+    """A language model that predicts the next token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return a score for each next token."""
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        scores: Tensor = self.head(self.norm(x))
+        return scores
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Return one of two batches and its targets; each row counts up by its own stride."""
+    random = torch.Generator().manual_seed(step % 2)
+    first, stride = (torch.randint(1, 99, (BATCH, 1), generator=random) for _ in range(2))
+    tokens = (first + stride * torch.arange(LENGTH + 1)) % VOCABULARY
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def build(ranks: int, tensor_parallel: int) -> tuple[Transformer, DeviceMesh | None]:
+    """Make the model with fixed weights, and shard it over the ranks."""
+    torch.manual_seed(0)
+    model = Transformer()
+    if ranks == 1:
+        return model, None
+    mesh = init_device_mesh(
+        "cpu", (ranks // tensor_parallel, tensor_parallel), mesh_dim_names=("dp", "tp")
+    )
+    if tensor_parallel > 1:
+        style: dict[str, ParallelStyle] = {
+            "embed": RowwiseParallel(input_layouts=Replicate()),
+            "head": ColwiseParallel(output_layouts=Replicate()),
+        }
+        for layer in range(LAYERS):
+            style |= {f"layers.{layer}.{n}": ColwiseParallel() for n in ("query", "key", "value")}
+            style |= {f"layers.{layer}.up": ColwiseParallel()}
+            style |= {f"layers.{layer}.{n}": RowwiseParallel() for n in ("out", "down")}
+        parallelize_module(model, mesh["tp"], style)
+    for block in model.layers:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    return model, mesh
+
+
+class Training:
+    """A model, its optimizer, and this rank's data."""
+
+    def __init__(self, ranks: int, tensor_parallel: int) -> None:
+        self.model, mesh = build(ranks, tensor_parallel)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.parts = 1 if mesh is None else mesh["dp"].size()
+        self.part = 0 if mesh is None else mesh["dp"].get_local_rank()
+        self.done = 0
+
+    def step(self) -> float:
+        """Train one step, and return the loss over all ranks."""
+        inputs, targets = batch(self.done)
+        mine = slice(self.part, None, self.parts)
+        scores = self.model(inputs[mine])
+        loss = functional.cross_entropy(scores.flatten(0, 1), targets[mine].flatten())
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        self.done += 1
+        mean = loss.detach().clone()
+        if dist.is_initialized():
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+        return float(mean)
+
+    def state(self) -> dict[str, Any]:
+        """Return everything needed to continue training."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "step": self.done}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Continue from a loaded state."""
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        self.done = state["step"]
+
+
+def checksums(state: dict[str, Any]) -> dict[str, str]:
+    """Return a checksum of every full tensor, however it is sharded."""
+    sums = {}
+    for name, value in sp.flatten(state)[0].items():
+        if isinstance(value, torch.Tensor):
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            view = flat_memory(full.detach().contiguous())
+            assert view is not None
+            sums[name] = xxhash.xxh3_64_hexdigest(view)
+    return sums
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Return the seconds until all ranks have finished a function."""
+    if dist.is_initialized():
+        dist.barrier()
+    start = time.perf_counter()
+    work()
+    if dist.is_initialized():
+        dist.barrier()
+    return time.perf_counter() - start
+
+
+def save_and_go_on(training: Training, folder: Path, steps: int) -> dict[str, Any]:
+    """Train, save with shardplan and with torch, continue; then load, and continue again."""
+    before = [training.step() for _ in range(steps)]
+    state = training.state()
+    results: dict[str, Any] = {"checksums": checksums(state), "before": before}
+    seconds: dict[str, float] = {}
+    for turn in ("warm up", "save"):  # the first turn warms up
+        seconds[turn] = timed(lambda: shardplan.save(state, folder / "step", overwrite=True))
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder / "torch", ignore_errors=True)
+        seconds[f"{turn} torch"] = timed(
+            lambda: state_dict_saver.save(state, checkpoint_id=folder / "torch")
+        )
+    results["losses"] = [training.step() for _ in range(MORE)]
+    fresh = Training(dist.get_world_size(), 2)
+    target = fresh.state()
+    seconds |= load_both(target, folder)
+    fresh.resume(target)
+    results |= {"resumed": [fresh.step() for _ in range(MORE)], "seconds": seconds}
+    return results
+
+
+def load_both(state: dict[str, Any], folder: Path) -> dict[str, float]:
+    """Load a state with torch, then with shardplan; return the seconds of each."""
+    seconds: dict[str, float] = {}
+    for turn in ("warm up", "load"):
+        seconds[f"{turn} torch"] = timed(
+            lambda: state_dict_loader.load(state, checkpoint_id=folder / "torch")
+        )
+        for value in sp.flatten(state)[0].values():
+            if isinstance(value, torch.Tensor):
+                value.detach().zero_()  # so that nothing of torch's is left
+        seconds[turn] = timed(lambda: shardplan.load(state, folder / "step"))
+    return seconds
+
+
+def load_and_go_on(training: Training, folder: Path) -> dict[str, Any]:
+    """Load what another number of ranks saved, and continue."""
+    state = training.state()
+    seconds = load_both(state, folder)
+    results = {"checksums": checksums(state), "seconds": seconds}
+    training.resume(state)
+    return results | {"losses": [training.step() for _ in range(MORE)]}
+
+
+def main(folder: Path, rank: int, steps: int) -> None:
+    """Run one rank."""
+    warnings.filterwarnings("ignore", category=UserWarning)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    torch.set_num_threads(1)
+    for ranks in (RANKS, 2, 1):
+        if rank >= ranks:
+            return
+        if ranks > 1:
+            where = f"file://{folder}/meeting-{ranks}"
+            dist.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
+        training = Training(ranks, tensor_parallel=2 if ranks == RANKS else 1)
+        results = (
+            save_and_go_on(training, folder, steps)
+            if ranks == RANKS
+            else load_and_go_on(training, folder)
+        )
+        if rank == 0:
+            (folder / f"results-{ranks}.json").write_text(json.dumps(results))
+        if ranks > 1:
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
