@@ -152,7 +152,7 @@ for name in set(shardplan.__all__) - {"__version__"}:
         ),
         (("io",), "import shardplan; shardplan.latest('s3://b')", "needs obstore: "),
         (("io",), "import shardplan; shardplan.latest('memory://b')", "needs obstore: "),
-        (("io",), "import shardplan.demo", "the demo needs typer: "),
+        (("io",), "import shardplan.demo", "the demo needs torch: "),
         ((), MAIN.format("'inspect', 'x'"), "the command line needs "),
         (("io",), MAIN.format("'inspect', 'x'"), "the command line needs "),
         (("cli",), MAIN.format("'inspect', 's3://b/x'"), "needs obstore: "),
