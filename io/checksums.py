@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -37,12 +37,24 @@ if TYPE_CHECKING:  # what is planned to be read is not needed to open a checkpoi
 
     from .formats.base import Source
     from .pool import Pool
+    from .stores.base import Store
 
 Sums = npt.NDArray[np.uint64]
 Key = tuple[str, int]  # a tensor's name, and the number of one of its chunks
 Box = tuple[int, ...]
 
 sum_crc = zlib.crc32
+
+
+def read_pieces(
+    store: Store, file: str, start: int, nbytes: int, piece: int
+) -> Iterator[memoryview]:
+    """Yield a range of a file piece by piece; each is overwritten by the next."""
+    buffer = memoryview(bytearray(min(piece, nbytes)))
+    for at in range(start, start + nbytes, piece):
+        view = buffer[: min(piece, start + nbytes - at)]
+        store.read(file, [(at, view)])
+        yield view
 
 
 @attrs.frozen
@@ -58,6 +70,18 @@ class Checksum:
         for view in views:
             state.update(view)
         return int(state.intdigest())
+
+    def of_pieces(self, pieces: Iterator[memoryview], lengths: Iterable[int]) -> Iterator[int]:
+        """Yield the checksum of each block, given the bytes of all in pieces of any length."""
+        view = memoryview(b"")
+        for left in lengths:
+            state = self.start()
+            while left:
+                view = view or next(pieces)
+                part, view = view[:left], view[left:]
+                state.update(part)
+                left -= len(part)
+            yield int(state.intdigest())
 
     def of_blocks(self, view: memoryview, block_bytes: int) -> int:
         """Return the checksum of a chunk of bytes."""
@@ -301,9 +325,9 @@ class Proof:
     def _read_again(self, key: Key) -> None:
         """Read one chunk, block by block, and add the checksums."""
         (place,) = self._source.find_chunks([key])
-        at, buffer = place.begin, np.empty(min(self._source.block_bytes, place.nbytes), np.uint8)
-        for (_, sizes), number in self._blocks_of(key).items():
-            view = buffer.data[: math.prod(sizes) * itemsize(place.dtype)]
-            self._source.store.read(self._source.files[place.file], [(at, view)])
-            at += len(view)
-            self._add(key, number, hash_views([view]))
+        store, file = self._source.store, self._source.files[place.file]
+        pieces = read_pieces(store, file, place.begin, place.nbytes, self._source.block_bytes)
+        blocks, width = self._blocks_of(key), itemsize(place.dtype)
+        digests = XXH3.of_pieces(pieces, (math.prod(sizes) * width for _, sizes in blocks))
+        for number, digest in zip(blocks.values(), digests, strict=True):
+            self._add(key, number, digest)

@@ -188,9 +188,6 @@ class HfSource(Source):
         self.metadata = Metadata(
             {name: _entry(name, held, self.files) for name, held in self._places.items()}
         )
-        self._log()
-
-    def _log(self) -> None:
         if self.tied:
             pairs = listed([f"`{name}` to `{kept}`" for name, kept in self.tied.items()], quote="")
             _LOG.info("%s: tied weights are stored once: %s", self.store.url, pairs)

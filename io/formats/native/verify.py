@@ -21,8 +21,7 @@ from shardplan.planning import find_issues, itemsize
 from shardplan.planning.columns import Ints, column, padded
 from shardplan.planning.storage import cut_blocks, group_blocks
 
-from ...buffers import byte_view
-from ...checksums import Sums, combine, xxhash
+from ...checksums import XXH3, Sums, combine, read_pieces
 from ...errors import FormatError
 from ...pool import Pool, Progress, ProgressCallback, default_pool
 from ...stores.base import Store, StoreError
@@ -231,7 +230,9 @@ class _Hasher:
         """Return the checksum of each block; where reading fails, the error of each that fails."""
         with self.turn:
             try:
-                found = list(self._digests(task))
+                size = sum(task.lengths)
+                pieces = read_pieces(self.store, task.file, task.start, size, self.piece)
+                found = list[int | StoreError](XXH3.of_pieces(pieces, task.lengths))
             except StoreError as error:
                 if len(task.lengths) > 1:
                     found = None
@@ -246,26 +247,6 @@ class _Hasher:
             return [result for block in alone for result in self.run(block)]
         self.progress.add(sum(task.lengths))
         return found
-
-    def _digests(self, task: _Task) -> Iterator[int | StoreError]:
-        pieces = self._pieces(task.file, task.start, sum(task.lengths))
-        view = memoryview(b"")
-        for left in task.lengths:
-            state = xxhash.xxh3_64()
-            while left:
-                view = view or next(pieces)
-                part, view = view[:left], view[left:]
-                state.update(part)
-                left -= len(part)
-            yield state.intdigest()
-
-    def _pieces(self, file: str, start: int, nbytes: int) -> Iterator[memoryview]:
-        """Yield a range of a file piece by piece; each is overwritten by the next."""
-        buffer = byte_view(np.empty(min(self.piece, nbytes), np.uint8))
-        for at in range(start, start + nbytes, self.piece):
-            view = buffer[: min(self.piece, start + nbytes - at)]
-            self.store.read(file, [(at, view)])
-            yield view
 
 
 def _judge(scan: _Scan, hashed: Sequence[int | StoreError]) -> tuple[list[Fault], int]:

@@ -32,7 +32,7 @@ from shardplan.planning import (
 )
 
 from ...buffers import copy_into
-from ...checksums import CRC32
+from ...checksums import CRC32, read_pieces
 from ...errors import FormatError, listed
 from ...pool import Pool, Progress, ProgressCallback, default_pool
 from ...stores.base import MissingFileError, Store, StoreError, WrappedStore
@@ -430,14 +430,6 @@ class _Span:
     low: int
     high: int
 
-    def pieces(self, store: Store) -> Iterator[memoryview]:
-        """Yield its bytes piece by piece; each is overwritten by the next."""
-        buffer = memoryview(bytearray(min(_STEP, self.high - self.low)))
-        for at in range(self.low, self.high, _STEP):
-            view = buffer[: min(_STEP, self.high - at)]
-            store.read(self.record.archive.file, [(at, view)])
-            yield view
-
 
 def check_archives(
     store: Store,
@@ -456,7 +448,8 @@ def check_archives(
 
     def digest(span: _Span) -> int | StoreError:
         try:
-            return CRC32.of(span.pieces(store))
+            file, nbytes = span.record.archive.file, span.high - span.low
+            return CRC32.of(read_pieces(store, file, span.low, nbytes, _STEP))
         except StoreError as error:
             return error
         finally:
