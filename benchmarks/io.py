@@ -33,6 +33,7 @@ GOALS = {
     "load / raw readinto": 0.7,
     "load / torch DCP": 4.0,
 }
+MOST = {"fused / plain load": 1.15, "turned load / copy": 2.0}
 
 
 def state_dict(gib):
@@ -118,6 +119,40 @@ def measure_slice(folder, name):
     return shares
 
 
+def measure_shapes(gib, folder, rounds):
+    """Load what lies otherwise in the checkpoint, in turn with what it is compared with."""
+    rows = max(int(gib * 2**30) // 4 // TENSORS // 2048 // 6 * 6, 6)
+    parts = {"q": rows * 4 // 6, "k": rows // 6, "v": rows // 6}
+    plain = {
+        f"{i}.{name}": torch.rand(length, 2048)
+        for i in range(TENSORS)
+        for name, length in parts.items()
+    }
+    shardplan.save(plain, folder / "parts")
+    fused = {f"{i}.qkv": torch.zeros(rows, 2048) for i in range(TENSORS)}
+    split = shardplan.planning.split("*.qkv", {f"*.{name}": n for name, n in parts.items()})
+    square = {f"{i}": torch.rand(2048, rows) for i in range(TENSORS)}
+    shardplan.save(square, folder / "square")
+    turned = {name: torch.zeros(rows, 2048) for name in square}
+    permute = shardplan.planning.permute("*", (1, 0))
+    works = {
+        "plain": lambda: shardplan.load(plain, folder / "parts"),
+        "fused": lambda: shardplan.load(fused, folder / "parts", planner=split),
+        "copied": lambda: [turned[name].copy_(tensor.T) for name, tensor in square.items()],
+        "turned": lambda: shardplan.load(turned, folder / "square", planner=permute),
+    }
+    times = {name: [] for name in works}
+    for turn in range(rounds):
+        for name, work in works.items():
+            times[name].append(timed(work))
+        print("  shapes", {name: round(values[turn], 3) for name, values in times.items()})
+    middle = {name: statistics.median(values) for name, values in times.items()}
+    return {
+        "fused / plain load": middle["fused"] / middle["plain"],
+        "turned load / copy": middle["turned"] / middle["copied"],
+    }
+
+
 class PeakMemory:
     """The most memory that a block of code holds beyond what it started with."""
 
@@ -183,6 +218,8 @@ def main():
         }
         for label, ratio in ratios.items():
             print(f"{label:22} {ratio:6.2f}   wanted {GOALS[label]}")
+        for label, ratio in measure_shapes(args.gib, folder, args.rounds).items():
+            print(f"{label:22} {ratio:6.2f}   wanted at most {MOST[label]}")
         for label, (asked, read) in measure_slice(folder, next(iter(sd))).items():
             print(f"1% slice, {label}: {asked:.3%} asked for, {read:.3%} of the tensor read")
     command = [sys.executable, "-P", __file__, "--memory", "--gib", str(args.gib)]

@@ -45,6 +45,7 @@ from shardplan.planning import (
     annotate,
     cast,
     chain,
+    concat,
     decode_metadata,
     decode_plans,
     dedup_replicas,
@@ -58,12 +59,19 @@ from shardplan.planning import (
     llama3_405b,
     load_plan,
     local_plan,
+    pad,
     partition,
+    permute,
     rename,
+    reshape,
     select,
     share_reads,
+    split,
     split_chunks,
     split_replicas,
+    stack,
+    trim,
+    unstack,
     world_plans,
 )
 from shardplan.planning.draw import svg
@@ -243,6 +251,15 @@ def compare_passes(ranks: int, tensors: int) -> None:
             "split_chunks": split_chunks(1 << 20),
             "split_replicas": split_replicas(1 << 10),
             "dedup_replicas": dedup_replicas(),
+            "split": split("*.weight", ["*.upper", "*.lower"]),
+            "concat": concat(["layers.0.weight", "layers.4.weight"], "both"),
+            "unstack, then stack": chain(
+                unstack("layers.3.weight", "part.#", 1), stack("part.#", "layers.3.weight", 1)
+            ),
+            "permute": permute("*.weight", (1, 0)),
+            "reshape": reshape("*.weight", (-1, 64)),
+            "pad": pad("*.weight", to=8 * ranks),
+            "trim": trim("*.weight", to=2 * ranks),
         }
         rows = [("global_plan", f"{whole:.3f} s", "1.00")]
         for name, step in passes.items():

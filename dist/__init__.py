@@ -2,10 +2,11 @@
 
 A `Comm` is a group of ranks that exchange bytes: `solo()` is a group of one, `torch_comm()` a
 process group of torch.distributed, and `run_ranks` runs ranks as threads. On top of it, a step
-(`reduce_scatter`, `all_reduce`, `all_gather`, `broadcast`) either succeeds on every rank or raises
-the same `CheckpointError` on every rank. Torch is imported only by `torch_comm`.
+(`take_step`, and its simple forms `reduce_scatter`, `all_reduce`, `all_gather` and `broadcast`)
+either succeeds on every rank or raises the same `CheckpointError` on every rank. Torch is
+imported only by `torch_comm`.
 
-- `comm`: the protocol of a group of ranks; `threads` and `processes` implement it
+- `comm`: a group of ranks and its meetings; `threads` and `processes` implement it
 - `steps`: what ranks do together
 - `rendezvous`: how processes meet and notice that one is gone; `transport`: their messages
 - `errors`: what can go wrong
@@ -15,29 +16,38 @@ the same `CheckpointError` on every rank. Torch is imported only by `torch_comm`
 [6, 6, 6, 6]
 """
 
-from .comm import Comm, Pending, Reduce, solo
+from .comm import Comm, Meeting, Pending, Reduce, solo
 from .errors import CheckpointError, Failure, LostRanksError
 from .processes import torch_comm
 from .steps import (
+    StepResult,
+    Turn,
     all_gather,
     all_keys,
     all_reduce,
     broadcast,
     decode_json,
     encode_json,
+    fail_alike,
     reduce_scatter,
+    take_step,
 )
 from .threads import run_ranks
 
 __all__ = [
     # who
     "Comm",
+    "Meeting",
     "Pending",
     "Reduce",
     "solo",
     "torch_comm",
     "run_ranks",
     # what they do together
+    "StepResult",
+    "Turn",
+    "take_step",
+    "fail_alike",
     "reduce_scatter",
     "all_reduce",
     "all_gather",

@@ -8,10 +8,9 @@ rank, in CPU memory.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -19,16 +18,19 @@ import attrs
 
 from shardplan.planning import named_extras
 
-from .comm import Comm, Pending, Reduce, as_bytes, as_parts, departure
+from .comm import Comm, Meeting, Pending, join, split
 from .errors import LostRanksError
 from .rendezvous import Meetings
-from .transport import StuckError, Trouble, Wire, Worker, join, split
+from .transport import StuckError, Trouble, Wire, Worker
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 SMALL = 4096
 """The most bytes of a message that is passed through the store, without gloo."""
+
+_SEND = b""
+"""The coordinator's answer if some rank has too many bytes for a note: send them, meet again."""
 
 _TAG = 0x5AD0000
 """Tag of the messages of a group's first comm; users have small tags."""
@@ -112,8 +114,9 @@ def torch_comm(
     else:
         messages = _connect(shared, meetings, number, fresh)
     wire = Wire(messages, _TAG + number, timeout, meetings.check_next)
-    comm = _TorchComm(meetings, wire, shared.hosted)  # which stays alive with the comm
-    weakref.finalize(comm, meetings.close)
+    # The group's own store stays alive with the comm.
+    comm = _TorchComm(rank, ranks, coordinator, meetings, wire, shared.hosted)
+    weakref.finalize(comm, meetings.end)
     weakref.finalize(comm, wire.worker.close)
     return comm
 
@@ -129,7 +132,7 @@ def _connect(shared: _Shared, meetings: Meetings, number: int, fresh: bool) -> A
     if shared.connections is not None and not fresh:
         return shared.connections
     try:
-        meetings.meet("torch_comm", b"", lambda notes: b"")
+        meetings.meet("torch_comm")
         rooms = dist.PrefixStore(f"shardplan/gloo/{number}", shared.store)
         limit = timedelta(seconds=meetings.timeout)
         ranks = len(meetings.ranks)
@@ -158,84 +161,57 @@ def _host_of_the_store() -> int | None:
 
 
 @attrs.frozen(eq=False, repr=False)
-class _TorchComm:
+class _TorchComm(Comm):
     """A comm over a gloo group; see `torch_comm`."""
 
+    rank: int
+    ranks: Sequence[int]
+    coordinator: int
     _meetings: Meetings
     _wire: Wire
     _hosted: Any
 
     @property
-    def rank(self) -> int:
-        return self._meetings.rank
-
-    @property
-    def world_size(self) -> int:
-        return len(self._meetings.ranks)
-
-    @property
-    def coordinator(self) -> int:
-        return self._meetings.coordinator
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        return self._meetings.ranks
-
-    @property
     def lost(self) -> bool:
         return self._meetings.lost is not None
 
-    def gather(self, data: bytes, topic: str = "gather") -> list[bytes] | None:
-        with self._taking_part(topic):
-            data = as_bytes(data)
-            notes, _ = self._meetings.meet(topic, _small(data), lambda notes: None)
-            return self._collect(data, notes)
+    def meet(self, data: bytes, topic: str) -> Meeting:
+        note = _small(data)
+        if self.rank == self.coordinator:
+            notes = self._meetings.open(topic, note)
+            return Meeting(self, topic, self._collect(data, notes, topic))
+        answer = self._meetings.attend(topic, note)
+        if answer == _SEND:
+            if note is None:
+                self._check(self._wire.send({self.coordinator: data}))
+            answer = self._meetings.attend(topic, b"")
+        if answer is not None:
+            parts = split(answer)
+            return Meeting(self, topic, None, parts[self.rank if len(parts) > 1 else 0])
+        received, failed = self._wire.receive([self.coordinator])
+        self._check(failed)
+        return Meeting(self, topic, None, received[self.coordinator])
 
-    def scatter(self, parts: Sequence[bytes] | None, topic: str = "scatter") -> bytes:
-        with self._taking_part(topic):
-            given = as_parts(parts, self.world_size) if self._is_coordinator else []
-            _, answer = self._meetings.meet(topic, b"", lambda notes: _small(*given))
-            return self._hand_out(given) if answer is None else split(answer)[self.rank]
+    def answer(self, parts: Sequence[bytes], topic: str) -> bytes:
+        small = _small(*parts)
+        self._meetings.close(small)
+        each = list(parts) * self.world_size if len(parts) == 1 else parts
+        if small is None:
+            self._check(self._wire.send({place: each[place] for place in self._others}))
+        return each[self.rank]
 
-    def broadcast(self, data: bytes | None, topic: str = "broadcast") -> bytes:
-        with self._taking_part(topic):
-            given = as_bytes(data) if self._is_coordinator else b""
-            _, answer = self._meetings.meet(topic, b"", lambda notes: _small(given))
-            return self._hand_out([given] * self.world_size) if answer is None else split(answer)[0]
-
-    def all_gather(self, data: bytes, topic: str = "all_gather") -> list[bytes]:
-        with self._taking_part(topic):
-            data = as_bytes(data)
-            notes, answer = self._meetings.meet(topic, _small(data), _all_small)
-            if answer is None:
-                gathered = self._collect(data, notes)
-                answer = self._hand_out([join(gathered or [])] * self.world_size)
-            return split(answer)
-
-    def reduce(self, data: bytes, work: Reduce, topic: str = "reduce") -> bytes:
-        """Return what the coordinator makes of every rank's bytes, in one meeting if possible."""
-        result: bytes | None = None
-
-        def answer_with(notes: list[bytes | None]) -> bytes | None:
-            nonlocal result
-            if None in notes:
-                return None
-            result = as_bytes(work([split(note)[0] for note in notes if note is not None]))
-            return _small(result)
-
-        with self._taking_part(topic):
-            data = as_bytes(data)
-            notes, answer = self._meetings.meet(topic, _small(data), answer_with, takes_time=True)
-            if answer is not None:
-                return split(answer)[0]
-            gathered = self._collect(data, notes)
-            if gathered is not None and result is None:
-                result = as_bytes(work(gathered))
-        return self.broadcast(result, f"the result of {topic}")
-
-    def barrier(self) -> None:
-        with self._taking_part("barrier"):
-            self._meetings.meet("barrier", b"", lambda notes: b"")
+    def _collect(self, data: bytes, notes: Sequence[bytes | None], topic: str) -> list[bytes]:
+        """Return all ranks' bytes; those too big for a note are sent now, between two meetings."""
+        found = {place: split(note)[0] for place, note in enumerate(notes) if note is not None}
+        found[self.rank] = data
+        big = [place for place in self._others if place not in found]
+        if big:
+            self._meetings.close(_SEND)
+            received, failed = self._wire.receive(big)
+            self._check(failed)
+            found |= received
+            self._meetings.open(topic, b"")
+        return [found[place] for place in range(self.world_size)]
 
     def send(self, place: int, data: memoryview) -> Pending:
         return self._wire.post(place, data, self._lost_ranks, sends=True)
@@ -254,42 +230,6 @@ class _TorchComm:
         self._meetings.leave(reason)
 
     @property
-    def _is_coordinator(self) -> bool:
-        return self.rank == self.coordinator
-
-    @contextlib.contextmanager
-    def _taking_part(self, topic: str) -> Iterator[None]:
-        """Leave, so that the others do not wait, if anything but a lost rank stops this one."""
-        try:
-            yield
-        except LostRanksError:
-            raise
-        except BaseException as error:
-            self.leave(departure(topic, error))
-            raise
-
-    def _collect(self, data: bytes, notes: Sequence[bytes | None]) -> list[bytes] | None:
-        """Return all ranks' bytes on the coordinator; those too big for a note are sent now."""
-        if not self._is_coordinator:
-            if _small(data) is None:
-                self._check(self._wire.send({self.coordinator: data}))
-            return None
-        big = [place for place in self._others if notes[place] is None]
-        found, failed = self._wire.receive(big)
-        self._check(failed)
-        found |= {place: split(note)[0] for place, note in enumerate(notes) if note is not None}
-        return [found.get(place, data) for place in range(self.world_size)]
-
-    def _hand_out(self, parts: Sequence[bytes]) -> bytes:
-        """Return this rank's part of what the coordinator has; the others' parts are ignored."""
-        if self._is_coordinator:
-            self._check(self._wire.send({place: parts[place] for place in self._others}))
-            return parts[self.rank]
-        found, failed = self._wire.receive([self.coordinator])
-        self._check(failed)
-        return found[self.coordinator]
-
-    @property
     def _others(self) -> list[int]:
         return [place for place in range(self.world_size) if place != self.rank]
 
@@ -302,8 +242,3 @@ class _TorchComm:
 def _small(*parts: bytes) -> bytes | None:
     """Return parts as one note for a meeting; None if they are too big."""
     return join(parts) if sum(map(len, parts)) <= SMALL else None
-
-
-def _all_small(notes: Sequence[bytes | None]) -> bytes | None:
-    """Return all notes as one answer to an all_gather; None if they are too big."""
-    return None if None in notes else _small(*(split(note)[0] for note in notes if note))

@@ -3,18 +3,18 @@
 Every collective starts with a meeting:
 
 1. Each rank writes the key ``<number>/<place>``, with a small note for the coordinator.
-2. When the coordinator has seen all keys, it writes ``<number>/verdict``, with its answer. Small
-   collectives need nothing else. If the answer takes time to compute, it writes ``<number>/begun``
-   first, so that the others know that all ranks are there.
-3. Only then do bytes flow.
+2. When the coordinator has seen all keys, it writes ``<number>/begun``: all ranks are there. Now it
+   may take its time to compute an answer.
+3. It writes ``<number>/verdict``, with its answer. Small collectives need nothing else; only after
+   that do bytes flow.
 
 The verdict is written once, by compare-and-set, and holds for everyone. So any rank that notices
 that another one is missing, or that leaves itself, can call the meeting off for all; and a rank
 that is late finds out that it was given up.
 
 A rank that does not receive another's bytes cannot know why: the other may itself wait for a third
-one. So it brings its suspicion to the next meeting. The ranks that do not come to it are lost; if
-all come, those that are suspected and suspect nobody.
+one. So it brings its suspicion to the next meeting. Absent ranks are lost. If none is
+absent, those are lost that are suspected and suspect nobody.
 """
 
 from __future__ import annotations
@@ -44,10 +44,6 @@ SOON = 0.1
 other ranks' keys) is polled."""
 
 
-Answer = Callable[[list[bytes | None]], bytes | None]
-"""Computes the coordinator's answer from all notes; None for no answer."""
-
-
 @attrs.define
 class Meetings:
     """This rank's view of the meetings of its group."""
@@ -66,33 +62,47 @@ class Meetings:
     suspects: dict[int, str] = attrs.field(factory=dict)  # ranks whose bytes did not come, and why
     broken: bool = False  # whether the connection to suspects is gone
 
-    def meet(
-        self, topic: str, note: bytes | None, answer: Answer, *, takes_time: bool = False
-    ) -> tuple[list[bytes | None], bytes | None]:
-        """Return once every rank has come to the same meeting; if one does not, raise on all.
+    def meet(self, topic: str, note: bytes | None = b"") -> None:
+        """Return once every rank has come; see `open` and `attend`."""
+        if self.rank == self.coordinator:
+            self.open(topic, note)
+            self.close(None)
+        else:
+            self.attend(topic, note)
 
-        ``answer`` is called on the coordinator; ``takes_time`` if it may take as long as the
-        timeout.
+    def open(self, topic: str, note: bytes | None) -> list[bytes | None]:
+        """As the coordinator: return all notes once every rank has come to the same meeting.
 
-        Returns:
-            All notes (on the coordinator; elsewhere an empty list), and the answer (everywhere).
+        If one does not, raise, on all. The meeting ends when `close` gives the answer, which may
+        take as long as the timeout to compute.
         """
+        self._next()
+        lost, notes = self._ask(lambda: self._preside(topic, note))
+        if lost:
+            self._ask(lambda: self._close(lost, None))
+            raise self.lose(lost)
+        begun = self._begun
+        self.worker.post(lambda: self.store.set(begun, ""))
+        return notes
+
+    def close(self, answer: bytes | None) -> None:
+        """As the coordinator: end the meeting; raise if it was called off meanwhile."""
+        lost, _ = self._ask(lambda: self._close({}, answer))
+        if lost:
+            raise self.lose(lost)
+
+    def attend(self, topic: str, note: bytes | None) -> bytes | None:
+        """As any other rank: come to the meeting, and return the coordinator's answer."""
+        self._next()
+        lost, answer = self._ask(lambda: self._attend(topic, note))
+        if lost:
+            raise self.lose(lost)
+        return answer
+
+    def _next(self) -> None:
         if self.lost is not None:
             raise LostRanksError(self.lost.reasons)
         self.number += 1
-        notes = list[bytes | None]()
-        if self.rank == self.coordinator:
-            lost, notes = self._ask(lambda: self._preside(topic, note, takes_time))
-            if takes_time and not lost:
-                begun = self._begun
-                self.worker.post(lambda: self.store.set(begun, ""))
-            answered = None if lost else answer(notes)  # in the caller's thread
-            lost, said = self._ask(lambda: self._close(lost, answered))
-        else:
-            lost, said = self._ask(lambda: self._attend(topic, note, takes_time))
-        if lost:
-            raise self.lose(lost)
-        return notes, said
 
     def lose(self, reasons: Mapping[int, str]) -> LostRanksError:
         """Call off this meeting and the next one because ranks are lost; return the error.
@@ -113,7 +123,7 @@ class Meetings:
         """Find out at the next meeting which suspects are lost; return the error of all ranks."""
         self.suspects, self.broken = dict(suspects), broken
         try:
-            self.meet("the next meeting", None, lambda notes: None)
+            self.meet("the next meeting")
         except LostRanksError as error:
             return error
         raise AssertionError("a meeting with a suspicion ends with a loss")
@@ -131,7 +141,7 @@ class Meetings:
             self.leaving = reason  # first: the worker may be waiting, and stops now
             self.lose(self._left())
 
-    def close(self) -> None:
+    def end(self) -> None:
         """Wait until the others have read the last verdict: this process may host the store."""
         others = [place for place in range(len(self.ranks)) if place != self.rank]
         if self.number and self.lost is None:
@@ -149,9 +159,7 @@ class Meetings:
         text = json.dumps([topic, _text(note), list(self.suspects.items())])
         self.store.set(self._key(self.rank), text)
 
-    def _preside(
-        self, topic: str, note: bytes | None, takes_time: bool
-    ) -> tuple[dict[int, str], list[bytes | None]]:
+    def _preside(self, topic: str, note: bytes | None) -> tuple[dict[int, str], list[bytes | None]]:
         """As the coordinator: wait for all ranks; return the lost ones, and all notes."""
         self._come(topic, note)
         keys, complete = [self._key(place) for place in range(len(self.ranks))], False
@@ -178,32 +186,30 @@ class Meetings:
         }
         suspects = {rank: dict(found) for rank, (*_, found) in zip(self.ranks, came, strict=True)}
         lost = self._left() or _blamed(suspects) or astray
-        if takes_time and not lost and self._decided():  # a rank has left
+        if not lost and self._decided():  # a rank has left
             return self._decide(self.number, {})[0], []
         return lost, [_bytes(note) for _, note, _ in came]
 
     def _close(
-        self, lost: Mapping[int, str], said: bytes | None
+        self, lost: Mapping[int, str], answer: bytes | None
     ) -> tuple[dict[int, str], bytes | None]:
         """As the coordinator: write the verdict, and return the one that holds."""
-        found = self._decide(self.number, lost, said)
+        found = self._decide(self.number, lost, answer)
         # Ranks that are here have read the last verdict.
         keys = [self._key(self.rank), self._begun, f"{self.number - 1}/verdict"]
         self.worker.post(lambda: [self.store.delete_key(key) for key in keys])
         return found
 
-    def _attend(
-        self, topic: str, note: bytes | None, takes_time: bool
-    ) -> tuple[dict[int, str], bytes | None]:
+    def _attend(self, topic: str, note: bytes | None) -> tuple[dict[int, str], bytes | None]:
         """As any other rank: wait for the verdict and return it; write one if none comes."""
         self._come(topic, note)
-        lost = self._unanswered(topic, takes_time)
+        lost = self._unanswered(topic)
         found = self._decide(self.number, self._left() or lost)
         mine = self._key(self.rank)
         self.worker.post(lambda: self.store.delete_key(mine))
         return found
 
-    def _unanswered(self, topic: str, takes_time: bool) -> dict[int, str]:
+    def _unanswered(self, topic: str) -> dict[int, str]:
         """Wait for the verdict; if none comes, return the lost ranks."""
 
         def has(key: str) -> Callable[[float], bool]:
@@ -215,7 +221,7 @@ class Meetings:
         if not self._wait(has(self._key(self.coordinator)), self.timeout):
             return self._absent(topic)
         # It may have come late, then wait as long for the others, and compute for as long.
-        begun = not takes_time or self._wait(has(self._begun), self.timeout + GRACE / 2)
+        begun = self._wait(has(self._begun), self.timeout + GRACE / 2)
         if begun and self._wait(self._decided, self.timeout + GRACE / 2):
             return {}
         return {self.ranks[self.coordinator]: f"came to {topic} and then fell silent"}

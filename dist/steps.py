@@ -2,16 +2,14 @@
 
 A step maps on every rank, reduces on the coordinator, and hands the result back. Any error on any
 rank is caught, sent as text, and raised as one `CheckpointError` everywhere; the comm can be used
-again after that. Where decoding the result may fail on some ranks only, the step ends with one more
-round through the coordinator, which reports whether all ranks have decoded it.
+again after that. What travels is bytes, or plain data as JSON: see `encode_json`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, NoReturn, TypeVar
 
 import attrs
 
@@ -20,12 +18,10 @@ from shardplan.planning import CodecError, flatten, from_json, to_json
 from .comm import Comm, departure
 from .errors import CheckpointError, Failure, LostRanksError, thinned
 
-T = TypeVar("T")
+M = TypeVar("M")
+W = TypeVar("W")
 
-Encode = Callable[[Any], bytes]
-Decode = Callable[[bytes], Any]
-
-_DONE, _FAILED = b"+", b"-"
+_JSON, _RAW, _FAILED = b"+", b"=", b"-"  # what the rest of a frame is
 
 
 def encode_json(value: Any) -> bytes:
@@ -54,7 +50,74 @@ def decode_json(data: bytes) -> Any:
         raise CodecError(f"these bytes are not typed JSON: {error}") from error
 
 
-_ALIKE = (decode_json, bytes)  # they succeed on all ranks or on none, given the same bytes
+@attrs.frozen(eq=False)
+class Turn(Generic[M]):
+    """A rank's turn in a step: a value that it keeps, and a message."""
+
+    kept: M
+    message: Any
+
+
+@attrs.frozen(eq=False)
+class StepResult(Generic[M, W]):
+    """The result of a step that succeeded on all ranks.
+
+    Attributes:
+        mine: What ``map`` kept on this rank.
+        whole: What ``reduce`` kept on the coordinator; None on other ranks.
+        reply: The coordinator's message to this rank.
+    """
+
+    mine: M
+    whole: W | None
+    reply: Any
+
+
+def _leave_it(kept: object, error: BaseException) -> None:
+    """Undo nothing."""
+
+
+def take_step(
+    comm: Comm,
+    step: str,
+    map: Callable[[], Turn[M]],
+    reduce: Callable[[list[Any]], Turn[W]],
+    *,
+    each: bool = False,
+    undo: Callable[[M, BaseException], None] = _leave_it,
+) -> StepResult[M, W]:
+    """Take a step in which ranks keep more than they send.
+
+    Args:
+        comm: The ranks.
+        step: The step's name, for errors.
+        map: Called on every rank; its message goes to the coordinator.
+        reduce: Called on the coordinator with every rank's message; its message goes to all ranks.
+        each: Whether that is one message per rank instead, by rank.
+        undo: Called with what ``map`` kept, and the error, if the step fails after ``map``.
+
+    >>> from shardplan.dist import solo
+    >>> take_step(solo(), "add up", lambda: Turn("mine", 2), lambda sent: Turn("all", sum(sent)))
+    StepResult(mine='mine', whole='all', reply=2)
+
+    Raises:
+        CheckpointError: Anything above raised on any rank, or a rank was lost; on every rank. A
+            single rank raises its errors unchanged.
+    """
+    if comm.world_size > 1:
+        mine = _attempt(comm, step, map)
+    else:
+        mine = _Attempt(map(), [])
+    try:
+        if comm.world_size > 1:
+            return _settled(comm, step, mine, reduce, each)
+        return _alone(mine, reduce, each)
+    except BaseException as error:
+        if mine.turn is not None:
+            undo(mine.turn.kept, error)
+        raise
+    finally:
+        del mine  # the traceback of its error refers to this frame
 
 
 def reduce_scatter(
@@ -62,24 +125,15 @@ def reduce_scatter(
     step: str,
     map: Callable[[], Any],
     reduce: Callable[[list[Any]], Sequence[Any]],
-    *,
-    encode: Encode = encode_json,
-    decode: Decode = decode_json,
-    encode_result: Encode | None = None,
-    decode_result: Decode | None = None,
 ) -> Any:
     """Map on every rank, reduce all values on the coordinator, and give each rank its result.
 
     Args:
         comm: The ranks.
         step: The step's name, for errors.
-        map: Called on every rank; what it returns goes to the coordinator.
+        map: Called on every rank; what it returns, bytes or plain data, goes to the coordinator.
         reduce: Called on the coordinator with every rank's value, by rank; returns one result per
             rank.
-        encode: Turns a value into bytes. By default values are plain data: see `encode_json`.
-        decode: Turns the bytes back.
-        encode_result: The same for results; by default, as for values.
-        decode_result: The same for results; by default, as for values.
 
     Returns:
         This rank's result.
@@ -96,31 +150,11 @@ def reduce_scatter(
     ... )
     [0, 10, 20]
     """
-    encode_result, decode_result = encode_result or encode, decode_result or decode
-    with _together(comm, step) as here:
-        gathered = comm.gather(here.frame(lambda: encode(map())), here.topic("gather"))
-        parts = None
-        if gathered is not None:
-            parts = here.frames(
-                lambda: [encode_result(r) for r in here.one_each(reduce, gathered, decode)]
-            )
-        mine = comm.scatter(parts, here.topic("scatter"))
-        # Each rank has its own bytes: they decode everywhere if our own codec made them.
-        codec = (encode_result, decode_result)
-        alike = decode_result is bytes or codec == (encode_json, decode_json)
-        return here.agreed([mine], lambda: decode_result(mine[1:]), alike=alike)
+    return _replied(comm, step, map, reduce, each=True)
 
 
 def all_reduce(
-    comm: Comm,
-    step: str,
-    map: Callable[[], Any],
-    reduce: Callable[[list[Any]], Any],
-    *,
-    encode: Encode = encode_json,
-    decode: Decode = decode_json,
-    encode_result: Encode | None = None,
-    decode_result: Decode | None = None,
+    comm: Comm, step: str, map: Callable[[], Any], reduce: Callable[[list[Any]], Any]
 ) -> Any:
     """Map on every rank, reduce all values on the coordinator, and give every rank the result.
 
@@ -130,26 +164,10 @@ def all_reduce(
     >>> all_reduce(solo(), "count bytes", lambda: 12, sum)
     12
     """
-    encode_result, decode_result = encode_result or encode, decode_result or decode
-    with _together(comm, step) as here:
-        mine = here.frame(lambda: encode(map()))
-        result = comm.reduce(
-            mine,
-            lambda frames: here.frame(lambda: encode_result(reduce(here.decoded(frames, decode)))),
-            here.topic("reduce"),
-        )
-        alike = decode_result in _ALIKE
-        return here.agreed([result], lambda: decode_result(result[1:]), alike=alike)
+    return _replied(comm, step, map, reduce)
 
 
-def all_gather(
-    comm: Comm,
-    step: str,
-    map: Callable[[], Any],
-    *,
-    encode: Encode = encode_json,
-    decode: Decode = decode_json,
-) -> list[Any]:
+def all_gather(comm: Comm, step: str, map: Callable[[], Any]) -> list[Any]:
     """Map on every rank, and give every rank all values, by rank.
 
     Arguments and errors are those of `reduce_scatter`.
@@ -158,21 +176,10 @@ def all_gather(
     >>> run_ranks(2, lambda comm: all_gather(comm, "who is here", lambda: f"rank {comm.rank}"))
     [['rank 0', 'rank 1'], ['rank 0', 'rank 1']]
     """
-    with _together(comm, step) as here:
-        mine = here.frame(lambda: encode(map()))
-        gathered = comm.all_gather(mine, here.topic("all_gather"))
-        alike = decode in _ALIKE
-        return here.agreed(gathered, lambda: here.decoded(gathered, decode), alike=alike)
+    return list(_replied(comm, step, map, list))
 
 
-def broadcast(
-    comm: Comm,
-    step: str,
-    fn: Callable[[], Any],
-    *,
-    encode: Encode = encode_json,
-    decode: Decode = decode_json,
-) -> Any:
+def broadcast(comm: Comm, step: str, fn: Callable[[], Any]) -> Any:
     """Call ``fn`` on the coordinator only, and give every rank its result.
 
     The other arguments and the errors are those of `reduce_scatter`.
@@ -181,11 +188,7 @@ def broadcast(
     >>> broadcast(solo(), "read metadata", lambda: {"step": 100})
     FrozenDict({'step': 100})
     """
-    with _together(comm, step) as here:
-        mine = comm.rank == comm.coordinator
-        frame = here.frame(lambda: encode(fn())) if mine else None
-        whole = comm.broadcast(frame, here.topic("broadcast"))
-        return here.agreed([whole], lambda: decode(whole[1:]), alike=decode in _ALIKE)
+    return _replied(comm, step, lambda: None, lambda nothing: fn())
 
 
 def all_keys(comm: Comm, sd: Mapping[Any, Any]) -> list[str]:
@@ -202,136 +205,155 @@ def all_keys(comm: Comm, sd: Mapping[Any, Any]) -> list[str]:
     return list(all_reduce(comm, "all_keys", lambda: sorted(flatten(sd)[0]), union))
 
 
+def fail_alike(comm: Comm, step: str, error: Exception) -> NoReturn:
+    """Raise an error that all other ranks raise as well."""
+    kind, text = type(error).__name__, str(error)
+    failures = [Failure(rank, step, kind, text, expected=True) for rank in comm.ranks]
+    raise CheckpointError(failures, error)
+
+
+def _replied(
+    comm: Comm,
+    step: str,
+    map: Callable[[], Any],
+    reduce: Callable[[list[Any]], Any],
+    each: bool = False,
+) -> Any:
+    mine = _attempt(comm, step, lambda: Turn(None, map()))
+    try:
+        return _settled(comm, step, mine, lambda values: Turn(None, reduce(values)), each).reply
+    finally:
+        del mine  # as in `take_step`
+
+
+# How a step is taken
+
+
 class _ReportedError(Exception):
     """Failures of this or other ranks, as they arrived in frames."""
 
-    def __init__(self, failures: Sequence[Failure]) -> None:
-        self.failures = failures
-        super().__init__(failures)
+    def __init__(self, failures: Iterable[Failure]) -> None:
+        self.failures = list(failures)
+        super().__init__(self.failures)
 
 
-@contextlib.contextmanager
-def _together(comm: Comm, step: str) -> Iterator[_Here]:
-    """Take a step: lost ranks become failures of it, and a rank that cannot go on leaves."""
-    here = _Here(comm, step)
+@attrs.frozen(eq=False)
+class _Attempt(Generic[M]):
+    """What came of a rank's turn: frames to send, with its message or its failures.
+
+    There is one frame for all ranks, or one per rank. ``error`` is the rank's own error.
+    """
+
+    turn: Turn[M] | None
+    frames: Sequence[bytes]
+    error: Exception | None = None
+
+
+def _attempt(comm: Comm, step: str, work: Callable[[], Turn[M]], each: bool = False) -> _Attempt[M]:
+    """Do some work, and turn its message, or its error, into frames."""
+    turn: Turn[M] | None = None
     try:
-        yield here
-    except CheckpointError:
+        turn = work()
+        messages = turn.message if each else [turn.message]
+        if each and len(messages) != comm.world_size:
+            raise ValueError(
+                f"reduce returned {len(messages)} results for {comm.world_size} ranks; "
+                "it must return one per rank, by rank"
+            )
+        return _Attempt(turn, [_frame(message) for message in messages])
+    except _ReportedError as error:
+        return _Attempt(turn, [_FAILED + _packed(error.failures)])
+    except LostRanksError as error:  # the lost rank is to blame, not this one
+        return _Attempt(turn, [_FAILED + _packed(error.failures(step))])
+    except Exception as error:
+        failure = Failure.of(error, comm.ranks[comm.rank], step)
+        return _Attempt(turn, [_FAILED + _packed([failure])], error)
+    except BaseException as error:
+        comm.leave(departure(step, error))
         raise
+
+
+def _settled(
+    comm: Comm,
+    step: str,
+    mine: _Attempt[M],
+    reduce: Callable[[list[Any]], Turn[W]],
+    each: bool,
+) -> StepResult[M, W]:
+    """Reduce the frames of all ranks on the coordinator, and return the result."""
+    whole: _Attempt[W] = _Attempt(None, [])
+    try:
+        meeting = comm.meet(mine.frames[0], repr(step))
+        if meeting.gathered is not None:
+            frames = meeting.gathered
+            whole = _attempt(comm, step, lambda: reduce(_values(comm, step, frames)), each)
+        reply = _value(meeting.answer(whole.frames))
+        assert mine.turn is not None
+        kept = None if whole.turn is None else whole.turn.kept
+        return StepResult(mine.turn.kept, kept, reply)
+    except _ReportedError as error:
+        raise CheckpointError(error.failures, mine.error or whole.error) from None
     except LostRanksError as error:
-        lost = CheckpointError(error.failures(step), here.own)
-        if here.own is not None:  # the other ranks do not know of it
-            lost.add_note(str(Failure.of(here.own, here.rank, step)))
-        raise lost from None
-    except Exception as error:  # of the comm itself: all others were caught, and sent
+        raise _lost(comm, step, error, mine.error or whole.error) from None
+    except Exception as error:  # of the comm itself, or no memory left to decode the reply
         reason = departure(step, error)
         comm.leave(reason)
         # This rank cannot know what the others do now: it counts as lost, here as well.
-        failure = attrs.evolve(Failure.of(error, here.rank, step), type="LostRank", text=reason)
-        raise CheckpointError([failure], error) from error
+        failure = Failure.of(error, comm.ranks[comm.rank], step)
+        raise CheckpointError(
+            [attrs.evolve(failure, type="LostRank", text=reason)], error
+        ) from error
     except BaseException as error:
         comm.leave(departure(step, error))
         raise
     finally:
-        here.own = None  # its traceback refers to this frame
+        del mine, whole  # as in `take_step`
 
 
-@attrs.define
-class _Here:
-    """One rank within one step: turns work into frames, and frames into results or errors.
+def _alone(
+    mine: _Attempt[M], reduce: Callable[[list[Any]], Turn[W]], each: bool
+) -> StepResult[M, W]:
+    """Reduce the message of a single rank; nothing is sent."""
+    assert mine.turn is not None
+    whole = reduce([mine.turn.message])
+    reply = whole.message[0] if each else whole.message
+    return StepResult(mine.turn.kept, whole.kept, reply)
 
-    A frame is bytes with a mark in front: the result of some work, or the failures of ranks.
-    """
 
-    comm: Comm
-    step: str
-    own: Exception | None = None
+def _lost(comm: Comm, step: str, error: LostRanksError, own: Exception | None) -> CheckpointError:
+    """Return lost ranks as failures of a step; note this rank's error, which no other knows."""
+    lost = CheckpointError(error.failures(step), own)
+    if own is not None:
+        lost.add_note(str(Failure.of(own, comm.ranks[comm.rank], step)))
+    return lost
 
-    @property
-    def rank(self) -> int:
-        """This rank's number in the whole job."""
-        return self.comm.ranks[self.comm.rank]
 
-    def topic(self, collective: str) -> str:
-        """Name a collective, so that ranks in different steps notice it."""
-        return f"{collective} of {self.step!r}"
+def _frame(message: Any) -> bytes:
+    if isinstance(message, bytes):
+        return b"".join((_RAW, message))
+    return _JSON + encode_json(message)
 
-    def frame(self, work: Callable[[], bytes]) -> bytes:
-        """Return a frame with the bytes that ``work`` returns, or with the error it raises."""
-        return self.frames(lambda: [work()])[0]
 
-    def frames(self, work: Callable[[], Sequence[bytes]]) -> list[bytes]:
-        """Return one frame per part that ``work`` returns; if it raises, one per rank."""
+def _value(frame: bytes) -> Any:
+    """Return the message of a frame, or raise the failures in it."""
+    if frame[:1] == _FAILED:
+        raise _ReportedError(_unpacked(frame[1:]))
+    return frame[1:] if frame[:1] == _RAW else decode_json(frame[1:])
+
+
+def _values(comm: Comm, step: str, frames: Sequence[bytes]) -> list[Any]:
+    """Return every rank's message, or raise all failures; name the rank of bad bytes."""
+    failed = [_unpacked(frame[1:]) for frame in frames if frame[:1] == _FAILED]
+    if failed:
+        raise _ReportedError(thinned([failure for part in failed for failure in part]))
+    values = []
+    for rank, frame in zip(comm.ranks, frames, strict=True):
         try:
-            return [b"".join((_DONE, _only_bytes(part))) for part in work()]
+            values.append(_value(frame))
         except Exception as error:
-            return [self.failed(error)] * self.comm.world_size
-
-    def failed(self, error: Exception) -> bytes:
-        """Return a frame with an error of this rank, or with the failures of others it carries."""
-        if isinstance(error, _ReportedError):
-            return _FAILED + _packed(error.failures)
-        if isinstance(error, LostRanksError):  # the lost rank is to blame, not this one
-            return _FAILED + _packed(error.failures(self.step))
-        self.own = self.own or error
-        return _FAILED + _packed([Failure.of(error, self.rank, self.step)])
-
-    def opened(self, *frames: bytes) -> bytes:
-        """Return the bytes of the first frame, or raise all failures of the frames."""
-        found = [_unpacked(frame[1:]) for frame in frames if frame[:1] == _FAILED]
-        if found:
-            raise _ReportedError(thinned([failure for part in found for failure in part]))
-        return frames[0][1:]
-
-    def decoded(self, frames: Sequence[bytes], decode: Decode) -> list[Any]:
-        """Return every rank's value, or raise all failures; name the rank of bad bytes."""
-        self.opened(*frames)
-        values = []
-        for rank, frame in zip(self.comm.ranks, frames, strict=True):
-            try:
-                values.append(decode(frame[1:]))
-            except Exception as error:
-                error.add_note(f"while decoding what rank {rank} sent in the step {self.step!r}")
-                raise
-        return values
-
-    def one_each(
-        self, reduce: Callable[[list[Any]], Sequence[Any]], frames: Sequence[bytes], decode: Decode
-    ) -> Sequence[Any]:
-        """Reduce all ranks' values, and return the results if there is one for each rank."""
-        results, count = reduce(self.decoded(frames, decode)), self.comm.world_size
-        if len(results) != count:
-            raise ValueError(
-                f"reduce returned {len(results)} results for {count} ranks; "
-                "it must return one per rank, by rank"
-            )
-        return results
-
-    def agreed(self, frames: Sequence[bytes], work: Callable[[], T], *, alike: bool) -> T:
-        """Return what ``work`` decodes, once it is known that it succeeds on all ranks.
-
-        Args:
-            frames: What has arrived; if there are failures in it, all ranks have the same ones.
-            work: Decodes it.
-            alike: Whether it succeeds on all ranks if it does on one.
-        """
-        try:
-            self.opened(*frames)
-            try:
-                value, ended = work(), _DONE
-            except Exception as error:
-                ended = self.failed(error)
-                if alike and isinstance(error.__cause__ or error, (MemoryError, RecursionError)):
-                    self.comm.leave(departure(self.step, error))  # others may have gone on
-            if not alike:
-                ended = self.comm.reduce(ended, self._all_ended, self.topic("the end"))
-            self.opened(ended)
-        except _ReportedError as error:
-            raise CheckpointError(error.failures, self.own) from None
-        return value
-
-    def _all_ended(self, frames: list[bytes]) -> bytes:
-        return self.frame(lambda: self.opened(*frames))
+            error.add_note(f"while decoding what rank {rank} sent in the step {step!r}")
+            raise
+    return values
 
 
 def _packed(failures: Sequence[Failure]) -> bytes:
@@ -352,9 +374,3 @@ def _packed(failures: Sequence[Failure]) -> bytes:
 def _unpacked(data: bytes) -> list[Failure]:
     known, rows = decode_json(data)
     return [Failure(rank, *(known[word] for word in words)) for rank, *words in rows]
-
-
-def _only_bytes(data: object) -> bytes:
-    if not isinstance(data, bytes):
-        raise TypeError(f"encode must return bytes, and returned a {type(data).__name__}")
-    return data

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from typing import TypeVar
 
 import attrs
 
-from .comm import Comm, Pending, Reduce, as_bytes, as_parts, departure
+from .comm import Comm, Meeting, Pending
 from .errors import CheckpointError, Failure, LostRanksError
 
 T = TypeVar("T")
@@ -44,75 +44,54 @@ def run_ranks(
     if n < 1 or not 0 <= coordinator < n:
         raise ValueError(f"expected at least one rank and a coordinator among them, not {n} ranks")
     room = _Room(n, timeout)
-    results: dict[int, T] = {}
-    errors: dict[int, BaseException] = {}
-    work = [(fn, _ThreadComm(rank, coordinator, room), results, errors) for rank in range(n)]
-    threads = [
-        threading.Thread(target=_run, args=args, name=f"rank-{rank}", daemon=True)
-        for rank, args in enumerate(work)
-    ]
-    for thread in threads:
-        thread.start()
+    futures = [Future[T]() for _ in range(n)]
+    for rank, future in enumerate(futures):
+        comm = _ThreadComm(rank, range(n), coordinator, room)
+        threading.Thread(
+            target=_run, args=(fn, comm, future), name=f"rank-{rank}", daemon=True
+        ).start()
     try:
-        _join(threads, errors, timeout)
+        wait(futures, return_when=FIRST_EXCEPTION)
+        # If a rank has failed, the others may first have to find out, which takes them as long.
+        wait(futures, timeout)
     except BaseException:
         room.lose(dict.fromkeys(range(n), "was interrupted"))
         raise
-    if errors or len(results) < n:
-        raise _merged(n, results, errors, timeout)
-    return [results[rank] for rank in range(n)]
+    errors = {rank: f.exception() for rank, f in enumerate(futures) if f.done()}
+    failed = {rank: error for rank, error in errors.items() if error is not None}
+    if failed or len(errors) < n:
+        text = f"did not return within {timeout:g} s after another rank had failed"
+        silent = [Failure(r, "run_ranks", "LostRank", text) for r in range(n) if r not in errors]
+        raise _merged(failed, silent)
+    return [future.result() for future in futures]
 
 
-def _run(
-    fn: Callable[[Comm], T],
-    comm: _ThreadComm,
-    results: dict[int, T],
-    errors: dict[int, BaseException],
-) -> None:
+def _run(fn: Callable[[Comm], T], comm: _ThreadComm, future: Future[T]) -> None:
     try:
-        results[comm.rank] = fn(comm)
+        future.set_result(fn(comm))
         comm.leave("had already returned")
     except BaseException as error:
-        errors[comm.rank] = error
+        future.set_exception(error)
         failure = Failure.of(error, comm.rank, "run_ranks")
         comm.leave(f"left: {failure.type}: {failure.text}")
 
 
-def _join(
-    threads: Sequence[threading.Thread], errors: dict[int, BaseException], timeout: float
-) -> None:
-    """Wait for all threads, or for as long as the timeout once one of them has failed."""
-    deadline = None
-    for thread in threads:
-        while thread.is_alive():
-            thread.join(0.02)
-            if errors and deadline is None:
-                # The others may first have to find out, which takes them as long.
-                deadline = time.monotonic() + timeout
-            if deadline is not None and time.monotonic() > deadline:
-                return
-
-
-def _merged(
-    n: int, results: dict[int, Any], errors: dict[int, BaseException], timeout: float
-) -> BaseException:
+def _merged(errors: Mapping[int, BaseException], silent: Iterable[Failure]) -> BaseException:
     """Return one error for all ranks: their own failures, and those that they report."""
     for error in errors.values():
         if not isinstance(error, Exception):
             return error
     reported, own = dict[int, Failure](), dict[int, Failure]()
-    for rank, error in sorted(errors.items()):
+    for rank, error in errors.items():
         if isinstance(error, CheckpointError):
             reported |= {failure.rank: failure for failure in error.failures}
         elif isinstance(error, LostRanksError):
             reported |= {failure.rank: failure for failure in error.failures("run_ranks")}
         else:
             own[rank] = Failure.of(error, rank, "run_ranks")
-    text = f"did not return within {timeout:g} s after another rank had failed"
-    silent = set(range(n)) - results.keys() - errors.keys()
-    missing = {r: Failure(r, "run_ranks", "LostRank", text) for r in silent}
-    steps = [e for _, e in sorted(errors.items()) if isinstance(e, CheckpointError)]
-    first = next((e.own for e in steps if e.own is not None), None)
+    missing = {failure.rank: failure for failure in silent}
+    steps = [error for error in errors.values() if isinstance(error, CheckpointError)]
+    first = next((error.own for error in steps if error.own is not None), None)
     raised = next((e for r in own if isinstance(e := errors[r], Exception)), first)
     merged = CheckpointError((missing | reported | own).values(), raised)
     merged.__cause__ = raised
@@ -126,7 +105,7 @@ class _Room:
         self.n = n
         self.timeout = timeout
         self.changed = threading.Condition()
-        self.brought: dict[int, dict[int, tuple[str, Any]]] = {}
+        self.brought: dict[int, dict[int, tuple[str, Sequence[bytes]]]] = {}
         self.verdicts: dict[int, dict[int, str]] = {}
         self.gone: dict[int, str] = {}
         # By sender and receiver, the transfers of either side that wait for the other side.
@@ -151,11 +130,13 @@ class _Room:
             self.gone = reasons | self.gone
             self.changed.notify_all()
 
-    def meet(self, number: int, rank: int, topic: str, data: Any) -> dict[int, Any]:
-        """Return what every rank brought to this meeting, or raise LostRanksError."""
+    def meet(
+        self, number: int, rank: int, topic: str, parts: Sequence[bytes]
+    ) -> list[Sequence[bytes]]:
+        """Return what every rank brought to this meeting, by rank, or raise LostRanksError."""
         with self.changed:
             brought = self.brought.setdefault(number, {})
-            brought[rank] = (topic, data)
+            brought[rank] = (topic, parts)
             self.changed.notify_all()
             self.changed.wait_for(lambda: self._over(number), self.timeout)
             lost = self.verdicts.setdefault(number, self._lost(number, topic))
@@ -164,7 +145,7 @@ class _Room:
             self.verdicts.pop(number - 2, None)
         if lost:
             raise LostRanksError(lost)
-        return {place: data for place, (_, data) in brought.items()}
+        return [brought[place][1] for place in range(self.n)]
 
     def _over(self, number: int) -> bool:
         brought = self.brought[number]
@@ -208,51 +189,29 @@ class _Transfer:
 
 
 @attrs.define(eq=False, repr=False)
-class _ThreadComm:
+class _ThreadComm(Comm):
     """A comm among threads; see `run_ranks`."""
 
     rank: int
+    ranks: Sequence[int]
     coordinator: int
     _room: _Room
     _number: int = 0
     _lost: LostRanksError | None = None
 
     @property
-    def world_size(self) -> int:
-        return self._room.n
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        return range(self._room.n)
-
-    @property
     def lost(self) -> bool:
         return self._lost is not None
 
-    def gather(self, data: bytes, topic: str = "gather") -> list[bytes] | None:
-        found = self._meet(topic, lambda: as_bytes(data))
-        return self._listed(found) if self.rank == self.coordinator else None
+    def meet(self, data: bytes, topic: str) -> Meeting:
+        gathered = self._bring([data], topic)
+        if self.rank == self.coordinator:
+            return Meeting(self, topic, [parts[0] for parts in gathered])
+        return Meeting(self, topic, None, self.answer([], topic))
 
-    def scatter(self, parts: Sequence[bytes] | None, topic: str = "scatter") -> bytes:
-        mine = self.rank == self.coordinator
-        found = self._meet(topic, lambda: as_parts(parts, self.world_size) if mine else None)
-        return as_bytes(found[self.coordinator][self.rank])
-
-    def broadcast(self, data: bytes | None, topic: str = "broadcast") -> bytes:
-        mine = self.rank == self.coordinator
-        found = self._meet(topic, lambda: as_bytes(data) if mine else None)
-        return as_bytes(found[self.coordinator])
-
-    def all_gather(self, data: bytes, topic: str = "all_gather") -> list[bytes]:
-        return self._listed(self._meet(topic, lambda: as_bytes(data)))
-
-    def reduce(self, data: bytes, work: Reduce, topic: str = "reduce") -> bytes:
-        gathered = self.gather(data, topic)
-        found = self._meet(topic, lambda: None if gathered is None else as_bytes(work(gathered)))
-        return as_bytes(found[self.coordinator])
-
-    def barrier(self) -> None:
-        self._meet("barrier", lambda: None)
+    def answer(self, parts: Sequence[bytes], topic: str) -> bytes:
+        answers = self._bring(parts, topic)[self.coordinator]
+        return answers[self.rank if len(answers) > 1 else 0]
 
     def send(self, place: int, data: memoryview) -> Pending:
         return self._room.transfer(self.rank, place, data, is_send=True)
@@ -263,18 +222,13 @@ class _ThreadComm:
     def leave(self, reason: str) -> None:
         self._room.lose({self.rank: reason})
 
-    def _meet(self, topic: str, data: Callable[[], object]) -> dict[int, Any]:
+    def _bring(self, parts: Sequence[bytes], topic: str) -> list[Sequence[bytes]]:
+        """Come to the next meeting of the room, and return what every rank brought, by rank."""
         if self._lost is not None:
             raise LostRanksError(self._lost.reasons)
         self._number += 1
         try:
-            return self._room.meet(self._number, self.rank, topic, data())
+            return self._room.meet(self._number, self.rank, topic, parts)
         except LostRanksError as error:
             self._lost = error
             raise
-        except BaseException as error:
-            self.leave(departure(topic, error))
-            raise
-
-    def _listed(self, found: dict[int, Any]) -> list[bytes]:
-        return [found[rank] for rank in range(self.world_size)]

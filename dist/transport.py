@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import itertools
 import struct
 import threading
 import time
@@ -280,17 +279,3 @@ def _view(data: bytes) -> Tensor:
 
 def _bytes(tensor: Tensor) -> bytes:
     return tensor.numpy().tobytes()
-
-
-def join(parts: Sequence[bytes]) -> bytes:
-    """Return many byte strings as one that `split` takes apart."""
-    sizes = struct.pack(f"<{len(parts) + 1}Q", len(parts), *map(len, parts))
-    return b"".join((sizes, *parts))
-
-
-def split(data: bytes) -> list[bytes]:
-    """Return the byte strings that `join` was given."""
-    (count,) = _SIZE.unpack_from(data)
-    sizes = struct.unpack_from(f"<{count}Q", data, _SIZE.size)
-    ends = list(itertools.accumulate(sizes, initial=_SIZE.size * (count + 1)))
-    return [data[start:end] for start, end in itertools.pairwise(ends)]

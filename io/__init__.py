@@ -15,22 +15,26 @@ if TYPE_CHECKING:
         ValueRefusedError,
         listed,
     )
+    from .optional import HAS_TORCH, torch
     from .pool import Pool, Progress, ProgressCallback, default_pool
     from .stores import MissingFileError, Store, StoreError, open_store
     from .tensors import (
         as_tensor,
         box_view,
         can_cast,
+        copy_elements,
         empty_tensor,
-        fill_from_bytes,
         flat_memory,
         flip_axes,
+        own_dtype,
+        refuse_dtypes,
         same_dtype,
         tensor_bytes,
         to_numpy,
         torch_dtype,
     )
     from .values import StoredValue, load_value, sort_values, store_values
+    from .windows import Window
 
 __getattr__, __dir__ = door(
     __name__,
@@ -38,13 +42,15 @@ __getattr__, __dir__ = door(
         "checksums": "BlockSums Proof Sums combine hash_views xxhash",
         "compare": "TensorDiff compare_tensors named_errors same_value",
         "errors": "ExistsError FormatError LoadError UnsureCommitError ValueRefusedError listed",
+        "optional": "HAS_TORCH torch",
         "pool": "Pool Progress ProgressCallback default_pool",
         "stores": "MissingFileError Store StoreError open_store",
         "tensors": (
-            "as_tensor box_view can_cast empty_tensor fill_from_bytes flat_memory flip_axes "
-            "same_dtype tensor_bytes to_numpy torch_dtype"
+            "as_tensor box_view can_cast copy_elements empty_tensor flat_memory flip_axes "
+            "own_dtype refuse_dtypes same_dtype tensor_bytes to_numpy torch_dtype"
         ),
         "values": "StoredValue load_value sort_values store_values",
+        "windows": "Window",
     },
 )
 

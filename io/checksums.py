@@ -7,7 +7,7 @@ have the CRC-32 of each record.
 
 - `Checksum` (`XXH3`, `CRC32`): hash the bytes of a block, combine the checksums of blocks.
 - `BlockSums`: collect the checksums of blocks from several reads or ranks, compare whole chunks.
-- `Proof`: the same for a checkpoint that is read piece by piece; reads again what is incomplete.
+- `Proof`: the same for a checkpoint that is copied; reads again what is incomplete.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ import math
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from shardplan.planning import LoadItemType, TensorMetadata, itemsize, named_extras
-from shardplan.planning.columns import column
-from shardplan.planning.storage import cut_blocks
+from shardplan.planning import itemsize, named_extras
+from shardplan.planning.storage import boxes_of
 
 from .errors import FormatError, listed
 
@@ -33,15 +32,12 @@ with named_extras("reading or writing a checkpoint"):
     import xxhash
 
 if TYPE_CHECKING:  # what is planned to be read is not needed to open a checkpoint
-    from shardplan.planning.columns import ReadItems
-
     from .formats.base import Source
     from .pool import Pool
     from .stores.base import Store
 
 Sums = npt.NDArray[np.uint64]
 Key = tuple[str, int]  # a tensor's name, and the number of one of its chunks
-Box = tuple[int, ...]
 
 sum_crc = zlib.crc32
 
@@ -194,140 +190,125 @@ class BlockSums:
     """Checksums of blocks by chunk, collected until all blocks of a chunk are known.
 
     Any thread may add to it.
+
+    Attributes:
+        matched: The chunks that were compared and matched, here or where they were taken from.
+        verified: How many of them were compared here.
+        nbytes: Bytes of the chunks that were compared here.
     """
 
     def __init__(self) -> None:
         self._chunks: dict[Key, _Partial] = {}
         self._lock = threading.Lock()
+        self.matched: set[Key] = set()
         self.verified = self.nbytes = 0
 
-    def add(
-        self, name: str, chunk: int, count: int, digests: Mapping[int, int], nbytes: int = 0
-    ) -> None:
-        """Add the checksums of some blocks of a chunk."""
+    def add(self, key: Key, count: int, digests: Mapping[int, int], nbytes: int = 0) -> None:
+        """Add the checksums of some of the ``count`` blocks of a chunk."""
         with self._lock:
-            found = self._chunks.setdefault((name, chunk), _Partial(count))
-            found.digests.update(digests)
-            found.nbytes += nbytes
+            held = self._chunks.setdefault(key, _Partial(count))
+            held.digests.update(digests)
+            held.nbytes += nbytes
 
-    def is_complete(self, key: Key) -> bool:
-        """Return whether all blocks of a chunk are known."""
-        return key in self._chunks and self._chunks[key].complete
+    def take(self, other: BlockSums) -> None:
+        """Add what another one holds."""
+        for key, held in other._chunks.items():
+            self.add(key, held.count, held.digests, held.nbytes)
+        self.matched.update(other.matched)
+
+    def incomplete(self, keys: Iterable[Key]) -> list[Key]:
+        """Return those of some chunks that did not match yet, and lack checksums of blocks."""
+        with self._lock:
+            known = {key for key, held in self._chunks.items() if held.complete}
+        return [key for key in keys if key not in known and key not in self.matched]
+
+    def compare(self, source: Source) -> list[Key]:
+        """Compare all complete chunks with a checkpoint's, drop them, and return damaged ones."""
+        with self._lock:
+            done = {key: held for key, held in self._chunks.items() if held.complete}
+            self._chunks = {key: held for key, held in self._chunks.items() if key not in done}
+        damaged = []
+        for (key, held), expected in zip(done.items(), source.chunk_sums(list(done)), strict=True):
+            digests = [held.digests[number] for number in range(held.count)]
+            if expected is not None and source.checksum.combine(digests) != expected:
+                damaged.append(key)
+        self.matched.update(done.keys() - set(damaged))
+        self.verified += len(done) - len(damaged)
+        self.nbytes += sum(held.nbytes for held in done.values())
+        return damaged
 
     def settle(self, source: Source) -> None:
-        """Compare all complete chunks with the checksums of a checkpoint, and drop them."""
-        with self._lock:
-            done = {key: found for key, found in self._chunks.items() if found.complete}
-            self._chunks = {key: found for key, found in self._chunks.items() if key not in done}
-        expected = source.chunk_sums(list(done))
-        damaged = [
-            key
-            for (key, found), wanted in zip(done.items(), expected, strict=True)
-            if wanted is not None
-            and wanted != source.checksum.combine([found.digests[n] for n in range(found.count)])
-        ]
-        self.verified += len(done) - len(damaged)
-        self.nbytes += sum(found.nbytes for found in done.values())
+        """Compare all complete chunks with a checkpoint's, drop them, and raise if one differs."""
+        damaged = self.compare(source)
         if damaged:
-            files = sorted({source.files[place.file] for place in source.find_chunks(damaged)})
-            named = listed(sorted({name for name, _ in damaged}))
-            raise FormatError(listed(files, quote=""), f"checksums do not fit: {named}")
+            raise damage_error(source, damaged)
 
     def pack(self) -> list[tuple[Any, ...]]:
         """Return what is known as plain data that can be sent to another rank."""
         packed = []
-        for key, found in self._chunks.items():
-            numbers, digests = np.array([*found.digests], "<i8"), [*found.digests.values()]
+        for key, held in self._chunks.items():
+            numbers, digests = np.array([*held.digests], "<i8"), [*held.digests.values()]
             blocks = numbers.tobytes(), np.array(digests, "<u8").tobytes()
-            packed.append((*key, found.count, found.nbytes, *blocks))
+            packed.append((*key, held.count, held.nbytes, *blocks))
         return packed
 
     def unpack(self, packed: Sequence[tuple[Any, ...]]) -> None:
         """Add what `pack` returned elsewhere."""
         for name, chunk, count, nbytes, numbers, digests in packed:
             columns = np.frombuffer(numbers, "<i8").tolist(), np.frombuffer(digests, "<u8").tolist()
-            self.add(name, chunk, count, dict(zip(*columns, strict=True)), nbytes)
+            self.add((name, chunk), count, dict(zip(*columns, strict=True)), nbytes)
+
+
+def damage_error(
+    source: Source, chunks: Sequence[Key], filled: Iterable[str] = (), touched: Iterable[str] = ()
+) -> FormatError:
+    """Return the error for chunks whose checksums differ."""
+    places = source.find_chunks(chunks)
+    texts = [
+        f"`{name}` (bytes {place.begin:,} to {place.begin + place.nbytes:,})"
+        for (name, _), place in zip(chunks, places, strict=True)
+    ]
+    files = sorted({source.files[place.file] for place in places})
+    return FormatError(
+        listed(files, quote=""),
+        f"checksums do not fit: {listed(texts, quote='')}; this copy is damaged: use another, "
+        "and see what verify says of it",
+        filled=filled,
+        touched=touched,
+    )
 
 
 class Proof:
-    """Compares the chunks of a checkpoint that is read piece by piece with their checksums.
+    """Compares the chunks of a checkpoint that is copied piece by piece with their checksums.
 
     The blocks that are read are hashed on the way. A chunk with blocks that were not read whole is
     read again at the end, in small steps: such a chunk may not fit into memory.
 
     Attributes:
-        has_sums: Whether the format has checksums that are known without reading; no others are
-            collected.
+        sums: Gets the checksums of the blocks.
     """
 
     def __init__(self, source: Source) -> None:
-        self._source = source
-        self.sums = BlockSums()
-        first = next(iter(source.metadata.state_dict_metadata), None)
-        self.has_sums = first is not None and source.sums_of(first) is not None
-        self._lock = threading.Lock()
+        self._source, self.sums = source, BlockSums()
         self._begun: set[Key] = set()
-        self._whole: set[Key] = set()
-        self._blocks_of = cache(self._cut)
 
-    @property
-    def proved(self) -> int:
-        """How many chunks matched their checksums."""
-        return len(self._whole) + self.sums.verified
-
-    def note(self, items: ReadItems) -> None:
-        """Note which chunks were read; those read whole, and blocks in `sums`, are hashed."""
-        if not self.has_sums:
-            return
-        kinds, names, axes = items.type.tolist(), items.storage.tolist(), items.ndim.tolist()
-        for row, chunk in enumerate(items.storage_hint.tolist()):
-            key = items.names[names[row]], chunk
-            if kinds[row] == LoadItemType.TENSOR.value:
-                offsets = tuple(items.storage_offsets[row, : axes[row]].tolist())
-                self._begin(key, offsets, tuple(items.lengths[row, : axes[row]].tolist()))
-
-    def wants(self, key: Key, offsets: Box, sizes: Box) -> Callable[[int], None] | None:
-        """Return what to call with the xxh3-64 of a box of a chunk; None if it is not a block."""
-        if not self.has_sums:
-            return None
-        self._begin(key, offsets)
-        number = self._blocks_of(key).get((offsets, sizes))
-        return None if number is None else partial(self._add, key, number)
+    def begin(self, chunks: Iterable[Key]) -> None:
+        """Have some chunks compared at the end."""
+        self._begun.update(chunks)
 
     def settle(self, pool: Pool) -> None:
         """Compare all chunks that were begun; read those again that are incomplete."""
-        again = [key for key in self._begun - self._whole if not self.sums.is_complete(key)]
         limit = self._source.block_bytes + self._source.store.staging
-        pool.map(self._read_again, sorted(again), nbytes=limit)
+        pool.map(self._read_again, sorted(self.sums.incomplete(self._begun)), nbytes=limit)
         self.sums.settle(self._source)
         self._begun.clear()
 
-    def _begin(self, key: Key, offsets: Box, sizes: Box = ()) -> None:
-        if not any(offsets):
-            with self._lock:
-                self._begun.add(key)
-                if len(self._blocks_of(key)) == 1 and (offsets, sizes) in self._blocks_of(key):
-                    self._whole.add(key)
-
-    def _add(self, key: Key, number: int, digest: int) -> None:
-        self.sums.add(*key, len(self._blocks_of(key)), {number: digest})
-
-    def _cut(self, key: Key) -> dict[tuple[Box, Box], int]:
-        """Return the number of each block of a chunk, by its offsets and sizes."""
-        entry = self._source.metadata.state_dict_metadata[key[0]]
-        assert isinstance(entry, TensorMetadata)
-        sizes, axes = entry.chunks.sizes[key[1]], len(entry.size)
-        width = column([itemsize(entry.properties.dtype)])
-        cut = cut_blocks(column([sizes], 1, axes), width, self._source.block_bytes)
-        boxes = zip(cut.offsets[:, :axes].tolist(), cut.sizes[:, :axes].tolist(), strict=True)
-        return {(tuple(low), tuple(size)): n for n, (low, size) in enumerate(boxes)}
-
     def _read_again(self, key: Key) -> None:
         """Read one chunk, block by block, and add the checksums."""
-        (place,) = self._source.find_chunks([key])
-        store, file = self._source.store, self._source.files[place.file]
-        pieces = read_pieces(store, file, place.begin, place.nbytes, self._source.block_bytes)
-        blocks, width = self._blocks_of(key), itemsize(place.dtype)
-        digests = XXH3.of_pieces(pieces, (math.prod(sizes) * width for _, sizes in blocks))
-        for number, digest in zip(blocks.values(), digests, strict=True):
-            self._add(key, number, digest)
+        source, (place,) = self._source, self._source.find_chunks([key])
+        blocks = boxes_of(place.extents, place.dtype, source.block_bytes)
+        lengths = [math.prod(sizes) * itemsize(place.dtype) for _, sizes in blocks]
+        file = source.files[place.file]
+        pieces = read_pieces(source.store, file, place.begin, place.nbytes, source.block_bytes)
+        digests = source.checksum.of_pieces(pieces, lengths)
+        self.sums.add(key, len(lengths), dict(enumerate(digests)))

@@ -16,29 +16,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardplan.planning import SavePlan, TensorMetadata, WriteItemType, load_plan
-from shardplan.planning.columns import Catalog, Head, Ints, WriteItems, column, padded
-from shardplan.planning.geometry import Chunk, Tiling
-from shardplan.planning.storage import cut_blocks
+from shardplan.planning import TensorMetadata
+from shardplan.planning.columns import Ints, column
+from shardplan.planning.geometry import Tiling
+from shardplan.planning.storage import Box, ComparePlan, compare_plan, read_boxes
 
 from .errors import FormatError, LoadError
 from .execute.read import Reader
 from .pool import Progress, ProgressCallback
-from .tensors import box_view, empty_tensor, flat_memory
+from .tensors import empty_tensor, flat_memory
 
 _BATCH: Final = 8 << 20  # bytes that are read from either side at a time
-_BATCH_BOXES: Final = 1 << 10
 _WORDS: Final[dict[int, str]] = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "u8"}
-
-
-@attrs.frozen
-class Box:
-    """A box of a tensor to compare, small enough for memory."""
-
-    name: str
-    chunk: Chunk
-    nbytes: int
-    number: int  # of the chunk of the first side that it is a part of
 
 
 @attrs.frozen
@@ -99,26 +88,33 @@ def compare_tensors(
             skipped.update([name] if len(sums.equal) else [])
             if sums.differs.any():
                 found[name] = TensorDiff(int(sums.differs.sum()))
-    boxes = list(_boxes(a, unread))
-    done = Progress(sum(box.nbytes for box in boxes), progress)
+    plan = compare_plan(a.metadata, unread, _BATCH)
+    done = Progress(sum(plan.nbytes), progress)
     for reader in (a, b):  # all chunks are found at once, not batch by batch
         counts = {name: len(_entry(reader, name).chunks) for name in unread}
-        reader.source.find_chunks(
-            [(name, i) for name, count in counts.items() for i in range(count)]
-        )
+        keys = [(name, number) for name, count in counts.items() for number in range(count)]
+        reader.source.find_chunks(keys)
 
-    def run(batch: list[Box]) -> tuple[list[tuple[Box, TensorDiff]], int]:
-        (ours, some), (theirs, more) = _read(a, batch), _read(b, batch)
-        pairs = zip(batch, ours, theirs, strict=True)
-        differing = [(box, diff) for box, x, y in pairs if (diff := _compare(box.chunk, x, y))]
-        done.add(sum(box.nbytes for box in batch))
-        return differing, some + more
+    def run(batch: range) -> _Compared:
+        boxes = plan.boxes[batch.start : batch.stop]
+        (ours, some), (theirs, more) = _read(a, boxes), _read(b, boxes)
+        compared = zip(batch, map(_compare, boxes, ours, theirs), strict=True)
+        done.add(sum(plan.nbytes[batch.start : batch.stop]))
+        return _Compared({number: diff for number, diff in compared if diff}, some + more)
 
     cost = 4 * _BATCH + max(a.store.staging, b.store.staging)
-    parts = a.pool.map(run, _batches(boxes), nbytes=cost)
+    compared = a.pool.map(run, plan.batches, nbytes=cost)
     done.finish()
-    found |= _merge(piece for pieces, _ in parts for piece in pieces)
-    return Comparison(found, sum(nbytes for _, nbytes in parts), frozenset(skipped))
+    found |= _merge(plan, {n: diff for one in compared for n, diff in one.diffs.items()})
+    return Comparison(found, sum(one.bytes_read for one in compared), frozenset(skipped))
+
+
+@attrs.frozen(eq=False)
+class _Compared:
+    """What differs in some boxes, by number of the box, and the bytes that were read for that."""
+
+    diffs: Mapping[int, TensorDiff]
+    bytes_read: int
 
 
 def _compare_sums(
@@ -154,52 +150,18 @@ def _same_boxes(a: Tiling, b: Tiling) -> Ints:
     return column([number.get(box, -1) for box in a])
 
 
-def _boxes(reader: Reader, unread: Mapping[str, Ints]) -> Iterator[Box]:
-    """Cut chunks into blocks small enough for memory."""
-    for name, chunks in unread.items():
-        entry = _entry(reader, name)
-        offsets, sizes = entry.chunks.offsets[chunks], entry.chunks.sizes[chunks]
-        width, axes = entry.properties.itemsize, len(entry.size)
-        blocks = cut_blocks(sizes, np.full(len(chunks), width), _BATCH)
-        starts = offsets[blocks.box] + blocks.offsets[:, :axes]
-        rows = (starts.tolist(), blocks.sizes[:, :axes].tolist(), chunks[blocks.box].tolist())
-        for start, size, number in zip(*rows, strict=True):
-            chunk = Chunk(start, size)
-            yield Box(name, chunk, chunk.numel * width, number)
-
-
 def _entry(reader: Reader, name: str) -> TensorMetadata:
     entry = reader.metadata.state_dict_metadata[name]
     assert isinstance(entry, TensorMetadata)
     return entry
 
 
-def _batches(boxes: Iterable[Box]) -> Iterator[list[Box]]:
-    batch, held = list[Box](), 0
-    for box in boxes:
-        if batch and (held + box.nbytes > _BATCH or len(batch) == _BATCH_BOXES):
-            yield batch
-            batch, held = [], 0
-        batch.append(box)
-        held += box.nbytes
-    if batch:
-        yield batch
-
-
-def _read(reader: Reader, batch: Sequence[Box]) -> tuple[list[torch.Tensor], int]:
+def _read(reader: Reader, boxes: Sequence[Box]) -> tuple[list[torch.Tensor], int]:
     """Return the elements of some boxes, and how many bytes were read for them."""
-    entries = {name: _entry(reader, name) for name in dict.fromkeys(box.name for box in batch)}
-    tensors = [empty_tensor(box.chunk.sizes, entries[box.name].properties.dtype) for box in batch]
-    at = {(box.name, box.chunk.offsets): number for number, box in enumerate(batch)}
-    items = load_plan(reader.metadata, _plan(entries, batch)).items
-
-    def dest(row: int) -> torch.Tensor:
-        anchor = items.dest_anchor[row, : items.ndim[row]].tolist()
-        tensor = tensors[at[items.names[items.dest[row]], tuple(anchor)]]
-        return box_view(tensor, items.dest_offsets[row].tolist(), items.lengths[row].tolist())
-
+    dtypes = {name: _entry(reader, name).properties.dtype for name in {box.name for box in boxes}}
+    tensors = [empty_tensor(box.sizes, dtypes[box.name]) for box in boxes]
     with named_errors(reader):
-        stats = reader.fill(items, dest)
+        stats = reader.fill_boxes(tensors, *read_boxes(reader.metadata, boxes))
     return tensors, stats.bytes_read
 
 
@@ -214,24 +176,10 @@ def named_errors(reader: Reader) -> Iterator[None]:
         raise (error.__cause__ or error) from None
 
 
-def _plan(entries: Mapping[str, TensorMetadata], batch: Sequence[Box]) -> SavePlan:
-    """Return the plan of a rank that holds these boxes."""
-    shard = WriteItemType.SHARD
-    catalog = Catalog.of(Head(n, n, shard, e.properties, e.size) for n, e in entries.items())
-    number = {name: row for row, name in enumerate(entries)}
-    items = WriteItems(
-        catalog,
-        column([number[box.name] for box in batch]),
-        padded([box.chunk.offsets for box in batch], 0, catalog.axes),
-        padded([box.chunk.sizes for box in batch], 1, catalog.axes),
-    )
-    return SavePlan(items)
-
-
-def _compare(box: Chunk, a: torch.Tensor, b: torch.Tensor) -> TensorDiff | None:
+def _compare(box: Box, a: torch.Tensor, b: torch.Tensor) -> TensorDiff | None:
     """Compare two tensors as bits: NaNs differ if their bits do, and so do zeros of either sign.
 
-    >>> box = Chunk((4, 0), (2, 2))
+    >>> box = Box("w", (4, 0), (2, 2))
     >>> _compare(box, torch.tensor([[1, 2], [3, 4]]), torch.tensor([[1, 2], [3, 9]]))
     TensorDiff(chunks=1, elements=1, first=(5, 1), before=4, after=9)
     """
@@ -262,17 +210,17 @@ def _number(tensor: torch.Tensor, at: int) -> Any:
         return None
 
 
-def _merge(pieces: Iterable[tuple[Box, TensorDiff]]) -> dict[str, TensorDiff]:
+def _merge(plan: ComparePlan, diffs: Mapping[int, TensorDiff]) -> dict[str, TensorDiff]:
     """Add up what was found in the boxes of each tensor."""
-    by_name: dict[str, list[tuple[Box, TensorDiff]]] = {}
-    for box, diff in pieces:
-        by_name.setdefault(box.name, []).append((box, diff))
+    by_name: dict[str, list[int]] = {}
+    for number in diffs:
+        by_name.setdefault(plan.boxes[number].name, []).append(number)
     merged = {}
-    for name, found in by_name.items():
-        first = min((diff for _, diff in found), key=lambda diff: diff.first or ())
-        chunks = len({box.number for box, _ in found})
-        count = sum(diff.elements or 0 for _, diff in found)
-        merged[name] = attrs.evolve(first, chunks=chunks, elements=count)
+    for name, numbers in by_name.items():
+        first = min((diffs[number] for number in numbers), key=lambda diff: diff.first or ())
+        chunks = len({plan.chunk[number] for number in numbers})
+        elements = sum(diffs[number].elements or 0 for number in numbers)
+        merged[name] = attrs.evolve(first, chunks=chunks, elements=elements)
     return merged
 
 

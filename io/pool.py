@@ -1,23 +1,25 @@
-"""A pool of threads that share a budget of memory, and a counter of their progress.
+"""Threads that share a budget of memory, and a counter of their progress.
 
-A call of `Pool.map` is a job that waits in the pool's line. A thread takes the first job, takes its
-next item, waits until the item's bytes fit into the budget, puts the job back at the end of the
-line, and does the work. So items are made one at a time and as late as possible, jobs take turns,
-and the caller only waits: an interrupt cannot leave the pool in a bad state.
+A call of `Pool.map` is a job. It puts tickets in the pool's line, as many as threads may work on
+it. A thread takes a ticket, does the work of the job's next item, and puts the ticket back at the
+end of the line, so jobs take turns. The caller only waits: an interrupt cannot leave the pool in a
+bad state.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager, nullcontext
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from queue import SimpleQueue
 from typing import Any, Final, TypeAlias, TypeVar
 from weakref import WeakSet, finalize
 
 T = TypeVar("T")
 R = TypeVar("R")
+_Line: TypeAlias = "SimpleQueue[_Job | None]"
 
 _MAX_BYTES: Final = 256 << 20
 _TICK: Final = 0.5  # seconds; a waiting main thread handles signals that other threads received
@@ -39,17 +41,14 @@ def check_stopped() -> None:
 class Pool:
     """Threads that share a budget of memory.
 
-    The bytes of each piece of work are reserved before it begins, so the sum of what is in flight
-    never exceeds the budget. Work larger than the whole budget runs alone.
-
-    Work that calls `map` of its own pool runs it on its own thread within its own reservation: a
-    pool never waits for itself. In a forked process, pools of the parent start new threads.
+    The bytes of each piece of work are reserved before it begins. Work larger than the whole budget
+    runs alone. A nested `map` on the same pool runs on the calling thread and reserves nothing, so
+    a pool never waits for itself. In a forked process, pools start new threads.
 
     Attributes:
-        max_workers: The most threads; each is started when it is first needed, and kept.
+        max_workers: The most threads; they are started when they are first needed, and kept.
         max_bytes: The budget.
-        peak_bytes: The most that was ever reserved at once; above the budget only if a single
-            piece of work was.
+        peak_bytes: The most that was ever reserved at once.
 
     >>> with Pool(max_workers=4, max_bytes=100) as pool:
     ...     squares = pool.map(lambda n: n * n, range(5), nbytes=60)
@@ -73,9 +72,10 @@ class Pool:
         """Begin without threads, jobs and reservations, at first and in a forked process."""
         self.peak_bytes = 0
         self._held: dict[object, int] = {}  # bytes in flight by reservation
-        self._turn, self._room = threading.RLock(), threading.Condition()
+        # A signal handler may use the pool whose lock its own thread holds: so they are re-entrant.
+        self._turn, self._room = threading.RLock(), threading.Condition(threading.RLock())
         self._threads: list[threading.Thread] = []
-        self._line = _Line()
+        self._line: _Line = SimpleQueue()
         self._end = finalize(self, self._line.put, None)
         self._end.atexit = False  # threads that outlive the main one may still need the pool
 
@@ -89,7 +89,6 @@ class Pool:
     ) -> list[R]:
         """Do the same work for each item, and return the results in order.
 
-        Items are asked for as room appears, on the pool's threads, so they may be made on the fly.
         When one fails, or the caller is interrupted, no other is started, those under way are
         waited for (they end early if they call `check_stopped`), and the first error is raised.
 
@@ -98,21 +97,19 @@ class Pool:
             items: The items; their own memory is not counted.
             nbytes: The memory that the work holds until it returns, or a function of the item.
             here: Whether to work on this thread, one item after the other.
-
-        Raises:
-            RuntimeError: The pool is closed.
         """
         if self._closed:
             raise RuntimeError("this pool is closed: make another, or use default_pool()")
-        job = _Job(self, work, items, 0 if self.inside else nbytes)
-        if here or self.inside or not (self._threads or self._start_thread()):
+        job = _Job(self, work, list(items), 0 if self.inside else nbytes)
+        tickets = min(self.max_workers, len(job.results))
+        if here or self.inside or not self._start_threads(tickets):
             while job.step():
                 pass
         else:
-            job.run()
+            job.hand_out(self._line, tickets)
         if job.failures:
             raise job.failures[0]
-        return [job.results[number] for number in range(len(job.results))]
+        return job.results
 
     def close(self) -> None:
         """End the threads once they have finished their work; later calls of `map` are refused."""
@@ -128,7 +125,7 @@ class Pool:
         self.close()
 
     def __repr__(self) -> str:
-        held = f"{self._in_flight} of {self.max_bytes} bytes in flight"
+        held = f"{sum(self._held.values())} of {self.max_bytes} bytes in flight"
         return f"Pool({self.max_workers} threads, {held}, peak {self.peak_bytes})"
 
     @property
@@ -136,50 +133,34 @@ class Pool:
         """Whether the calling thread does work of this pool: then `map` runs on that thread."""
         return any(job.pool is self for job in _thread.jobs)
 
-    def enqueue(self, job: _Job) -> None:
-        """Put a job at the end of the line, and start a thread if all are busy."""
-        self._line.put(job)
-        if self._line.qsize() > self._line.idle:
-            self._start_thread()
+    def _start_threads(self, count: int) -> bool:
+        """Start threads until there are ``count``, if the system lets us; return whether any runs.
 
-    def _start_thread(self) -> bool:
-        """Start another thread, unless there are enough; return whether there is one.
-
-        There are as few as needed, because memory that a thread has freed may stay with it. An
-        interrupt in here may leave a thread that is not in the list; it ends with the others.
+        An interrupt in here may leave a thread that is not in the list; it ends with the others.
         """
-        with self._room:
-            if len(self._threads) < self.max_workers:
+        with self._room, suppress(RuntimeError):  # no more threads, or the interpreter is exiting
+            while len(self._threads) < count:
                 thread = threading.Thread(target=_serve, args=(self._line,), daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError:  # the system has no more, or the interpreter is exiting
-                    return False
+                thread.start()
                 self._threads.append(thread)
-        return True
+        return bool(self._threads)
 
     @contextmanager
     def reserved(self, nbytes: int) -> Iterator[None]:
         """Wait until some bytes fit into the budget, and hold them during the block."""
         if nbytes < 0:
             raise ValueError(f"work cannot cost {nbytes} bytes")
-        ticket = object()
+        ticket, most = object(), self.max_bytes - nbytes
         try:
             with self._turn, self._room:  # one waits for room at a time, so nobody is overtaken
-                self._room.wait_for(
-                    lambda: not self._held or self._in_flight + nbytes <= self.max_bytes
-                )
+                self._room.wait_for(lambda: not self._held or sum(self._held.values()) <= most)
                 self._held[ticket] = nbytes
-                self.peak_bytes = max(self.peak_bytes, self._in_flight)
+                self.peak_bytes = max(self.peak_bytes, sum(self._held.values()))
             yield
         finally:
             with self._room:
                 self._held.pop(ticket, None)
                 self._room.notify_all()
-
-    @property
-    def _in_flight(self) -> int:
-        return sum(self._held.values())
 
 
 class _Job:
@@ -189,98 +170,73 @@ class _Job:
         self,
         pool: Pool,
         work: Callable[[Any], Any],
-        items: Iterable[Any],
+        items: list[Any],
         nbytes: int | Callable[[Any], int],
     ) -> None:
         self.pool, self._work, self._nbytes = pool, work, nbytes
-        self._items, self._count = enumerate(items), len(items) if isinstance(items, Sized) else -1
+        self._todo = deque(enumerate(items))
         self._outer = _thread.jobs  # what the caller works for
-        self.results: dict[int, Any] = {}
+        self.results: list[Any] = [None] * len(items)
         self.failures: list[BaseException] = []
         self._lock = threading.Lock()
         self._active = 0  # threads that work on an item
-        self._exhausted = False
         self._done = threading.Event()
 
-    def run(self) -> None:
-        """Have the pool's threads do the work, and return when none of them is at it any more."""
+    def hand_out(self, line: _Line, tickets: int) -> None:
+        """Let the pool's threads do the work, and return when none of them works on it."""
         try:
-            self.pool.enqueue(self)
+            for _ in range(tickets):
+                line.put(self)
             self._wait()
         except BaseException as error:  # an interrupt: the threads still use the caller's memory
-            with self._lock:
-                self.failures.append(error)
-                self._check_done()
+            self.failures.append(error)
             self._wait()
             raise
 
-    def step(self, *, hand_on: bool = False) -> bool:
-        """Take the next item and do its work; return whether there may be another one."""
+    def step(self) -> bool:
+        """Do the work of the next item; return whether there may be another one."""
         with self._lock:
-            if self.failures or self._exhausted:
+            if self.failures or not self._todo:
                 return False
+            number, item = self._todo.popleft()
             self._active += 1
         before = _thread.jobs
+        _thread.jobs = (*self._outer, self)
         try:
-            _thread.jobs = (*self._outer, self)
-            self._do_next(hand_on)
+            nbytes = self._nbytes(item) if callable(self._nbytes) else self._nbytes
+            with self.pool.reserved(nbytes) if nbytes else nullcontext():
+                if not self.failures:
+                    self.results[number] = self._work(item)
         except BaseException as error:
             self.failures.append(error)
         finally:
             _thread.jobs = before
             with self._lock:
                 self._active -= 1
-                self._check_done()
-        return True
-
-    def _do_next(self, hand_on: bool) -> None:
-        for number, item in self._items:
-            nbytes = self._nbytes(item) if callable(self._nbytes) else self._nbytes
-            with self.pool.reserved(nbytes) if nbytes else nullcontext():
-                if number + 1 == self._count:
-                    self._exhausted = True  # so that no thread is woken to find that out
-                elif hand_on:
-                    self.pool.enqueue(self)
-                if not self.failures:
-                    self.results[number] = self._work(item)
-            return
-        self._exhausted = True
+        self._check_done()
+        return bool(self._todo)
 
     def _check_done(self) -> None:
-        if not self._active and (self.failures or self._exhausted):
-            self._done.set()
+        with self._lock:
+            if not self._active and (self.failures or not self._todo):
+                self._done.set()
 
     def _wait(self) -> None:
+        self._check_done()
         while not self._done.wait(_TICK):
             pass
-
-
-class _Line(SimpleQueue["_Job | None"]):
-    """The jobs that wait for a thread; None when the pool ends."""
-
-    def __init__(self) -> None:
-        self.idle, self._lock = 0, threading.Lock()  # `idle` threads wait for a job
-
-    def take(self) -> _Job | None:
-        """Wait for the next job."""
-        with self._lock:
-            self.idle += 1
-        job = self.get()
-        with self._lock:
-            self.idle -= 1
-        return job
 
 
 def _serve(line: _Line) -> None:
     """Do the work of a thread, until the pool is closed and its line is empty."""
     while True:
-        job = line.take()
-        if job is not None:
-            job.step(hand_on=True)
-        else:
+        job = line.get()
+        if job is None:
             line.put(None)  # for the other threads
             if line.qsize() == 1:
                 return
+        elif job.step():
+            line.put(job)
         del job  # an idle thread keeps nothing alive
 
 
@@ -305,23 +261,17 @@ def own_processors() -> int:
 
 _thread = _Thread()
 _pools: WeakSet[Pool] = WeakSet()
-_lock = threading.Lock()
-_default: Pool | None = None
+_default: Final = Pool()
 
 
 def default_pool() -> Pool:
-    """Return the pool that is used where none is given; it is made when first asked for."""
-    global _default
-    with _lock:
-        if _default is None:
-            _default = Pool()
-        return _default
+    """Return the pool that is used where none is given."""
+    return _default
 
 
 def _reset_pools() -> None:
     """Reset what a forked process inherits: threads do not survive, and a lock may be held."""
-    global _lock
-    _lock, _thread.jobs = threading.Lock(), ()
+    _thread.jobs = ()
     for pool in tuple(_pools):
         pool._reset()
 

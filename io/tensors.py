@@ -1,37 +1,27 @@
 """Tensor memory as bytes: views of it where possible, copies into and out of it.
 
 The only module that knows how torch lays out a tensor. Numpy arrays are handled as torch tensors
-that share their memory.
+that share their memory. Where torch is not installed, reading fills arrays instead, of the dtypes
+of numpy and of the package ml_dtypes.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from shardplan.planning import dtype_name
 
-Bytes = npt.NDArray[np.uint8]
+from .errors import ValueRefusedError
+from .optional import HAS_TORCH, torch
 
-# Dtypes of each width that torch can always copy, whatever the bits mean.
-_RAW: Final[dict[int, torch.dtype]] = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-    16: torch.complex128,
-}
-# Dtypes that Python's memory views support.
-_NUMPY: Final = frozenset(
-    (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float32, torch.float64)
-)
+Bytes = npt.NDArray[np.uint8]
 
 
 @cache
@@ -41,6 +31,58 @@ def torch_dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"torch {torch.__version__} has no dtype {name}; a newer one may have")
     return dtype
+
+
+@cache
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Return the dtype of that name: numpy's own, or that of the package ml_dtypes."""
+    if name in np.sctypeDict:
+        return np.dtype(name)
+    try:
+        found: np.dtype[Any] = np.dtype(getattr(import_module("ml_dtypes"), name))
+        return found
+    except (ModuleNotFoundError, AttributeError):
+        raise TypeError(
+            f"numpy has no dtype {name}; pip install ml_dtypes, or 'shardplan[torch]'"
+        ) from None
+
+
+def own_dtype(name: str) -> Any:
+    """Return torch's dtype of that name, or numpy's where torch is not installed."""
+    return torch_dtype(name) if HAS_TORCH else numpy_dtype(name)
+
+
+# Dtypes of each width that torch can always copy, whatever the bits mean.
+_RAW: Final = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
+# Dtypes that Python's memory views support.
+_NUMPY: Final = frozenset(
+    torch_dtype(name)
+    for name in ("uint8", "int8", "int16", "int32", "int64", "float32", "float64")
+    if HAS_TORCH
+)
+
+
+def _is_array(value: object) -> TypeGuard[npt.NDArray[Any]]:
+    """Return whether a tensor to read into is an array, for want of torch."""
+    return isinstance(value, np.ndarray)
+
+
+def _like_tensor(array: Any) -> torch.Tensor:
+    """Return an array for callers that treat it as a tensor."""
+    made: torch.Tensor = array
+    return made
+
+
+def refuse_dtypes(dtypes: Mapping[str, str]) -> None:
+    """Refuse tensors, given the dtype of each, that cannot be made here."""
+    refused = {}
+    for name, dtype in dtypes.items():
+        try:
+            own_dtype(dtype)
+        except TypeError as error:
+            refused[name] = f"cannot be read here: {error}"
+    if refused:
+        raise ValueRefusedError(refused)
 
 
 def as_tensor(value: Any, *, writable: bool = False) -> torch.Tensor:
@@ -77,7 +119,13 @@ class _Unlocked:
 
 
 def empty_tensor(shape: Sequence[int], dtype: str, device: Any = "cpu") -> torch.Tensor:
-    """Return a new tensor with uninitialised elements."""
+    """Return a new tensor with uninitialised elements; an array where torch is not installed."""
+    if not HAS_TORCH:
+        if str(device) != "cpu":
+            raise ModuleNotFoundError(
+                f"the device {device} needs torch: pip install 'shardplan[torch]'", name="torch"
+            )
+        return _like_tensor(np.empty(tuple(shape), numpy_dtype(dtype)))
     return torch.empty(tuple(shape), dtype=torch_dtype(dtype), device=device)
 
 
@@ -109,12 +157,14 @@ def box_view(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int])
     box = zip(offsets, sizes, tensor.shape, strict=False)
     for axis, (offset, size, extent) in enumerate(box):
         if size != extent:
-            tensor = tensor.narrow(axis, offset, size)
+            tensor = tensor[(slice(None),) * axis + (slice(offset, offset + size),)]
     return tensor
 
 
 def flat_memory(tensor: torch.Tensor) -> memoryview | None:
     """Return a tensor's elements as flat bytes without copying; None if not contiguous."""
+    if _is_array(tensor):
+        return tensor.reshape(-1).view(np.uint8).data if tensor.flags.c_contiguous else None
     if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return None  # conjugated or negated lazily: memory holds other values
     if not tensor.numel():
@@ -129,6 +179,8 @@ def flat_memory(tensor: torch.Tensor) -> memoryview | None:
 
 def is_plain(tensor: torch.Tensor, dtype: str) -> bool:
     """Return whether a tensor's memory is its elements of that dtype, row-major."""
+    if _is_array(tensor):
+        return tensor.flags.c_contiguous and tensor.dtype == numpy_dtype(dtype)
     return (
         tensor.dtype == torch_dtype(dtype)
         and tensor.is_cpu
@@ -144,39 +196,106 @@ def tensor_bytes(tensor: torch.Tensor, dtype: str) -> memoryview:
     if tensor.dtype != target:
         tensor = tensor.resolve_conj().resolve_neg().to(target)
     tensor = tensor.resolve_conj().resolve_neg()
-    tensor = _raw(tensor).to("cpu").contiguous()
+    tensor = _raw(tensor).to("cpu")
+    if not tensor.is_contiguous():
+        copied = torch.empty(tensor.shape, dtype=tensor.dtype)
+        copy_elements(copied, tensor)
+        tensor = copied
     view = flat_memory(tensor)
     assert view is not None
     return view
 
 
-def fill_from_bytes(
-    tensor: torch.Tensor, data: Bytes, dtype: str, strides: Sequence[int] | None = None
-) -> None:
-    """Fill a tensor from bytes that hold elements of ``dtype``, casting them."""
-    if not data.size:
-        return
+def as_elements(
+    data: Bytes,
+    dtype: str,
+    sizes: Sequence[int],
+    strides: Sequence[int] | None = None,
+    *,
+    like: torch.Tensor,
+) -> torch.Tensor:
+    """Return bytes as elements of some sizes, of the same library as ``like``.
+
+    They are row-major, unless strides say otherwise.
+    """
+    if _is_array(like):
+        found = data.view(numpy_dtype(dtype))
+        if strides is not None:
+            steps = [step * found.itemsize for step in strides[: len(sizes)]]
+            return _like_tensor(np.lib.stride_tricks.as_strided(found, tuple(sizes), steps))
+        return _like_tensor(found.reshape(tuple(sizes)))
     source = torch.from_numpy(data).view(torch_dtype(dtype))
     if strides is None:
-        source = source.reshape(tensor.shape)
+        return source.view(tuple(sizes))
+    return source.as_strided(tuple(sizes), tuple(strides[: len(sizes)]))
+
+
+def copy_elements(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy a tensor into another one of the same shape, casting elements."""
+    if _is_array(target):
+        target[...] = source
+        return
+    lazily = target.is_conj() or target.is_neg() or source.is_conj() or source.is_neg()
+    if source.dtype == target.dtype and not lazily:
+        target, source = _raw(target), _raw(source)
+        if source.is_cpu and target.is_cpu and source.numel() >= _TURNED:
+            _copy_planes(target, source)
+            return
+    target.copy_(source)
+
+
+_TURNED: Final = 1 << 14  # elements from which on it pays to copy in two steps
+_BAND: Final = 1 << 21  # bytes that stay in the cache between two steps
+
+
+def _copy_planes(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy elements; where the two tensors lie along different axes, a band of these at a time.
+
+    Torch transposes fast only what it lays out anew, without gaps; otherwise it is several times
+    slower than memory.
+    """
+    along, into = _fastest(source), _fastest(target)
+    rest = [axis for axis in range(source.ndim) if axis not in (along, into)]
+    if along == into or source.shape[along] * source.shape[into] < _TURNED:
+        target.copy_(source)
+    elif rest:
+        for one, other in zip(target.unbind(rest[0]), source.unbind(rest[0]), strict=True):
+            _copy_planes(one, other)
     else:
-        source = source.as_strided(tensor.shape, tuple(strides[: tensor.ndim]))
-    if source.dtype == tensor.dtype and not (tensor.is_conj() or tensor.is_neg()):
-        _raw(tensor).copy_(_raw(source))
-    else:
-        tensor.copy_(source)
+        rows, length = source.movedim(into, 0), source.shape[along]
+        columns = target.movedim(along, 0)
+        height = max(_BAND // (length * source.itemsize), 16)
+        for low in range(0, len(rows), height):
+            band = rows[low : low + height].contiguous()
+            turned = torch.empty((length, len(band)), dtype=band.dtype).copy_(band.T)
+            columns[:, low : low + height].copy_(turned)
+
+
+def _fastest(tensor: torch.Tensor) -> int:
+    """Return the axis along which elements are closest in memory."""
+    axes = zip(tensor.stride(), tensor.shape, strict=True)
+    return min(enumerate(axes), key=lambda axis: (axis[1][1] == 1, axis[1][0], -axis[0]))[0]
+
+
+def permute(tensor: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+    """Return a view with its axes in another order."""
+    return _like_tensor(tensor.transpose(axes)) if _is_array(tensor) else tensor.permute(*axes)
 
 
 def flip_axes(tensor: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
     """Return a copy with some axes reversed, for any dtype."""
+    if _is_array(tensor):
+        return _like_tensor(np.flip(tensor, tuple(axes)).copy())
     return _raw(tensor).flip(tuple(axes)).view(tensor.dtype)
 
 
 def to_numpy(tensor: torch.Tensor, dtype: npt.DTypeLike | None = None) -> npt.NDArray[Any]:
-    """Return a tensor as an array, cast to ``dtype`` if given.
+    """Return a tensor, or an array, as an array, cast to ``dtype`` if given.
 
     Dtypes that numpy lacks become those of the package ml_dtypes, if it is installed.
     """
+    if _is_array(tensor):
+        return np.asarray(tensor, dtype)
     try:
         return np.asarray(tensor.numpy(), dtype)
     except TypeError:
@@ -196,7 +315,7 @@ def to_numpy(tensor: torch.Tensor, dtype: npt.DTypeLike | None = None) -> npt.ND
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same memory as a dtype of the same width that torch can copy."""
-    return tensor.view(_RAW[tensor.dtype.itemsize])
+    return tensor.view(torch_dtype(_RAW[tensor.dtype.itemsize]))
 
 
 def same_dtype(tensor: torch.Tensor, dtype: str) -> bool:
@@ -212,6 +331,13 @@ def run_bytes(tensor: torch.Tensor) -> int:
             break
         run *= size
     return run * tensor.dtype.itemsize
+
+
+def direct_bytes(tensor: torch.Tensor, dtype: str) -> int:
+    """Return how long the runs of a tensor's memory are that can be read into; or 0."""
+    if _is_array(tensor) or tensor.device.type != "cpu" or not same_dtype(tensor, dtype):
+        return 0
+    return 0 if tensor.is_conj() or tensor.is_neg() else run_bytes(tensor)
 
 
 def runs(tensor: torch.Tensor, length: int) -> list[memoryview]:

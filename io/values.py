@@ -110,7 +110,8 @@ def _refusal(value: Any) -> str:
     article = "an" if name[0] in "aeiou" else "a"
     what = f"holds {article} {name} at {way}" if way else f"is {article} {name}"
     return (
-        f"{what}, which cannot be loaded without running code; save plain values or tensors instead"
+        f"{what}, which cannot be loaded without running code; save plain values or tensors "
+        "instead, or open it with register_node"
     )
 
 

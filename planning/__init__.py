@@ -13,6 +13,7 @@ from .check import check, find_issues
 from .door import door
 from .dtypes import dtype_name, is_exact_cast, itemsize
 from .errors import CodecError, Issue, NotFoundError, PlanError, RefusedError
+from .geometry.axes import Axes
 from .geometry.overlap import Overlap, fills, gaps, overlap
 from .geometry.tilings import Boxes, Chunk, Grid, Tiling, tile
 from .metadata import BytesMetadata, Metadata, StorageMeta, TensorMetadata
@@ -29,7 +30,11 @@ from .tree import FrozenDict, flatten, freeze, unflatten
 
 if TYPE_CHECKING:  # the same names as below, by module
     # isort: off
-    from .check import dropped_names, layout_issues, with_replicas
+    from .agreement import (
+        How, LoadOffer, SaveOffer, SaveVerdict, compare_saves, conflicts, differing_loads,
+        ranks_by_value, table_tag, unmatched_everywhere,
+    )  # fmt: skip
+    from .check import layout_issues
     from .codec import (
         contents_tag, decode_metadata, decode_plan, decode_plans, encode_metadata, encode_plan,
         fingerprint, tag_of_parts,
@@ -37,7 +42,9 @@ if TYPE_CHECKING:  # the same names as below, by module
     from .draw import Picture, draw_bytes, draw_reshard, draw_tiling, draw_traffic, traffic_matrix
     from .dtypes import ITEMSIZE
     from .errors import EXTRAS, listed, named_extras, nearest_hint, nearest_names, renumbered, span
-    from .load import Strict, global_load_plan, load_plan, resolve_overlaps, strict_patterns
+    from .load import (
+        Strict, global_load_plan, load_plan, loads_into, resolve_overlaps, strict_patterns,
+    )  # fmt: skip
     from .matching import whole_names
     from .mesh import (
         LLAMA_TP, DerivedPlans, Mesh, Only, Replicate, Rule, Shard, SpecLayout, StridedShard,
@@ -46,16 +53,24 @@ if TYPE_CHECKING:  # the same names as below, by module
         world_plans,
     )  # fmt: skip
     from .metadata import Entries, Layout, metadata_of
+    from .nodes import is_node, register_node, saved_nodes
     from .passes import (
-        Pass, Passes, annotate, cast, chain, dedup_replicas, drop, named_chain, partition, read_on,
-        rename, select, share_reads, split_chunks, split_reads, split_replicas, world_pass,
+        Pass, Passes, annotate, cast, chain, concat, dedup_replicas, dequantize, drop, inverse,
+        named_chain, on_ranks, pad, partition, permute, read_on, rename, reshape, select,
+        share_reads, split, split_chunks, split_reads, split_replicas, stack, trim, unstack,
+        where, world_pass,
     )  # fmt: skip
     from .plans import LoadPlan, Plan, SavePlan
     from .records import KeyReport, Transfer
+    from .quantized import (
+        BLOCK, Quantized, QuantizedPart, dequantized, every, find_quantized, quantized_parts,
+    )  # fmt: skip
     from .reports import (
-        CostModel, PlanDiff, Report, Why, Writers, explain, plan_diff, why, writers_of,
+        CostModel, PlanDiff, PlannerTrace, Report, Why, Writers, explain, plan_diff, show, traced,
+        why, writers_of,
     )  # fmt: skip
     from .save import DEFAULT_PASSES, WholePlan, global_plan, local_plan, plan_whole
+    from .sources import dropped_names, with_replicas
     from .storage import (
         Access, BoxReads, ByteRanges, ChunkPlaces, CopyPlan, FetchPlan, Requests, StoredChunks,
         WritePlan, byte_ranges, coalesce, copy_plan, fetch_plan, write_plan,
@@ -67,14 +82,19 @@ if TYPE_CHECKING:  # the same names as below, by module
         shape_text,
     )  # fmt: skip
     from .tree import (
-        Path, _is_leaf, empty_names, from_json, is_tensor, leaves, nesting_issues, to_json,
+        Path, _is_leaf, empty_names, entry_of, from_json, is_tensor, leaves, nesting_issues,
+        nodes_of, retyped, to_json, with_entry,
     )  # fmt: skip
     # isort: on
 
 __getattr__, __dir__ = door(
     __name__,
     {
-        "check": "dropped_names layout_issues with_replicas",
+        "agreement": (
+            "How LoadOffer SaveOffer SaveVerdict compare_saves conflicts differing_loads "
+            "ranks_by_value table_tag unmatched_everywhere"
+        ),
+        "check": "layout_issues",
         "codec": (
             "contents_tag decode_metadata decode_plan decode_plans encode_metadata encode_plan "
             "fingerprint tag_of_parts"
@@ -82,7 +102,8 @@ __getattr__, __dir__ = door(
         "draw": "Picture draw_bytes draw_reshard draw_tiling draw_traffic traffic_matrix",
         "dtypes": "ITEMSIZE",
         "errors": "EXTRAS listed named_extras nearest_hint nearest_names renumbered span",
-        "load": "Strict global_load_plan load_plan resolve_overlaps strict_patterns",
+        "load": "Strict global_load_plan load_plan loads_into resolve_overlaps strict_patterns",
+        "mappings": "",
         "matching": "whole_names",
         "mesh": (
             "DerivedPlans LLAMA_TP Mesh Only Replicate Rule Shard SpecLayout StridedShard "
@@ -91,15 +112,23 @@ __getattr__, __dir__ = door(
             "world_plans"
         ),
         "metadata": "Entries Layout metadata_of",
+        "nodes": "is_node register_node saved_nodes",
         "passes": (
-            "Pass Passes annotate cast chain dedup_replicas drop named_chain partition "
-            "read_on rename select share_reads split_chunks split_reads split_replicas "
-            "world_pass"
+            "Pass Passes annotate cast chain concat dedup_replicas dequantize drop inverse "
+            "named_chain on_ranks pad partition permute read_on rename reshape select share_reads "
+            "split split_chunks split_reads split_replicas stack trim unstack where world_pass"
         ),
         "plans": "LoadPlan Plan SavePlan",
+        "quantized": (
+            "BLOCK Quantized QuantizedPart dequantized every find_quantized quantized_parts"
+        ),
         "records": "KeyReport Transfer",
-        "reports": "CostModel PlanDiff Report Why Writers explain plan_diff why writers_of",
+        "reports": (
+            "CostModel PlanDiff PlannerTrace Report Why Writers explain plan_diff show traced why "
+            "writers_of"
+        ),
         "save": "DEFAULT_PASSES WholePlan global_plan local_plan plan_whole",
+        "sources": "dropped_names with_replicas",
         "storage": (
             "Access BoxReads ByteRanges ChunkPlaces CopyPlan FetchPlan Requests StoredChunks "
             "WritePlan byte_ranges coalesce copy_plan fetch_plan write_plan"
@@ -110,30 +139,35 @@ __getattr__, __dir__ = door(
             "Printed Sheet Table counted cut_text human_bytes human_seconds listing runs_text "
             "shape_text"
         ),
-        "tree": ("Path _is_leaf empty_names from_json is_tensor leaves nesting_issues to_json"),
+        "tree": (
+            "Path _is_leaf empty_names entry_of from_json is_tensor leaves nesting_issues nodes_of "
+            "retyped to_json with_entry"
+        ),
     },
 )
 
 __all__ = [
     "Access", "BoxReads", "ChunkPlaces", "CopyPlan", "FetchPlan", "StoredChunks", "WritePlan",
     "copy_plan", "fetch_plan", "write_plan",
-    "Boxes", "ByteRanges", "BytesMetadata", "Chunk", "CodecError", "CostModel", "DerivedPlans",
-    "FrozenDict", "Grid", "Issue", "KeyReport", "LLAMA_TP", "LoadItemType", "LoadPlan", "Mesh",
-    "Metadata", "MetadataIndex", "NotFoundError", "Only", "Overlap", "Pass", "Passes",
-    "Picture", "Plan", "PlanDiff", "PlanError", "ReadItem", "RefusedError", "Replicate",
-    "Report", "Requests", "Rule", "SavePlan", "Shard", "SpecLayout", "StorageMeta",
-    "StridedShard", "TensorMetadata", "TensorProperties", "TensorSpec", "TensorWriteData",
-    "Tiling", "Transfer", "Why", "WorldPlans", "WriteItem", "WriteItemType", "Writers", "adam",
-    "annotate", "assert_all_saved", "assert_read_once", "assert_written_once", "byte_ranges",
-    "cast", "chain", "check", "coalesce", "decode_metadata", "decode_plan", "decode_plans",
-    "dedup_replicas", "derive_plans", "draw_bytes", "draw_reshard", "draw_tiling",
-    "draw_traffic", "drop", "dtype_name", "encode_metadata", "encode_plan", "expert_parallel",
-    "explain", "fills", "find_issues", "find_object", "find_shard", "fingerprint", "flatten",
-    "freeze", "fsdp", "fsdp_tp", "gaps", "global_load_plan", "global_plan", "hsdp",
-    "is_exact_cast", "itemsize", "llama", "llama3_405b", "llama3_8b", "load_plan",
-    "local_chunks", "local_plan", "metadata_of", "named_chain", "overlap", "partition",
-    "pipeline", "plan_diff", "read_on", "rename", "resolve_overlaps", "select", "share_reads",
-    "split_chunks", "split_reads", "split_replicas", "tensor_parallel", "tile",
-    "traffic_matrix", "unflatten", "why", "world_metadata", "world_pass", "world_plans",
-    "writers_of",
+    "Axes", "Boxes", "ByteRanges", "BytesMetadata", "Chunk", "CodecError", "CostModel",
+    "DerivedPlans", "FrozenDict", "Grid", "Issue", "KeyReport", "LLAMA_TP", "LoadItemType",
+    "LoadPlan", "Mesh", "Metadata", "MetadataIndex", "NotFoundError", "Only", "Overlap", "Pass",
+    "Passes", "Picture", "Plan", "PlanDiff", "PlanError", "PlannerTrace", "ReadItem",
+    "RefusedError", "Replicate", "Report", "Requests", "Rule", "SavePlan", "Shard", "SpecLayout",
+    "StorageMeta", "StridedShard", "TensorMetadata", "TensorProperties", "TensorSpec",
+    "TensorWriteData", "Tiling", "Transfer", "Why", "WorldPlans", "WriteItem", "WriteItemType",
+    "Writers", "adam", "annotate", "assert_all_saved", "assert_read_once", "assert_written_once",
+    "byte_ranges", "cast", "chain", "check", "coalesce", "concat", "decode_metadata",
+    "decode_plan", "decode_plans", "dedup_replicas", "dequantize", "derive_plans", "draw_bytes",
+    "draw_reshard",
+    "draw_tiling", "draw_traffic", "drop", "dtype_name", "encode_metadata", "encode_plan",
+    "expert_parallel", "explain", "fills", "find_issues", "find_object", "find_shard",
+    "fingerprint", "flatten", "freeze", "fsdp", "fsdp_tp", "gaps", "global_load_plan",
+    "global_plan", "hsdp", "inverse", "is_exact_cast", "itemsize", "llama", "llama3_405b",
+    "llama3_8b", "load_plan", "local_chunks", "local_plan", "metadata_of", "named_chain",
+    "on_ranks", "overlap", "pad", "partition", "permute", "pipeline", "plan_diff", "read_on",
+    "register_node", "rename", "reshape", "resolve_overlaps", "select", "share_reads", "show",
+    "split", "split_chunks", "split_reads", "split_replicas", "stack", "tensor_parallel", "tile",
+    "traffic_matrix", "trim", "unflatten", "unstack", "where", "why", "world_metadata",
+    "world_pass", "world_plans", "writers_of",
 ]  # fmt: skip

@@ -68,6 +68,8 @@ def encode_plan(plan: Plan) -> bytes:
         header["held"] = "items"
     elif plan.held is not None:
         parts["held"] = plan.held.to_bytes()
+    if isinstance(plan, SavePlan) and plan.left_out is not None:
+        parts["left_out"] = plan.left_out.to_bytes()
     return pack(header, parts)
 
 
@@ -106,7 +108,10 @@ def decode_plans(blobs: Iterable[bytes]) -> tuple[Plan, ...]:
             held = items if header.get("held") == "items" else None
             if "held" in parts:
                 held = WriteItems.from_bytes(parts["held"], catalog_of)
-            return SavePlan(items, *own, rank, world_size, held)
+            left_out = None
+            if "left_out" in parts:
+                left_out = WriteItems.from_bytes(parts["left_out"], catalog_of)
+            return SavePlan(items, *own, rank, world_size, held, left_out)
         missing, unexpected, issues, dropped = data["report"]
         keys = KeyReport(missing, unexpected, [Issue(*issue) for issue in issues], dropped)
         reads = ReadItems.from_bytes(parts["items"])
@@ -160,6 +165,9 @@ def contents_tag(plans: Iterable[SavePlan]) -> str:
         seen.setdefault(id(catalog), len(seen))
         columns = (items.row, items.offsets, items.sizes, items.shard_offsets)
         parts.append(b"".join(column.tobytes() for column in columns))
+        if items.frame is not None:
+            header, boxes = items.frame.pack()
+            parts += [_dump(header), *(boxes[name].tobytes() for name in sorted(boxes))]
     return tag_of_parts(parts)
 
 

@@ -6,20 +6,19 @@ without importing torch. The names are torch's, which equal numpy's where both h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 from .errors import nearest_hint, nearest_names
 
-__all__ = ["ITEMSIZE", "Dtype", "dtype_name", "is_exact_cast", "itemsize"]
+__all__ = ["ITEMSIZE", "Dtype", "can_hold", "dtype_name", "is_exact_cast", "itemsize"]
 
 Dtype = str | Any
 """A dtype as users write it: ``"bfloat16"``, ``torch.bfloat16`` or ``np.dtype("float32")``."""
 
 
 class _Kind(NamedTuple):
-    """The range of a dtype."""
-
     itemsize: int  # bytes per element
     family: str  # the kind of number
     bits: int  # the exact bits: the mantissa, or an integer's width
@@ -129,3 +128,23 @@ def is_exact_cast(source: Dtype, target: Dtype) -> bool:
     have, wanted = _TABLE[source], _TABLE[target]
     fits = have.bits <= wanted.bits and have.reach <= wanted.reach
     return fits and wanted.family in _HOMES.get(have.family, ())
+
+
+def can_hold(dtype: Dtype, value: float) -> bool:
+    """Return True if a tensor can be filled with a value, at most rounded.
+
+    >>> can_hold("uint8", 255), can_hold("uint8", -1), can_hold("int64", 0.5)
+    (True, False, False)
+    >>> can_hold("bfloat16", 0.1), can_hold("float16", 1e6)
+    (True, False)
+    """
+    kind = _TABLE[dtype_name(dtype)]
+    if kind.family in ("bool", "uint", "int"):
+        low = -(1 << kind.bits) if kind.family == "int" else 0
+        return isinstance(value, int) and low <= value < 1 << kind.bits
+    if math.isinf(value):
+        return kind.family in ("float", "complex") and kind.itemsize > 1
+    return (
+        kind.family in ("float", "float8fnuz", "complex")
+        and abs(value) < 2.0 ** (kind.reach - 1) * 2
+    )

@@ -34,8 +34,7 @@ class Issue:
         ranks: The ranks concerned, ascending; empty if the fault is not specific to ranks.
         region: The elements concerned, as ``(offsets, sizes)`` in the tensor's global frame.
         remedy: An argument to try, printed after the message; may be empty.
-        summary: A sentence that stands for this issue and all others with the same summary; it is
-            printed once, instead of their messages. Empty if there is none.
+        summary: A sentence printed once, instead of the messages of all issues that share it.
     """
 
     kind: str
@@ -102,9 +101,7 @@ class CodecError(ValueError):
 def listed(
     names: Sequence[str], *, quote: str = "`", between: str = ", ", attribute: str = ""
 ) -> str:
-    """List a few names, and say how many more there are.
-
-    ``attribute`` is the attribute of the error that has all of them.
+    """List a few names; of more, their number and the ``attribute`` of the error that has all.
 
     >>> listed(["a", "b"]), listed([]), listed("abcdefghij", quote="")
     ('`a`, `b`', 'none', 'a, b, c, d, e, f, g, h and 2 more')
@@ -161,12 +158,9 @@ def region_text(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[in
     >>> region_text((4, 2), (4, 3), (8, 16))
     'elements [4:8, 2:5]'
     """
-    whole = all(
-        o == 0 and s == n for o, s, n in zip(offsets[1:], sizes[1:], shape[1:], strict=True)
-    )
     if not offsets:
         return "its only element"
-    if whole:
+    if tuple(sizes[1:]) == tuple(shape[1:]):
         return f"rows {offsets[0]} to {offsets[0] + sizes[0]}"
     parts = ", ".join(f"{o}:{o + s}" for o, s in zip(offsets, sizes, strict=True))
     return f"elements [{parts}]"
@@ -204,9 +198,9 @@ EXTRAS: Final = {
 
 @contextmanager
 def named_extras(what: str, *, with_torch: bool = False) -> Iterator[None]:
-    """Raise a failed import again with the extra to install.
+    """Raise a failed import again with the extra to install for a feature.
 
-    ``what`` names the feature. ``with_torch`` selects the extra that also brings torch.
+    ``with_torch`` selects the extra that also brings torch.
 
     >>> with named_extras("shardplan.save"):
     ...     raise ModuleNotFoundError("No module named 'torch'", name="torch")

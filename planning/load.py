@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Final, Literal
 
+import attrs
 import numpy as np
 
-from .check import dropped_names, layout_issues, source_issues
+from .check import layout_issues
 from .columns.arrays import Ints, column, distinct, group_rows, readonly
+from .columns.cuts import cut_items
+from .columns.frames import Coded, TargetFrame
 from .columns.items import Head, WriteItems
 from .columns.reads import ReadItems
 from .errors import Issue, PlanError, nearest_hint, nearest_names, region_text
+from .geometry.axes import cut
 from .geometry.overlap import Overlap, gaps, overlap_many, self_overlaps
 from .geometry.tilings import Chunk, pad, tile, tile_chunks
 from .matching import explain_missing, match_entries
 from .metadata import Entries, Metadata, TensorMetadata
-from .passes.base import Passes, Step, as_steps, chain, positioned
+from .passes.base import Passes, Stages, as_steps, chain, may_see_rank, positioned
 from .plans import LoadPlan, SavePlan
 from .records import (
     KeyReport,
     LoadItemType,
     MetadataIndex,
+    ReadItem,
     TensorProperties,
     WriteItemType,
 )
+from .sources import dropped_names, in_source_frame, source_issues, with_replicas
 from .tree import empty_names
 
-__all__ = ["Strict", "global_load_plan", "load_plan", "resolve_overlaps", "strict_patterns"]
+__all__ = [
+    "Strict", "global_load_plan", "load_plan", "loads_into", "resolve_overlaps", "strict_patterns",
+]  # fmt: skip
 
 Strict = bool | str | Sequence[str]
 _TENSOR: Final = LoadItemType.TENSOR.value
@@ -58,7 +67,8 @@ def load_plan(
             dict needs no entry if the checkpoint has nothing inside it, since torch saves none.
         dtype: ``"same"`` refuses a stored dtype other than the plan's, ``"cast"`` casts.
         shape: ``"same"`` refuses another global shape; ``"overlap"`` fills the elements that both
-            have, such as the rows of a vocabulary that has since been padded.
+            have, such as the rows of a vocabulary that has since been padded. It refuses tensors
+            that passes have reshaped, moved or joined.
         optional: Names that need not be in the checkpoint, such as those of tied weights; they are
             not reported as missing.
 
@@ -85,15 +95,20 @@ def load_plan(
     entries, items = metadata.state_dict_metadata, plan.items
     unneeded = _unneeded(metadata, plan).union(optional)
     match = match_entries(entries, items.catalog, distinct(items.row), dtype, shape, unneeded)
+    moved = _moved(plan, list(match.shared))
+    match.entry[list(moved)] = -1
     damage = _damage(entries, match.entry)
     entry = match.entry[items.row]
     is_bytes = items.catalog.is_bytes[items.row]
-    wanted = np.flatnonzero((entry >= 0) & ~is_bytes)
+    wanted = np.flatnonzero((entry >= 0) & ~is_bytes & ~items.is_fill)
     layout = entries.layout[entry[wanted]]
     width = max(items.offsets.shape[1], max((len(x.size) for x in entries.layouts), default=0))
     boxes = [readonly(pad(c[wanted], width, v)) for c, v in ((items.offsets, 0), (items.sizes, 1))]
     pieces = overlap_many([x.tiling for x in entries.layouts], layout, *boxes)
-    issues = match.issues + damage
+    unlike = list(dict.fromkeys(moved.values()))
+    refused = {issue.fqn for issue in unlike}
+    notes = [note for note in match.notes if note.fqn not in refused]
+    issues = match.issues + unlike + damage
     issues += _uncovered(items, wanted, pieces, boxes, match.shared)
     must = _patterns(strict, items.catalog.names)
     fatal = [issue for issue in issues if any(fnmatchcase(issue.fqn, p) for p in must)]
@@ -103,12 +118,38 @@ def load_plan(
     report = KeyReport(
         missing=[issue.fqn for issue in issues if issue.kind == "missing"],
         unexpected=sorted(name for name in entries.names if name not in named),
-        mismatched=[issue for issue in issues + match.notes if issue.kind != "missing"],
+        mismatched=[issue for issue in issues + notes if issue.kind != "missing"],
         dropped=dropped_names((plan,)),
     )
     values = np.flatnonzero((entry >= 0) & is_bytes)
     reads = _read_items(items, wanted, pieces, values)
     return LoadPlan(reads, report=report, rank=plan.rank, world_size=plan.world_size)
+
+
+def loads_into(
+    passes: Passes[SavePlan], plans: Iterable[SavePlan], metadata: Metadata
+) -> tuple[LoadPlan, ...]:
+    """Plan the reads of a checkpoint's tensors that passes keep, before the passes run.
+
+    A conversion through the passes needs these reads.
+
+    Args:
+        passes: Passes from the names of the checkpoint to others.
+        plans: What each rank holds of the checkpoint, in rank order, before the passes.
+        metadata: The checkpoint.
+
+    >>> from shardplan.planning import TensorSpec, drop, global_plan, local_plan, rename
+    >>> plan = local_plan({"w": TensorSpec((3,)), "tmp": TensorSpec((2,))})
+    >>> _, metadata = global_plan([plan])
+    >>> [load] = loads_into([drop("tmp"), rename({"w": "v"})], [plan], metadata)
+    >>> [read.storage_index.fqn for read in load.items]
+    ['w']
+    """
+    stages = Stages.of(passes, load=True)
+    left = chain(stages.own)(positioned(plans))
+    if stages.rest:  # it may give replicas to one of their holders
+        left = with_replicas(chain(stages.rest)(left), left)
+    return tuple(load_plan(metadata, plan) for plan in in_source_frame(left))
 
 
 def resolve_overlaps(
@@ -163,7 +204,7 @@ def global_load_plan(
         raise TypeError("global_load_plan needs load plans; load_plan(metadata, plan) makes them")
     before, steps = positioned(before), as_steps(passes)
     after = chain(steps)(before)
-    own = not all(isinstance(step, Step) for step in steps)  # counting is enough for our steps
+    own = any(map(may_see_rank, steps))  # counting is enough for our steps
     issues = []
     for rank, (old, new) in enumerate(zip(before, after, strict=True)):
         if old is not new:
@@ -192,7 +233,8 @@ def _all_reads(rank: int, plan: LoadPlan) -> ReadItems:
 
 def _moves(rank: int, old: LoadPlan, new: LoadPlan) -> Iterator[Issue]:
     """Report elements that are filled twice, or from elsewhere than in the load plan."""
-    was, now = _regions(old.items), _regions(_all_reads(rank, new))
+    framed = [read for read in old.items if read.dest_lengths is not None]
+    was, now = _regions(old.items, framed), _regions(_all_reads(rank, new), framed)
     for key in sorted(was.keys() | now.keys(), key=str):
         shard, saved, _ = key
         boxes = tile_chunks(now.get(key, ()))
@@ -207,16 +249,36 @@ def _moves(rank: int, old: LoadPlan, new: LoadPlan) -> Iterator[Issue]:
 _Move = tuple[MetadataIndex, str, tuple[int, ...]]
 
 
-def _regions(reads: ReadItems) -> dict[_Move, list[Chunk]]:
-    """Return the filled boxes by shard, saved tensor, and shift between the two."""
+def _regions(reads: ReadItems, framed: Sequence[ReadItem]) -> dict[_Move, list[Chunk]]:
+    """Return the filled boxes by shard, saved tensor, and shift between the two.
+
+    Where the axes of the two differ, there is no one shift: the number of the planned read counts.
+    """
     found: dict[_Move, list[Chunk]] = {}
     for read in reads:
         saved, into = read.storage_index.offset or (), read.dest_index.offset or ()
         places = zip(saved, read.storage_offsets, into, read.dest_offsets, strict=False)
         way = tuple(a + b - c - d for a, b, c, d in places)
-        box = Chunk(read.dest_offsets, read.lengths)
-        found.setdefault((read.dest_index, read.storage_index.fqn, way), []).append(box)
+        if read.dest_lengths is not None:
+            way = (next((n for n, one in enumerate(framed) if _is_part(read, one)), -1),)
+        key = (read.dest_index, read.storage_index.fqn, way)
+        found.setdefault(key, []).append(read.dest_box)
     return found
+
+
+def _is_part(read: ReadItem, whole: ReadItem) -> bool:
+    """Return True if a read fills part of what another fills, from the same place."""
+    ends = (read.dest_index, read.storage_index)
+    if ends != (whole.dest_index, whole.storage_index):
+        return False
+    low = tuple(a - b for a, b in zip(read.storage_offsets, whole.storage_offsets, strict=True))
+    highs = (a + n for a, n in zip(low, read.lengths, strict=True))
+    if min(low, default=0) < 0 or any(h > n for h, n in zip(highs, whole.lengths, strict=True)):
+        return False
+    parts = cut(whole.axes, whole.dest_box.sizes, whole.lengths, low, read.lengths)
+    start = [a - b for a, b in zip(read.dest_offsets, whole.dest_offsets, strict=True)]
+    box = (tuple(start), read.dest_box.sizes, read.axes)
+    return [(part.box_offsets, part.box_sizes, part.axes) for part in parts] == [box]
 
 
 def _filled(reads: ReadItems) -> dict[tuple[str, tuple[int, ...]], int]:
@@ -224,7 +286,7 @@ def _filled(reads: ReadItems) -> dict[tuple[str, tuple[int, ...]], int]:
     first, group = group_rows([reads.dest, reads.dest_anchor])
     count = np.zeros(len(first), np.int64)
     np.add.at(count, group, np.maximum(reads.numel, reads.type == _BYTES))
-    ndim = reads.ndim[first].tolist()
+    ndim = reads.dest_ndim[first].tolist()
     at = [tuple(row[:n]) for row, n in zip(reads.dest_anchor[first].tolist(), ndim, strict=True)]
     names = [reads.names[n] for n in reads.dest[first].tolist()]
     return dict(zip(zip(names, at, strict=True), count.tolist(), strict=True))
@@ -263,6 +325,35 @@ def strict_patterns(strict: Strict) -> tuple[str, ...]:
     if isinstance(patterns, Iterable) and all(isinstance(p, str) for p in patterns):
         return tuple(patterns)
     raise TypeError(f"strict is True, False, a pattern of names, or a list of them, not {strict!r}")
+
+
+def _moved(plan: SavePlan, rows: Sequence[int]) -> dict[int, Issue]:
+    """Return, by row of the catalog, tensors whose elements passes have put in other places.
+
+    Indices that the saved and the wanted shape have in common are not those of the same elements
+    then, so that an overlap would fill wrong ones.
+    """
+    if not rows:
+        return {}
+    items = plan.items
+    held = {h.source: h.size for h in plan.holds.catalog.heads if h.properties is not None}
+    boxes = items.take(np.isin(items.row, rows) & ~items.is_fill)
+    shifted = set[int]()
+    if boxes.frame is not None:
+        width = max(boxes.offsets.shape[1], boxes.box_offsets.shape[1])
+        starts = [pad(column, width, 0) for column in (boxes.offsets, boxes.box_offsets)]
+        other = boxes.frame.axes.known | np.not_equal(*starts).any(axis=1)
+        shifted = set(boxes.row[other].tolist())
+    used = distinct(boxes.row).tolist()
+    counts = Counter(items.catalog.names[row] for row in used)
+    found = {}
+    for row in used:
+        name, source, _, _, size = items.catalog.heads[row]
+        if row in shifted or counts[name] > 1 or held.get(source) != size:
+            text = f"`{name}` was saved with another shape than {list(size)}, and passes "
+            text += 'reshape, move or join its elements: shape="overlap" would misplace them'
+            found[row] = Issue("shape", name, text, remedy="state the saved shape in the planner")
+    return found
 
 
 def _damage(entries: Entries, entry: Ints) -> list[Issue]:
@@ -313,39 +404,88 @@ def _uncovered(
 
 
 def _read_items(items: WriteItems, wanted: Ints, pieces: Overlap, values: Ints) -> ReadItems:
-    """Make the read of each piece, and of non-tensor values."""
-    catalog = items.catalog
-    width = max(pieces.offsets.shape[1], 1)
+    """Make the reads of each piece, and of non-tensor values."""
+    filled = _fill_boxes(items, wanted, pieces)
+    pieces, catalog, frame = filled.pieces, items.catalog, filled.frame
+    width = max(pieces.offsets.shape[1], filled.offsets.shape[1], 1)
     item = np.concatenate([wanted[pieces.box], values])
     order = np.argsort(item, kind="stable")
     row = items.row[item]
+    ndim = catalog.ndim[row]
     is_bytes = np.arange(len(item)) >= len(pieces.box)
     position = np.arange(len(items)) - np.searchsorted(items.row, items.row)  # among one tensor's
-    hint = position if (np.diff(items.row) >= 0).all() else np.full(len(items), -1)
+    known = items.frame is None and (np.diff(items.row) >= 0).all()
+    hint = position if known else np.full(len(items), -1)
 
     def column_of(tensors: Ints, fill: int) -> Ints:
         rows = np.concatenate([tensors, np.zeros((len(values), tensors.shape[1]), np.int64)])
         return readonly(pad(rows, width, fill)[order])
 
-    shard = pad(items.shard_offsets[wanted[pieces.box]], pieces.offsets.shape[1], 0)
-    names = catalog.names if catalog.sources is catalog.names else catalog.sources + catalog.names
-    chunk = np.concatenate([pieces.chunk, np.full(len(values), -1)])
-    lengths = column_of(pieces.sizes, 1).copy()
-    lengths[is_bytes[order]] = [0] + [1] * (width - 1)  # a value is one axis of unknown length
+    def lengths_of(sizes: Ints) -> Ints:
+        lengths = column_of(sizes, 1).copy()
+        lengths[is_bytes[order]] = [0] + [1] * (width - 1)  # a value is one axis of unknown length
+        return readonly(lengths)
+
+    def number_of(tensors: Ints, value: int) -> Ints:
+        return column(np.concatenate([tensors, np.full(len(values), value)])[order])
+
+    if frame is not None:
+        axes = Coded(number_of(frame.axes.number, -1), frame.axes.values)
+        frame = TargetFrame(number_of(frame.ndim, 1), lengths_of(frame.lengths), axes)
+    if catalog.sources is catalog.names:
+        names, dest = catalog.names, row
+    else:  # several tensors of the checkpoint may fill one of the state dict
+        names = tuple(dict.fromkeys(catalog.sources + catalog.names))
+        number = {name: n for n, name in enumerate(names)}
+        dest = column([number[name] for name in catalog.sources])[row]
+        row = column([number[name] for name in catalog.names])[row]
     return ReadItems(
         names=names,
         type=column(np.where(is_bytes, _BYTES, _TENSOR)[order]),
-        ndim=column(np.where(is_bytes, 1, catalog.ndim[row])[order]),
-        dest=column(row[order]),
-        dest_anchor=column_of(shard, 0),
+        ndim=column(np.where(is_bytes, 1, ndim)[order]),
+        dest=column(dest[order]),
+        dest_anchor=column_of(filled.shard, 0),
         dest_hint=column(np.where(is_bytes, -1, hint[item])[order]),
-        dest_offsets=column_of(pieces.offsets - shard, 0),
-        storage=column((row + (len(names) - len(catalog.names)))[order]),
+        dest_offsets=column_of(filled.offsets - filled.shard, 0),
+        storage=column(row[order]),
         storage_anchor=column_of(pieces.anchors, 0),
-        storage_hint=column(chunk[order]),
+        storage_hint=number_of(pieces.chunk, -1),
         storage_offsets=column_of(pieces.offsets - pieces.anchors, 0),
-        lengths=readonly(lengths),
+        lengths=lengths_of(pieces.sizes),
+        frame=frame,
     )
+
+
+@attrs.frozen(eq=False)
+class _Filled:
+    """Pieces of saved chunks, and the boxes of the state dict that they fill."""
+
+    pieces: Overlap
+    shard: Ints  # the start of the shard, in the global frame of the state dict's tensor
+    offsets: Ints  # the start of the box, likewise
+    frame: TargetFrame | None  # None if every box is as large as its piece
+
+
+def _fill_boxes(items: WriteItems, wanted: Ints, pieces: Overlap) -> _Filled:
+    """Return where pieces of saved chunks go; those that become several boxes are cut."""
+    item, width = wanted[pieces.box], pieces.offsets.shape[1]
+    if items.frame is None:
+        shard = pad(items.shard_offsets[item], width, 0)
+        return _Filled(pieces, shard, pieces.offsets, None)
+    axes = items.offsets.shape[1]
+    shift = pieces.offsets[:, :axes] - items.offsets[item]
+    parts, of = cut_items(items, item, shift, pieces.sizes[:, :axes])
+    pieces = Overlap(
+        pieces.box[of],
+        pieces.chunk[of],
+        pad(parts.offsets, width, 0),
+        pad(parts.sizes, width, 1),
+        pieces.anchors[of],
+    )
+    own, ndim = parts.source_frame, parts.catalog.ndim[parts.row]
+    alike = not own.axes.known.any() and np.array_equal(own.ndim, ndim)
+    frame = None if alike else TargetFrame(own.ndim, own.sizes, own.axes)
+    return _Filled(pieces, parts.shard_offsets, own.offsets, frame)
 
 
 def _plan_of(metadata: Metadata, targets: Mapping[str, Iterable[Chunk]]) -> SavePlan:

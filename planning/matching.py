@@ -15,7 +15,7 @@ names, DDP prepends ``module.``, and in a checkpoint of ``{"model": sd}`` all na
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from heapq import nlargest, nsmallest
 from typing import Any, Final
 from zlib import crc32
@@ -109,13 +109,17 @@ def explain_missing(
     missing = [issue.fqn for issue in issues if issue.kind == "missing"]
     wanted = {head.name: head for head in catalog.heads}
 
-    def fits(name: str, other: str) -> bool:
-        head = wanted[name]
-        saved_as = entries.record(saved[other])
-        return _misfit(name, saved_as, head.properties, head.size, dtype) is None
+    def fits(way: Renames) -> bool:
+        pairs = ((wanted[name], entries.record(saved[new])) for name, new in way.names.items())
+        return all(
+            _misfit(head.name, entry, head.properties, head.size, dtype) is None
+            for head, entry in pairs
+        )
 
     fitting = [name for name in catalog.names if name in saved]
-    ways = find_renames(missing, saved, fitting, fits=fits) if missing else ()
+    ways = find_renames(missing, saved, fitting) if missing else ()
+    if len(ways) > 1 and sum(map(fits, ways)) == 1:
+        ways = tuple(filter(fits, ways))
     found = ways[0].names if ways else {}
     summary = _prefix_text(ways) if ways else ""
     remedy = "choose one, and rename to it in the planner"
@@ -168,11 +172,8 @@ def _loss(
     if isinstance(saved, BytesMetadata) or properties is None:
         return None
     was, now = saved.properties.dtype, properties.dtype
-    if is_exact_cast(was, now):
-        return None
-    return Issue(
-        "lossy", name, f"`{name}` is cast from {was} to {now}, which cannot hold every value"
-    )
+    text = f"`{name}` is cast from {was} to {now}, which cannot hold every value"
+    return None if is_exact_cast(was, now) else Issue("lossy", name, text)
 
 
 def _misfit(
@@ -189,15 +190,14 @@ def _misfit(
         kinds = ("a tensor", "a non-tensor value")
         was, wanted = kinds if properties is None else kinds[::-1]
         return Issue("type", name, f"`{name}` was saved as {was} and is wanted as {wanted}")
+    shapes = f"`{name}` was saved with shape {list(saved.size)} and is wanted with {list(size)}"
     if len(saved.size) != len(size):
-        text = f"`{name}` was saved with shape {list(saved.size)} and is wanted with {list(size)}"
-        return Issue("shape", name, f"{text}, which has another number of axes")
+        return Issue("shape", name, f"{shapes}, which has another number of axes")
     if saved.properties.dtype != properties.dtype and dtype == "same":
         text = f"`{name}` was saved as {saved.properties.dtype} and is wanted as {properties.dtype}"
         return Issue("dtype", name, f'{text}; pass dtype="cast", or a cast(...) pass, to convert')
     if saved.size != size:
-        text = f"`{name}` was saved with shape {list(saved.size)} and is wanted with {list(size)}"
-        return Issue("shape", name, text, remedy='shape="overlap" fills what both have')
+        return Issue("shape", name, shapes, remedy='shape="overlap" fills what both have')
     return None
 
 
@@ -271,21 +271,12 @@ class Renames:
 
 
 def find_renames(
-    missing: Sequence[str],
-    saved: Collection[str],
-    fitting: Collection[str] = (),
-    *,
-    fits: Callable[[str, str], bool] = lambda wanted, saved: True,
+    missing: Sequence[str], saved: Collection[str], fitting: Collection[str] = ()
 ) -> tuple[Renames, ...]:
     r"""Return the rules that map the most missing names to saved ones; empty if there are none.
 
-    There are several results if the checkpoint has the same names under several prefixes.
-
-    Args:
-        missing: Wanted names that the checkpoint does not have.
-        saved: The names in the checkpoint.
-        fitting: Wanted names that it has; these must not change.
-        fits: Returns whether a wanted name and a saved one agree in shape and dtype.
+    They do not change ``fitting``, the wanted names that the checkpoint has. There are several
+    results if it has the missing names under several prefixes.
 
     >>> print(*find_renames(["_orig_mod.a.w", "_orig_mod.b.w"], ["a.w", "b.w"]))
     rename([(r"^_orig_mod\.", "")])
@@ -299,12 +290,10 @@ def find_renames(
         taken = free.intersection(now.values())
         left = {old: new for old, new in now.items() if new not in taken}
         ways = _best_rules(left, free - taken, [*fitting, *taken])
-        if any(way.disagrees(ways[0]) for way in ways):
-            fit = [way for way in ways if all(fits(*pair) for pair in way.names.items())]
-            if not rules and len(fit) != 1:
-                return tuple(ways)
-            ways = fit if not rules else []
-        if not ways:
+        is_ambiguous = any(way.disagrees(ways[0]) for way in ways)
+        if is_ambiguous and not rules:
+            return tuple(ways)
+        if is_ambiguous or not ways:
             break
         rules += ways[0].rules
         now = dict(zip(now, rules[-1].apply(list(now.values())), strict=True))
@@ -380,7 +369,7 @@ def _differences(name: str, free: Sequence[str]) -> list[tuple[Steps, Steps]]:
 
 
 def _ending(steps: Steps, count: int, names: Sequence[str]) -> Sequence[str]:
-    """Return the names that end with the last steps of another; none if it has fewer steps."""
+    """Return the names that end with the last steps of another; none if it has fewer."""
     end = ".".join(steps[-count:])
     inner = f".{end}"
     return [n for n in names if n.endswith(inner) or n == end] if count <= len(steps) else []

@@ -231,7 +231,7 @@ def metadata_of(sd: Mapping[Any, Any]) -> Metadata:
     # Needed here alone: a checkpoint is opened without the code that looks at tensors.
     from .mesh.placements import TensorSpec
     from .save import local_plan
-    from .tree import flatten, nesting_data
+    from .tree import flatten, nesting_data, nodes_of
 
     flat, paths = flatten(sd)
     whole = {
@@ -244,4 +244,4 @@ def metadata_of(sd: Mapping[Any, Any]) -> Metadata:
         if head.properties is not None:
             everything = Chunk([0] * len(head.size), head.size)
             entries[head.name] = TensorMetadata(head.properties, head.size, [everything])
-    return Metadata(entries, planner_data=nesting_data(flat, paths))
+    return Metadata(entries, planner_data=nesting_data(flat, paths, nodes_of(sd)))

@@ -38,7 +38,7 @@ def _transfers(transfers: Iterable[Transfer]) -> Transfers:
 class SavePlan(Printed):
     """What one rank holds, or, after `global_plan`, what it writes.
 
-    ``==`` and ``hash`` ignore a plan's origin: ``rank``, ``world_size`` and ``held``.
+    ``==`` and ``hash`` ignore a plan's origin: ``rank``, ``world_size``, ``held``, ``left_out``.
 
     Attributes:
         items: An immutable sequence of `WriteItem`, given as any iterable.
@@ -48,6 +48,9 @@ class SavePlan(Printed):
         rank: The plan's rank among the ranks that save or load; None if unknown.
         world_size: The number of ranks; None if unknown.
         held: The items before any pass, all of which must be saved or filled; None means ``items``.
+        left_out: Boxes of ``held`` that passes leave out of tensors of which they move other parts,
+            as `trim` does: items as in ``held``, so in the state dict's frame; None if there are
+            none.
     """
 
     items: WriteItems = attrs.field(converter=_write_items)
@@ -56,6 +59,7 @@ class SavePlan(Printed):
     rank: int | None = attrs.field(default=None, eq=False)
     world_size: int | None = attrs.field(default=None, eq=False)
     held: WriteItems | None = attrs.field(default=None, eq=False, converter=_held_items)
+    left_out: WriteItems | None = attrs.field(default=None, eq=False, converter=_held_items)
 
     @property
     def holds(self) -> WriteItems:
@@ -134,8 +138,11 @@ Plan = SavePlan | LoadPlan
 
 def _write_row(item: WriteItem) -> tuple[str, ...]:
     name = item.index.fqn
-    if item.source.fqn != name:
-        name = f"{name} ← {item.source.fqn}"
+    if item.fill is not None:
+        name = f"{name} ← {item.fill}"
+    elif item.source.fqn != name or item.source_box is not None:
+        box = "" if item.source_box is None else f"[{item.source_box.text}]"
+        name = f"{name} ← {item.source.fqn}{box}"
     data = item.tensor_data
     if data is None:
         return name, item.type.name, "", "", ""
@@ -149,4 +156,7 @@ def _read_row(item: ReadItem) -> tuple[str, ...]:
     if item.type is LoadItemType.BYTE_IO:
         return name, "value", "", "", "", ""
     boxes = (source.offset, item.storage_offsets, dest.offset, item.dest_offsets, item.lengths)
-    return name, *(str(list(box or ())) for box in boxes)
+    cells = [str(list(box or ())) for box in boxes]
+    if item.dest_lengths is not None:
+        cells[-1] += f" → {list(item.dest_lengths)}"
+    return name, *cells

@@ -14,6 +14,7 @@ import attrs
 
 from .dtypes import ITEMSIZE, dtype_name
 from .errors import Issue
+from .geometry.axes import Axes, canonical, parts
 from .geometry.tilings import Chunk, as_ints
 from .text import as_names
 
@@ -120,12 +121,20 @@ class TensorWriteData:
 class WriteItem:
     """One chunk, or one non-tensor value, that a rank holds.
 
+    It has two frames: ``index`` and ``tensor_data`` say where the chunk lies in the checkpoint's
+    tensor, ``source`` and ``source_box`` where it lies in the state dict's. They differ after a
+    pass that changes shapes.
+
     Attributes:
         index: Its name in the checkpoint. A chunk's offset may be omitted: it is the chunk's own.
         type: Whether it is a tensor, a shard or a non-tensor value.
-        tensor_data: Its box, dtype and shape; None for a non-tensor value.
+        tensor_data: Its box, dtype and shape in the checkpoint; None for a non-tensor value.
         source: Its name in the state dict: the key, and the offset of the shard that holds it.
-            Defaults to ``index``.
+            Defaults to ``index``. The offset of a fill is None.
+        source_box: The box of the state dict's tensor that becomes the chunk, in the global frame
+            of that tensor; None if it is the chunk itself. It lies inside the shard.
+        axes: How the box's axes become those of the chunk; None if sizes and order are the same.
+        fill: The value of the chunk if it is padding: it is made of no box of the state dict.
 
     >>> WriteItem(MetadataIndex("step"), WriteItemType.BYTE_IO).nbytes
     0
@@ -135,6 +144,9 @@ class WriteItem:
     type: WriteItemType
     tensor_data: TensorWriteData | None
     source: MetadataIndex
+    source_box: Chunk | None
+    axes: Axes | None
+    fill: float | None
 
     def __init__(
         self,
@@ -142,30 +154,107 @@ class WriteItem:
         type: WriteItemType,
         tensor_data: TensorWriteData | None = None,
         source: MetadataIndex | None = None,
+        source_box: Chunk | None = None,
+        axes: Axes | None = None,
+        fill: float | None = None,
     ) -> None:
         if not isinstance(type, WriteItemType):
             raise TypeError(f"`{index.fqn}`: type must be a WriteItemType, not {type!r}")
         if (tensor_data is None) != (type is WriteItemType.BYTE_IO):
             what = "needs" if tensor_data is None else "cannot have"
             raise ValueError(f"`{index.fqn}`: a {type.name} item {what} tensor_data")
-        offset = None if tensor_data is None else tensor_data.chunk.offsets
+        chunk = None if tensor_data is None else tensor_data.chunk
+        offset = None if chunk is None else chunk.offsets
         if index.offset not in (None, offset):
             raise ValueError(f"`{index.fqn}`: index has offset {index.offset}, its chunk {offset}")
-        source = index if source is None else source
-        if source.offset is None:
-            source = attrs.evolve(source, offset=offset)
-        elif offset is None or len(source.offset) != len(offset):
-            raise ValueError(
-                f"`{source.fqn}`: source has offset {source.offset}, its chunk {offset}"
-            )
+        source_box, axes = _source_box(index.fqn, chunk, source_box, axes)
+        if fill is not None:
+            if chunk is None or source_box is not None:
+                raise ValueError(f"`{index.fqn}`: a fill has a chunk, and no source_box")
+            fill, source = fill_value(fill), MetadataIndex((source or index).fqn)
+        else:
+            bare = attrs.evolve(index, offset=None) if source is None else source
+            source = _with_start(bare, source_box or chunk)
         if index.offset is None:
             index = attrs.evolve(index, offset=offset)
-        self.__attrs_init__(index, type, tensor_data, source)
+        self.__attrs_init__(index, type, tensor_data, source, source_box, axes, fill)
+
+    @property
+    def source_chunk(self) -> Chunk | None:
+        """The box of the state dict's tensor; None for a fill and for a non-tensor value."""
+        if self.tensor_data is None or self.fill is not None:
+            return None
+        return self.tensor_data.chunk if self.source_box is None else self.source_box
+
+    @property
+    def is_reshaped(self) -> bool:
+        """Whether the chunk is padding, or lies otherwise in the state dict."""
+        return self.fill is not None or self.source_box is not None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the *chunk* in the checkpoint (0 for non-tensor values)."""
         return 0 if self.tensor_data is None else self.tensor_data.nbytes
+
+
+def fill_value(value: float) -> float:
+    """Return the value of padding; whole numbers are ints, so that equal values are alike.
+
+    >>> fill_value(-0.0), fill_value(0.5)
+    (0, 0.5)
+    """
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        raise ValueError(f"{value} does not fit 64 bits, so it cannot fill a tensor")
+    if math.isnan(value):
+        raise ValueError("nan is not equal to itself, so it cannot fill a tensor; use 0")
+    return int(value) if abs(value) < 1 << 63 and value == int(value) else value
+
+
+def fitting_axes(source: tuple[int, ...], chunk: tuple[int, ...], axes: Axes | None) -> Axes | None:
+    """Return the axes by which a box becomes a chunk, in canonical form.
+
+    >>> fitting_axes((2, 3), (2, 3), Axes((2, 3), (0, 1)))
+
+    Raises:
+        ValueError: They do not fit the sizes of both.
+    """
+    if axes is None and source != chunk:
+        raise ValueError(f"a box of sizes {source} becomes one of {chunk}: axes are missing")
+    if axes is None:
+        return None
+    parts(axes, source, chunk)
+    return canonical(axes.split, axes.order, source, chunk)
+
+
+def _source_box(
+    name: str, chunk: Chunk | None, box: Chunk | None, axes: Axes | None
+) -> tuple[Chunk | None, Axes | None]:
+    """Return the box of which a chunk is made, None if it is the chunk itself, and its axes."""
+    if box is None and axes is None:
+        return None, None
+    if chunk is None or box is None:
+        raise ValueError(f"`{name}`: axes belong to a source_box, and that to a chunk")
+    axes = _named_axes(name, box.sizes, chunk.sizes, axes)
+    return (None if axes is None and box == chunk else box), axes
+
+
+def _named_axes(
+    name: str, source: tuple[int, ...], chunk: tuple[int, ...], axes: Axes | None
+) -> Axes | None:
+    try:
+        return fitting_axes(source, chunk, axes)
+    except ValueError as error:
+        raise ValueError(f"`{name}`: {error}") from None
+
+
+def _with_start(source: MetadataIndex, box: Chunk | None) -> MetadataIndex:
+    """Return the name of a shard with its start, which defaults to that of the item's box."""
+    start = None if box is None else box.offsets
+    if source.offset is None:
+        return attrs.evolve(source, offset=start)
+    if start is None or len(source.offset) != len(start):
+        raise ValueError(f"`{source.fqn}`: source has offset {source.offset}, its box {start}")
+    return source
 
 
 @attrs.frozen(init=False)
@@ -178,7 +267,10 @@ class ReadItem:
         dest_offsets: The start of the box, relative to that shard.
         storage_index: The saved chunk in the checkpoint.
         storage_offsets: The start of the box, relative to the saved chunk.
-        lengths: The size of the box, per axis, in elements.
+        lengths: The size of the box in the checkpoint, per axis, in elements.
+        dest_lengths: Its size in the state dict; None if it is the same.
+        axes: How the axes of the state dict's box become those of the checkpoint's, as in
+            `WriteItem`; None if sizes and order are the same.
     """
 
     type: LoadItemType
@@ -187,6 +279,8 @@ class ReadItem:
     storage_index: MetadataIndex
     storage_offsets: tuple[int, ...]
     lengths: tuple[int, ...]
+    dest_lengths: tuple[int, ...] | None
+    axes: Axes | None
 
     def __init__(
         self,
@@ -196,18 +290,34 @@ class ReadItem:
         storage_index: MetadataIndex,
         storage_offsets: Iterable[int],
         lengths: Iterable[int],
+        dest_lengths: Iterable[int] | None = None,
+        axes: Axes | None = None,
     ) -> None:
         if not isinstance(type, LoadItemType):
             raise TypeError(f"`{dest_index.fqn}`: type must be a LoadItemType, not {type!r}")
         into, out_of, box = as_ints(dest_offsets), as_ints(storage_offsets), as_ints(lengths)
-        if min((*into, *out_of, *box), default=0) < 0:
+        filled = box if dest_lengths is None else as_ints(dest_lengths)
+        if min((*into, *out_of, *box, *filled), default=0) < 0:
             raise ValueError(f"`{dest_index.fqn}`: an offset or a length is negative")
-        if not len(into) == len(out_of) == len(box):
+        if len(into) != len(filled) or len(out_of) != len(box):
+            lengths_text = f"{box}" if filled == box else f"{filled} and {box}"
             raise ValueError(
-                f"`{dest_index.fqn}`: offsets {into} and {out_of} do not fit lengths {box}"
+                f"`{dest_index.fqn}`: offsets {into} and {out_of} do not fit lengths {lengths_text}"
             )
-        ends = [_end_of_read(index, type, box) for index in (dest_index, storage_index)]
-        self.__attrs_init__(type, ends[0], into, ends[1], out_of, box)
+        if type is LoadItemType.BYTE_IO and (axes is not None or filled != box):
+            raise ValueError(f"`{dest_index.fqn}`: a BYTE_IO read has no axes")
+        axes = _named_axes(dest_index.fqn, filled, box, axes)
+        dest = _end_of_read(dest_index, type, filled)
+        storage = _end_of_read(storage_index, type, box)
+        own = None if axes is None and filled == box else filled
+        self.__attrs_init__(type, dest, into, storage, out_of, box, own, axes)
+
+    @property
+    def dest_box(self) -> Chunk:
+        """The box that is filled, relative to the shard."""
+        return Chunk(
+            self.dest_offsets, self.lengths if self.dest_lengths is None else self.dest_lengths
+        )
 
     @property
     def numel(self) -> int:

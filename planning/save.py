@@ -8,7 +8,7 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from .check import dropped_names, duplicates, source_issues, world_issues
+from .check import duplicates, world_issues
 from .columns.arrays import distinct, readonly
 from .columns.items import NO_CHUNK, Head, WriteItems
 from .columns.world import World
@@ -16,17 +16,29 @@ from .errors import Issue, PlanError, RefusedError, span
 from .geometry.tilings import Chunk
 from .mesh.placements import Mesh
 from .metadata import Entries, Metadata
+from .nodes import NodeData
 from .passes.base import Pass, Passes, as_steps, chain, only_assigns, positioned
 from .passes.chunks import dedup_replicas
 from .passes.keys import drop
 from .plans import SavePlan
 from .records import WriteItemType
+from .sources import dropped_names, source_issues
 from .tensors import Memo, held, held_alike
-from .tree import FrozenDict, clash, empty_names, flatten, is_tensor, nesting_data, nesting_issues
+from .tree import (
+    FrozenDict,
+    Path,
+    clash,
+    empty_names,
+    flatten,
+    is_tensor,
+    nesting_data,
+    nesting_issues,
+    nodes_of,
+)
 
 __all__ = ["DEFAULT_PASSES", "WholePlan", "global_plan", "local_plan", "plan_whole"]
 
-_NESTING: Final = ("paths", "empty")  # keys of planner_data about nesting
+_NESTING: Final = ("paths", "empty", "nodes")  # keys of planner_data about nesting
 _META: Final = "it on the meta device, without elements: materialise it first, or leave it out"
 DEFAULT_PASSES: tuple[Pass[SavePlan], ...] = (dedup_replicas(),)
 
@@ -83,7 +95,7 @@ def local_plan(
     if refused:
         raise RefusedError(*refused)
     items = WriteItems.of_boxes(boxes)
-    data = nesting_data(flat, paths)
+    data = nesting_data(flat, paths, nodes_of(sd))
     if mesh is None:
         return SavePlan(items, planner_data=data, held=items)
     return SavePlan(items, None, data, rank, len(mesh), items)
@@ -187,7 +199,7 @@ def plan_whole(
     lost = [name for name in holders if name not in held]
     if lost:
         raise PlanError(Issue("gap", n, f"no rank holds `{n}`: {why[n]}", holders[n]) for n in lost)
-    written = tuple(attrs.evolve(plan, held=None) for plan in done)
+    written = tuple(attrs.evolve(plan, held=None, left_out=None) for plan in done)
     return WholePlan(written, metadata, dropped_names(done))
 
 
@@ -232,6 +244,7 @@ def _merge_nesting(world: World) -> _Nesting:
     issues: dict[str, Issue] = {}
     empty: set[str] = set()
     values: set[str] = set()  # names that are something else on some rank
+    nodes: dict[Path, tuple[NodeData, int]] = {}
     notes = []
     written = set(world.rows.names)  # a catalog may list what a pass has left out
     seen: set[tuple[int, int]] = set()
@@ -244,6 +257,10 @@ def _merge_nesting(world: World) -> _Nesting:
         if (id(data), id(plan.items.catalog)) in seen:
             continue  # ranks that were decoded together share what is equal
         seen.add((id(data), id(plan.items.catalog)))
+        for path, node in (data.get("nodes", {}) if is_mapping else {}).items():
+            if nodes.setdefault(path, (node, rank))[0] != node:
+                issue = _node_conflict(path, *nodes[path], node, rank)
+                issues.setdefault(issue.fqn, issue)
         hollow = empty_names(data)
         empty |= hollow
         for name in written.intersection(plan.items.catalog.names):
@@ -261,6 +278,21 @@ def _merge_nesting(world: World) -> _Nesting:
     for issue in nesting_issues(paths, holders):
         issues.setdefault(issue.fqn, issue)
     nested = {name: path for name, path in paths.items() if path != (("dict", name),)}
-    merged = {"empty": sorted(empty), "paths": nested, "ranks": notes if any(notes) else ()}
+    merged = {
+        "empty": sorted(empty),
+        "nodes": {path: node for path, (node, _) in nodes.items()},
+        "paths": nested,
+        "ranks": notes if any(notes) else (),
+    }
     found = FrozenDict({key: part for key, part in merged.items() if part}) or None
     return _Nesting(found, list(issues.values()), frozenset(filled))
+
+
+def _node_conflict(path: Path, node: NodeData, rank: int, other: NodeData, second: int) -> Issue:
+    """Report an object of a registered class that is not the same on all ranks."""
+    name = ".".join(str(key) for _, key in path)
+    sides = (
+        f"{kind} with {data!r} on rank {at}" for (kind, data), at in ((node, rank), (other, second))
+    )
+    text = f"`{name}` is a {' and a '.join(sides)}; what `flatten` returns besides the children is "
+    return Issue("conflict", name, f"{text}the same on all ranks", [rank, second])

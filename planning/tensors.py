@@ -22,13 +22,15 @@ from .mesh.placements import (
     Mesh,
     Placement,
     Replicate,
+    Run,
     Shard,
     StridedShard,
     TensorSpec,
     holds,
     local_chunks,
-    local_runs,
-    nested_runs,
+    local_cuts,
+    nested_cuts,
+    shard_runs,
 )
 from .records import MetadataIndex, TensorProperties
 from .tree import flatten, is_tensor
@@ -232,15 +234,14 @@ def _placed(
     """Pair each box that a rank holds with its position in a local tensor of some shape, if known.
 
     A strided placement of an axis that does not divide evenly is treated as FSDP2's if the local
-    tensor's shape allows it; see `nested_runs`. If that guess is wrong, planning the save finds
+    tensor's shape allows it; see `nested_cuts`. If that guess is wrong, planning the save finds
     overlaps and gaps.
     """
-    where = (shape, mesh_shape, coordinate, placements)
-    runs = local_runs(*where)
-    if any(isinstance(placement, StridedShard) for placement in placements):
-        nested = nested_runs(*where)  # FSDP2's actual layout
-        if nested is not None and local is not None and _fits(local, nested):
-            runs = nested
+    cuts = local_cuts(shape, mesh_shape, coordinate, placements)
+    runs, nested = tuple(map(shard_runs, shape, cuts)), nested_cuts(cuts)
+    if nested is not None and local is not None:
+        fsdp = tuple(map(shard_runs, shape, nested))
+        runs = fsdp if _fits(local, fsdp) else runs
     if local is not None and not _fits(local, runs):
         expected = tuple(sum(n for _, n in axis) for axis in runs)
         raise RefusedError(
@@ -258,7 +259,7 @@ def _placed(
     )
 
 
-def _fits(local: tuple[int, ...], runs: Sequence[Sequence[tuple[int, int]]]) -> bool:
+def _fits(local: tuple[int, ...], runs: Sequence[Sequence[Run]]) -> bool:
     """Return True if a local tensor is as long along each axis as the runs, or both are empty."""
     expected = tuple(sum(n for _, n in axis) for axis in runs)
     return local == expected or (0 in expected and 0 in local)

@@ -15,9 +15,10 @@ __all__ = [
 ]  # fmt: skip
 
 _BLANK: Final = frozenset(["", "…", "-"])  # cells that may stand among numbers
-_QUANTITY: Final = re.compile(
-    r"[+-]?[0-9][0-9,]*(\.[0-9]+)?( ?([KMGTP]i)?B| ?ms| ?s| ?min| ?[×%])?"
-)
+_ONE: Final = r"[+-]?[0-9][0-9,]*(\.[0-9]+)?( ?([KMGTP]i)?B| ?ms| ?s| ?min| ?[×%])?"
+_QUANTITY: Final = re.compile(f"{_ONE}( → {_ONE})?")
+
+_SHORT: Final = 24  # characters of a cell that no browser should break
 
 # No colours of our own: text inherits the page's, so it reads on light and dark pages alike.
 _CELL: Final = "padding:.15em .7em;border-bottom:1px solid rgba(128,128,128,.35);text-align:"
@@ -121,7 +122,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def _rows(rows: Iterable[Iterable[object]]) -> tuple[tuple[object, ...], ...]:
-    return tuple(tuple(row) for row in rows)
+    return tuple(map(tuple, rows))
 
 
 @attrs.frozen
@@ -141,13 +142,12 @@ class Table:
         """Return the table as HTML, all text escaped."""
         caption = f'<caption style="text-align:left">{_escape(self.caption)}</caption>'
         columns = zip(*self.rows, strict=True) if self.rows else [()] * len(self.head)
-        sides = ["right" if are_quantities(column) else "left" for column in columns]
-        head = "".join(_tag("th", *pair) for pair in zip(self.head, sides, strict=True))
-        rows = (zip(row, sides, strict=True) for row in self.rows)
-        body = "".join(f"<tr>{''.join(_tag('td', *cell) for cell in row)}</tr>" for row in rows)
+        styles = [_style(column) for column in columns]
+        head = _line("th", self.head, styles)
+        body = "".join(_line("td", row, styles) for row in self.rows)
         return (
             f'<table style="{_TABLE}">{caption if self.caption else ""}'
-            f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+            f"<thead>{head}</thead><tbody>{body}</tbody></table>"
         )
 
 
@@ -222,5 +222,15 @@ def _words(cell: object) -> str:
     return f"{cell:,}" if is_number else _plain(cell)
 
 
-def _tag(name: str, cell: object, side: str) -> str:
-    return f'<{name} style="{_CELL}{side}">{_escape(_words(cell))}</{name}>'
+def _style(cells: Sequence[object]) -> str:
+    """Return the style of a column: quantities to the right, short cells on one line."""
+    is_short = all(len(_words(cell)) <= _SHORT for cell in cells)
+    side = "right" if are_quantities(cells) else "left"
+    return f"{'white-space:nowrap;' if is_short else ''}{_CELL}{side}"
+
+
+def _line(tag: str, cells: Iterable[object], styles: Sequence[str]) -> str:
+    """Return one row of a table as HTML, each cell in the style of its column."""
+    pairs = zip(cells, styles, strict=True)
+    line = (f'<{tag} style="{style}">{_escape(_words(c))}</{tag}>' for c, style in pairs)
+    return f"<tr>{''.join(line)}</tr>"

@@ -1,161 +1,28 @@
-"""Nested values: made immutable, encoded as JSON, and state dicts flattened and unflattened."""
+"""State dicts, flattened and unflattened."""
 
 from __future__ import annotations
 
-import base64
-import json
-import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, cast
 
 import numpy as np
 
-from .errors import CodecError, Issue, PlanError, RefusedError
+from .errors import Issue, PlanError, RefusedError
+from .frozen import SCALARS, FrozenDict, freeze, from_json, to_json
+from .nodes import NodeData, children_of, has_nodes, is_node, made_node, node_data
 
 __all__ = [
-    "FrozenDict", "Path", "clash", "empty_names", "flatten", "freeze", "from_json", "is_tensor",
-    "leaves", "nesting_data", "nesting_issues", "to_json", "unflatten",
+    "FrozenDict", "Path", "clash", "empty_names", "entry_of", "flatten", "freeze", "from_json",
+    "is_tensor", "leaves", "nesting_data", "nesting_issues", "nodes_of", "retyped", "to_json",
+    "unflatten", "with_entry",
 ]  # fmt: skip
 
-K = TypeVar("K")
-V = TypeVar("V")
-
-_SCALARS: Final = frozenset((str, int, float, bool, bytes, type(None)))  # the most common types
 _NOTHING: Final = object()
 _LONGEST: Final = 1 << 20  # positions past this are damage, not a list of tensors
 _DEEPEST: Final = 128  # containers in containers: they are walked by recursion
-
-
-class FrozenDict(Mapping[K, V]):
-    """An immutable, hashable mapping. Equal to any mapping of the same items.
-
-    >>> FrozenDict({"a": [1, 2]})
-    FrozenDict({'a': (1, 2)})
-    >>> FrozenDict({"a": 1, "b": 2}) == {"b": 2, "a": 1}
-    True
-    """
-
-    __slots__ = ("_dict", "_hash")
-    _dict: dict[K, V]
-    _hash: int
-
-    def __init__(self, items: Mapping[K, V] | Sequence[tuple[K, V]] = ()) -> None:
-        frozen = {freeze(key): freeze(value) for key, value in dict(items).items()}
-        object.__setattr__(self, "_dict", frozen)
-
-    @classmethod
-    def of_frozen(cls, items: dict[K, V]) -> FrozenDict[K, V]:
-        """Wrap a dict of immutable keys and values, which the caller gives up."""
-        made: FrozenDict[K, V] = cls.__new__(cls)
-        object.__setattr__(made, "_dict", items)
-        return made
-
-    def __setattr__(self, name: str, value: object = None) -> None:
-        raise AttributeError("a FrozenDict cannot change; make a new one from dict(this)")
-
-    __delattr__ = __setattr__
-
-    def __getitem__(self, key: K) -> V:
-        return self._dict[key]
-
-    def __iter__(self) -> Iterator[K]:
-        return iter(self._dict)
-
-    def __len__(self) -> int:
-        return len(self._dict)
-
-    def __hash__(self) -> int:
-        try:
-            return self._hash
-        except AttributeError:
-            object.__setattr__(self, "_hash", hash(frozenset(self.items())))
-            return self._hash
-
-    def __repr__(self) -> str:
-        return f"FrozenDict({self._dict!r})"
-
-    def __reduce__(self) -> tuple[type[FrozenDict[K, V]], tuple[dict[K, V]]]:
-        return FrozenDict, (dict(self),)
-
-
-def freeze(value: Any) -> Any:
-    """Return ``value`` with every list, set and dict inside it replaced by an immutable one.
-
-    >>> freeze({"a": [1, {2}]})
-    FrozenDict({'a': (1, frozenset({2}))})
-    """
-    kind = type(value)
-    if kind in _SCALARS or isinstance(value, (str, bytes, int, float, FrozenDict)):
-        return value
-    if kind is tuple or isinstance(value, list):
-        return tuple([v if type(v) in _SCALARS else freeze(v) for v in value])
-    if isinstance(value, (bytearray, memoryview)):
-        return bytes(value)
-    if isinstance(value, (set, frozenset)):
-        return frozenset(freeze(v) for v in value)
-    if isinstance(value, Mapping):
-        return FrozenDict(dict(value))
-    if hasattr(value, "tolist") and hasattr(value, "dtype"):
-        return freeze(value.tolist())  # an array or a numpy scalar
-    return value
-
-
-def to_json(value: Any, where: str = "value") -> Any:
-    """Return frozen data as plain JSON data that `from_json` decodes to an equal value.
-
-    Tuples become arrays and string-keyed mappings become objects; types that JSON lacks are objects
-    with a single key that starts with ``$``.
-
-    >>> to_json((1, 2.5, b"x", {3: None}))
-    [1, 2.5, {'$bytes': 'eA=='}, {'$map': [[3, None]]}]
-
-    Raises:
-        CodecError: ``value`` contains another type; the message starts with ``where``.
-    """
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {"$float": repr(value)}
-    if value is None or isinstance(value, (int, str)):
-        return value
-    if isinstance(value, (bytes, bytearray)):
-        return {"$bytes": base64.b64encode(value).decode("ascii")}
-    if isinstance(value, (tuple, list)):
-        return [to_json(v, f"{where}[{i}]") for i, v in enumerate(value)]
-    if isinstance(value, Mapping):
-        if all(isinstance(k, str) and not k.startswith("$") for k in value):
-            return {k: to_json(v, f"{where}[{k!r}]") for k, v in value.items()}
-        pairs = [[to_json(k, where), to_json(v, f"{where}[{k!r}]")] for k, v in value.items()]
-        return {"$map": sorted(pairs, key=json.dumps)}
-    if isinstance(value, Set):
-        return {"$set": sorted((to_json(v, where) for v in value), key=json.dumps)}
-    raise CodecError(
-        f"{where} is a {type(value).__name__}, which has no safe encoding; "
-        "use None, bool, int, float, str, bytes, tuples, sets and dicts of these"
-    )
-
-
-def from_json(data: Any) -> Any:
-    """Return the frozen value that `to_json` was given."""
-    if isinstance(data, list):
-        return tuple([v if type(v) in _SCALARS else from_json(v) for v in data])
-    if not isinstance(data, dict):
-        return data
-    tag = next(iter(data)) if len(data) == 1 else ""
-    if not tag.startswith("$"):
-        return FrozenDict.of_frozen({k: from_json(v) for k, v in data.items()})
-    body = data[tag]
-    match tag:
-        case "$float":
-            return float(body)
-        case "$bytes":
-            return base64.b64decode(body, validate=True)
-        case "$map":
-            return FrozenDict.of_frozen({from_json(k): from_json(v) for k, v in body})
-        case "$set":
-            return frozenset(from_json(v) for v in body)
-    raise CodecError(f"unknown tag {tag!r} in encoded data; was it written by a newer version?")
 
 
 Step = tuple[str, Any]
@@ -168,9 +35,10 @@ def flatten(
 ) -> tuple[dict[str, Any], FrozenDict[str, Path]]:
     """Return the leaves of a nested state dict by dotted name, and the path of each.
 
-    Dicts are opened. Lists and tuples are opened if they contain a tensor or a dict (for a tuple, a
-    non-empty dict). Everything else, empty containers included, is a leaf. Keys may be of any
-    hashable type: the name has their text, the path keeps the key itself.
+    Dicts are opened, and objects of registered classes (see `register_node`). Lists and tuples are
+    opened if they contain one of these or a tensor (for a tuple, a non-empty dict). Everything
+    else, empty containers included, is a leaf. Keys may be of any hashable type: the name has their
+    text, the path keeps the key itself.
 
     Args:
         sd: Dicts, lists and tuples, nested in any way.
@@ -205,7 +73,7 @@ def flatten(
     try:
         for path, leaf in _leaves((), sd, whole):
             keys = [key for _, key in path]
-            frozen = frozen and _SCALARS.issuperset(map(type, keys))
+            frozen = frozen and SCALARS.issuperset(map(type, keys))
             name = ".".join(map(str, keys))
             if name in flat:
                 issues.append(clash(name, paths[name], path))
@@ -218,11 +86,13 @@ def flatten(
     return flat, FrozenDict.of_frozen(paths) if frozen else FrozenDict(paths)
 
 
-def nesting_data(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> FrozenDict[str, Any] | None:
-    """Return the ``planner_data`` of nested keys, given the result of `flatten`."""
+def nesting_data(
+    flat: Mapping[str, Any], paths: Mapping[str, Path], nodes: Mapping[Path, NodeData] | None = None
+) -> FrozenDict[str, Any] | None:
+    """Return the ``planner_data`` of nested keys, given the results of `flatten` and `nodes_of`."""
     nested = {name: path for name, path in paths.items() if path != (("dict", name),)}
     empty = sorted(n for n, leaf in flat.items() if _container(type(leaf)) == "dict" and not leaf)
-    data = {"empty": empty, "paths": nested}
+    data = {"empty": empty, "nodes": nodes or {}, "paths": nested}
     return FrozenDict({key: part for key, part in data.items() if part}) or None
 
 
@@ -252,11 +122,23 @@ def _too_deep(sd: Mapping[Any, Any]) -> RefusedError:
     return RefusedError(*reasons)
 
 
-def unflatten(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any, Any]:
+def unflatten(
+    flat: Mapping[str, Any],
+    paths: Mapping[str, Path],
+    *,
+    like: Mapping[Any, Any] | None = None,
+    nodes: Mapping[Path, NodeData] | None = None,
+) -> dict[Any, Any]:
     """Return the nested state dict that `flatten` was given.
 
     Leaves without a path stay at the top. If some leaves are missing, the others keep their
     positions: a list has None for each missing entry.
+
+    Args:
+        flat: The leaves, by name.
+        paths: Their paths.
+        like: A state dict whose named tuples and registered classes come back as themselves.
+        nodes: The result of `nodes_of`, if not that of ``like``.
 
     >>> unflatten(*flatten({"a": {"b": 1}, "c": [{"d": 2}, 3]}))
     {'a': {'b': 1}, 'c': [{'d': 2}, 3]}
@@ -277,7 +159,72 @@ def unflatten(flat: Mapping[str, Any], paths: Mapping[str, Path]) -> dict[Any, A
         if path[-1][1] in node:
             raise ValueError(f"`{name}` is where another value is: {path}")
         node[path[-1][1]] = leaf
-    return dict(_settle(root))
+    if nodes is None:
+        nodes = {} if like is None else nodes_of(like)
+    done = dict(_settle(root, (), nodes))
+    return done if like is None else cast("dict[Any, Any]", retyped(like, done))
+
+
+def nodes_of(sd: Mapping[Any, Any]) -> dict[Path, NodeData]:
+    """Return the objects of registered classes in a state dict, by path: class and other data."""
+    return dict(_nodes((), sd)) if has_nodes() else {}
+
+
+def _nodes(path: Path, value: Any) -> Iterator[tuple[Path, NodeData]]:
+    if path and is_node(value):
+        yield path, node_data(value, _name(path))
+    opened: Any = children_of(value) if path and is_node(value) else value
+    kind = _container(type(opened))
+    if not kind or len(path) > _DEEPEST:
+        return
+    for key, inner in opened.items() if kind == "dict" else enumerate(opened):
+        if _container(type(inner)) or is_node(inner):
+            yield from _nodes((*path, (kind, key)), inner)
+
+
+def entry_of(node: Any, key: Any) -> Any:
+    """Return what a container or a node has at a step of a path."""
+    return (children_of(node) if is_node(node) else node)[key]
+
+
+def with_entry(node: Any, key: Any, value: Any) -> Any:
+    """Return a tuple or a node anew, with another entry; ``node`` itself if it has that one.
+
+    >>> with_entry((1, 2), 0, 3)
+    (3, 2)
+    """
+    if entry_of(node, key) is value:
+        return node
+    if is_node(node):
+        children = children_of(node)
+        changed = _with(children, key, value)
+        return made_node(node_data(node, str(key)), changed, str(key))
+    return getattr(node, "_make", tuple)(_with(node, key, value))
+
+
+def _with(children: Any, key: Any, value: Any) -> Any:
+    if isinstance(children, dict):
+        return {**children, key: value}
+    return tuple(value if at == key else old for at, old in enumerate(children))
+
+
+def retyped(old: Any, new: Any) -> Any:
+    """Return a value that was read; its tuples are named tuples where those of ``old`` are.
+
+    >>> from collections import namedtuple
+    >>> Pair = namedtuple("Pair", "x y")
+    >>> retyped({"a": [Pair(0, 0)]}, {"a": [(1, 2), (3, 4)]})
+    {'a': [Pair(x=1, y=2), (3, 4)]}
+    """
+    if type(new) is dict and isinstance(old, Mapping):
+        return {key: retyped(old[key], v) if key in old else v for key, v in new.items()}
+    if type(new) not in (list, tuple) or not isinstance(old, (list, tuple)):
+        return new
+    entries = [retyped(old[at], v) if at < len(old) else v for at, v in enumerate(new)]
+    if type(new) is list:
+        return entries
+    make: Callable[[list[Any]], Any] = getattr(old, "_make", tuple)
+    return make(entries) if len(old) == len(new) else tuple(entries)
 
 
 def nesting_issues(paths: Mapping[str, Path], holders: Mapping[str, int]) -> list[Issue]:
@@ -349,6 +296,8 @@ def _opens(entry: Any, holder: str, depth: int) -> bool:
     torch also opens lists for empty dicts, and never opens a tuple.
     """
     kind = _container(type(entry))
+    if is_node(entry):
+        return True
     if kind == "dict":
         return bool(entry) or holder == "list"
     if kind:
@@ -364,8 +313,14 @@ def _name(path: Path) -> str:
 
 
 def _leaves(path: Path, value: Any, whole: Collection[str] = ()) -> Iterator[tuple[Path, Any]]:
+    if path and whole and _name(path) in whole:
+        yield path, value
+        return
+    opened = bool(path) and is_node(value)
+    if opened:
+        value = children_of(value)
     kind = _container(type(value))
-    if path and (not kind or _is_leaf(value) or (whole and _name(path) in whole)):
+    if path and (not kind or (not opened and _is_leaf(value))):
         yield path, value
         return
     if len(path) > _DEEPEST:
@@ -375,7 +330,7 @@ def _leaves(path: Path, value: Any, whole: Collection[str] = ()) -> Iterator[tup
         raise RefusedError(text)
     entries = value.items() if kind == "dict" else enumerate(value)
     for key, inner in entries:
-        if _container(type(inner)):
+        if _container(type(inner)) or is_node(inner):
             yield from _leaves((*path, (kind, key)), inner, whole)
         else:
             yield (*path, (kind, key)), inner
@@ -389,15 +344,17 @@ class _Node(dict[Any, Any]):
         self.kind = kind
 
 
-def _settle(value: Any) -> Any:
+def _settle(value: Any, path: Path, nodes: Mapping[Path, NodeData]) -> Any:
     if not isinstance(value, _Node):
         return value
-    if value.kind == "dict":
-        return {key: _settle(inner) for key, inner in value.items()}
-    if not all(isinstance(at, int) and at >= 0 for at in value) or max(value) >= _LONGEST:
-        raise ValueError(f"positions {list(value)[:8]} do not form a {value.kind}")
-    entries = [_settle(value.get(position)) for position in range(max(value) + 1)]
-    return tuple(entries) if value.kind == "tuple" else entries
+    inner = {key: _settle(v, (*path, (value.kind, key)), nodes) for key, v in value.items()}
+    done: Any = inner
+    if value.kind != "dict":
+        if not all(isinstance(at, int) and at >= 0 for at in inner) or max(inner) >= _LONGEST:
+            raise ValueError(f"positions {list(inner)[:8]} do not form a {value.kind}")
+        done = [inner.get(position) for position in range(max(inner) + 1)]
+        done = tuple(done) if value.kind == "tuple" else done
+    return made_node(nodes[path], done, _name(path)) if path in nodes else done
 
 
 def clash(name: str, first: Path, second: Path, ranks: Sequence[int] = ()) -> Issue:

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardplan.dist import CheckpointError
-    from shardplan.planning import metadata_of
+    from shardplan.planning import metadata_of, register_node
+    from shardplan.planning.storage import Keep
 
     from ._async import async_save
     from ._checkpoint import open_checkpoint
     from ._convert import convert, dcp_to_torch_save, torch_save_to_dcp
     from ._diff import diff
     from ._load import load
+    from ._manager import Checkpoints
     from ._restore import restore
     from ._retention import latest, prune
     from ._save import save
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointError",
+    "Checkpoints",
+    "Keep",
     "PerRank",
     "__version__",
     "as_torch_load_planner",
@@ -48,6 +52,7 @@ __all__ = [
     "metadata_of",
     "open_checkpoint",
     "prune",
+    "register_node",
     "restore",
     "save",
     "to_torch",
@@ -61,20 +66,32 @@ _MODULES = {
     "_convert": "convert dcp_to_torch_save torch_save_to_dcp",
     "_diff": "diff",
     "_load": "load",
+    "_manager": "Checkpoints",
     "_restore": "restore",
     "_retention": "latest prune",
     "_save": "save",
     "_state": "PerRank",
     "_verify": "verify",
     "dist": "CheckpointError",
-    "planning": "metadata_of",
+    "planning": "metadata_of register_node",
+    "planning.storage": "Keep",
     "torch_dcp": (
         "as_torch_load_planner as_torch_save_planner as_torch_storage_reader "
         "as_torch_storage_writer from_torch to_torch"
     ),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
-_WITHOUT_TORCH = {"latest", "prune", "verify"}
+_READING = {
+    "Keep",
+    "PerRank",
+    "latest",
+    "open_checkpoint",
+    "prune",
+    "register_node",
+    "restore",
+    "verify",
+}
+_WITHOUT_TORCH = {"CheckpointError", "metadata_of", *_READING}
 
 
 def __getattr__(name: str) -> Any:
@@ -84,7 +101,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'shardplan' has no attribute {name!r}")
     from shardplan.planning import named_extras
 
-    with named_extras(f"shardplan.{name}", with_torch=name not in _WITHOUT_TORCH):
+    with_torch = name not in _WITHOUT_TORCH
+    with named_extras(f"shardplan.{name}", with_torch=with_torch):
+        if with_torch:
+            import_module("torch")  # at once, not when some part of it needs it
         value = getattr(import_module(f"shardplan.{_HOMES[name]}"), name)
     globals()[name] = value
     return value

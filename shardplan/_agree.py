@@ -8,7 +8,7 @@
 The steps of `agree`:
 
 1. Every rank makes an offer: fingerprints of its cached or derived plan, and of its values.
-2. The coordinator compares the offers and decides how to proceed (`_compare`).
+2. The coordinator compares the offers and decides how to proceed (`compare_saves`).
 3. If passes need the plans of all ranks, the coordinator runs them, and ranks offer once more.
 4. Every rank takes the plan that it has, or the coordinator plans for all.
 5. If ranks hold different values under one name, all of them raise.
@@ -18,42 +18,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast
 
 import attrs
 
-from shardplan.dist import Comm, all_reduce, decode_json, encode_json, reduce_scatter
+from shardplan.dist import Comm, Turn, all_reduce, decode_json, encode_json, fail_alike, take_step
 from shardplan.planning import (
+    How,
     Issue,
-    Pass,
     Passes,
     PlanError,
+    SaveOffer,
     SavePlan,
-    WholePlan,
-    chain,
+    SaveVerdict,
+    compare_saves,
+    conflicts,
     decode_plan,
     decode_plans,
     encode_plan,
-    plan_whole,
     renumbered,
+    table_tag,
     tag_of_parts,
     with_replicas,
 )
 from shardplan.planning.columns import pack, unpack
 from shardplan.planning.passes import Stages
 
-from ._comm import Kept, fail_alike, keep_step, ranks_by_value
-from ._offers import Agreement, Begun, How, Local, Offer, PlanCache, Sent
-from ._replicas import differences, tag_of
+from ._offers import Agreement, Begun, Local, Offer, PlanCache
+from ._passes import Planned, Ran, joined, plan_rest, run_passes
 from ._report import Stopwatch
 
-__all__ = ["Agreed", "agree", "run_together"]
+if TYPE_CHECKING:
+    from shardplan.planning import PlannerTrace
 
+__all__ = ["Agreed", "Passed", "agree", "run_together"]
+
+M = TypeVar("M")
 T = TypeVar("T")
 
 _STEP: Final = "plan the save"
 _TAG: Final = 32  # letters of a fingerprint
-_bytes_step: Final = partial(reduce_scatter, encode=bytes, decode=bytes)
 _default_cache: Final = PlanCache()
 
 
@@ -74,6 +78,7 @@ def agree(
     watch: Stopwatch,
     cache: PlanCache | None = None,
     verify_replicas: bool = False,
+    trace: bool = False,
 ) -> Agreed[T]:
     """Agree on one plan for a save, on all ranks.
 
@@ -83,56 +88,22 @@ def agree(
     planning = _Planning(comm, cache or _default_cache, watch, verify_replicas)
     stages = Stages.of(planner)
     if comm.world_size == 1:
-        return planning.alone(lambda: Local(begin(), comm, planner))
-    offer, verdict = planning.exchange(lambda: Local(begin(), comm, planner))
+        return planning.alone(lambda: Local(begin(), comm, planner, trace))
+    offer, verdict = planning.exchange(lambda: Local(begin(), comm, planner, trace))
     save_id, local = verdict.save_id, offer.local
+    early: PlannerTrace | None = None
     if stages.needs_all:
         with watch.phase("exchange"):
-            passed = run_together(comm, stages, lambda: local.present, watch)
-        offer, verdict = planning.exchange(lambda: local, passed)
+            own = partial(Turn[None], None, local.present)
+            passed = run_together(comm, stages, own, watch, trace=trace)
+        offer, verdict = planning.exchange(lambda: local, (passed.plan, passed.shared))
+        early = passed.trace
     agreement = planning.settle(offer, verdict.how)
+    agreement = attrs.evolve(agreement, trace=joined(agreement.trace, early))
     if verdict.speakers:
         with watch.phase("exchange"):
             _refuse_differences(comm, offer.table, verdict.speakers)
     return Agreed(local.begun, agreement, save_id)
-
-
-@attrs.frozen
-class _Verdict:
-    """The coordinator's decision about all offers.
-
-    Attributes:
-        save_id: The name of the save.
-        how: How ranks get their plan.
-        conflict: Arguments that differ between ranks and must not; empty if there are none.
-        speakers: If ranks hold different values: one rank per distinct table, by position.
-    """
-
-    save_id: str
-    how: How
-    conflict: str
-    speakers: tuple[int, ...]
-
-
-def _compare(offers: Sequence[Sent], comm: Comm) -> _Verdict:
-    """Compare the offers of all ranks."""
-    tags = {"cached": {o.cached for o in offers}, "derived": {o.derived for o in offers}}
-    ways = [how for how, found in tags.items() if len(found) == 1 and "" not in found]
-    first: dict[str, int] = {}
-    for place, offer in enumerate(offers):
-        first.setdefault(offer.held, place)
-    given = {
-        "save to different places": [offer.target for offer in offers],
-        "were given different passes over the plans of all ranks": [o.passes for o in offers],
-    }
-    apart = {what: ranks_by_value(comm.ranks, texts) for what, texts in given.items()}
-    conflicts = [f"ranks {what} ({who}); give all the same" for what, who in apart.items() if who]
-    return _Verdict(
-        offers[comm.coordinator].save_id,
-        cast(How, [*ways, "gathered"][0]),
-        "".join(conflicts[:1]),
-        tuple(first.values()) if len(first) > 1 else (),
-    )
 
 
 @attrs.frozen(eq=False)
@@ -150,25 +121,28 @@ class _Planning:
             offer = Offer(local()).looked_up(self.cache)
             agreement = offer.cached and attrs.evolve(offer.cached, how="cached")
             if agreement is None:
-                whole = plan_whole(offer.plans[:1], offer.last)
-                agreement = self._remember(offer, Agreement(whole.plans[0], "alone", "", whole))
-        return Agreed(offer.local.begun, agreement, offer.sent().save_id)
+                done = plan_rest(Ran(offer.plans[:1], offer.local.ran.trace), offer.last)
+                agreement = Agreement(done.whole.plans[0], "alone", "", done.whole, done.trace)
+                agreement = self._remember(offer, agreement)
+        return Agreed(offer.local.begun, agreement, offer.message.save_id)
 
     def exchange(
         self, local: Callable[[], Local[T]], passed: tuple[SavePlan, SavePlan] | None = None
-    ) -> tuple[Offer[T], _Verdict]:
+    ) -> tuple[Offer[T], SaveVerdict]:
         """Make an offer on every rank, and compare them; raise if they contradict each other."""
 
-        def offer() -> Kept[Offer[T]]:
+        def offer() -> Turn[Offer[T]]:
             made = self._offer(local, passed)
-            return Kept(made, attrs.astuple(made.sent()))
+            return Turn(made, attrs.astuple(made.message))
 
-        def compare(offers: list[Any]) -> Kept[None]:
-            return Kept(None, attrs.astuple(_compare([Sent(*sent) for sent in offers], self.comm)))
+        def compare(offers: list[Any]) -> Turn[None]:
+            known = [SaveOffer(*fields) for fields in offers]
+            verdict = compare_saves(known, self.comm.ranks, self.comm.coordinator)
+            return Turn(None, attrs.astuple(verdict))
 
         with self.watch.phase("exchange"):
-            taken = keep_step(self.comm, _STEP, offer, compare)
-        verdict = _Verdict(*taken.got)
+            taken = take_step(self.comm, _STEP, offer, compare)
+        verdict = SaveVerdict(*taken.reply)
         if verdict.conflict:
             fail_alike(self.comm, _STEP, ValueError(verdict.conflict))
         return taken.mine, verdict
@@ -195,33 +169,39 @@ class _Planning:
         if how == "derived" and offer.derived is not None:
             return self._remember(offer, offer.derived)
         with self.watch.phase("exchange"):
-            taken = keep_step(
+            taken = take_step(
                 self.comm,
                 _STEP,
-                lambda: Kept(None, _packed(offer)),
-                lambda blobs: self._plan_all(blobs, offer.last),
-                collective=_bytes_step,
+                lambda: Turn(None, _packed(offer)),
+                lambda blobs: self._plan_all(blobs, offer),
+                each=True,
             )
-        tag, whole = taken.got[:_TAG].decode(), taken.whole
-        mine = whole.plans[self.comm.rank] if whole else decode_plan(taken.got[_TAG:])
-        return self._remember(offer, Agreement(cast(SavePlan, mine), "gathered", tag, whole))
+        tag, done = taken.reply[:_TAG].decode(), taken.whole
+        if done is None:
+            mine = cast(SavePlan, decode_plan(taken.reply[_TAG:]))
+            agreement = Agreement(mine, "gathered", tag, trace=offer.local.ran.trace)
+        else:
+            mine = done.whole.plans[self.comm.rank]
+            agreement = Agreement(mine, "gathered", tag, done.whole, done.trace)
+        return self._remember(offer, agreement)
 
     def _remember(self, offer: Offer[T], agreement: Agreement) -> Agreement:
         if offer.key is not None:
             self.cache.put(offer.key, agreement)
         return agreement
 
-    def _plan_all(self, blobs: list[bytes], last: Sequence[Pass[SavePlan]]) -> Kept[WholePlan]:
+    def _plan_all(self, blobs: list[bytes], offer: Offer[Any]) -> Turn[Planned]:
         """Plan for all ranks, on the coordinator."""
         with self.watch.phase("plan"):
             parts = [unpack(blob)[1] for blob in blobs]
-            plans = _decoded(part["plan"] for part in parts)
+            ran = Ran(_decoded(part["plan"] for part in parts), offer.local.ran.trace)
+            meta = [decode_json(part["meta"]) for part in parts]
             try:
-                whole = plan_whole(plans, last, [decode_json(part["meta"]) for part in parts])
+                done = plan_rest(ran, offer.last, meta)
             except PlanError as error:
                 raise PlanError(renumbered(error.issues, self.comm.ranks)) from None
             tag = tag_of_parts(part["plan"] for part in parts).encode()
-            return Kept(whole, [tag + encode_plan(plan) for plan in whole.plans])
+            return Turn(done, [tag + encode_plan(plan) for plan in done.whole.plans])
 
 
 def _packed(offer: Offer[Any]) -> bytes:
@@ -235,38 +215,62 @@ def _refuse_differences(comm: Comm, table: Mapping[str, int], speakers: Sequence
 
     def compare(sent: list[tuple[str, Mapping[str, int]]]) -> list[tuple[str, str, list[int]]]:
         tags, tables = zip(*sent, strict=True)
-        return [(i.fqn, i.message, list(i.ranks)) for i in differences(comm.ranks, tags, tables)]
+        return [(i.fqn, i.message, list(i.ranks)) for i in conflicts(comm.ranks, tags, tables)]
 
-    mine = (tag_of(table), table if comm.rank in speakers else {})
+    mine = (table_tag(table), table if comm.rank in speakers else {})
     issues = all_reduce(comm, "compare values", lambda: mine, compare)
     if issues:
         fail_alike(comm, _STEP, PlanError([Issue("conflict", *fields) for fields in issues]))
 
 
-def run_together(
-    comm: Comm, stages: Stages[SavePlan], own: Callable[[], SavePlan], watch: Stopwatch
-) -> tuple[SavePlan, SavePlan]:
-    """Run the world passes of a planner, and all after them, on the coordinator.
+@attrs.frozen(eq=False)
+class Passed(Generic[M]):
+    """The result of `run_together` on one rank.
 
-    Every rank must call this. ``own`` returns this rank's plan after its own passes.
-
-    Returns:
-        This rank's plan after the passes; and the same plan with the replicas that the passes
-        assigned to other ranks, see `with_replicas`.
+    Attributes:
+        mine: What the rank kept.
+        plan: Its plan after the passes.
+        shared: The same with the replicas that the passes assigned to other ranks; see
+            `with_replicas`.
+        trace: What each pass did; on the coordinator, if it was asked for.
     """
 
-    def mine() -> bytes:
-        with watch.phase("plan"):
-            return encode_plan(own())
+    mine: M
+    plan: SavePlan
+    shared: SavePlan
+    trace: PlannerTrace | None = None
 
-    def run(blobs: list[bytes]) -> list[bytes]:
-        with watch.phase("plan"):
-            plans = chain(*stages.rest)(_decoded(blobs))
-            return list(map(_packed_pair, plans, with_replicas(plans)))
 
-    parts = unpack(_bytes_step(comm, "run passes", mine, run))[1]
+def run_together(
+    comm: Comm,
+    stages: Stages[SavePlan],
+    own: Callable[[], Turn[M]],
+    watch: Stopwatch,
+    *,
+    trace: bool = False,
+) -> Passed[M]:
+    """Run the world passes of a planner, and all after them, on the coordinator.
+
+    Every rank must call this. The message of ``own`` is the rank's plan after its own passes.
+    """
+
+    def mine() -> Turn[M]:
+        with watch.phase("plan"):
+            turn = own()
+            return Turn(turn.kept, encode_plan(turn.message))
+
+    def run(blobs: list[bytes]) -> Turn[Ran]:
+        with watch.phase("plan"):
+            given = _decoded(blobs)
+            ran = run_passes(stages.rest, given, trace=trace)
+            shared = with_replicas(ran.plans, given)
+            return Turn(ran, list(map(_packed_pair, ran.plans, shared)))
+
+    done = take_step(comm, "run passes", mine, run, each=True)
+    parts = unpack(done.reply)[1]
     plan = cast(SavePlan, decode_plan(parts["plan"]))
-    return plan, cast(SavePlan, decode_plan(parts["shared"])) if "shared" in parts else plan
+    shared = cast(SavePlan, decode_plan(parts["shared"])) if "shared" in parts else plan
+    return Passed(done.mine, plan, shared, done.whole.trace if done.whole else None)
 
 
 def _packed_pair(plan: SavePlan, shared: SavePlan) -> bytes:

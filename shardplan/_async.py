@@ -13,12 +13,14 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 import attrs
 
 from shardplan.dist import CheckpointError, Comm
 from shardplan.io import Pool, ProgressCallback
+from shardplan.io.formats import ExtraFiles
 from shardplan.io.stores import Store
 from shardplan.planning import Passes, SavePlan
 
@@ -95,12 +97,14 @@ def async_save(
     *,
     planner: Passes[SavePlan] | None = None,
     format: str = "safetensors",
+    extra_files: ExtraFiles | None = None,
     comm: Comm | None = None,
     overwrite: bool = False,
     verify_replicas: bool = False,
     progress: ProgressCallback | None = None,
     pool: Pool | None = None,
     cache: PlanCache | None = None,
+    trace: bool = False,
 ) -> SaveFuture:
     """Copy a state dict, and save the copy in the background.
 
@@ -115,6 +119,7 @@ def async_save(
         path: As in `save`.
         planner: As in `save`.
         format: As in `save`.
+        extra_files: As in `save`; they are read in the background.
         comm: The ranks, used by these saves alone; by default a separate comm over all of torch's
             process group.
         overwrite: As in `save`.
@@ -122,6 +127,7 @@ def async_save(
         progress: As in `save`; called from the background thread.
         pool: As in `save`.
         cache: As in `save`.
+        trace: As in `save`.
 
     Returns:
         A future of the report. Its ``result()`` raises errors that occur after the copy.
@@ -144,7 +150,7 @@ def async_save(
     saver = _saver_of(comm)
     start = time.perf_counter()
     future, watch = SaveFuture(place_name(path)), Stopwatch()
-    options = SaveOptions(planner, overwrite, verify_replicas, progress, pool, cache)
+    options = SaveOptions(planner, overwrite, verify_replicas, progress, pool, cache, trace)
     with saver.lock:
         ranks = _job.held if comm is None else comm
         try:
@@ -152,7 +158,8 @@ def async_save(
             ranks = None  # if `take` fails, it reports to the other ranks itself
             ranks = _job.take() if comm is None else comm
             with watch.phase("stage"):
-                copy = saver.snapshot(state_dict, path, format, ranks, earlier)
+                opening = partial(Target.open, path, format, extra_files)
+                copy = saver.snapshot(state_dict, opening, ranks, earlier)
             watch.count("stage", copy.buffers.nbytes)
             future.seen = copy.raised
             saver.line.put(lambda: saver.run(future, copy, ranks, options, watch))
@@ -264,8 +271,7 @@ class _Saver:
     def snapshot(
         self,
         state_dict: State,
-        path: str | os.PathLike[str] | Store,
-        format: str,
+        opening: Callable[[], Target],
         comm: Comm,
         earlier: BaseException | None,
     ) -> _Copy:
@@ -274,7 +280,7 @@ class _Saver:
         if earlier is not None:
             return _Copy(buffers, error=earlier, raised=True)
         try:
-            target = Target.open(path, format)
+            target = opening()
         except Exception as error:
             return _Copy(buffers, error=error, raised=True)
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -12,28 +11,46 @@ from typing import Any, Final
 import attrs
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from shardplan.io import Pool, box_view, empty_tensor, flip_axes, to_numpy, torch_dtype
-from shardplan.io.execute import Lazy, Reader
-from shardplan.io.formats import Source, open_source
+from shardplan.io import (
+    Pool,
+    ValueRefusedError,
+    Window,
+    box_view,
+    copy_elements,
+    empty_tensor,
+    flip_axes,
+    own_dtype,
+    refuse_dtypes,
+    to_numpy,
+    torch,
+)
+from shardplan.io.execute import Lazy, Reader, collect
+from shardplan.io.formats import Source, open_source, read_as
 from shardplan.io.stores import Store
 from shardplan.planning import (
+    BytesMetadata,
     Grid,
+    Issue,
     Metadata,
+    Passes,
+    PlanError,
     SavePlan,
     Sheet,
     TensorMetadata,
     WriteItemType,
     counted,
     cut_text,
+    flatten,
     human_bytes,
     listing,
     load_plan,
     shape_text,
 )
-from shardplan.planning.columns import Catalog, Head, ReadItems, WriteItems, column, readonly
-from shardplan.planning.geometry import pad
+from shardplan.planning.columns import Catalog, Head, WriteItems, column
+from shardplan.planning.geometry import Axis, Cut, select
+from shardplan.planning.passes import reading_of
+from shardplan.planning.storage import Box, Seen, read_boxes, seen_through
 
 from ._read import plain_errors
 
@@ -44,6 +61,7 @@ _HEAD: Final = ("name", "shape", "dtype", "bytes", "sharding")
 def open_checkpoint(
     path: str | os.PathLike[str] | Store,
     *,
+    planner: Passes[SavePlan] | None = None,
     format: str | None = None,
     verify: bool = True,
     pool: Pool | None = None,
@@ -52,6 +70,9 @@ def open_checkpoint(
 
     Args:
         path: The checkpoint.
+        planner: A pass, or a list of them, that maps a state dict to this checkpoint, as for
+            `load`: names and shapes are then those of the state dict. Each pass must have an
+            inverse.
         format: What wrote it; detected if left out.
         verify: Whether to check chunks that are read whole against their checksums.
         pool: The threads and the memory budget to use.
@@ -67,10 +88,24 @@ def open_checkpoint(
     tensor([ 9, 11])
     >>> folder.cleanup()
 
+    Through a planner that fuses tensors, a fused checkpoint has the parts:
+
+    >>> from shardplan.planning import concat
+    >>> with tempfile.TemporaryDirectory() as path:
+    ...     _ = save({"w13": torch.arange(6)}, path)
+    ...     open_checkpoint(path, planner=concat({"w1": 2, "w3": 4}, into="w13"))["w3"][:2]
+    tensor([2, 3])
+
     Raises:
         FormatError: There is no checkpoint, or its manifest is damaged.
+        ValueError: The planner has no inverse.
+        PlanError: The checkpoint is not one that the planner makes.
     """
-    return Checkpoint(Reader(open_source(path, format=format, pool=pool), pool), verify=verify)
+    reading = reading_of(planner)
+    reader = Reader(read_as(open_source(path, format=format, pool=pool), reading), pool)
+    planner = reading.planner
+    seen = None if planner is None else seen_through(reader.metadata, planner)
+    return Checkpoint(reader, verify=verify, seen=seen)
 
 
 class Checkpoint(Mapping[str, Any]):
@@ -79,8 +114,8 @@ class Checkpoint(Mapping[str, Any]):
     Tensors come as `SavedTensor`, other values as they were saved.
     """
 
-    def __init__(self, reader: Reader, *, verify: bool = True) -> None:
-        self._reader, self._verify = reader, verify
+    def __init__(self, reader: Reader, *, verify: bool = True, seen: Seen | None = None) -> None:
+        self._reader, self._verify, self._seen = reader, verify, seen
 
     @property
     def reader(self) -> Reader:
@@ -89,8 +124,8 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def metadata(self) -> Metadata:
-        """What it holds."""
-        return self._reader.metadata
+        """What it holds, as the state dict sees it if there is a planner."""
+        return self._reader.metadata if self._seen is None else self._seen.metadata
 
     def __getitem__(self, name: str) -> Any:
         try:
@@ -98,9 +133,18 @@ class Checkpoint(Mapping[str, Any]):
         except LookupError as error:
             raise KeyError(str(error)) from None
         if isinstance(entry, TensorMetadata):
+            if self._seen is not None:
+                return SeenTensor(self._reader, name, entry, self._verify, self._seen.items)
             return SavedTensor(self._reader, name, entry, self._verify)
         with plain_errors(self._reader):
-            return self._reader.value(name, verify=self._verify)
+            return self._reader.value(self._saved_name(name), verify=self._verify)
+
+    def _saved_name(self, name: str) -> str:
+        """Return the name in the checkpoint of a non-tensor value."""
+        if self._seen is None:
+            return name
+        catalog = self._seen.items.catalog
+        return catalog.sources[catalog.names.index(name)]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.metadata.state_dict_metadata)
@@ -112,39 +156,24 @@ class Checkpoint(Mapping[str, Any]):
         return name in self.metadata.state_dict_metadata
 
     def __repr__(self) -> str:
-        return _describe(self._reader.source).text()
+        return self._describe().text()
 
     def _repr_html_(self) -> str:
-        return _describe(self._reader.source).html()
+        return self._describe().html()
 
-
-@attrs.frozen
-class Axis:
-    """The elements that are wanted along one axis.
-
-    ``step`` may be negative; ``dropped`` leaves the axis out of the result, as for an integer.
-    """
-
-    start: int
-    step: int
-    count: int
-    dropped: bool = False
-
-    @property
-    def low(self) -> int:
-        """The lowest position."""
-        return self.start + min(self.step, 0) * (self.count - 1)
-
-    @property
-    def reach(self) -> int:
-        """The distance from the lowest position past the highest."""
-        return abs(self.step) * (self.count - 1) + 1
+    def _describe(self) -> Sheet:
+        """Lay out the checkpoint."""
+        source, entries = self._reader.source, self.metadata.state_dict_metadata
+        files = source if self._seen is None else None
+        rows = [_row(name, entries[name], files) for name in entries.names[:_SHOWN]]
+        return listing(_title(source, self.metadata), _HEAD, rows, len(entries))
 
 
 class SavedTensor(Lazy):
     """A tensor in a checkpoint; indexing it reads the elements asked for.
 
-    Elements between them are read too, and dropped, where that is cheaper.
+    Elements between them are read too, and dropped, where that is cheaper. They come as a torch
+    tensor, or as a numpy array where torch is not installed.
     """
 
     def __init__(self, reader: Reader, name: str, entry: TensorMetadata, verify: bool) -> None:
@@ -158,8 +187,9 @@ class SavedTensor(Lazy):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that it is stored as."""
-        return torch_dtype(self._entry.properties.dtype)
+        """The dtype that it is stored as; numpy's where torch is not installed."""
+        dtype: torch.dtype = own_dtype(self._entry.properties.dtype)
+        return dtype
 
     @property
     def ndim(self) -> int:
@@ -225,27 +255,21 @@ class SavedTensor(Lazy):
         return self.read().__dlpack__(**options)
 
     def __dlpack_device__(self) -> Any:
-        return torch.empty(0).__dlpack_device__()
+        return empty_tensor((0,), "uint8").__dlpack_device__()
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        parts = _spread(index if isinstance(index, tuple) else (index,), self.shape)
-        axes = normal_index(tuple(part for part in parts if part is not None), self.shape)
+        chosen = select(index, self.shape)
         with plain_errors(self._reader):
-            out = self._read(axes)
-        flipped = [i for i, axis in enumerate(axes) if axis.step < 0]
-        if flipped:
-            out = flip_axes(out, flipped)
-        out = out[tuple(0 if axis.dropped else slice(None) for axis in axes)]
-        if None not in parts:
-            return out
-        left = (part for part in parts if part is None or isinstance(part, slice))
-        return out[tuple(None if part is None else slice(None) for part in left)]
+            out = self._read(chosen.axes)
+        if chosen.flipped:
+            out = flip_axes(out, chosen.flipped)
+        return out.reshape(chosen.shape)
 
     def _read(self, axes: tuple[Axis, ...]) -> torch.Tensor:
         """Return the elements in ascending order; all is planned before memory is asked for."""
-        counts, dtype = [axis.count for axis in axes], self._entry.properties.dtype
+        counts = [axis.count for axis in axes]
         if 0 in counts:
-            return empty_tensor(counts, dtype)
+            return self._empty(counts)
         head = Head(self.name, self.name, WriteItemType.SHARD, self._entry.properties, self.shape)
         items = WriteItems(
             Catalog.of((head,)),
@@ -253,94 +277,126 @@ class SavedTensor(Lazy):
             column([[axis.low for axis in axes]], 1, self.ndim),
             column([[axis.reach for axis in axes]], 1, self.ndim),
         )
-        step = [abs(axis.step) if axis.count > 1 else 1 for axis in axes]
+        step = [axis.stride for axis in axes]
         alone = Metadata({self.name: self._entry})  # planning looks at every name
-        reads = _every(load_plan(alone, SavePlan(items)).items, step)
-        out, sizes = empty_tensor(counts, dtype), reads.lengths[:, : self.ndim]
-        at, sizes = (reads.dest_offsets[:, : self.ndim] // column(step), -(-sizes // column(step)))
+        reads = load_plan(alone, SavePlan(items)).items.every(step)
+        out, sizes = self._empty(counts), reads.lengths[:, : self.ndim]
+        at, sizes = reads.dest_offsets[:, : self.ndim] // column(step), -(-sizes // column(step))
         self._reader.fill(
             reads,
-            lambda row: box_view(out, at[row].tolist(), sizes[row].tolist()),
+            lambda row: Window.of(box_view(out, at[row].tolist(), sizes[row].tolist())),
             step=step,
             verify=self._verify,
         )
         return out
+
+    def _empty(self, shape: Sequence[int]) -> torch.Tensor:
+        refuse_dtypes({self.name: self._entry.properties.dtype})
+        return empty_tensor(shape, self._entry.properties.dtype)
 
     def __repr__(self) -> str:
         dtype = self._entry.properties.dtype
         return f"SavedTensor({self.name!r}, shape={list(self.shape)}, dtype={dtype})"
 
     def _repr_html_(self) -> str:
-        return _describe(self._reader.source, self.name).html()
+        row, url = _row(self.name, self._entry, self._files), self._reader.store.url
+        return listing(f"Tensor {self.name} of {url}", _HEAD, [row], 1).html()
+
+    @property
+    def _files(self) -> Source | None:
+        return self._reader.source
 
 
-def _every(reads: ReadItems, step: Sequence[int]) -> ReadItems:
-    """Start each read at the first of its elements that is wanted; drop those without any."""
-    if max(step, default=1) == 1:
-        return reads
-    along = pad(column([step], 1, len(step)), reads.lengths.shape[1], 1)
-    skipped = -reads.dest_offsets % along
-    lengths = reads.lengths - skipped
-    begun = attrs.evolve(
-        reads,
-        dest_offsets=readonly(reads.dest_offsets + skipped),
-        storage_offsets=readonly(reads.storage_offsets + skipped),
-        lengths=readonly(np.maximum(lengths, 0)),
-    )
-    return begun.take(np.all(lengths > 0, axis=1))
+class SeenTensor(SavedTensor):
+    """A tensor of the state dict, as a planner makes it of the tensors in a checkpoint."""
+
+    def __init__(
+        self, reader: Reader, name: str, entry: TensorMetadata, verify: bool, items: WriteItems
+    ) -> None:
+        super().__init__(reader, name, entry, verify)
+        named = np.array([known == name for known in items.catalog.names], bool)
+        self._items = items.take(named[items.row])
+
+    @property
+    def _files(self) -> Source | None:
+        return None
+
+    def _read(self, axes: tuple[Axis, ...]) -> torch.Tensor:
+        """Return the elements in ascending order; those between them are read, too."""
+        counts, dtype = [axis.count for axis in axes], self._entry.properties.dtype
+        if 0 in counts:
+            return empty_tensor(counts, dtype)
+        offsets, sizes = tuple(a.low for a in axes), tuple(a.reach for a in axes)
+        out = empty_tensor(sizes, dtype)
+        sources = self._sources(offsets, sizes)
+        targets = [box_view(out, one.cut.chunk_offsets, one.cut.chunk_sizes) for one in sources]
+        found = [
+            target if one.is_plain(dtype) else empty_tensor(one.box.sizes, one.dtype)
+            for one, target in zip(sources, targets, strict=True)
+        ]
+        reads, box = read_boxes(self._reader.metadata, [one.box for one in sources])
+        # All at once, so that chunks are read whole, and checked.
+        self._reader.fill_boxes(found, reads, box, verify=self._verify)
+        for one, tensor, target in zip(sources, found, targets, strict=True):
+            if tensor is not target:
+                window = Window(tensor, one.cut.chunk_sizes, one.cut.axes)
+                start = (0,) * target.ndim
+                for theirs, mine in window.pairs(start, one.cut.chunk_sizes, target):
+                    copy_elements(mine, theirs)
+        return out[tuple(slice(None, None, axis.stride) for axis in axes)].contiguous()
+
+    def _sources(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[_Source]:
+        """Find what a box of it is made of."""
+        checkpoint = Checkpoint(self._reader, verify=self._verify)
+        names = {self._items.catalog.sources[row] for row in self._items.row.tolist()}
+        pieces, _, refused = collect(
+            {name: checkpoint[name] for name in names}, SavePlan(self._items)
+        )
+        if refused:
+            raise ValueRefusedError(refused)
+        found = []
+        for piece in pieces.values():
+            for origin in piece.origins:
+                moved = origin.moved(piece.offsets)
+                cuts = moved.within(offsets, sizes)
+                if isinstance(moved.source, SavedTensor):
+                    name, dtype = moved.source.name, self._reader.dtype_of(moved.source.name)
+                    boxes = [Box(name, one.box_offsets, one.box_sizes) for one in cuts]
+                    found += [_Source(b, dtype, c) for b, c in zip(boxes, cuts, strict=True)]
+                elif cuts:
+                    text = f"the planner leaves out a part of `{self.name}`: it is not saved"
+                    raise PlanError([Issue("left_out", self.name, text)])
+        return found
 
 
-def _spread(parts: Sequence[Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """Replace an ellipsis, or the end of a short index, by full slices; new axes stay."""
-    dots = [i for i, part in enumerate(parts) if part is Ellipsis]
-    said = sum(part is not None and part is not Ellipsis for part in parts)
-    if len(dots) > 1 or said > len(shape):
-        raise IndexError(f"{tuple(parts)!r} has too many parts for a tensor of shape {list(shape)}")
-    at = dots[0] if dots else len(parts)
-    rest = [slice(None)] * (len(shape) - said)
-    return (*parts[:at], *rest, *parts[at + len(dots) :])
+@attrs.frozen
+class _Source:
+    """A box of a saved tensor, what that is stored as, and the box of another that it becomes."""
+
+    box: Box
+    dtype: str
+    cut: Cut
+
+    def is_plain(self, dtype: str) -> bool:
+        """Whether it becomes that as it is."""
+        return self.cut.axes is None and self.dtype == dtype
 
 
-def normal_index(index: Any, shape: tuple[int, ...]) -> tuple[Axis, ...]:
-    """Return what an index of integers, slices and an ellipsis selects along each axis.
+def refuse_saved(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """Return a state dict; raise if tensors of it lie in a checkpoint.
 
-    >>> normal_index((-1, slice(None, None, -2)), (4, 5))
-    (Axis(start=3, step=1, count=1, dropped=True), Axis(start=4, step=-2, count=3, dropped=False))
+    A save would read them block by block, and chunks of the checkpoint that are cut differently
+    could not be checked: damage would be given new checksums that fit.
     """
-    parts = _spread(index if isinstance(index, tuple) else (index,), shape)
-    return tuple(_axis(part, n, i) for i, (part, n) in enumerate(zip(parts, shape, strict=True)))
+    names = [name for name, value in flatten(state)[0].items() if isinstance(value, SavedTensor)]
+    if names:
+        why = "is a tensor of a checkpoint: read() it first, or use convert to copy checkpoints"
+        raise ValueRefusedError(dict.fromkeys(names, why))
+    return state
 
 
-def _axis(part: Any, length: int, number: int) -> Axis:
-    if isinstance(part, slice):
-        start, stop, step = part.indices(length)
-        return Axis(start, step, len(range(start, stop, step)))
-    try:
-        if isinstance(part, (bool, np.bool_)) or getattr(part, "ndim", 0) > 0:
-            raise TypeError  # a mask or an array, even if of one element
-        position = operator.index(part)
-    except TypeError:
-        kind = f"a {type(part).__name__}" if hasattr(part, "__len__") else repr(part)
-        raise TypeError(
-            f"{kind} cannot index a saved tensor; use whole numbers, slices, None and ..., or "
-            "read() it first and index that by lists, arrays and masks"
-        ) from None
-    if not -length <= position < length:
-        raise IndexError(f"index {position} is out of range for axis {number} of length {length}")
-    return Axis(position % length, 1, 1, dropped=True)
-
-
-def _describe(source: Source, name: str | None = None) -> Sheet:
-    """Lay out a checkpoint, or one of its tensors."""
-    entries = source.metadata.state_dict_metadata
-    if name is not None:
-        return listing(f"Tensor {name} of {source.store.url}", _HEAD, [_row(source, name)], 1)
-    rows = [_row(source, name) for name in entries.names[:_SHOWN]]
-    return listing(_title(source), _HEAD, rows, len(entries))
-
-
-def _title(source: Source) -> str:
-    entries = source.metadata.state_dict_metadata
+def _title(source: Source, metadata: Metadata) -> str:
+    entries = metadata.state_dict_metadata
     volumes = [layout.tiling.volume() for layout in entries.layouts]
     pairs = zip(entries.layout.tolist(), entries.prop.tolist(), strict=True)
     total = sum(volumes[la] * entries.props[pr].itemsize for la, pr in pairs if la >= 0)
@@ -355,14 +411,16 @@ def _title(source: Source) -> str:
     return f"Checkpoint {source.store.url}: {', '.join(about)}"
 
 
-def _row(source: Source, name: str) -> tuple[str, ...]:
-    entry = source.metadata.entry(name)
+def _row(
+    name: str, entry: TensorMetadata | BytesMetadata, source: Source | None
+) -> tuple[str, ...]:
+    """Describe a tensor or another value; ``source`` knows the files, if they are to be shown."""
     if not isinstance(entry, TensorMetadata):
         return name, "value", "", "", ""
     chunks = entry.chunks
     grid = [len(cuts) - 1 for cuts in chunks.cuts] if isinstance(chunks, Grid) else None
     cut = cut_text(len(chunks), grid)
-    files = source.file_numbers(name)
+    files = None if source is None else source.file_numbers(name)
     if files is not None:
         cut += f", {counted(len(set(files)), 'file')}"
     size = human_bytes(math.prod(entry.size) * entry.properties.itemsize)

@@ -1,15 +1,13 @@
-"""The ranks that take part in a call, and their collective steps."""
+"""The ranks that take part in a call."""
 
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, Final, Generic, NoReturn, TypeVar, cast
+from typing import Any, Final
 
 import attrs
 
@@ -18,35 +16,23 @@ from shardplan.dist import (
     Comm,
     Failure,
     LostRanksError,
-    Reduce,
+    Meeting,
+    Pending,
     all_reduce,
     solo,
     torch_comm,
 )
-from shardplan.planning import listed, span
 
 __all__ = [
     "JobComm",
-    "Kept",
     "Place",
-    "Taken",
     "as_comm",
     "counting",
     "default_comm",
-    "fail_alike",
-    "host_name",
-    "keep_step",
     "own_place",
     "place_of",
-    "take_step",
-    "ranks_by_value",
     "world_group",
 ]
-
-_MEETINGS: Final = frozenset(("gather", "scatter", "broadcast", "all_gather", "reduce"))
-
-M = TypeVar("M")
-W = TypeVar("W")
 
 
 @attrs.frozen
@@ -77,10 +63,14 @@ class JobComm:
     Attributes:
         private: Whether it has its own connections.
         held: The current comm; None if there is none yet.
+        chosen: A process group, to use in place of that of all ranks.
+        coordinator: The place in the group of the rank that gathers and scatters.
     """
 
     private: bool
     held: Comm | None = None
+    chosen: Any = None
+    coordinator: int = 0
     _group: Any = None
     _calls: int = 0
     _lock: threading.Lock = attrs.field(factory=threading.Lock)
@@ -93,7 +83,7 @@ class JobComm:
             RuntimeError: A launcher started several ranks, and there is no process group.
         """
         with self._lock:
-            group = world_group()
+            group = world_group() if self.chosen is None else self.chosen
             if group is None:
                 _refuse_missing_group()
                 self.held = self._group = None
@@ -101,16 +91,19 @@ class JobComm:
             self._calls += 1
             if self.held is None or self._group is not group:
                 with _named_step("make connections"):
-                    self.held, self._calls = torch_comm(group, private=self.private), 1
+                    self.held, self._calls = self._connect(group, private=self.private), 1
                 self._group = group
             elif self.held.lost:
                 self._go_on()
             return self.held
 
+    def _connect(self, group: Any, **options: bool) -> Comm:
+        return torch_comm(group, coordinator=self.coordinator, **options)
+
     def _go_on(self) -> None:
         step = "go on after a rank was lost"
         with _named_step(step):
-            comm = self.held = torch_comm(self._group, private=True, fresh=True)
+            comm = self.held = self._connect(self._group, private=True, fresh=True)
         most, behind = all_reduce(comm, step, lambda: self._calls, _behind)
         self._calls = most
         if behind:
@@ -139,14 +132,14 @@ def _behind(calls: list[int]) -> tuple[int, list[tuple[int, int]]]:
 _job: Final = JobComm(private=False)
 
 
-def as_comm(comm: Comm | None) -> Comm:
+def as_comm(comm: object) -> Comm:
     """Return the comm that a caller passed, by default `default_comm`; check its type."""
-    if comm is not None and not hasattr(comm, "coordinator"):  # a process group, say
-        kind = type(comm).__name__
-        raise TypeError(
-            f"comm is a {kind}; for a process group, pass shardplan.dist.torch_comm(it)"
-        )
-    return default_comm() if comm is None else comm
+    if comm is None:
+        return default_comm()
+    if isinstance(comm, Comm):
+        return comm
+    kind = type(comm).__name__  # a process group, say
+    raise TypeError(f"comm is a {kind}; for a process group, pass shardplan.dist.torch_comm(it)")
 
 
 def default_comm() -> Comm:
@@ -196,137 +189,46 @@ def own_place() -> Place:
     return Place(group.rank(), group.size())
 
 
-def take_step(
-    comm: Comm, step: str, map: Callable[[], Any], reduce: Callable[[list[Any]], Any]
-) -> Any:
-    """Run `all_reduce`, except that a single rank raises its errors unchanged."""
-    if comm.world_size == 1:
-        return reduce([map()])
-    return all_reduce(comm, step, map, reduce)
-
-
 @attrs.frozen(eq=False)
-class Kept(Generic[M]):
-    """The result of a function of a step: a value for this rank, and a message."""
+class _CountingComm(Comm):
+    """A comm that counts the bytes that a rank sends and receives in meetings."""
 
-    value: M
-    sent: Any
+    rank: int
+    ranks: Sequence[int]
+    coordinator: int
+    comm: Comm
+    count: Callable[[int], None]
 
+    @property
+    def lost(self) -> bool:
+        return self.comm.lost
 
-@attrs.frozen(eq=False)
-class Taken(Generic[M, W]):
-    """The result of a step that succeeded on all ranks.
+    def meet(self, data: bytes, topic: str) -> Meeting:
+        meeting = self.comm.meet(data, topic)
+        self.count(len(data) + sum(map(len, meeting.gathered or [meeting.reply])))
+        return attrs.evolve(meeting, comm=self)
 
-    ``mine`` is what ``map`` kept, ``whole`` what ``reduce`` kept (None except on the coordinator),
-    and ``got`` the coordinator's message to this rank.
-    """
+    def answer(self, parts: Sequence[bytes], topic: str) -> bytes:
+        self.count(sum(map(len, parts)))
+        return self.comm.answer(parts, topic)
 
-    mine: M
-    whole: W | None
-    got: Any
+    def send(self, place: int, data: memoryview) -> Pending:
+        return self.comm.send(place, data)
 
+    def receive(self, place: int, into: memoryview) -> Pending:
+        return self.comm.receive(place, into)
 
-def keep_step(
-    comm: Comm,
-    step: str,
-    map: Callable[[], Kept[M]],
-    reduce: Callable[[list[Any]], Kept[W]],
-    *,
-    collective: Callable[..., Any] = take_step,
-    undo: Callable[[M, BaseException], None] | None = None,
-) -> Taken[M, W]:
-    """Run a step in which ranks keep more than they send.
-
-    ``map`` runs on every rank, and ``reduce`` on the coordinator with the messages of all ranks.
-    ``undo`` is called with what ``map`` kept, and the error, if the step fails after ``map``.
-
-    >>> keep_step(solo(), "add up", lambda: Kept("mine", 2), lambda sent: Kept("all", sum(sent)))
-    Taken(mine='mine', whole='all', got=2)
-    """
-    mine: Kept[M] | None = None
-    whole: Kept[W] | None = None
-
-    def send() -> Any:
-        nonlocal mine
-        mine = map()
-        return mine.sent
-
-    def reply(sent: list[Any]) -> Any:
-        nonlocal whole
-        whole = reduce(sent)
-        return whole.sent
-
-    try:
-        got = collective(comm, step, send, reply)
-    except BaseException as error:
-        if mine is not None and undo is not None:
-            undo(mine.value, error)
-        raise
-    assert mine is not None
-    return Taken(mine.value, None if whole is None else whole.value, got)
-
-
-def ranks_by_value(ranks: Sequence[int], values: Sequence[str]) -> str:
-    """Return which ranks have which of several values, as text; empty if all are equal.
-
-    >>> ranks_by_value((0, 1, 2), ("a", "a", "b"))
-    'ranks 0, 1: a; rank 2: b'
-    """
-    sides: dict[str, list[int]] = {}
-    for rank, value in zip(ranks, values, strict=True):
-        sides.setdefault(value, []).append(rank)
-    texts = [f"{span(who)}: {value}" for value, who in sides.items()]
-    return listed(texts, quote="", between="; ") if len(sides) > 1 else ""
-
-
-def fail_alike(comm: Comm, step: str, error: Exception) -> NoReturn:
-    """Raise an error that all other ranks raise as well."""
-    kind, text = type(error).__name__, str(error)
-    failures = [Failure(rank, step, kind, text, expected=True) for rank in comm.ranks]
-    raise CheckpointError(failures, error)
-
-
-class _Counting:
-    """A comm that counts the bytes that a rank sends and receives in collectives."""
-
-    def __init__(self, comm: Comm, count: Callable[[int], None]) -> None:
-        self._comm, self._count = comm, count
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._comm, name)
-        return partial(self._meet, method) if name in _MEETINGS else method
-
-    def _meet(self, method: Callable[..., Any], data: Any, *rest: Any) -> Any:
-        got = method(data, *(self._counted(work) if callable(work) else work for work in rest))
-        self._count(_size(data) + _size(got))
-        return got
-
-    def _counted(self, work: Reduce) -> Reduce:
-        def counted(parts: list[bytes]) -> bytes:
-            self._count(_size(parts))
-            return work(parts)
-
-        return counted
-
-
-def _size(data: bytes | Sequence[bytes] | None) -> int:
-    if isinstance(data, bytes) or not data:
-        return len(data or b"")
-    return sum(map(len, data))
+    def leave(self, reason: str) -> None:
+        self.comm.leave(reason)
 
 
 def counting(comm: Comm, count: Callable[[int], None]) -> Comm:
-    """Return a comm that also counts the bytes of this rank's collectives.
+    """Return a comm that also counts the bytes of this rank's meetings.
 
     >>> counts = []
     >>> counting(solo(), counts.append).broadcast(b"plan")
     b'plan'
-    >>> counts
-    [8]
+    >>> sum(counts)
+    4
     """
-    return cast(Comm, _Counting(comm, count))
-
-
-def host_name() -> str:
-    """Return the host name, equal for ranks on one machine."""
-    return socket.gethostname()
+    return _CountingComm(comm.rank, comm.ranks, comm.coordinator, comm, count)

@@ -8,16 +8,35 @@ import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from shardplan.dist import CheckpointError, Comm, solo
-from shardplan.io import FormatError, Pool, ProgressCallback, UnsureCommitError
+from shardplan.dist import Comm, Turn, solo, take_step
+from shardplan.io import FormatError, Pool, ProgressCallback
 from shardplan.io.execute import Copied, Copies, stored_chunks, write_copies
-from shardplan.io.formats import CommitJob, Part, Source, find_format, open_source, open_target
+from shardplan.io.formats import (
+    CommitJob,
+    ExtraFiles,
+    Part,
+    Source,
+    find_format,
+    open_source,
+    open_target,
+    read_as,
+)
 from shardplan.io.stores import Store
-from shardplan.planning import Mesh, Passes, SavePlan, counted, fingerprint, human_bytes, listed
+from shardplan.planning import (
+    Mesh,
+    Passes,
+    SavePlan,
+    counted,
+    fingerprint,
+    human_bytes,
+    listed,
+    ranks_by_value,
+)
+from shardplan.planning.passes import reading_of
 from shardplan.planning.storage import (
     CopyBudget,
     Placements,
@@ -28,8 +47,12 @@ from shardplan.planning.storage import (
     share_plans,
 )
 
-from ._comm import Kept, as_comm, keep_step, ranks_by_value
-from ._report import Stopwatch, dropped_text, logged, sheet_of, times_text
+from ._comm import as_comm
+from ._report import Stopwatch, dropped_text, logged, sheet_of, times_text, with_trace
+from ._save import surely_failed
+
+if TYPE_CHECKING:
+    from shardplan.planning import PlannerTrace
 
 __all__ = ["ConvertReport", "convert", "dcp_to_torch_save", "torch_save_to_dcp"]
 
@@ -56,6 +79,8 @@ class ConvertReport:
         notes: What was odd about the old checkpoint, and yet no error.
         leftovers: Files of the checkpoint that was replaced which could not be removed.
         dropped: Names in the old checkpoint of what the planner left out.
+        trace: What each pass of the planner did, with ``trace=True``.
+        carried: Files that were put beside the tensors: a config, a tokenizer.
     """
 
     path: str
@@ -72,9 +97,11 @@ class ConvertReport:
     notes: tuple[str, ...] = ()
     leftovers: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
+    trace: PlannerTrace | None = None
+    carried: tuple[str, ...] = ()
 
     @property
-    def _told(self) -> str:
+    def _title(self) -> str:
         return (
             f"converted {counted(self.tensors, 'tensor')} and {counted(self.values, 'value')} to "
             f"{self.format}: read {human_bytes(self.bytes_read)}, wrote "
@@ -89,14 +116,18 @@ class ConvertReport:
         if self.tied:
             pairs = [f"{name} = {kept}" for name, kept in self.tied.items()]
             yield f"tied weights: {listed(pairs, quote='')}"
+        if self.carried:
+            yield f"put beside the tensors: {listed(self.carried, quote='')}"
         yield from dropped_text(self.dropped, "converted")
         yield from self.notes
 
     def __repr__(self) -> str:
-        return "\n".join([f"{self._told}; {times_text(self.seconds)}", *self._remarks])
+        trace = [repr(self.trace)] if self.trace else []
+        return "\n".join([f"{self._title}; {times_text(self.seconds)}", *self._remarks, *trace])
 
     def _repr_html_(self) -> str:
-        return sheet_of(self._told, self.seconds, notes=self._remarks).html()
+        sheet = sheet_of(self._title, self.seconds, notes=self._remarks)
+        return with_trace(sheet, self.trace).html()
 
 
 def convert(
@@ -110,10 +141,12 @@ def convert(
     max_memory: int | str = 1 << 30,
     overwrite: bool = False,
     max_shard_size: int | str | None = None,
+    extra_files: ExtraFiles | None = None,
     verify: bool = True,
     progress: ProgressCallback | None = None,
     comm: Comm | None = None,
     pool: Pool | None = None,
+    trace: bool = False,
 ) -> ConvertReport:
     """Make a checkpoint of another one, of any format and sharding, in bounded memory.
 
@@ -125,8 +158,10 @@ def convert(
         src: The checkpoint to read, of any format: a folder, or a file if it is a single one.
         dst: Where to write, on a disk or in an object store.
         format: What to write: see `save`.
-        planner: A pass, or a list of them, such as ``[select("model.*"), cast("bfloat16")]``. The
-            ranks that passes see are those of ``mesh``, or a single one.
+        planner: A pass, or a list of them, such as ``[select("model.*"), cast("bfloat16")]``, from
+            the old checkpoint's names and shapes to the new one's. The ranks that passes see are
+            those of ``mesh``, or a single one. `dequantize` reads a quantised model as if it were
+            not.
         mesh: The ranks to shard for: files will be as these ranks would have written them. If left
             out, tensors stay cut as they are, or become whole where the format wants it.
         placements: How tensors lie on the mesh: placements for all tensors; or by shell-style
@@ -138,12 +173,15 @@ def convert(
         overwrite: Whether a checkpoint that is there may be replaced.
         max_shard_size: The most bytes of a file, as a number or as ``"5GB"``; a tensor that is
             larger has a file to itself. Not for a mesh, nor for ``"torch"``.
+        extra_files: As in `save`. From ``"hf"`` to ``"hf"``, the config, the tokenizer and their
+            like are carried over; files given here count before these.
         verify: Whether to check every chunk against its checksum, where the old checkpoint has
             any. A chunk that is neither read whole nor in blocks is read once more for that.
         progress: Called with the bytes done and the bytes in all, of this process.
         comm: The processes that share the work; by default all of torch's process group, or this
             one alone.
         pool: The threads that read; by default as many as fit into ``max_memory``.
+        trace: Whether to report what each pass of ``planner`` does, as `show` prints it.
 
     Returns:
         What was read and written, what was left out, and how long it took.
@@ -171,78 +209,118 @@ def convert(
         CheckpointError: With several processes, any of these; it names the ranks that failed.
     """
     comm, watch = as_comm(comm), Stopwatch()
+    reading = reading_of(planner)
+    planner = reading.planner
 
-    def prepare() -> Kept[_Job]:
-        limit = _shard_limit(max_shard_size, format, mesh)
-        store, writer = open_target(dst, format)
+    def prepare() -> Turn[_Plan]:
+        limit, into = _shard_limit(max_shard_size, format, mesh), find_format(format)
+        options = {} if extra_files is None else {"extra_files": extra_files}
+        store, writer = open_target(dst, format, **options)
         with watch.phase("open"):
-            source = open_source(src, pool=pool)
+            source = read_as(open_source(src, pool=pool), reading)
             _refuse_same(source, store, writer.file)
         budget = _budget(parse_size(max_memory), source.store.staging, store.staging)
         with watch.phase("plan"):
             stored = stored_chunks(source)
             target = plan_target(
                 source.metadata,
-                find_format(format),
+                into,
                 stored,
                 planner=planner,
                 mesh=mesh,
                 placements=placements,
                 max_shard_size=limit,
                 processes=comm.world_size,
+                trace=trace,
             )
-            writer.carry_over(target.tied, source.remarks)
+            writer = writer.carrying(target.tied, source.remarks)
+            writer = writer if source.beside is None else writer.with_files(source.beside)
             if comm.rank == comm.coordinator:
                 writer.refuse(store, overwrite)
-        copies = Copies(source, stored, target.plans, store, writer, budget, verify)
-        digest = ""  # differs if what will be written does
-        if planner is not None and comm.world_size > 1:
-            prints = [fingerprint(target.metadata), *map(fingerprint, target.plans)]
-            digest = hashlib.blake2b(" ".join(prints).encode(), digest_size=6).hexdigest()
-        return Kept(_Job(format, target, copies), (secrets.token_hex(6), digest))
+        copies = Copies(
+            source, stored, target.plans, store, writer, budget, verify, into.whole_tensors
+        )
+        digest = _digest(target) if planner is not None and comm.world_size > 1 else ""
+        return Turn(_Plan(target, copies), (secrets.token_hex(6), digest))
 
-    opened = keep_step(comm, "open", prepare, partial(_agree, comm))
-    job, save_id = opened.mine, opened.got
-    share = share_plans(job.target.plans, comm.world_size)[comm.rank]
-
-    def write() -> Kept[Copied]:
-        with watch.phase("write"), _pointing_at_verify(job.copies.source):
-            copied = write_copies(job.copies, share, save_id, progress, pool)
-        parts = [(number, attrs.astuple(part)) for number, part in copied.parts.items()]
-        sent = {"parts": parts, "bytes_read": copied.bytes_read, "verified": copied.verified}
-        return Kept(copied, sent)
-
-    def commit(shares: list[dict[str, Any]]) -> Kept[None]:
-        with watch.phase("commit"):
-            return Kept(None, _commit(job, shares, save_id, overwrite))
-
-    def undo(copied: Copied, error: BaseException) -> None:
-        for part in copied.parts.values() if _surely_failed(error) else ():
-            job.copies.writer.discard(job.copies.store, part.report, save_id)
-
-    done = keep_step(comm, "convert", write, commit, undo=undo).got
-    report = _report(job, done, watch)
+    opened = take_step(comm, "open", prepare, partial(_agree, comm))
+    task = _AgreedConversion(comm, opened.mine, opened.reply, overwrite, watch, progress, pool)
+    done = take_step(comm, "convert", task.write, task.commit, undo=task.discard).reply
+    report = _report(format, opened.mine, done, watch)
     return logged(report, report.path, loud=comm.rank == comm.coordinator, left=report.leftovers)
 
 
 @attrs.frozen(eq=False)
-class _Job:
-    """A conversion that was planned: to which format, what to write, and how."""
+class _Plan:
+    """What to write, and how to copy it."""
 
-    format: str
     target: Target
     copies: Copies
 
 
-def _agree(comm: Comm, offers: list[tuple[str, str]]) -> Kept[None]:
-    """Return the name of the save, if all processes have the same plans."""
+def _digest(target: Target) -> str:
+    """Return a text that differs if what will be written does."""
+    prints = [fingerprint(target.metadata), *map(fingerprint, target.plans)]
+    return hashlib.blake2b(" ".join(prints).encode(), digest_size=6).hexdigest()
+
+
+def _agree(comm: Comm, offers: list[tuple[str, str]]) -> Turn[None]:
+    """Return the id of the save, if all processes have the same plans."""
     apart = ranks_by_value(comm.ranks, [digest for _, digest in offers])
     if apart:
         raise ValueError(
             f"the planner gives processes different plans (digests: {apart}); its passes must "
             "not depend on the process that runs them: `plan.rank` is the rank of the mesh"
         )
-    return Kept(None, offers[comm.coordinator][0])
+    return Turn(None, offers[comm.coordinator][0])
+
+
+@attrs.frozen(eq=False)
+class _AgreedConversion:
+    """This process's share of a conversion that all have agreed on."""
+
+    comm: Comm
+    plan: _Plan
+    save_id: str
+    overwrite: bool
+    watch: Stopwatch
+    progress: ProgressCallback | None
+    pool: Pool | None
+
+    def write(self) -> Turn[Copied]:
+        """Write this process's share of the files."""
+        share = share_plans(self.plan.target.plans, self.comm.world_size)[self.comm.rank]
+        copies = self.plan.copies
+        with self.watch.phase("write"), _pointing_at_verify(copies.source):
+            copied = write_copies(copies, share, self.save_id, self.progress, self.pool)
+        parts = [(number, attrs.astuple(part)) for number, part in copied.parts.items()]
+        sent = {"parts": parts, "bytes_read": copied.bytes_read, "verified": copied.verified}
+        return Turn(copied, sent)
+
+    def commit(self, shares: list[dict[str, Any]]) -> Turn[None]:
+        """Make a checkpoint of what all processes wrote; return what they did together."""
+        target, copies = self.plan.target, self.plan.copies
+        parts = {n: Part(*fields) for share in shares for n, fields in share["parts"]}
+        reports = [parts[n].report for n in range(len(target.plans))]
+        with self.watch.phase("commit"):
+            job = CommitJob(
+                copies.store, target.metadata, target.plans, reports, self.save_id, self.overwrite
+            )
+            left = copies.writer.commit(job)
+        total = {
+            "files": sum(part.files for part in parts.values()),
+            "bytes_written": sum(part.nbytes for part in parts.values()),
+            "bytes_read": sum(share["bytes_read"] for share in shares),
+            "verified": sum(share["verified"] for share in shares),
+            "leftovers": left,
+            "carried": copies.writer.extra_names(),
+        }
+        return Turn(None, total)
+
+    def discard(self, copied: Copied, error: BaseException) -> None:
+        """Remove what this process wrote, if the conversion has certainly failed."""
+        for part in copied.parts.values() if surely_failed(error) else ():
+            self.plan.copies.writer.discard(self.plan.copies.store, part.report, self.save_id)
 
 
 def _budget(max_memory: int, reading: int, writing: int) -> CopyBudget:
@@ -261,13 +339,15 @@ def _budget(max_memory: int, reading: int, writing: int) -> CopyBudget:
 
 
 def _shard_limit(size: int | str | None, format: str, mesh: Mesh | None) -> int | None:
-    """Return the most bytes of a file, having refused it where it would say nothing."""
+    """Return the most bytes of a file; refuse a limit where it has no meaning."""
     if size is None:
         return None
     if find_format(format).is_file:
         raise ValueError(f"max_shard_size is for several files, and a {format} checkpoint is one")
     if mesh is not None:
-        raise ValueError("max_shard_size and mesh exclude each other: a mesh says what is cut how")
+        raise ValueError(
+            "max_shard_size and mesh exclude each other: a mesh says how tensors are cut"
+        )
     return parse_size(size)
 
 
@@ -297,57 +377,29 @@ def _pointing_at_verify(source: Source) -> Iterator[None]:
         raise FormatError(error.file, f"{error.reason}; {more}") from error
 
 
-def _commit(
-    job: _Job, shares: list[dict[str, Any]], save_id: str, overwrite: bool
-) -> dict[str, Any]:
-    """Make a checkpoint of what all processes wrote; return what they did together."""
-    target, copies = job.target, job.copies
-    parts = {n: Part(*fields) for share in shares for n, fields in share["parts"]}
-    reports = [parts[n].report for n in range(len(target.plans))]
-    left = copies.writer.commit(
-        CommitJob(copies.store, target.metadata, target.plans, reports, save_id, overwrite)
-    )
-    return {
-        "files": sum(part.files for part in parts.values()),
-        "bytes_written": sum(part.nbytes for part in parts.values()),
-        "bytes_read": sum(share["bytes_read"] for share in shares),
-        "verified": sum(share["verified"] for share in shares),
-        "leftovers": left,
-    }
-
-
-def _surely_failed(error: BaseException) -> bool:
-    """Return True if no process has committed or still can."""
-    if isinstance(error, CheckpointError):
-        unsure = {"LostRank", UnsureCommitError.__name__}
-        return all(failure.type not in unsure for failure in error.failures)
-    return isinstance(error, Exception) and not isinstance(error, UnsureCommitError)
-
-
-def _report(job: _Job, done: Mapping[str, Any], watch: Stopwatch) -> ConvertReport:
-    target = job.target
+def _report(format: str, plan: _Plan, done: Mapping[str, Any], watch: Stopwatch) -> ConvertReport:
+    target, copies = plan.target, plan.copies
     entries = target.metadata.state_dict_metadata
     tensors = int((entries.layout >= 0).sum())
     return ConvertReport(
-        path=job.copies.store.url,
-        format=job.format,
+        path=copies.store.url,
+        format=format,
         tensors=tensors,
         values=len(entries) - tensors - len(target.left_out),
         seconds=dict(watch.seconds),
         left_out=target.left_out,
         tied=dict(target.tied),
-        notes=job.copies.source.notes,
+        notes=copies.source.notes,
         dropped=target.dropped,
-        **{**done, "leftovers": tuple(done["leftovers"])},
+        trace=target.trace,
+        **{**done, **{key: tuple(done[key]) for key in ("leftovers", "carried")}},
     )
 
 
 def dcp_to_torch_save(
     dcp_dir: Path, torch_save_path: str | os.PathLike[str], *, comm: Comm | None = None
 ) -> ConvertReport:
-    """Make a single ``torch.save`` file of a DCP checkpoint, nested as it was saved.
-
-    As torch's function of the same name, but in bounded memory.
+    """Make a ``torch.save`` file of a DCP checkpoint, as torch does, but in bounded memory.
 
     Args:
         dcp_dir: The checkpoint; any other format will do as well.
@@ -355,16 +407,15 @@ def dcp_to_torch_save(
         comm: The processes that share the work; by default this one alone, as with torch's
             function: one rank of a job may call it by itself.
     """
-    comm = solo() if comm is None else comm
-    return convert(dcp_dir, torch_save_path, format="torch", overwrite=True, comm=comm)
+    return convert(dcp_dir, torch_save_path, format="torch", overwrite=True, comm=comm or solo())
 
 
 def torch_save_to_dcp(
     torch_save_path: str | os.PathLike[str], dcp_dir: Path, *, comm: Comm | None = None
 ) -> ConvertReport:
-    """Make a DCP checkpoint of a ``torch.save`` file.
+    """Make a DCP checkpoint of a ``torch.save`` file, as torch does, but in bounded memory.
 
-    As torch's function of the same name, but in bounded memory, and no code of the file is run.
+    No code of the file is run.
 
     Args:
         torch_save_path: The file; any other checkpoint will do as well.
@@ -373,5 +424,4 @@ def torch_save_to_dcp(
         comm: The processes that share the work; by default this one alone, as with torch's
             function: one rank of a job may call it by itself.
     """
-    comm = solo() if comm is None else comm
-    return convert(torch_save_path, dcp_dir, format="dcp", overwrite=True, comm=comm)
+    return convert(torch_save_path, dcp_dir, format="dcp", overwrite=True, comm=comm or solo())

@@ -21,7 +21,7 @@ from shardplan.io import (
 )
 from shardplan.io.execute import Reader
 from shardplan.io.formats import locate, open_source
-from shardplan.io.stores import MissingFileError, Store
+from shardplan.io.stores import Store
 from shardplan.planning import (
     BytesMetadata,
     PlanError,
@@ -109,6 +109,7 @@ class CheckpointDiff(Printed):
         """Differences of names that both have."""
         return tuple(c for c in self.changes if c.what not in _SIGNS)
 
+    @property
     def _sheet(self) -> Sheet:
         cost = f"{human_bytes(self.bytes_read)} of tensors read in {human_seconds(self.seconds)}"
         trust = list(filter(None, [self._trusted()]))
@@ -194,7 +195,7 @@ def diff(
             *sides,
             locate=locate,
             read=read,
-            tell=progress,
+            progress=progress,
         ),
     )
     report = attrs.evolve(report, seconds=time.perf_counter() - start)
@@ -216,24 +217,16 @@ def _url(path: str | os.PathLike[str] | Store) -> str:
 
 def _check(side: Reader) -> None:
     """Refuse a side with gaps, or with a file missing or cut short: checksums cannot show that."""
-    store, files = side.store, side.source.file_sizes
+    url = side.store.url
     try:
         check(side.metadata)
     except PlanError as error:
-        error.add_note(f"the checkpoint is {store.url}")
+        error.add_note(f"the checkpoint is {url}")
         raise
-    listed = {entry.name: entry.size for entry in store.entries(recursive=False)} if files else {}
-    for name, size in files.items():
-        found = listed.get(name)
-        if found != size:
-            try:
-                found = store.size(name)  # a listing may be late
-            except MissingFileError:
-                raise FormatError(name, f"it is missing from {store.url}") from None
-        if found != size:
-            raise FormatError(
-                name, f"it has {found:,} bytes in {store.url}, and was saved with {size:,}"
-            )
+    faults = side.source.missing()
+    if faults:
+        more = f"; {len(faults) - 1:,} more files" if len(faults) > 1 else ""
+        raise FormatError(faults[0].file, f"{faults[0].reason}, in {url}{more}")
 
 
 def _compare(
@@ -243,7 +236,7 @@ def _compare(
     *,
     locate: bool,
     read: bool,
-    tell: ProgressCallback | None,
+    progress: ProgressCallback | None,
 ) -> CheckpointDiff:
     """Compare two open checkpoints, and fill in an empty report."""
     for side in (a, b):
@@ -252,12 +245,12 @@ def _compare(
     entries = a.metadata.state_dict_metadata
     report = attrs.evolve(report, keys=len(entries.keys() & b.metadata.state_dict_metadata.keys()))
     if not report.values:
-        Progress(0, tell)
+        Progress(0, progress)
         return attrs.evolve(report, changes=_by_key(changes))
     changed = {change.key for change in changes}
     shared = [name for name in entries if name not in changed]
     tensors = [n for n in shared if isinstance(entries[n], TensorMetadata)]
-    found = compare_tensors(a, b, tensors, locate=locate, read=read, progress=tell)
+    found = compare_tensors(a, b, tensors, locate=locate, read=read, progress=progress)
     changes += [
         Change(name, "values", d.before, d.after, d.elements, d.first, d.chunks)
         for name, d in found.differing.items()

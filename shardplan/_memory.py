@@ -6,15 +6,15 @@ it. Per-rank state that was saved on another number of ranks is made anew of wha
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final
 
 import attrs
 import numpy as np
-import torch
 
-from shardplan.io import ValueRefusedError, as_tensor, flat_memory
+from shardplan.io import HAS_TORCH, ValueRefusedError, as_tensor, flat_memory, torch
 from shardplan.io.execute import Reader
 from shardplan.planning import (
     Issue,
@@ -23,12 +23,16 @@ from shardplan.planning import (
     Metadata,
     Path,
     PlanError,
+    ReadItem,
     SavePlan,
     Strict,
+    dtype_name,
+    entry_of,
+    is_node,
     shard_finder,
     unflatten,
 )
-from shardplan.planning.columns import ReadItems
+from shardplan.planning.columns import Ints, ReadItems
 from shardplan.planning.storage import (
     SavedElsewhere,
     boxes_of,
@@ -65,24 +69,45 @@ def tied_names(plan: SavePlan, flat: Mapping[str, Any], metadata: Metadata) -> d
     >>> tied_names(local_plan(sd), sd, metadata)
     {'head': 'embed'}
     """
-    catalog, known = plan.items.catalog, metadata.state_dict_metadata
-    names = dict(zip(catalog.names, catalog.sources, strict=True))
-    absent = [name for name in names if name not in known]
+    known = metadata.state_dict_metadata
+    heads = plan.items.catalog.heads
+    absent = {head.name for head in heads if head.name not in known}
     if not absent:
         return {}
+    places = {head.source: _place(flat.get(head.source)) for head in heads}
+    partly = {head.source for head in heads if head.name in absent}
     filled: dict[Hashable, str] = {}
-    for name, source in names.items():
-        place = _place(flat.get(source)) if name in known else None
-        if place is not None:
-            filled.setdefault(place, name)
-    places = {name: _place(flat.get(names[name])) for name in absent}
-    return {name: filled[place] for name, place in places.items() if place in filled}
+    for head in heads:
+        if head.name in known and head.source not in partly and places[head.source] is not None:
+            filled.setdefault(places[head.source], head.name)
+    found: dict[str, str] = {}
+    lacking = {head.name for head in heads if places[head.source] not in filled}
+    for head in heads:
+        if head.name in absent - lacking:
+            found.setdefault(head.name, filled[places[head.source]])
+    return found
 
 
-def blanks(flat: Mapping[str, Any], plan: LoadPlan) -> dict[str, Any]:
+def tied_sources(
+    plan: SavePlan, flat: Mapping[str, Any], tied: Mapping[str, str]
+) -> dict[str, str]:
+    """Map tensors of a state dict that no read fills to those with which they share memory."""
+    heads = plan.items.catalog.heads
+    filled: dict[Hashable, str] = {}
+    for head in heads:
+        if head.name not in tied:
+            filled.setdefault(_place(flat.get(head.source)), head.source)
+    unfilled = {head.source for head in heads if head.name in tied}
+    return {name: filled[_place(flat.get(name))] for name in sorted(unfilled)}
+
+
+def blanks(
+    flat: Mapping[str, Any], plan: LoadPlan, held: SavePlan, metadata: Metadata
+) -> dict[str, Any]:
     """Make memory for the tensors on the meta device that a load fills, by name.
 
-    Those that share their storage, as tied weights do, share the new memory.
+    Those that share their storage, as tied weights do, share the new memory. Those of which this
+    rank has no elements are replaced too, so that no rank is left with a tensor on the meta device.
     """
     made: dict[Hashable, Any] = {}
     reads, device = plan.items, torch.get_default_device()
@@ -91,10 +116,24 @@ def blanks(flat: Mapping[str, Any], plan: LoadPlan) -> dict[str, Any]:
     for name in (reads.names[number] for number in dict.fromkeys(filled.tolist())):
         if _is_meta(flat[name]) and _place(flat[name]) not in made:
             made[_place(flat[name])] = blank_like(flat[name], device)
+    hollow = {
+        head.source: blank_like(flat[head.source], device)
+        for head in held.items.catalog.heads
+        if head.name in metadata.state_dict_metadata and _is_hollow(flat.get(head.source))
+    }
     if not made:
-        return {}
+        return hollow
     places = {name: _place(value) for name, value in flat.items() if _is_meta(value)}
-    return {name: made[place] for name, place in places.items() if place in made}
+    return hollow | {name: made[place] for name, place in places.items() if place in made}
+
+
+def _is_hollow(value: Any) -> bool:
+    """Return True for a tensor on the meta device of which this rank has no elements."""
+    if not _is_meta(value):
+        return False
+    with torch.no_grad():
+        local = value.to_local() if hasattr(value, "placements") else value
+    return not local.numel()
 
 
 def blank_like(value: Any, device: Any) -> torch.Tensor:
@@ -140,13 +179,13 @@ def _place(value: Any) -> Hashable | None:
 
 
 def refuse_unfillable(
-    state_dict: State, paths: Mapping[str, Any], plan: LoadPlan, names: Iterable[str]
+    state_dict: State, paths: Mapping[str, Any], partly: Collection[str], names: Iterable[str]
 ) -> None:
     """Refuse tensors on the meta device that would be filled in part, or that a module holds.
 
-    ``state_dict`` is what the load was given, and ``names`` are those that get memory.
+    ``state_dict`` is what the load was given, ``partly`` names what it fills only a part of, and
+    ``names`` are those that get memory.
     """
-    partly = {issue.fqn for issue in plan.report.mismatched if issue.kind in ("uncovered", "shape")}
     refused = {}
     for name in names:
         *_, last = _nodes(state_dict, paths[name])
@@ -178,8 +217,9 @@ def refuse_fixed(state_dict: State, paths: Mapping[str, Any], names: Iterable[st
     refused = {}
     for name in names:
         nodes = list(_nodes(state_dict, paths[name]))
-        # Tuples are made anew, a `PerRank` is replaced, a stateful object is given all its state.
-        holder = [node for node in nodes if isinstance(node, (Mapping, list))][-1:]
+        # Tuples and nodes are made anew, a `PerRank` is replaced, a stateful object is given all.
+        plain = [node for node in nodes if not is_node(node)]
+        holder = [node for node in plain if isinstance(node, (Mapping, list))][-1:]
         if holder and not is_stateful(nodes[-1]) and not hasattr(holder[0], "__setitem__"):
             kind = type(holder[0]).__name__
             refused[name] = f"lies in a {kind}, which cannot change; pass a dict"
@@ -192,9 +232,9 @@ def _nodes(state_dict: State, path: Sequence[tuple[str, Any]]) -> Iterator[Any]:
     node: Any = state_dict
     for _, key in path:
         yield node
-        if is_stateful(node) or not isinstance(node, (Mapping, list, tuple)):
+        if is_stateful(node) or not (is_node(node) or isinstance(node, (Mapping, list, tuple))):
             return
-        node = node[key]
+        node = entry_of(node, key)
 
 
 # The memory of the tensors
@@ -206,6 +246,8 @@ def destinations(flat: Mapping[str, Any], items: ReadItems, reader: Reader | Non
     Given a reader, tensors that share memory must have been saved with the same values.
     """
     rows = _rows_by_shard(items)
+    if not HAS_TORCH:  # the arrays are new ones
+        return Destinations({key: flat[key[0]] for key in rows})
     shards: dict[_Key, torch.Tensor] = {}
     refused: dict[str, str] = {}
     find = shard_finder(flat)
@@ -238,7 +280,7 @@ def destinations(flat: Mapping[str, Any], items: ReadItems, reader: Reader | Non
 
 def _rows_by_shard(items: ReadItems) -> dict[_Key, list[int]]:
     """Return which reads fill each shard."""
-    names, dest, axes = items.names, items.dest.tolist(), items.ndim.tolist()
+    names, dest, axes = items.names, items.dest.tolist(), items.dest_ndim.tolist()
     anchors, rows = items.dest_anchor.tolist(), dict[_Key, list[int]]()
     for row in np.flatnonzero(items.type == LoadItemType.TENSOR.value).tolist():
         key = names[dest[row]], tuple(anchors[row][: axes[row]])
@@ -297,21 +339,63 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _same_saved(reader: Reader, ours: ReadItems, theirs: ReadItems, shape: tuple[int, ...]) -> bool:
     """Return True if the reads of two shards of one shape bring the same elements."""
-    both = (ours, theirs)
-    names = [items.names[items.storage[0]] for items in both]
-    lows = [(items.storage_anchor + items.storage_offsets).min(axis=0).tolist() for items in both]
-    if names[0] == names[1] and lows[0] == lows[1]:
-        return True
     checkpoint = Checkpoint(reader, verify=False)
-    saved = [checkpoint[name] for name in names]
+    if not (_is_box(ours, shape) and _is_box(theirs, shape)):
+        return _fill_alike(ours, theirs) and all(
+            _same_elements(checkpoint, _corner(a), _corner(b), a.lengths)
+            for a, b in zip(ours, theirs, strict=True)
+        )
+    names = [items.names[items.storage[0]] for items in (ours, theirs)]
+    is_same_dtype = checkpoint[names[0]].dtype == checkpoint[names[1]].dtype
+    if is_same_dtype and _same_sums(reader, ours, theirs):
+        return True
+    a, b = ((name, _shift(i)[0].tolist()) for name, i in zip(names, (ours, theirs), strict=True))
+    return _same_elements(checkpoint, a, b, shape)
+
+
+def _shift(items: ReadItems) -> Ints:
+    """Return where the shard's first element would be in the saved tensor, per read."""
+    shift: Ints = items.storage_anchor + items.storage_offsets - items.dest_offsets
+    return shift
+
+
+def _is_box(items: ReadItems, shape: tuple[int, ...]) -> bool:
+    """Return True if the reads of a shard are one box of a saved tensor, as the shard has it."""
+    if items.frame is not None or len(np.unique(items.storage)) > 1:
+        return False
+    shift = _shift(items)
+    return bool((shift == shift[:1]).all()) and int(items.numel.sum()) == math.prod(shape)
+
+
+def _fill_alike(ours: ReadItems, theirs: ReadItems) -> bool:
+    """Return True if reads fill the same boxes of two shards, from boxes of the same sizes."""
+    if len(ours) != len(theirs) or not ours.target_frame.same(theirs.target_frame):
+        return False
+    parts = ("ndim", "dest_offsets", "lengths")
+    return all(np.array_equal(getattr(ours, part), getattr(theirs, part)) for part in parts)
+
+
+_Corner = tuple[str, list[int]]  # a saved tensor, and the start of a box of it
+
+
+def _corner(read: ReadItem) -> _Corner:
+    """Return where a read begins in the saved tensor."""
+    anchor = read.storage_index.offset or ()
+    start = [a + o for a, o in zip(anchor, read.storage_offsets, strict=True)]
+    return read.storage_index.fqn, start
+
+
+def _same_elements(checkpoint: Checkpoint, a: _Corner, b: _Corner, sizes: Sequence[int]) -> bool:
+    """Return True if two boxes of a checkpoint hold the same elements."""
+    if a == b:
+        return True
+    saved = [checkpoint[name] for name, _ in (a, b)]
     if saved[0].dtype != saved[1].dtype:
         return False
-    if _same_sums(reader, ours, theirs):
-        return True
-    for offsets, sizes in boxes_of(shape, str(saved[0].dtype).removeprefix("torch.")):
+    for offsets, size in boxes_of(sizes, dtype_name(saved[0].dtype)):
         one, other = (
-            tensor.read_box([o + at for o, at in zip(low, offsets, strict=False)], sizes)
-            for tensor, low in zip(saved, lows, strict=True)
+            tensor.read_box([o + at for o, at in zip(low, offsets, strict=False)], size)
+            for tensor, (_, low) in zip(saved, (a, b), strict=True)
         )
         if flat_memory(one) != flat_memory(other):
             return False

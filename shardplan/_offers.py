@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 from functools import cached_property
-from typing import Any, Final, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import attrs
 import numpy as np
@@ -15,32 +15,36 @@ import numpy as np
 from shardplan.dist import Comm
 from shardplan.io import store_values
 from shardplan.planning import (
+    How,
     Pass,
     Passes,
     Path,
+    SaveOffer,
     SavePlan,
     WholePlan,
-    chain,
     contents_tag,
     derive_plans,
     fingerprint,
     flatten,
     is_tensor,
     local_plan,
-    plan_whole,
+    table_tag,
     tag_of_parts,
 )
 from shardplan.planning.columns import WriteItems
 from shardplan.planning.mesh import described_plans, layout_key, on_meta
 from shardplan.planning.passes import Stages
 
-from ._replicas import digests, tag_of
+from ._passes import Planned, Ran, plan_rest, run_passes
+from ._replicas import digests
 from ._state import per_rank_names
 
-__all__ = ["Agreement", "Begun", "How", "Local", "Offer", "PlanCache", "Sent"]
+if TYPE_CHECKING:
+    from shardplan.planning import PlannerTrace
+
+__all__ = ["Agreement", "Begun", "Local", "Offer", "PlanCache"]
 
 T = TypeVar("T")
-How = Literal["alone", "cached", "derived", "gathered"]
 
 _DERIVED_ITEMS: Final = 1 << 22  # the most items, of all ranks together, to derive on each rank
 _PLAIN: Final = frozenset[type]((str, int, float, bool, type(None)))
@@ -50,19 +54,24 @@ _PLAIN: Final = frozenset[type]((str, int, float, bool, type(None)))
 class Agreement:
     """The plan that all ranks agreed on.
 
-    ``tag`` is a fingerprint of the complete plan, equal on all ranks. ``whole`` holds the plans of
-    all ranks; it may be None except on the coordinator.
+    Attributes:
+        plan: What this rank writes.
+        how: How it came to be.
+        tag: A fingerprint of the complete plan, equal on all ranks.
+        whole: The plans of all ranks; it may be None except on the coordinator.
+        trace: What the passes did that this rank has run, if that was asked for.
     """
 
     plan: SavePlan
     how: How
     tag: str
     whole: WholePlan | None = None
+    trace: PlannerTrace | None = None
 
 
 @attrs.frozen(eq=False)
 class Begun(Generic[T]):
-    """A rank's state dict, and its target as a text that must be equal on all ranks."""
+    """A rank's state dict and its opened target, whose text must be equal on all ranks."""
 
     sd: Mapping[Any, Any]
     target: T
@@ -111,6 +120,7 @@ class Local(Generic[T]):
     begun: Begun[T]
     comm: Comm
     planner: Passes[SavePlan] | None
+    trace: bool = False
 
     @cached_property
     def stages(self) -> Stages[SavePlan]:
@@ -132,9 +142,14 @@ class Local(Generic[T]):
         return attrs.evolve(plan, rank=self.comm.rank, world_size=self.comm.world_size)
 
     @cached_property
+    def ran(self) -> Ran:
+        """This rank's own passes, run over its plan."""
+        return run_passes(self.stages.own, (self.own,), trace=self.trace)
+
+    @property
     def passed(self) -> SavePlan:
         """The plan after this rank's own passes."""
-        return chain(*self.stages.own)((self.own,))[0]
+        return self.ran.plans[0]
 
     @cached_property
     def present(self) -> SavePlan:
@@ -206,9 +221,9 @@ class Offer(Generic[T]):
         return self.local.stages.needs_all and self.passed is None
 
     def looked_up(self, cache: PlanCache) -> Offer[T]:
-        """Add the cached plan, if there is one."""
+        """Add the cached plan, if there is one; a trace needs a plan made anew."""
         comm = self.local.comm
-        if self.early:
+        if self.early or self.local.trace:
             return self
         if self.local.planner is None:
             layout = layout_key(self.local.begun.sd)
@@ -230,15 +245,17 @@ class Offer(Generic[T]):
             return self
         parts = [repr((world.mesh, dict(world.specs), world.values, world.planner_data))]
         if local.planner is None:
-            whole = WholePlan(*derive_plans(world))
+            planned = Planned(WholePlan(*derive_plans(world)), local.ran.trace)
         elif len(world) * len(local.own.items) > _DERIVED_ITEMS:
             return self  # passes would need every rank's plan
         else:
-            whole = plan_whole(chain(*local.stages.own)(tuple(world)), self.last)
-            parts.append(contents_tag(whole.plans))
+            ran = run_passes(local.stages.own, tuple(world), trace=local.trace)
+            planned = plan_rest(ran, self.last)
+            parts.append(contents_tag(planned.whole.plans))
+        whole = planned.whole
         tag = tag_of_parts([*parts, fingerprint(whole.metadata)])
         known = whole if comm.rank == comm.coordinator else None
-        derived = Agreement(whole.plans[comm.rank], "derived", tag, known)
+        derived = Agreement(whole.plans[comm.rank], "derived", tag, known, planned.trace)
         return attrs.evolve(self, derived=derived)
 
     def with_table(self, everything: bool) -> Offer[T]:
@@ -260,25 +277,14 @@ class Offer(Generic[T]):
         rest = {name: value for name, value in flat.items() if type(value) not in skipped}
         store_values({name: value for name, value in rest.items() if not is_tensor(value)})
 
-    def sent(self) -> Sent:
-        """Return the message to the coordinator."""
-        return Sent(
+    @property
+    def message(self) -> SaveOffer:
+        """The message to the coordinator."""
+        return SaveOffer(
             secrets.token_hex(6),
             "" if self.cached is None else self.cached.tag,
             "" if self.derived is None else self.derived.tag,
             str(self.local.begun.target),
             self.local.stages.rest_text,
-            tag_of(self.table),
+            table_tag(self.table),
         )
-
-
-@attrs.frozen
-class Sent:
-    """An offer as sent: a name for the save, and fingerprints."""
-
-    save_id: str
-    cached: str
-    derived: str
-    target: str
-    passes: str
-    held: str

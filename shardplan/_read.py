@@ -19,7 +19,6 @@ from typing import Any, Final, TypeVar
 import attrs
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from shardplan.dist import Comm, LostRanksError, Pending, decode_json, encode_json
 from shardplan.io import (
@@ -29,26 +28,30 @@ from shardplan.io import (
     Progress,
     ProgressCallback,
     StoredValue,
+    Window,
     box_view,
     empty_tensor,
-    fill_from_bytes,
     flat_memory,
     load_value,
     same_dtype,
     store_values,
+    torch,
 )
 from shardplan.io.execute import Reader, ReadStats
 from shardplan.io.stores import StoreError
 from shardplan.planning import Issue, LoadItemType, LoadPlan, Metadata, PlanError
-from shardplan.planning.columns import ReadItems, Transfers, distinct
+from shardplan.planning.columns import ReadItems, distinct
 from shardplan.planning.storage import (
     BLOCK_BYTES,
     FAR_GAP,
     Arrival,
     Piece,
     Round,
+    ValueRead,
     plan_bytes,
     shared_rounds,
+    value_exchange,
+    value_reads,
 )
 
 from ._report import LOG, place_name
@@ -81,6 +84,10 @@ class Opened:
         """The bytes between two ranges that are sooner fetched than left out."""
         return FAR_GAP if self.reader is not None and self.reader.store.staging else 0
 
+    def value_bytes(self, name: str) -> int:
+        """Return the bytes of a value in a file of its own; 0 if it is kept with the metadata."""
+        return 0 if self.reader is None else self.reader.source.value_bytes(name)
+
     @property
     def block_bytes(self) -> int:
         """The most bytes of a block that was hashed."""
@@ -97,15 +104,19 @@ class Destinations:
 
     shards: Mapping[tuple[str, tuple[int, ...]], torch.Tensor]
 
-    def of(self, items: ReadItems) -> Callable[[int], torch.Tensor]:
+    def of(self, items: ReadItems) -> Callable[[int], Window]:
         """Return a function from the row of a read to the box of memory that it fills."""
-        names, anchors = items.names, items.dest_anchor.tolist()
-        dest, axes = items.dest.tolist(), items.ndim.tolist()
-        offsets, lengths = items.dest_offsets.tolist(), items.lengths.tolist()
+        names, anchors, frame = items.names, items.dest_anchor.tolist(), items.frame
+        dest, axes, into = items.dest.tolist(), items.ndim.tolist(), items.dest_ndim.tolist()
+        offsets, lengths = items.dest_offsets.tolist(), items.dest_lengths.tolist()
+        read = items.lengths.tolist()
 
-        def box(row: int) -> torch.Tensor:
-            shard = self.shards[names[dest[row]], tuple(anchors[row][: axes[row]])]
-            return box_view(shard, offsets[row], lengths[row])
+        def box(row: int) -> Window:
+            shard = self.shards[names[dest[row]], tuple(anchors[row][: into[row]])]
+            own = None if frame is None else frame.axes[row]
+            return Window(
+                box_view(shard, offsets[row], lengths[row]), tuple(read[row][: axes[row]]), own
+            )
 
         return box
 
@@ -139,7 +150,7 @@ def read_rank(
 
     ``sums`` gets the checksums of whole blocks, of chunks that are read in part.
     """
-    names = value_names(plan.items)
+    names = value_reads(plan.items)
     values = reader.values(names, verify=verify)
     stats = values_read(reader, [name for _, name in names], verify=verify)
     counter = Progress(plan_bytes(plan, reader.metadata), progress)
@@ -147,12 +158,6 @@ def read_rank(
     filled = reader.fill(plan.items, dest, verify=verify, sums=sums, progress=counter)
     counter.finish()
     return Outcome(stats + filled, values)
-
-
-def value_names(items: ReadItems) -> list[tuple[str, str]]:
-    """Return the names of all values that are read, in the state dict and in the checkpoint."""
-    rows = np.flatnonzero(items.type == LoadItemType.BYTE_IO.value).tolist()
-    return [(items.names[items.dest[r]], items.names[items.storage[r]]) for r in rows]
 
 
 def values_read(reader: Reader, names: Sequence[str], *, verify: bool = True) -> ReadStats:
@@ -266,46 +271,38 @@ class _SharedRead:
     sums: BlockSums
     place: str
     attempts: _Attempts
-    own: Callable[[int], torch.Tensor]
-    theirs: Callable[[int], torch.Tensor]
+    own: Callable[[int], Window]
+    theirs: Callable[[int], Window]
 
     def exchange_values(self) -> Outcome:
         """Read non-tensor values, send those that others need, and receive others."""
-        transfers, reader, nothing = self.plan.transfers, self.opened.reader, dict[str, Any]()
-        coming = transfers.reads.take(np.flatnonzero(transfers.target == self.comm.rank))
-        names = value_names(self.plan.items) + value_names(coming)
-        if reader is None or self.opened.values is not None:
-            known = self.opened.values or {}
-            return Outcome(ReadStats(), self.attempts.run(lambda: self._load(known, names), {}))
-        routes = _value_routes(transfers, reader)
-        going: dict[int, list[str]] = {}
-        for route in routes:
-            if route.source == self.comm.rank:
-                going.setdefault(route.target, []).append(route.name)
-        sources = sorted({route.source for route in routes} - {self.comm.rank})
-        read = sorted({name for wanted in going.values() for name in wanted})
-        pairs = [(name, name) for name in read]
+        reader, known, nothing = self.opened.reader, self.opened.values, dict[str, Any]()
+        part = value_exchange(self.plan, self.comm.rank, self.opened.value_bytes)
+        if reader is None or known is not None:  # one rank has read them for all
+            values = self.attempts.run(lambda: self._load(known or nothing, part.wanted), nothing)
+            return Outcome(ReadStats(), values)
+        pairs = [(name, name) for name in part.read]
         stored = self.attempts.run(
             lambda: store_values(reader.values(pairs, verify=self.verify)), nothing
         )
         messages = {
-            target: encode_json(encode_values({n: stored[n] for n in wanted})) if stored else b""
-            for target, wanted in going.items()
+            target: encode_json(encode_values({n: stored[n] for n in names})) if stored else b""
+            for target, names in part.send.items()
         }
-        arrived = _exchange(self.comm, messages, sources)
+        arrived = _exchange(self.comm, messages, part.sources)
         for data in filter(None, arrived):
             stored = {**stored, **decode_values(decode_json(data))}
-        travelling = {route.name for route in routes}
-        alone = [pair for pair in names if pair[1] not in travelling]
-        here = [pair for pair in names if pair[1] in stored]  # all, if no rank has failed
+        together = [read for read in part.wanted if read.name in stored]  # all, if no rank failed
         values = self.attempts.run(
-            lambda: reader.values(alone, verify=self.verify) | self._load(stored, here), nothing
+            lambda: reader.values(part.alone, verify=self.verify) | self._load(stored, together),
+            nothing,
         )
-        stats = values_read(reader, [*(name for _, name in alone), *read], verify=self.verify)
+        names = [*(read.name for read in part.alone), *part.read]
+        stats = values_read(reader, names, verify=self.verify)
         return Outcome(stats, values, sum(map(len, messages.values())), sum(map(len, arrived)))
 
     def _load(
-        self, stored: Mapping[str, StoredValue], names: Sequence[tuple[str, str]]
+        self, stored: Mapping[str, StoredValue], names: Sequence[ValueRead]
     ) -> dict[str, Any]:
         """Make values of what is stored, by name in the state dict; a new one for each name."""
         return {dest: load_value(stored[name], self.place, name) for dest, name in names}
@@ -316,7 +313,7 @@ class _SharedRead:
         sizes = zip(one.reads.lengths.tolist(), one.reads.ndim.tolist(), one.dtypes, strict=True)
         staged = [empty_tensor(lengths[:axes], dtype) for lengths, axes, dtype in sizes]
         stats = self.attempts.run(
-            lambda: self.fill(one.reads, staged.__getitem__, progress), ReadStats()
+            lambda: self.fill(one.reads, lambda row: Window.of(staged[row]), progress), ReadStats()
         )
         pending: list[Pending] = []
         for piece in one.pieces:
@@ -333,7 +330,7 @@ class _SharedRead:
         return stats
 
     def fill(
-        self, reads: ReadItems, dest: Callable[[int], torch.Tensor], progress: Progress
+        self, reads: ReadItems, dest: Callable[[int], Window], progress: Progress
     ) -> ReadStats:
         """Fill memory straight from storage."""
         reader = self.opened.reader
@@ -344,16 +341,18 @@ class _SharedRead:
     def _keep(self, piece: Piece, view: memoryview, dtype: str) -> None:
         """Copy a region that is sent to where this rank needs it."""
         for row in piece.items:
-            fill_from_bytes(self.own(row), np.frombuffer(view, np.uint8), dtype)
+            self.own(row).fill_all(np.frombuffer(view, np.uint8), dtype)
 
     def _expect(self, arrival: Arrival) -> _Incoming:
         """Make ready to receive a region, straight into its tensor where that is possible."""
-        tensor, staged = self.theirs(arrival.transfer), None
-        view = flat_memory(tensor) if same_dtype(tensor, arrival.dtype) else None
+        window, staged = self.theirs(arrival.transfer), None
+        tensor = window.tensor
+        is_direct = tensor is not None and same_dtype(tensor, arrival.dtype)
+        view = flat_memory(tensor) if tensor is not None and is_direct else None
         if view is None:
             staged = np.empty(arrival.nbytes, np.uint8)
             view = staged.data
-        return _Incoming(self.comm.receive(arrival.source, view), tensor, staged, arrival)
+        return _Incoming(self.comm.receive(arrival.source, view), window, staged, arrival)
 
 
 @attrs.frozen(eq=False)
@@ -361,34 +360,15 @@ class _Incoming:
     """A region that is being received, straight into a tensor or into staged memory."""
 
     pending: Pending
-    tensor: torch.Tensor
+    window: Window
     staged: npt.NDArray[np.uint8] | None
     arrival: Arrival
 
     def deliver(self, progress: Progress) -> None:
         """Copy what has come to where it belongs, unless it came there."""
         if self.staged is not None:
-            fill_from_bytes(self.tensor, self.staged, self.arrival.dtype)
+            self.window.fill_all(self.staged, self.arrival.dtype)
         progress.add(self.arrival.nbytes)
-
-
-@attrs.frozen
-class _ValueRoute:
-    """A non-tensor value, by its name in the checkpoint, that one rank sends to another."""
-
-    name: str
-    source: int
-    target: int
-
-
-def _value_routes(transfers: Transfers, reader: Reader) -> list[_ValueRoute]:
-    """Return which values travel; those kept with the metadata are known to every rank."""
-    items = transfers.reads
-    rows = np.flatnonzero(items.type == LoadItemType.BYTE_IO.value)
-    names = [items.names[number] for number in items.storage[rows].tolist()]
-    ends = transfers.source[rows].tolist(), transfers.target[rows].tolist()
-    routes = map(_ValueRoute, names, *ends)
-    return [route for route in routes if reader.source.value_bytes(route.name)]
 
 
 def _exchange(comm: Comm, messages: Mapping[int, bytes], sources: Sequence[int]) -> list[bytes]:
@@ -477,7 +457,6 @@ def plain_errors(reader: Reader) -> Iterator[None]:
 
 
 def _without_arguments(issue: Issue) -> Issue:
-    """Leave out the argument to try, which only `load` has; for a prefix, name `load`."""
+    """Leave out the argument to try, which only `load` has, unless it is a planner."""
     has_prefix = issue.kind == "missing" and issue.summary
-    remedy = f"restore takes no planner: use load, and {issue.remedy}" if has_prefix else ""
-    return attrs.evolve(issue, remedy=remedy)
+    return issue if has_prefix else attrs.evolve(issue, remedy="")

@@ -9,9 +9,7 @@ fingerprint sends its table, and the coordinator compares them.
 from __future__ import annotations
 
 import hashlib
-import json
-import struct
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -27,25 +25,14 @@ from shardplan.io import (
     tensor_bytes,
 )
 from shardplan.io.execute import Kept, Piece, collect
-from shardplan.planning import (
-    Issue,
-    SavePlan,
-    WriteItemType,
-    dtype_name,
-    is_tensor,
-    span,
-)
+from shardplan.planning import SavePlan, WriteItemType, dtype_name, is_tensor
 
-__all__ = ["COMPARED_BYTES", "differences", "digests", "tag_of"]
+__all__ = ["COMPARED_BYTES", "digests"]
 
 COMPARED_BYTES: Final = 1 << 16
 """Bytes of the largest plain tensor that is compared always."""
 
 _SHARDED: Final = ("placements", "local_shards", "__create_chunk_list__")
-_REMEDY: Final = (
-    "make them equal, or give each rank's its own name; state that is meant to differ is saved as "
-    "PerRank(value)"
-)
 _OWN: Final = "save plain values or tensors instead, or each rank's own as PerRank(value)"
 
 
@@ -133,48 +120,6 @@ def _piece_digest(piece: Piece) -> int:
 def _place(offsets: Sequence[int]) -> str:
     """Return the start of a chunk as text; empty at the tensor's origin."""
     return f" at {list(offsets)}" if any(offsets) else ""
-
-
-def tag_of(table: Mapping[str, int]) -> str:
-    """Return a fingerprint of a table of checksums, independent of its order.
-
-    >>> tag_of({"a": 1, "b": 2}) == tag_of({"b": 2, "a": 1}), tag_of({"a": 1}) == tag_of({"a": 2})
-    (True, False)
-    """
-    names = sorted(table)
-    sums = struct.pack(f"<{len(names)}Q", *(table[name] for name in names))
-    return hashlib.blake2b(json.dumps(names).encode() + sums, digest_size=16).hexdigest()
-
-
-def differences(
-    ranks: Sequence[int], tags: Sequence[str], tables: Sequence[Mapping[str, int]]
-) -> list[Issue]:
-    """Return a conflict for each name under which ranks hold different data.
-
-    Args:
-        ranks: The rank numbers in the job.
-        tags: The `tag_of` of each rank.
-        tables: The `digests` of each rank; only the first rank of each tag needs one.
-
-    >>> print(*differences((0, 1, 2), ("a", "a", "b"), ({"lr": 1, "x": 5}, {}, {"lr": 2})))
-    `lr` differs between ranks that save it: ranks 0, 1 against rank 2; make them equal, or give ...
-    """
-    holders: dict[str, list[int]] = {}
-    for rank, tag in zip(ranks, tags, strict=True):
-        holders.setdefault(tag, []).append(rank)
-    first = dict(zip(reversed(tags), reversed(tables), strict=True))
-    sides: dict[str, dict[int, list[int]]] = {}
-    for tag, who in holders.items():
-        for name, digest in first[tag].items():
-            sides.setdefault(name, {}).setdefault(digest, []).extend(who)
-    apart = {key: side.values() for key, side in sorted(sides.items()) if len(side) > 1}
-    return [_conflict(*key.partition("\0")[::2], side) for key, side in apart.items()]
-
-
-def _conflict(name: str, where: str, sides: Iterable[list[int]]) -> Issue:
-    apart = " against ".join(span(sorted(side)) for side in sorted(sides))
-    text = f"`{name}`{where} differs between ranks that save it: {apart}; {_REMEDY}"
-    return Issue("conflict", name, text, sorted(rank for side in sides for rank in side))
 
 
 # The checksum of one value

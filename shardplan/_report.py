@@ -8,13 +8,14 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 import attrs
 
 from shardplan.dist import Comm
 from shardplan.planning import (
     Issue,
+    Printed,
     Sheet,
     Table,
     counted,
@@ -23,6 +24,9 @@ from shardplan.planning import (
     leaves,
     listed,
 )
+
+if TYPE_CHECKING:
+    from shardplan.planning import PlannerTrace
 
 __all__ = [
     "LOG",
@@ -38,6 +42,7 @@ __all__ = [
     "sheet_of",
     "slowest_ranks",
     "times_text",
+    "with_trace",
 ]
 
 LOG: Final = logging.getLogger("shardplan")
@@ -84,19 +89,6 @@ def device_of(sd: Mapping[Any, Any]) -> str:
     return next((str(d) for d in devices if getattr(d, "type", "cpu") != "cpu"), "cpu")
 
 
-class Printed:
-    """A report that prints as a sheet, in a notebook too."""
-
-    def _sheet(self) -> Sheet:
-        raise NotImplementedError
-
-    def __repr__(self) -> str:
-        return self._sheet().text()
-
-    def _repr_html_(self) -> str:
-        return self._sheet().html()
-
-
 class _Timed(Printed):
     """A report that prints its title, its seconds and the slowest ranks."""
 
@@ -105,6 +97,7 @@ class _Timed(Printed):
     slowest: Mapping[str, tuple[int, float]]
     phase_bytes: Mapping[str, int]
     dropped: tuple[str, ...]
+    trace: PlannerTrace | None
 
     @property
     def _title(self) -> str:
@@ -116,11 +109,14 @@ class _Timed(Printed):
         if self.slowest:
             ranks = (f"{p} rank {rank} ({time:.3f} s)" for p, (rank, time) in self.slowest.items())
             lines.append(f"slowest: {', '.join(ranks)}")
+        lines += [repr(self.trace)] if self.trace else []
         return "\n".join(lines)
 
+    @property
     def _sheet(self) -> Sheet:
         notes = dropped_text(self.dropped, self._verb)
-        return sheet_of(self._title, self.seconds, self.slowest, notes, self.phase_bytes)
+        sheet = sheet_of(self._title, self.seconds, self.slowest, notes, self.phase_bytes)
+        return with_trace(sheet, self.trace)
 
 
 @attrs.frozen(repr=False)
@@ -140,6 +136,7 @@ class SaveReport(_Timed):
         ranks: The reports of all ranks on the coordinator; elsewhere only this rank's.
         phase_bytes: This rank's bytes by phase; see `RankReport`.
         dropped: The keys, of any rank, that the planner left out; they were not saved.
+        trace: What each pass of the planner did, with ``trace=True``; see `save`.
     """
 
     path: str
@@ -153,6 +150,7 @@ class SaveReport(_Timed):
     ranks: tuple[RankReport, ...] = ()
     phase_bytes: Mapping[str, int] = attrs.field(factory=dict)
     dropped: tuple[str, ...] = ()
+    trace: PlannerTrace | None = None
 
     _verb = "saved"
 
@@ -186,6 +184,7 @@ class LoadReport(_Timed):
         dropped: This rank's keys that the planner left out; they were not filled.
         bytes_unverified: Bytes that all ranks together read without comparing a checksum: chunks
             that were not read in full, formats without checksums, or all if ``verify`` was false.
+        trace: What each pass of the planner did, with ``trace=True``; see `load`.
     """
 
     missing: tuple[str, ...]
@@ -205,6 +204,7 @@ class LoadReport(_Timed):
     tied: Mapping[str, str] = attrs.field(factory=dict)
     dropped: tuple[str, ...] = ()
     bytes_unverified: int = 0
+    trace: PlannerTrace | None = None
 
     @property
     def amplification(self) -> float:
@@ -289,6 +289,11 @@ def sheet_of(
         moved = human_bytes(nbytes[phase]) if phase in nbytes else ""
         rows.append((phase, human_seconds(mine), moved, *there))
     return Sheet(title, [Table(head, rows)], notes)
+
+
+def with_trace(sheet: Sheet, trace: PlannerTrace | None) -> Sheet:
+    """Return a report with the tables of a trace below its own."""
+    return attrs.evolve(sheet, tables=(*sheet.tables, *(trace.tables if trace else ())))
 
 
 def times_text(seconds: Mapping[str, float]) -> str:

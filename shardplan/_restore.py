@@ -3,34 +3,45 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal
 
-import torch
+import attrs
 
-from shardplan.io import Pool, ProgressCallback, empty_tensor
+from shardplan.io import Pool, ProgressCallback, empty_tensor, refuse_dtypes, torch
 from shardplan.io.execute import Reader
-from shardplan.io.formats import open_source
+from shardplan.io.formats import open_source, read_as
 from shardplan.io.stores import Store
 from shardplan.planning import (
+    Issue,
+    LoadPlan,
     Metadata,
     NotFoundError,
+    Passes,
+    Path,
+    PlanError,
+    SavePlan,
     TensorMetadata,
     TensorSpec,
+    chain,
     dtype_name,
     flatten,
     is_tensor,
     load_plan,
     local_plan,
     nearest_names,
+    saved_nodes,
     unflatten,
     whole_names,
+    with_replicas,
 )
+from shardplan.planning.passes import Stages, reading_of
+from shardplan.planning.storage import partly_filled, seen_through
 
-from ._comm import own_place
-from ._memory import blank_like, destinations, resize, tied_names
+from ._comm import Place, own_place
+from ._memory import blank_like, destinations, resize, tied_names, tied_sources
 from ._read import Opened, plain_errors, read_anew, read_rank
 from ._report import LOG
 from ._state import State, expand, part, unpart
@@ -41,6 +52,7 @@ def restore(
     target: State | None = None,
     *,
     keys: Iterable[str] | None = None,
+    planner: Passes[SavePlan] | None = None,
     device: Any = "cpu",
     dtype: Literal["same", "cast"] = "same",
     format: str | None = None,
@@ -50,6 +62,8 @@ def restore(
 ) -> dict[Any, Any]:
     """Make a new state dict of a checkpoint, nested as it was saved.
 
+    Its tensors are numpy arrays where torch is not installed.
+
     Args:
         path: The checkpoint.
         target: What to make, nested in any way: meta tensors, `TensorSpec`s, or anything else with
@@ -58,6 +72,8 @@ def restore(
             ``load_state_dict()`` stands for its state, and is not changed. Everything that was
             saved if left out.
         keys: Shell-style patterns of the flattened names to read; everything if left out.
+        planner: A pass, or a list of them, that maps the state dict to this checkpoint, as for
+            `load`. Without a ``target``, each pass must have an inverse.
         device: Where new tensors are made; DTensors are made where their mesh is.
         dtype: Whether tensors of ``target`` may have another dtype than the saved ones: ``"cast"``.
         format: What wrote the checkpoint; detected if left out.
@@ -76,18 +92,25 @@ def restore(
 
     Raises:
         PlanError: Something in ``target`` is not in the checkpoint, or does not fit.
+        ValueError: The planner has no inverse, and there is no ``target``.
         NotFoundError: A pattern of ``keys`` matches nothing.
         FormatError: The checkpoint is damaged. If it was overwritten meanwhile, the new one is
             read instead.
     """
-    if torch.device(device).type == "meta":
+    if str(device).partition(":")[0] == "meta":
         raise ValueError(
             "the meta device holds no elements to restore; open_checkpoint gives names, shapes and "
             "dtypes without reading them"
         )
-    options: dict[str, Any] = {"dtype": dtype, "verify": verify, "progress": progress}
+    reading = reading_of(planner)
+    options: dict[str, Any] = {
+        "planner": reading.planner,
+        "dtype": dtype,
+        "verify": verify,
+        "progress": progress,
+    }
     return read_anew(
-        lambda: (Reader(open_source(path, format=format, pool=pool), pool),),
+        lambda: (Reader(read_as(open_source(path, format=format, pool=pool), reading), pool),),
         partial(_restore, target=target, keys=keys, device=device, **options),
     )
 
@@ -97,6 +120,7 @@ def _restore(
     *,
     target: State | None,
     keys: Iterable[str] | None,
+    planner: Passes[SavePlan] | None,
     device: Any,
     dtype: Literal["same", "cast"],
     verify: bool,
@@ -106,23 +130,57 @@ def _restore(
     metadata, place = reader.metadata, own_place()
     with plain_errors(reader):
         nested = {} if target is None else part(expand(target), place)
-        every, paths = _everything(metadata) if target is None else _flat(nested, metadata)
+        if target is None:
+            every, paths, nodes = _everything(metadata, planner)
+        else:
+            (every, paths), nodes = _flat(nested, metadata), {}
         wanted = _matching(every, keys)
         specs = {name: _spec(leaf) for name, leaf in wanted.items()}
-        local = local_plan(specs)
+        local = _passed(local_plan(specs), planner, place)
         tied = tied_names(local, wanted, metadata)
         opened = Opened(metadata, reader)
         resized = resize(nested, local, opened, place, strict=True, verify=verify)
         plan = load_plan(metadata, local, dtype=dtype, optional={*tied, *resized.names})
-        flat = {name: _blank(spec, device) for name, spec in specs.items() if name not in tied}
-        flat |= {name: flat[kept] for name, kept in tied.items()}
+        _refuse_partly(local, plan)
+        refuse_dtypes({n: spec.dtype for n, spec in specs.items() if isinstance(spec, TensorSpec)})
+        same = tied_sources(local, wanted, tied)
+        flat = {name: _blank(spec, device) for name, spec in specs.items() if name not in same}
+        flat |= {name: flat[kept] for name, kept in same.items()}
         into = destinations(flat, plan.items, reader)
         done = read_rank(reader, plan, into, verify=verify, progress=progress)
     LOG.info("%s: restored %d names, %d bytes", reader.store.url, len(flat), done.stats.bytes_read)
-    made = unflatten({**flat, **done.values}, paths)
+    whole = {**flat, **done.values}
+    if target is None:
+        made = unflatten(whole, paths, nodes=_complete(nodes, paths, whole))
+    else:
+        made = unflatten(whole, paths, like=nested)
     resized.put(made)
     unpart(made, nested)
     return made
+
+
+def _passed(plan: SavePlan, planner: Passes[SavePlan] | None, place: Place) -> SavePlan:
+    """Run a planner over the plan of this rank alone."""
+    if planner is None:
+        return plan
+    plan = attrs.evolve(plan, rank=place.rank, world_size=place.ranks)
+    stages = Stages.of(planner, load=True)
+    if stages.needs_all and place.ranks > 1:
+        text = f"restore plans each rank alone, and {stages.rest_text} runs over the plans of all"
+        raise ValueError(
+            f"{text} {place.ranks} ranks: use load(), or state the sizes or the count that the "
+            "pass takes, which make it a pass over each rank"
+        )
+    given = chain(*stages.own)((plan,))
+    return with_replicas(chain(*stages.rest)(given), given)[0]
+
+
+def _refuse_partly(local: SavePlan, plan: LoadPlan) -> None:
+    """Refuse new tensors of which the planner leaves out a part: it would have any values."""
+    text = "`{}` would be filled only in part: the planner leaves out the rest; use load"
+    partly = sorted(partly_filled(local, plan.items))
+    if partly:
+        raise PlanError(Issue("left_out", name, text.format(name)) for name in partly)
 
 
 def _flat(
@@ -154,7 +212,17 @@ def _blank(spec: Any, device: Any) -> Any:
     return blank_like(spec, device) if is_tensor(spec) else spec
 
 
-def _everything(metadata: Metadata) -> tuple[dict[str, Any], Mapping[str, Any]]:
+def _everything(
+    metadata: Metadata, planner: Passes[SavePlan] | None
+) -> tuple[dict[str, Any], Mapping[str, Path], Mapping[Path, Any]]:
+    """Return the state dict that made a checkpoint, the path of each value, and its nodes."""
+    if planner is not None:
+        try:
+            metadata = seen_through(metadata, planner).metadata
+        except PlanError:
+            raise
+        except ValueError as error:
+            raise ValueError(f"{error}; or pass a target that says what to make") from None
     entries = metadata.state_dict_metadata
     specs: dict[tuple[int, int], TensorSpec | None] = {}  # few tensors differ in shape and dtype
     wanted = {}
@@ -167,7 +235,17 @@ def _everything(metadata: Metadata) -> tuple[dict[str, Any], Mapping[str, Any]]:
             specs[layout, prop] = spec
         wanted[name] = specs[layout, prop]
     data = metadata.planner_data
-    return wanted, data.get("paths", {}) if isinstance(data, Mapping) else {}
+    paths = data.get("paths", {}) if isinstance(data, Mapping) else {}
+    return wanted, paths, saved_nodes(data)
+
+
+def _complete(
+    nodes: Mapping[Path, Any], paths: Mapping[str, Path], made: Collection[str]
+) -> dict[Path, Any]:
+    """Return the nodes of which all leaves are made; others come back as dicts and tuples."""
+    lost = [path for name, path in paths.items() if name not in made] if nodes else []
+    broken = {path[:depth] for path in lost for depth in range(1, len(path))}
+    return {path: data for path, data in nodes.items() if path not in broken}
 
 
 def _matching(wanted: Mapping[str, Any], keys: Iterable[str] | None) -> Mapping[str, Any]:

@@ -1,7 +1,4 @@
-"""Find the newest whole checkpoint of a run, and remove old ones.
-
-Each folder of the run is looked into; `retain` decides which checkpoints stay.
-"""
+"""Find the newest whole checkpoint of a run, and remove old ones; `retain` decides which."""
 
 from __future__ import annotations
 
@@ -17,9 +14,9 @@ from shardplan.io import FormatError, ProgressCallback, default_pool
 from shardplan.io.execute import MIN_AGE, by_save, strays
 from shardplan.io.formats import find_any, find_format, known_formats
 from shardplan.io.formats.native import MANIFEST, decode_manifest, find_manifest
-from shardplan.io.stores import Entry, FolderStore, MissingFileError, Store, StoreError, open_store
+from shardplan.io.stores import Entry, MissingFileError, Store, StoreError, open_store
 from shardplan.planning import Sheet, Table, counted
-from shardplan.planning.storage import Policy, RunEntry, by_age, retain
+from shardplan.planning.storage import Keep, RunEntry, by_age, retain
 
 from ._report import LOG, Printed, logged
 from ._verify import verify as check
@@ -37,10 +34,9 @@ def latest(path: str | os.PathLike[str] | Store) -> str | Store | None:
     """Return the newest checkpoint below a folder that is whole, by the time it was made.
 
     Whole means that its manifest can be read and every file it names is there in its full size.
-    All manifests are read, several at once; files are looked at only until one is found.
 
     Checkpoints of torch.distributed.checkpoint count as well, by the time at which their
-    `.metadata` was written. Those of Hugging Face do not, nor do files of `torch.save`: among the
+    `.metadata` was written. Those of Hugging Face and files of `torch.save` do not: among the
     steps of a run they are what it started from, or what was made of it.
 
     Args:
@@ -66,14 +62,14 @@ def latest(path: str | os.PathLike[str] | Store) -> str | Store | None:
         ValueError: The folder is itself a checkpoint, and holds none.
     """
     store = _open_run(path)
-    found = _look_at(store, _contents(store)[0], _made, None)
+    found = look_at(store, _contents(store)[0], made, None)
     dated = {name: step for name, step in found.items() if step is not None}
-    if not dated and _made(store) is not None:
+    if not dated and made(store) is not None:
         raise ValueError(f"{store.url} is a checkpoint; latest takes the folder that holds several")
     for entry in reversed(by_age(RunEntry(name, step.when) for name, step in dated.items())):
         name = entry.name
-        if _is_whole(_within(store, name), dated[name].format):
-            return FolderStore(store, name) if store is path else f"{store.url.rstrip('/')}/{name}"
+        if is_whole(_within(store, name), dated[name].format):
+            return store.folder(name) if store is path else f"{store.url.rstrip('/')}/{name}"
     return None
 
 
@@ -111,6 +107,7 @@ class PruneReport(Printed):
     nbytes: int = 0
     dry_run: bool = False
 
+    @property
     def _sheet(self) -> Sheet:
         gone = "would go" if self.dry_run else "gone"
         checkpoints, left = len(self.removed), len(self.leftovers)
@@ -181,7 +178,7 @@ def prune(
         ValueError: ``keep_last`` is less than 1, or ``min_age`` less than 0.
         MissingFileError: There is no such folder on the disk.
     """
-    policy = Policy(keep_last)
+    policy = Keep(keep_last)
     if isinstance(min_age, bool) or not isinstance(min_age, SupportsFloat):
         raise TypeError(f"min_age says how many seconds, as a number; not {min_age!r}")
     if not min_age >= 0:
@@ -194,28 +191,32 @@ def prune(
             "list", store.url, "there is no such folder", remedy="check the path", kind="missing"
         )
     inner, loose = _contents(store)
-    found = _look_at(store, ["", *inner], _look, _Look(denied=True))
-    entries = [RunEntry(name, found[name].created, found[name].whole) for name in inner]
-    verify = verify and bool(retain(entries, policy).drop)
-    unsound = _unsound(store, found, entries, policy, progress) if verify else {}
-    entries = [attrs.evolve(e, whole=e.whole and e.name not in unsound) for e in entries]
-    kept, doomed = retain(entries, policy)
-    fates = ["removed" if dry_run else _remove(store, name, found[name].save_id) for name in doomed]
-    removed, replaced = (
-        tuple(name for name, fate in zip(doomed, fates, strict=True) if fate == what)
-        for what in ("removed", "replaced")
-    )
-    old, spared = _tidy(store, found, min_age, dry_run)
+    found = look_at(store, ["", *inner], _look, _Look("denied"))
+    entries = [RunEntry(n, found[n].created, found[n].state == "whole") for n in inner]
+    check_all = verify and bool(retain(entries, policy).drop)
+    unsound = _unsound(store, found, entries, policy, progress) if check_all else {}
+    kept, doomed = retain((e for e in entries if e.name not in unsound), policy)
+    states = {name: found[name].state for name in inner} | unsound
+    for name in doomed:
+        states[name] = "removed" if dry_run else _remove(store, name, found[name].save_id)
+
+    def are(state: _State) -> tuple[str, ...]:
+        return tuple(name for name in inner if states[name] == state)
+
+    removed, (old, spared) = are("removed"), _leftovers(found, min_age)
+    if old and not dry_run:
+        LOG.info("removing %d files of killed saves in %s", len(old), store.url)
+        store.delete([entry.name for entry in old])
     report = PruneReport(
-        removed,
+        tuple(name for name in doomed if name in removed),
         kept,
-        tuple(name for name in inner if found[name].damaged or unsound.get(name) == "damaged"),
+        are("damaged"),
         tuple(entry.name for entry in old),
         tuple(entry.name for entry in spared),
-        replaced,
-        (*(name for name in inner if found[name].foreign), *_single_files(store, loose)),
-        tuple(name for name in inner if found[name].denied),
-        "bytes" if verify else "sizes",
+        tuple(name for name in doomed if states[name] == "replaced"),
+        (*are("foreign"), *_single_files(store, loose)),
+        are("denied"),
+        "bytes" if check_all else "sizes",
         sum(found[name].files for name in removed) + len(old),
         sum(found[name].nbytes for name in removed) + sum(entry.size for entry in old),
         dry_run,
@@ -223,11 +224,29 @@ def prune(
     return logged(report, store)
 
 
+_State = Literal["none", "whole", "damaged", "foreign", "denied", "gone", "removed", "replaced"]
+"""What is known of a folder: what it holds, and then what became of it."""
+
+
+@attrs.frozen
+class _Look:
+    """What was found in a folder: a checkpoint, and ``strays`` of killed saves.
+
+    ``created`` and ``save_id`` are those of a checkpoint of ours; ``files`` and ``nbytes`` count
+    its manifest, too.
+    """
+
+    state: _State
+    strays: tuple[Entry, ...] = ()
+    created: float | None = None
+    save_id: str | None = None
+    files: int = 0
+    nbytes: int = 0
+
+
 def _single_files(store: Store, files: Sequence[str]) -> list[str]:
     """Name the files that are checkpoints of their own."""
-    formats = [format for format in known_formats() if format.is_file]
-    if MANIFEST in files:
-        return []
+    formats = [] if MANIFEST in files else [f for f in known_formats() if f.is_file]
     return [name for name in files if any(format.detect(store, name) for format in formats)]
 
 
@@ -235,18 +254,18 @@ def _unsound(
     store: Store,
     found: Mapping[str, _Look],
     entries: Sequence[RunEntry],
-    policy: Policy,
-    tell: ProgressCallback | None,
-) -> dict[str, Literal["damaged", "gone"]]:
+    policy: Keep,
+    progress: ProgressCallback | None,
+) -> dict[str, _State]:
     """Check those that would stay, the newest first, until all that would are sound."""
-    sound, unsound, done = set[str](), dict[str, Literal["damaged", "gone"]](), 0
+    sound, unsound, done = set[str](), dict[str, _State](), 0
     while True:
-        left = [entry for entry in entries if entry.name not in unsound]
+        left = (entry for entry in entries if entry.name not in unsound)
         unchecked = [name for name in retain(left, policy).keep if name not in sound]
         if not unchecked:
             return unsound
         total, name = done + sum(found[name].nbytes for name in unchecked), unchecked[-1]
-        of_all = tell and partial(_progress_of_all, tell, done, total)
+        of_all = progress and partial(_progress_of_all, progress, done, total)
         try:
             if check(_within(store, name), progress=of_all).ok:
                 sound.add(name)
@@ -257,12 +276,14 @@ def _unsound(
         done += found[name].nbytes
 
 
-def _progress_of_all(tell: ProgressCallback, before: int, total: int, done: int, _: int) -> None:
+def _progress_of_all(
+    progress: ProgressCallback, before: int, total: int, done: int, _: int
+) -> None:
     """Report the progress of one checkpoint as that of all."""
-    tell(min(before + done, total), total)
+    progress(min(before + done, total), total)
 
 
-def _remove(store: Store, name: str, save_id: str | None) -> Literal["removed", "replaced", "gone"]:
+def _remove(store: Store, name: str, save_id: str | None) -> _State:
     """Remove a checkpoint, its manifest first: it must never look whole while it is not."""
     try:
         data = find_manifest(_within(store, name))
@@ -281,42 +302,17 @@ def _remove(store: Store, name: str, save_id: str | None) -> Literal["removed", 
     return "removed"
 
 
-def _tidy(
-    store: Store, found: Mapping[str, _Look], min_age: float, dry_run: bool
-) -> tuple[list[Entry], list[Entry]]:
-    """Remove what killed saves left in some folders, unless it is too young."""
-    left, spared = list[Entry](), list[Entry]()
-    for name, seen in found.items():
-        inside = [attrs.evolve(e, name=f"{name}/{e.name}".lstrip("/")) for e in seen.strays]
-        old, young = by_save(inside, min_age)
-        left += old
-        spared += young
-    if left and not dry_run:
-        LOG.info("removing %d files of killed saves in %s", len(left), store.url)
-        store.delete([entry.name for entry in left])
-    return left, spared
+def _leftovers(found: Mapping[str, _Look], min_age: float) -> tuple[list[Entry], list[Entry]]:
+    """Separate the files of killed saves that may go from those that are too young."""
+    strays = [
+        attrs.evolve(entry, name=f"{name}/{entry.name}".lstrip("/"))
+        for name, seen in found.items()
+        for entry in seen.strays
+    ]
+    return by_save(strays, min_age)
 
 
-@attrs.frozen
-class _Look:
-    """What was found in a folder: a checkpoint of ours or ``foreign``, and ``strays`` of saves.
-
-    ``created`` is None if that is not known; ``files`` and ``nbytes`` count the manifest;
-    ``damaged`` means that there is a checkpoint, but not all of it.
-    """
-
-    created: float | None = None
-    save_id: str | None = None
-    whole: bool = False
-    damaged: bool = False
-    strays: tuple[Entry, ...] = ()
-    files: int = 0
-    nbytes: int = 0
-    foreign: bool = False
-    denied: bool = False
-
-
-def _look_at(
+def look_at(
     store: Store, names: Sequence[str], see: Callable[[Store], _T], refused: _T
 ) -> Mapping[str, _T]:
     """Look into several folders of a store at once; the empty name is the root.
@@ -339,53 +335,51 @@ def _look_at(
 
 def _look(store: Store) -> _Look:
     """Look into a folder for a checkpoint of our own format, and for what killed saves left."""
-    found = store.entries(recursive=False)  # before the manifest is read: see `strays`
+    listed = store.entries(recursive=False)  # before the manifest is read: see `strays`
     try:
         data = find_manifest(store)
         manifest = None if data is None else decode_manifest(data)
     except FormatError:
-        return _Look(damaged=True)  # and it may need any file
+        return _Look("damaged")  # and it may need any file
     left: tuple[Entry, ...] = ()
     with suppress(FormatError, StoreError):  # a checkpoint that may need any file, or is gone
-        left = strays(store, found, set() if manifest is None else set(manifest.files.names))
+        left = strays(store, listed, set() if manifest is None else set(manifest.files.names))
     if manifest is None or data is None:
-        files = sum(not entry.name.endswith("/") for entry in found)
-        return _Look(strays=left, foreign=files > len(left) and find_any(store) is not None)
-    sizes = {entry.name: entry.size for entry in found}
+        files = sum(not entry.name.endswith("/") for entry in listed)
+        is_foreign = files > len(left) and find_any(store) is not None
+        return _Look("foreign" if is_foreign else "none", left)
+    sizes = {entry.name: entry.size for entry in listed}
     saved = zip(manifest.files.names, manifest.files.sizes.tolist(), strict=True)
-    whole = all(sizes.get(name) == size for name, size in saved) or _is_whole(store, "safetensors")
+    whole = all(sizes.get(name) == size for name, size in saved) or is_whole(store, "safetensors")
     return _Look(
+        "whole" if whole else "damaged",
+        left,
         manifest.created,
         manifest.save_id,
-        whole,
-        not whole,
-        left,
         len(manifest.files) + 1,
         int(manifest.files.sizes.sum()) + len(data),
     )
 
 
 @attrs.frozen
-class _Made:
+class Made:
     """A checkpoint of a run: its format, and when it was made, in seconds since 1970."""
 
     format: str
     when: float
 
 
-def _made(store: Store) -> _Made | None:
+def made(store: Store) -> Made | None:
     """Return when the checkpoint in a folder was made; None if there is none that can be read."""
-    try:
+    with suppress(FormatError):
         for format in known_formats():
             when = format.made(store)
             if when is not None:
-                return _Made(format.name, when)
-    except FormatError:
-        pass
+                return Made(format.name, when)
     return None
 
 
-def _is_whole(store: Store, format: str) -> bool:
+def is_whole(store: Store, format: str) -> bool:
     """Return whether all files of a checkpoint are there, though it may be replaced meanwhile."""
     last = None
     for _ in range(_ATTEMPTS):
@@ -420,4 +414,4 @@ def _contents(store: Store) -> tuple[list[str], list[str]]:
 
 def _within(store: Store, folder: str) -> Store:
     """Return a folder of a store; for the empty name, the store."""
-    return FolderStore(store, folder) if folder else store
+    return store.folder(folder) if folder else store

@@ -7,25 +7,26 @@ global plan (`agree`), the write on each rank, and the commit on the coordinator
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import attrs
 
-from shardplan.dist import CheckpointError, Comm
+from shardplan.dist import CheckpointError, Comm, StepResult, Turn, take_step
 from shardplan.io import Pool, Progress, ProgressCallback, UnsureCommitError
-from shardplan.io.formats import CommitJob, Part, WriteJob, Writer, open_target
+from shardplan.io.formats import CommitJob, ExtraFiles, Part, WriteJob, Writer, open_target
 from shardplan.io.stores import Store
 from shardplan.planning import Passes, SavePlan
 
 from ._agree import Agreed, agree
-from ._comm import Kept, as_comm, counting, keep_step, place_of
+from ._checkpoint import refuse_saved
+from ._comm import as_comm, counting, place_of
 from ._offers import Begun, PlanCache
 from ._report import RankReport, SaveReport, Stopwatch, logged, rank_report, slowest_ranks
 from ._state import REFUSALS, State, expand, part, with_others
 
-__all__ = ["SaveOptions", "Target", "save", "save_state"]
+__all__ = ["SaveOptions", "Target", "save", "save_state", "surely_failed"]
 
 
 def save(
@@ -34,12 +35,14 @@ def save(
     *,
     planner: Passes[SavePlan] | None = None,
     format: str = "safetensors",
+    extra_files: ExtraFiles | None = None,
     comm: Comm | None = None,
     overwrite: bool = False,
     verify_replicas: bool = False,
     progress: ProgressCallback | None = None,
     pool: Pool | None = None,
     cache: PlanCache | None = None,
+    trace: bool = False,
 ) -> SaveReport:
     """Save a state dict as a checkpoint, which appears complete or not at all.
 
@@ -59,6 +62,9 @@ def save(
             `shardplan.planning.passes.base`.
         format: ``"safetensors"``, ``"hf"``, ``"dcp"``, ``"torch"``, or a format registered with
             `shardplan.io.formats.register_format`.
+        extra_files: For ``"hf"``: files that belong beside the tensors, so that
+            ``AutoModel.from_pretrained`` loads the folder. Either a folder whose ``config.json``,
+            generation config and tokenizer are copied, or paths or bytes by name.
         comm: The ranks; by default all of torch's process group, or this process alone (which is
             refused under torchrun unless you pass ``comm=solo()``).
         overwrite: Whether an existing checkpoint may be replaced. It can be loaded until the new
@@ -70,6 +76,9 @@ def save(
             this process writes its tensors. An exception from it stops the save.
         pool: The threads and the memory budget to use.
         cache: Plans of earlier saves; by default those of this process.
+        trace: Whether to report what each pass of ``planner`` does, as `show` prints it. A rank
+            reports the passes that it runs: those over its own plan, and, on the coordinator, those
+            over the plans of all ranks. The plans of earlier saves are not used.
 
     Returns:
         What was written, what the planner left out, and how long it took, by phase and by rank.
@@ -90,13 +99,14 @@ def save(
         CheckpointError: On many ranks, any of these, with the error of each rank.
     """
     ranks = as_comm(comm)
-    options = SaveOptions(planner, overwrite, verify_replicas, progress, pool, cache)
+    options = SaveOptions(planner, overwrite, verify_replicas, progress, pool, cache, trace)
 
     def state() -> Mapping[Any, Any]:
         return part(expand(state_dict), place_of(ranks))
 
     try:
-        return save_state(ranks, lambda: Target.open(path, format), state, options, Stopwatch())
+        opening = partial(Target.open, path, format, extra_files)
+        return save_state(ranks, opening, state, options, Stopwatch())
     except REFUSALS as error:
         if planner is None:  # with one, it is unknown what it would have left out
             raise with_others(error, state()) from error.__cause__
@@ -113,6 +123,7 @@ class SaveOptions:
     progress: ProgressCallback | None
     pool: Pool | None
     cache: PlanCache | None
+    trace: bool = False
 
 
 @attrs.frozen(eq=False)
@@ -124,16 +135,24 @@ class Target:
     format: str
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str] | Store, format: str) -> Target:
+    def open(
+        cls,
+        path: str | os.PathLike[str] | Store,
+        format: str,
+        extra_files: ExtraFiles | None = None,
+    ) -> Target:
         """Open a target; nothing is written."""
-        return cls(*open_target(path, format), format)
+        options = {} if extra_files is None else {"extra_files": extra_files}
+        return cls(*open_target(path, format, **options), format)
 
     def check(self, comm: Comm, overwrite: bool) -> None:
         """Raise if these ranks cannot save here."""
-        most = self.writer.max_ranks
+        shared = self.writer.shares_files and not self.store.can_share_files
+        most = 1 if shared else self.writer.max_ranks
         if most is not None and most < comm.world_size:
             raise ValueError(
-                f"{comm.world_size} ranks cannot save as {self.format!r} (at most {most} can); "
+                f"{comm.world_size} ranks cannot save as {self.format!r} to {self.store.url} (at "
+                f"most {most} can); "
                 f'save with format="safetensors", then `convert` to {self.format!r} on any ranks'
             )
         if comm.rank == comm.coordinator:
@@ -154,7 +173,7 @@ def save_state(
 
     1. local plan: each rank opens the target and describes its state dict.
     2. global plan: all ranks agree on who writes what.
-    3. write: each rank writes its part.
+    3. write: each rank writes its part; if ranks share files, one rank lays these out before.
     4. commit: once all have written, the coordinator commits, and ranks report.
     """
     comm = counting(comm, partial(watch.count, "exchange"))
@@ -163,7 +182,7 @@ def save_state(
         with watch.phase("open"):
             opened = target()
             opened.check(comm, options.overwrite)
-        return Begun(state(), opened)
+        return Begun(refuse_saved(state()), opened)
 
     agreed = agree(
         comm,
@@ -172,17 +191,29 @@ def save_state(
         watch=watch,
         cache=options.cache,
         verify_replicas=options.verify_replicas,
+        trace=options.trace,
     )
-    task = _Task(comm, agreed, options, watch)
+    saving = _AgreedSave(comm, agreed, options, watch)
     with watch.phase("wait"):  # for the other ranks
-        done = keep_step(comm, "write", task.write, task.commit, undo=task.discard)
-    report = task.report(done.mine, done.whole, done.got)
+        done = saving.carry_out()
+    report = saving.report(done)
     return logged(report, report.path, loud=comm.rank == comm.coordinator, left=report.leftovers)
 
 
+@attrs.frozen
+class _Total:
+    """What all ranks wrote, and the slowest rank of each phase; see `SaveReport`."""
+
+    files: int
+    nbytes: int
+    leftovers: tuple[str, ...]
+    dropped: tuple[str, ...]
+    slowest: Mapping[str, tuple[int, float]]
+
+
 @attrs.frozen(eq=False)
-class _Task:
-    """This rank's part of a save that all ranks have agreed on."""
+class _AgreedSave:
+    """A save that all ranks have agreed on, as one rank carries it out."""
 
     comm: Comm
     agreed: Agreed[Target]
@@ -190,82 +221,114 @@ class _Task:
     watch: Stopwatch
 
     @property
-    def _target(self) -> Target:
+    def target(self) -> Target:
         return self.agreed.begun.target
 
-    def write(self) -> Kept[Part]:
+    def carry_out(self) -> StepResult[Part, tuple[RankReport, ...]]:
+        """Write on all ranks, and commit; if that fails, no rank leaves anything."""
+        try:
+            write = partial(self.write, self.lay_out())
+            return take_step(self.comm, "write", write, self.commit, undo=self.discard)
+        except BaseException:
+            if self.comm.rank == self.comm.coordinator:  # which knows whether it committed
+                self.target.writer.clear(self.target.store, self.agreed.save_id)
+            raise
+
+    def lay_out(self) -> bytes | None:
+        """Have the coordinator make the files that ranks share; None if each has its own."""
+        writer, comm = self.target.writer, self.comm
+        if comm.world_size == 1 or not writer.shares_files:
+            return None
+
+        def describe() -> Turn[None]:
+            return Turn(None, writer.describe(self._job()))
+
+        def make(reports: list[bytes]) -> Turn[None]:
+            return Turn(None, writer.lay_out(self._commit_job(reports)))
+
+        layout: bytes = take_step(comm, "lay out files", describe, make).reply
+        return layout
+
+    def write(self, layout: bytes | None) -> Turn[Part]:
         """Write this rank's part."""
         plan = self.agreed.agreement.plan
         with self.watch.phase("write"):
             progress = Progress(int(plan.items.nbytes.sum()), self.options.progress)
-            job = WriteJob(
-                self._target.store,
-                self.agreed.begun.sd,
-                plan,
-                self.agreed.save_id,
-                self.comm.rank,
-                self.options.pool,
-                progress,
-            )
-            part = self._target.writer.write(job)
+            job = attrs.evolve(self._job(), progress=progress, layout=layout)
+            part = self.target.writer.write(job)
             progress.finish()
         self.watch.count("write", part.nbytes)
-        return Kept(part, (attrs.astuple(part), attrs.astuple(self._rank_report(part))))
+        return Turn(part, (attrs.astuple(part), attrs.astuple(self._rank_report(part))))
 
-    def commit(self, written: list[Any]) -> Kept[tuple[RankReport, ...]]:
+    def commit(self, written: list[Any]) -> Turn[tuple[RankReport, ...]]:
         """Publish what all ranks have written, on the coordinator."""
         parts = [Part(*fields) for fields, _ in written]
         whole = self.agreed.agreement.whole
         assert whole is not None
         with self.watch.phase("commit"):
-            job = CommitJob(
-                self._target.store,
-                whole.metadata,
-                whole.plans,
-                [part.report for part in parts],
-                self.agreed.save_id,
-                self.options.overwrite,
-            )
-            leftovers = self._target.writer.commit(job)
+            job = self._commit_job([part.report for part in parts])
+            leftovers = self.target.writer.commit(job)
         reports = [RankReport(*fields) for _, fields in written]
         reports[self.comm.rank] = self._rank_report(parts[self.comm.rank])  # with the commit
-        total = {
-            "files": sum(part.files for part in parts),
-            "nbytes": sum(part.nbytes for part in parts),
-            "leftovers": leftovers,
-            "dropped": whole.dropped,
-            "slowest": slowest_ranks(reports) if self.comm.world_size > 1 else {},
-        }
-        return Kept(tuple(reports), total)
+        total = _Total(
+            sum(part.files for part in parts),
+            sum(part.nbytes for part in parts),
+            tuple(leftovers),
+            tuple(whole.dropped),
+            slowest_ranks(reports) if self.comm.world_size > 1 else {},
+        )
+        return Turn(tuple(reports), attrs.astuple(total))
+
+    def _job(self) -> WriteJob:
+        return WriteJob(
+            self.target.store,
+            self.agreed.begun.sd,
+            self.agreed.agreement.plan,
+            self.agreed.save_id,
+            self.comm.rank,
+            self.options.pool,
+            is_coordinator=self.comm.rank == self.comm.coordinator,
+        )
+
+    def _commit_job(self, reports: list[bytes]) -> CommitJob:
+        whole = self.agreed.agreement.whole
+        assert whole is not None
+        return CommitJob(
+            self.target.store,
+            whole.metadata,
+            whole.plans,
+            reports,
+            self.agreed.save_id,
+            self.options.overwrite,
+        )
 
     def discard(self, part: Part, error: BaseException) -> None:
         """Remove what this rank wrote, if the save has certainly failed."""
-        if _surely_failed(error):
-            self._target.writer.discard(self._target.store, part.report, self.agreed.save_id)
+        if surely_failed(error):
+            self.target.writer.discard(self.target.store, part.report, self.agreed.save_id)
 
-    def report(
-        self, part: Part, ranks: Sequence[RankReport] | None, total: Mapping[str, Any]
-    ) -> SaveReport:
-        """Report the save, given the results of ``write`` and ``commit``."""
+    def report(self, done: StepResult[Part, tuple[RankReport, ...]]) -> SaveReport:
+        total = _Total(*done.reply)
         return SaveReport(
-            self._target.store.url,
+            self.target.store.url,
             self.agreed.save_id,
-            total["files"],
-            total["nbytes"],
+            total.files,
+            total.nbytes,
             self.watch.seconds,
-            tuple(total["leftovers"]),
+            tuple(total.leftovers),
             self.agreed.agreement.how,
-            {phase: tuple(slowest) for phase, slowest in total["slowest"].items()},
-            tuple(ranks or (self._rank_report(part),)),
+            dict(total.slowest),
+            done.whole or (self._rank_report(done.mine),),
             phase_bytes=self.watch.nbytes,
-            dropped=tuple(total["dropped"]),
+            dropped=tuple(total.dropped),
+            trace=self.agreed.agreement.trace,
         )
 
     def _rank_report(self, part: Part) -> RankReport:
         return rank_report(self.comm, self.watch, self.agreed.begun.sd, part.nbytes)
 
 
-def _surely_failed(error: BaseException) -> bool:
+def surely_failed(error: BaseException) -> bool:
     """Return True if no rank has committed or still can.
 
     Lost ranks may not know of the failure, a store may still carry out what it seemed to refuse,

@@ -42,7 +42,7 @@ class Buffers:
         for device in copying.devices:
             torch.accelerator.synchronize(device)
         self._kept = copying.used  # frees unused memory
-        return unflatten(copies, paths)
+        return unflatten(copies, paths, like=sd)
 
 
 @attrs.frozen(eq=False)

@@ -14,11 +14,22 @@ from typing import Any, Protocol, cast
 
 import attrs
 import numpy as np
-import torch
 
-from shardplan.io import ValueRefusedError, as_tensor, sort_values
+from shardplan.io import ValueRefusedError, as_tensor, sort_values, torch
 from shardplan.io.execute import Kept
-from shardplan.planning import Path, PlanError, RefusedError, flatten, held, is_tensor, leaves
+from shardplan.planning import (
+    Path,
+    PlanError,
+    RefusedError,
+    entry_of,
+    flatten,
+    held,
+    is_node,
+    is_tensor,
+    leaves,
+    retyped,
+    with_entry,
+)
 
 from ._comm import Place
 
@@ -70,20 +81,7 @@ def expand(state_dict: State) -> Mapping[Any, Any]:
     Objects are asked in order of their keys, equal on all ranks, since some of them communicate. A
     state dict without such objects is returned unchanged.
     """
-    try:
-        return cast(Mapping[Any, Any], replaced(state_dict, _state_of))
-    except RecursionError:
-        return cast(Mapping[Any, Any], state_dict)  # planning raises a clear error
-    except _RaisedError as raised:
-        raise raised.error from None
-
-
-class _RaisedError(Exception):
-    """An object's own ``state_dict()`` exceeded the recursion limit."""
-
-    def __init__(self, error: RecursionError) -> None:
-        super().__init__(error)
-        self.error = error
+    return _replaced_state(state_dict, _state_of)
 
 
 def _state_of(value: Any) -> Any:
@@ -91,12 +89,17 @@ def _state_of(value: Any) -> Any:
     if isinstance(value, PerRank):
         inner = replaced(value.value, _state_of)
         return value if inner is value.value else attrs.evolve(value, value=inner)
-    if not is_stateful(value):
-        return value
+    return value.state_dict() if is_stateful(value) else value
+
+
+def _replaced_state(state_dict: State, change: Callable[[Any], Any]) -> Mapping[Any, Any]:
+    """Run `replaced` on a state dict."""
     try:
-        return value.state_dict()
-    except RecursionError as error:  # unlike that of a state dict that contains itself
-        raise _RaisedError(error) from error
+        return cast(Mapping[Any, Any], replaced(state_dict, change))
+    except RecursionError:
+        if isinstance(state_dict, Mapping):
+            flatten(state_dict)  # raises a clear error if it contains itself
+        raise
 
 
 def give_back(state_dict: State, loaded: Mapping[Any, Any]) -> None:
@@ -205,10 +208,7 @@ def part(state: Mapping[Any, Any], place: Place) -> Mapping[Any, Any]:
     def change(value: Any) -> Any:
         return Parted(value, place.label) if isinstance(value, PerRank) else value
 
-    try:
-        return cast(Mapping[Any, Any], replaced(state, change))
-    except RecursionError:
-        return state  # planning raises a clear error
+    return _replaced_state(state, change)
 
 
 def unpart(state: Any, like: Mapping[Any, Any]) -> None:
@@ -330,11 +330,11 @@ def _refused_tensors(tensors: Mapping[str, Any]) -> dict[str, str]:
 
 def at(root: Any, path: Sequence[tuple[str, Any]]) -> Any:
     """Return the value at the end of a path that `flatten` found."""
-    return reduce(lambda node, step: node[step[1]], path, root)
+    return reduce(lambda node, step: entry_of(node, step[1]), path, root)
 
 
 def put(root: Any, path: Sequence[tuple[str, Any]], value: Any) -> None:
-    """Set one leaf in place; tuples on the path, which cannot change, are made anew.
+    """Set one leaf in place; tuples and nodes on the path are made anew if they must change.
 
     >>> sd = {"a": [1, (2, 3)]}
     >>> put(sd, [("dict", "a"), ("list", 1), ("tuple", 0)], 9)
@@ -343,12 +343,24 @@ def put(root: Any, path: Sequence[tuple[str, Any]], value: Any) -> None:
     """
     nodes = [root]
     for _, key in path[:-1]:
-        nodes.append(nodes[-1][key])
+        nodes.append(entry_of(nodes[-1], key))
+    value = retyped(_entry(nodes[-1], path[-1][1]), value)
+    is_inside = any(map(is_node, nodes))  # what a node returns may be a copy of what it holds
     for node, (kind, key) in zip(reversed(nodes), reversed(path), strict=True):
-        if kind != "tuple":
+        if kind == "tuple" or is_node(node):
+            value = with_entry(node, key, value)
+            continue
+        if _entry(node, key) is not value:
             node[key] = value
+        if not is_inside:
             return
-        value = remade(node, [*node[:key], value, *node[key + 1 :]])
+        value = node
+
+
+def _entry(node: Any, key: Any) -> Any:
+    """Return what is at a place; None if there is nothing."""
+    with suppress(LookupError, TypeError):
+        return entry_of(node, key)
 
 
 def refilled(old: Any, new: Any) -> Any:
@@ -385,6 +397,8 @@ def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
     new = change(value)
     if new is not value:
         return new
+    if is_node(value):
+        return value
     if isinstance(value, Mapping):
         return _replaced_in_dict(value, change)
     if isinstance(value, (list, tuple)):

@@ -74,6 +74,7 @@ class VerifyReport(Printed):
     def __bool__(self) -> bool:
         return self.ok
 
+    @property
     def _sheet(self) -> Sheet:
         count = len(self.faults)
         speed = human_bytes(self.nbytes / self.seconds) if self.seconds else "?"
@@ -150,7 +151,7 @@ def verify(
     for left in reversed(range(ATTEMPTS)):
         format = find_format(detect(store, name))
         try:
-            found = format.verify(store, name, tell=progress, pool=pool)
+            found = format.verify(store, name, progress=progress, pool=pool)
         except FormatError as error:  # what describes the checkpoint is damaged
             Progress(0, progress)
             found = Findings((Fault("header", error.file, error.reason),))

@@ -1,25 +1,21 @@
 """The demo: train on four ranks, save, inspect, load on fewer ranks, convert, damage, verify.
 
-Run it with ``make demo`` or ``shardplan demo``. Each of the four ranks of the job is a process,
-``python -m shardplan.demo FOLDER RANK STEPS``. They train a small transformer (FSDP2 × TP), save,
-load again and continue. Then two of them load the same checkpoint and continue (FSDP2 alone), and
-then one of them (no sharding). Each time rank 0 writes a file of results: losses, a checksum of
-every tensor as it was saved or loaded, and durations, with shardplan and with torch.
+Run it with ``make demo`` or ``shardplan demo``. Four processes train a small transformer (FSDP2 ×
+TP), save, load again and continue. Then two of them load the same checkpoint and continue (FSDP2
+alone), and then one of them (no sharding). Each time rank 0 writes a file of results: losses, a
+checksum of every tensor, and durations, with shardplan and with torch.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import shlex
 import shutil
-import subprocess
-import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,38 +28,25 @@ from . import planning as sp
 with named_extras("the demo", with_torch=True):
     import torch
     import torch.distributed as dist
-    from torch import Tensor, nn
-    from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+    from torch import Tensor, multiprocessing, nn
+    from torch.distributed.checkpoint import FileSystemWriter, state_dict_loader, state_dict_saver
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor, Replicate
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        ParallelStyle,
-        RowwiseParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor import parallel as tp
     from torch.nn import functional
 
     from shardplan.cli.app import app
     from shardplan.cli.screen import show, table, waiting
-    from shardplan.io import flat_memory, xxhash
 
 __all__ = ["Demo"]
 
 MADE = ".made-by-shardplan-demo"
-STEPS = 3
 RANKS = 4
 SHOWN = "model.layers.0.up.weight"
-QUIET = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
-VOCABULARY = 2048
-WIDTH = 256
-HEADS = 8
-LAYERS = 4
-LENGTH = 32
-BATCH = 8
-MORE = 2
+STEPS, MORE = 3, 2  # of training, before and after the save
+VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH, BATCH = 2048, 256, 8, 4, 32, 8
 T = TypeVar("T")
 
 
@@ -131,22 +114,8 @@ class Demo:
     def train(self) -> None:
         """Train on four local processes, and save."""
         self.say("1. Train a small transformer on 4 ranks, FSDP2 × TP, and save it")
-        command = [sys.executable, "-P", "-m", "shardplan.demo", str(self.folder)]
-        logs = [self.folder / f"rank-{rank}.log" for rank in range(RANKS)]
-        with waiting(f"{RANKS} ranks are at work"), ExitStack() as files:
-            jobs = [
-                subprocess.Popen(
-                    [*command, str(rank), str(STEPS)],
-                    env=os.environ | QUIET,
-                    stdout=subprocess.DEVNULL,
-                    stderr=files.enter_context(log.open("wb")),
-                )
-                for rank, log in enumerate(logs)
-            ]
-            codes = _wait(jobs)
-        for log, code in zip(logs, codes, strict=True):
-            if code > 0:
-                raise RuntimeError(f"the training job failed:\n{log.read_text()[-4000:]}")
+        with waiting(f"{RANKS} ranks are at work"):
+            run_processes(run_rank, self.folder)
         job = self.results(RANKS)
         show(f"  losses of the first {STEPS} steps: {_listed(job['before'])}")
         same = job["losses"] == job["resumed"]
@@ -182,14 +151,11 @@ class Demo:
         self.say("4. Convert it: to Hugging Face's format and to a file of torch.save")
         step, hf, file = (self.folder / name for name in ("step", "hf", "step.pt"))
         planner = sp.chain(sp.select("model.*"), sp.rename(lambda k: k.removeprefix("model.")))
-        made = {
-            "convert to Hugging Face": partial(
-                shardplan.convert, step, hf, format="hf", planner=planner
-            ),
-            "convert to torch.save": partial(shardplan.convert, step, file, format="torch"),
-        }
-        for what, work in made.items():
-            report = self.timed(what, work)
+        for what, into, options in (
+            ("convert to Hugging Face", hf, {"format": "hf", "planner": planner}),
+            ("convert to torch.save", file, {"format": "torch"}),
+        ):
+            report = self.timed(what, partial(shardplan.convert, step, into, **options))
             size = f"{human_bytes(report.bytes_written)} in {human_seconds(self.seconds[what])}"
             show(f"  {what}: {report.tensors} tensors, {size}")
         expected, name = shardplan.open_checkpoint(step)[SHOWN].read(), SHOWN[len("model.") :]
@@ -207,10 +173,9 @@ class Demo:
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 1
         file.write_bytes(data)
-        codes = [self.type("verify", str(path)) for path in (good, bad)]
-        self.timed("verify", lambda: shardplan.verify(good))
-        self.check("the original is intact", codes[0] == 0)
-        self.check("the damage is found", codes[1] == 1)
+        intact = self.timed("verify", lambda: self.type("verify", str(good)))
+        self.check("the original is intact", intact == 0)
+        self.check("the damage is found", self.type("verify", str(bad)) == 1)
 
     def plan_at_scale(self) -> None:
         """Plan a model that does not fit here: 405 billion parameters and their Adam state."""
@@ -227,46 +192,30 @@ class Demo:
 
     def compare(self) -> None:
         """Show the durations next to torch's."""
-        from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-        dcp, what = str(self.folder / "torch"), "DCP checkpoint to torch.save"
-        for word, work in (("", shardplan.dcp_to_torch_save), (" torch", dcp_to_torch_save)):
-            into = self.folder / f"from-dcp{word.strip()}.pt"
-            for _ in range(2):  # the first time warms up
-                into.unlink(missing_ok=True)
-                self.timed(f"{what}{word}", partial(work, dcp, str(into)))
-        on_ranks = {}
+        self.say("7. How long each took, beside torch.distributed.checkpoint")
         for name, ranks in (("save", 4), ("load", 4), ("load", 2), ("load", 1)):
             for word in ("", " torch"):
                 seconds = self.results(ranks)["seconds"][name + word]
-                on_ranks[f"{name} on {counted(ranks, 'rank')}{word}"] = seconds
-        self.seconds = on_ranks | self.seconds
-        self.say("7. How long each took, beside torch.distributed.checkpoint")
+                self.seconds[f"{name} on {counted(ranks, 'rank')}{word}"] = seconds
         rows = []
         for name in (name for name in self.seconds if not name.endswith(" torch")):
             mine, theirs = self.seconds[name], self.seconds.get(f"{name} torch")
-            torch, ratio = "-", ""
-            if theirs is not None:
-                torch, ratio = human_seconds(theirs), f"{theirs / mine:.1f} ×"
-            rows.append((name, torch, human_seconds(mine), ratio))
-        head = ("work", "torch", "shardplan", "ratio")
-        show(table(head, rows, right=head[1:]))
+            beside = (
+                ("-", "") if theirs is None else (human_seconds(theirs), f"{theirs / mine:.1f} ×")
+            )
+            rows.append((name, beside[0], human_seconds(mine), beside[1]))
+        show(table(("work", "torch", "shardplan", "ratio"), rows))
 
 
-def _wait(jobs: Sequence[subprocess.Popen[bytes]]) -> list[int]:
-    """Wait for processes; if one fails, stop the others, which would wait for it forever.
-
-    An interrupt may reach only this process, so the others are stopped then, too.
-    """
+def run_processes(work: Callable[[int, Path], None], folder: Path) -> None:
+    """Run a function of the rank in new processes; none outlives this call, whatever ends it."""
+    jobs = multiprocessing.start_processes(work, (folder,), RANKS, join=False)  # type: ignore[no-untyped-call]
     try:
-        while all(job.poll() is None or not job.returncode for job in jobs):
-            if all(job.returncode == 0 for job in jobs):
-                break
-            time.sleep(0.1)
+        while not jobs.join():
+            pass
     finally:
-        for job in jobs:
-            job.kill()
-    return [job.wait() for job in jobs]
+        for process in jobs.processes:
+            process.kill()
 
 
 def _listed(losses: Sequence[float]) -> str:
@@ -281,12 +230,10 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
+        self.norm, self.feed_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
         self.out = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.feed_norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to a batch of sequences."""
@@ -320,55 +267,30 @@ class Transformer(nn.Module):
         return scores
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return one of two batches and its targets; each row counts up by its own stride."""
-    random = torch.Generator().manual_seed(step % 2)
-    first, stride = (torch.randint(1, 99, (BATCH, 1), generator=random) for _ in range(2))
-    tokens = (first + stride * torch.arange(LENGTH + 1)) % VOCABULARY
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def build(ranks: int, tensor_parallel: int) -> tuple[Transformer, DeviceMesh | None]:
-    """Make the model with fixed weights, and shard it over the ranks."""
-    torch.manual_seed(0)
-    model = Transformer()
-    if ranks == 1:
-        return model, None
-    mesh = init_device_mesh(
-        "cpu", (ranks // tensor_parallel, tensor_parallel), mesh_dim_names=("dp", "tp")
-    )
-    if tensor_parallel > 1:
-        style: dict[str, ParallelStyle] = {
-            "embed": RowwiseParallel(input_layouts=Replicate()),
-            "head": ColwiseParallel(output_layouts=Replicate()),
-        }
-        for layer in range(LAYERS):
-            style |= {f"layers.{layer}.{n}": ColwiseParallel() for n in ("query", "key", "value")}
-            style |= {f"layers.{layer}.up": ColwiseParallel()}
-            style |= {f"layers.{layer}.{n}": RowwiseParallel() for n in ("out", "down")}
-        parallelize_module(model, mesh["tp"], style)
-    for block in model.layers:
-        fully_shard(block, mesh=mesh["dp"])
-    fully_shard(model, mesh=mesh["dp"])
-    return model, mesh
-
-
 class Training:
-    """A model, its optimizer, and this rank's data."""
+    """The model, sharded over the ranks, its optimizer, and this rank's data."""
 
-    def __init__(self, ranks: int, tensor_parallel: int) -> None:
-        self.model, mesh = build(ranks, tensor_parallel)
+    def __init__(self, ranks: int) -> None:
+        torch.manual_seed(0)
+        self.model, self.part, self.parts = Transformer(), 0, 1
+        if ranks > 1:
+            shape = (2, 2) if ranks == RANKS else (ranks, 1)
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+            if shape[1] > 1:
+                tp.parallelize_module(self.model, mesh["tp"], _tensor_parallel())
+            for module in (*self.model.layers, self.model):
+                fully_shard(module, mesh=mesh["dp"])
+            self.part, self.parts = mesh["dp"].get_local_rank(), shape[0]
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self.parts = 1 if mesh is None else mesh["dp"].size()
-        self.part = 0 if mesh is None else mesh["dp"].get_local_rank()
         self.done = 0
 
-    def step(self) -> float:
-        """Train one step, and return the loss over all ranks."""
-        inputs, targets = batch(self.done)
-        mine = slice(self.part, None, self.parts)
-        scores = self.model(inputs[mine])
-        loss = functional.cross_entropy(scores.flatten(0, 1), targets[mine].flatten())
+    def steps(self, count: int) -> list[float]:
+        """Train some steps, and return the loss of each over all ranks."""
+        return [self._step() for _ in range(count)]
+
+    def _step(self) -> float:
+        inputs, targets = (half[self.part :: self.parts] for half in batch(self.done))
+        loss = functional.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
@@ -376,8 +298,7 @@ class Training:
         mean = loss.detach().clone()
         if dist.is_initialized():
             dist.all_reduce(mean)
-            mean /= dist.get_world_size()
-        return float(mean)
+        return float(mean) / (dist.get_world_size() if dist.is_initialized() else 1)
 
     def state(self) -> dict[str, Any]:
         """Return everything needed to continue training."""
@@ -395,78 +316,98 @@ class Training:
         self.done = state["step"]
 
 
+def _tensor_parallel() -> dict[str, tp.ParallelStyle]:
+    """Return how each module is cut by tensor parallelism."""
+    style: dict[str, tp.ParallelStyle] = {
+        "embed": tp.RowwiseParallel(input_layouts=Replicate()),
+        "head": tp.ColwiseParallel(output_layouts=Replicate()),
+    }
+    for layer in range(LAYERS):
+        for name in ("query", "key", "value", "up"):
+            style[f"layers.{layer}.{name}"] = tp.ColwiseParallel()
+        for name in ("out", "down"):
+            style[f"layers.{layer}.{name}"] = tp.RowwiseParallel()
+    return style
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Return one of two batches and its targets; each row counts up by its own stride."""
+    random = torch.Generator().manual_seed(step % 2)
+    first, stride = (torch.randint(1, 99, (BATCH, 1), generator=random) for _ in range(2))
+    tokens = (first + stride * torch.arange(LENGTH + 1)) % VOCABULARY
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def tensors(state: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a nested state, by name."""
+    return {k: v.detach() for k, v in sp.flatten(state)[0].items() if isinstance(v, Tensor)}
+
+
 def checksums(state: dict[str, Any]) -> dict[str, str]:
     """Return a checksum of every full tensor, however it is sharded."""
     sums = {}
-    for name, value in sp.flatten(state)[0].items():
-        if isinstance(value, torch.Tensor):
-            full = value.full_tensor() if isinstance(value, DTensor) else value
-            view = flat_memory(full.detach().contiguous())
-            assert view is not None
-            sums[name] = xxhash.xxh3_64_hexdigest(view)
+    for name, tensor in tensors(state).items():
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        elements = full.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        sums[name] = hashlib.blake2b(elements, digest_size=8).hexdigest()
     return sums
 
 
 def timed(work: Callable[[], Any]) -> float:
-    """Return the seconds until all ranks have finished a function."""
-    if dist.is_initialized():
-        dist.barrier()
-    start = time.perf_counter()
-    work()
+    """Return the seconds until all ranks have finished the second call of a function."""
+    start = 0.0
+    for _ in range(2):  # the first call warms up
+        if dist.is_initialized():
+            dist.barrier()
+        start = time.perf_counter()
+        work()
     if dist.is_initialized():
         dist.barrier()
     return time.perf_counter() - start
 
 
-def save_and_go_on(training: Training, folder: Path, steps: int) -> dict[str, Any]:
-    """Train, save with shardplan and with torch, continue; then load, and continue again."""
-    before = [training.step() for _ in range(steps)]
-    state = training.state()
-    results: dict[str, Any] = {"checksums": checksums(state), "before": before}
-    seconds: dict[str, float] = {}
-    for turn in ("warm up", "save"):  # the first turn warms up
-        seconds[turn] = timed(lambda: shardplan.save(state, folder / "step", overwrite=True))
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder / "torch", ignore_errors=True)
-        seconds[f"{turn} torch"] = timed(
-            lambda: state_dict_saver.save(state, checkpoint_id=folder / "torch")
-        )
-    results["losses"] = [training.step() for _ in range(MORE)]
-    fresh = Training(dist.get_world_size(), 2)
-    target = fresh.state()
-    seconds |= load_both(target, folder)
-    fresh.resume(target)
-    results |= {"resumed": [fresh.step() for _ in range(MORE)], "seconds": seconds}
-    return results
+def save_both(state: dict[str, Any], folder: Path) -> dict[str, float]:
+    """Save a state with shardplan, then with torch; return the seconds of each."""
+    step, theirs = folder / "step", folder / "torch"
+    writer = FileSystemWriter(theirs, overwrite=True)
+    return {
+        "save": timed(lambda: shardplan.save(state, step, overwrite=True)),
+        "save torch": timed(lambda: state_dict_saver.save(state, storage_writer=writer)),
+    }
 
 
 def load_both(state: dict[str, Any], folder: Path) -> dict[str, float]:
     """Load a state with torch, then with shardplan; return the seconds of each."""
-    seconds: dict[str, float] = {}
-    for turn in ("warm up", "load"):
-        seconds[f"{turn} torch"] = timed(
-            lambda: state_dict_loader.load(state, checkpoint_id=folder / "torch")
-        )
-        for value in sp.flatten(state)[0].values():
-            if isinstance(value, torch.Tensor):
-                value.detach().zero_()  # so that nothing of torch's is left
-        seconds[turn] = timed(lambda: shardplan.load(state, folder / "step"))
-    return seconds
+    theirs = timed(lambda: state_dict_loader.load(state, checkpoint_id=folder / "torch"))
+    for tensor in tensors(state).values():
+        tensor.zero_()  # so that nothing of torch's is left
+    return {"load torch": theirs, "load": timed(lambda: shardplan.load(state, folder / "step"))}
+
+
+def save_and_go_on(training: Training, folder: Path) -> dict[str, Any]:
+    """Train, save with shardplan and with torch, continue; then load, and continue again."""
+    before = training.steps(STEPS)
+    state = training.state()
+    results = {"before": before, "checksums": checksums(state)}
+    seconds = save_both(state, folder)
+    losses = training.steps(MORE)
+    fresh = load_and_go_on(Training(RANKS), folder)
+    seconds |= fresh["seconds"]
+    return results | {"seconds": seconds, "losses": losses, "resumed": fresh["losses"]}
 
 
 def load_and_go_on(training: Training, folder: Path) -> dict[str, Any]:
-    """Load what another number of ranks saved, and continue."""
+    """Load what was saved, perhaps by another number of ranks, and continue."""
     state = training.state()
     seconds = load_both(state, folder)
-    results = {"checksums": checksums(state), "seconds": seconds}
+    results = {"seconds": seconds, "checksums": checksums(state)}
     training.resume(state)
-    return results | {"losses": [training.step() for _ in range(MORE)]}
+    return results | {"losses": training.steps(MORE)}
 
 
-def main(folder: Path, rank: int, steps: int) -> None:
-    """Run one rank."""
-    warnings.filterwarnings("ignore", category=UserWarning)
-    warnings.filterwarnings("ignore", category=FutureWarning)
+def run_rank(rank: int, folder: Path) -> None:
+    """Run one of the four processes: in a job of 4 ranks, then of 2, then alone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # warnings; an exception goes to the parent
     torch.set_num_threads(1)
     for ranks in (RANKS, 2, 1):
         if rank >= ranks:
@@ -474,17 +415,9 @@ def main(folder: Path, rank: int, steps: int) -> None:
         if ranks > 1:
             where = f"file://{folder}/meeting-{ranks}"
             dist.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
-        training = Training(ranks, tensor_parallel=2 if ranks == RANKS else 1)
-        results = (
-            save_and_go_on(training, folder, steps)
-            if ranks == RANKS
-            else load_and_go_on(training, folder)
-        )
+        run = save_and_go_on if ranks == RANKS else load_and_go_on
+        results = run(Training(ranks), folder)
         if rank == 0:
             (folder / f"results-{ranks}.json").write_text(json.dumps(results))
         if ranks > 1:
             dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -111,6 +111,58 @@ print(shardplan.prune(path + "/run", keep_last=1).kept, "torch" in sys.modules)
     assert run(environment("io"), code) == "('a',) False"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["safetensors", "dcp", "hf", "torch"])
+def test_the_extra_io_alone_reads_elements_as_numpy_arrays(environment, tmp_path, format):
+    w = torch.arange(12.0).reshape(4, 3)
+    sd = {"w": w, "n": {"k": torch.tensor(3)}, "e": torch.zeros(0, 2), "b": w.bfloat16(), "step": 7}
+    shardplan.save(sd | {"rng": [torch.ones(1)]}, tmp_path / "a")
+    path = tmp_path / ("x.pt" if format == "torch" else "x")
+    shardplan.convert(tmp_path / "a", path, format=format)
+    code = f"""
+import shardplan, numpy
+found = shardplan.open_checkpoint({str(path)!r})
+full = numpy.arange(12, dtype="float32").reshape(4, 3)
+for index in (..., slice(1, 3), (slice(None, None, -2), 1), (0, 0), slice(1, 1)):
+    part = found["w"][index]
+    assert type(part) is numpy.ndarray and part.dtype == found["w"].dtype == "float32"
+    assert numpy.array_equal(part, full[index]), index
+keys = ["w", "n.k", "e"] + ["step"] * ("step" in found)
+made = shardplan.restore({str(path)!r}, keys=keys)
+assert numpy.array_equal(made["w"], full) and made["e"].shape == (0, 2)
+assert int(found["n.k"]) == 3 and made.get("step", 7) == 7
+for read in (lambda: found["b"][...], lambda: shardplan.restore({str(path)!r}, keys="b")):
+    try: read()
+    except TypeError as error: print(error)
+print(shardplan.verify({str(path)!r}).ok, "torch" in __import__("sys").modules)
+"""
+    no = "`b` cannot be read here: numpy has no dtype bfloat16; pip install ml_dtypes, or 'shardpl"
+    lines = run(environment("io"), code).splitlines()
+    assert [line[: len(no)] for line in lines] == [no, no, "True False"]
+
+
+@pytest.mark.slow
+def test_a_value_that_needs_torch_says_so(environment, tmp_path):
+    shardplan.save({"device": torch.device("cpu"), "n": 1}, tmp_path)
+    for read in (f"open_checkpoint({str(tmp_path)!r})['device']", f"restore({str(tmp_path)!r})"):
+        text = run(environment("io"), f"import shardplan; shardplan.{read}")
+        assert text.endswith("the value of `device` needs torch: pip install 'shardplan[torch]'")
+
+
+@pytest.mark.slow
+def test_dtypes_that_numpy_lacks_are_those_of_ml_dtypes(environment, tmp_path):
+    shardplan.save({"b": torch.ones(2, 3).bfloat16()}, tmp_path)
+    code = f"""
+import sys, types, numpy
+sys.modules["ml_dtypes"] = types.SimpleNamespace(bfloat16=numpy.dtype([("bits", "<u2")]))
+import shardplan
+for made in (shardplan.open_checkpoint({str(tmp_path)!r})["b"][:, ::2],
+             shardplan.restore({str(tmp_path)!r})["b"][:, ::2]):
+    print(made["bits"].tolist())
+"""
+    assert run(environment("io"), code).splitlines() == ["[[16256, 16256], [16256, 16256]]"] * 2
+
+
 def needed(text):
     """Return the package that a message names, having checked that the extra brings it."""
     package, command = text.split(" needs ")[1].split(": pip install ")
@@ -129,8 +181,9 @@ for name in set(shardplan.__all__) - {"__version__"}:
 """
     nothing = run(environment(), code).splitlines()
     extras = {line.split()[0].removeprefix("shardplan."): needed(line)[1] for line in nothing}
-    assert {extras.pop(name) for name in ("latest", "prune", "verify")} == {"io"}
-    assert {"save", "load", "convert", "restore", "to_torch"} <= extras.keys()
+    readers = ("PerRank", "latest", "open_checkpoint", "prune", "restore", "verify")
+    assert {extras.pop(name) for name in readers} == {"io"}
+    assert {"save", "load", "convert", "to_torch"} <= extras.keys()
     assert set(extras.values()) == {"torch"}
     without_torch = run(environment("io"), code).splitlines()
     assert {needed(line) for line in without_torch} == {("torch", "torch")}
@@ -165,20 +218,20 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(environment, e
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["inspect", "verify", "plan"])
+@pytest.mark.parametrize("command", ["inspect", "verify", "plan", "cat"])
 def test_the_extra_cli_alone_can_look_into_checkpoints(environment, command, tmp_path):
     shardplan.save({"w": torch.ones(2)}, tmp_path)
-    more = ", '--mesh', 'dp=2'" if command == "plan" else ""
+    more = {"plan": ", '--mesh', 'dp=2'", "cat": ", 'w[:1]'"}.get(command, "")
     text = run(environment("cli"), MAIN.format(f"{command!r}, {str(tmp_path)!r}{more}"))
     assert "error" not in text
     assert text
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["cat", "convert", "diff"])
+@pytest.mark.parametrize("command", ["convert", "diff"])
 def test_a_command_that_needs_torch_says_so(environment, command, tmp_path):
     shardplan.save({"w": torch.ones(2)}, tmp_path)
-    more = {"cat": "'w'", "convert": f"'{tmp_path}/b', '--format', 'dcp'", "diff": f"'{tmp_path}'"}
+    more = {"convert": f"'{tmp_path}/b', '--format', 'dcp'", "diff": f"'{tmp_path}'"}
     code = MAIN.format(f"{command!r}, {str(tmp_path)!r}, {more[command]}")
     assert run(environment("cli"), code).endswith("needs torch: pip install 'shardplan[torch]'")
 

@@ -19,6 +19,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from typing import Final, TypeVar
 
+from shardplan.planning.storage import LeftFile, retain_files
+
 from ..errors import ExistsError, FormatError, UnsureCommitError
 from ..formats.base import WriteJob, Writer
 from ..formats.registry import find_any, known_formats
@@ -209,12 +211,9 @@ def strays(
 ) -> tuple[Entry, ...]:
     """Pick from a listing the files that a killed save left behind.
 
-    Args:
-        store: The folder.
-        found: What it holds; listed before any manifest is read, so that a save which commits in
-            between is one that the manifest names.
-        known: Files that are known to belong to a checkpoint.
-        file: A checkpoint that is a single file; what was to become this file is picked as well.
+    List first, read the manifest second: a save that commits in between then protects its
+    files. Files in ``known`` belong to a checkpoint. If ``file`` is one,
+    what was to become this file is picked as well.
     """
     marks = [mark for format in known_formats() for mark in format.marks]
     if file:
@@ -240,15 +239,12 @@ def _save_of(name: str) -> str | None:
 
 def by_save(found: Collection[Entry], min_age: float) -> tuple[list[Entry], list[Entry]]:
     """Separate old files from young ones; those of one save stay together."""
-    saves = [_save_of(entry.name.rpartition("/")[2]) or entry.name for entry in found]
-    newest: dict[str, float] = {}
-    for entry, save in zip(found, saves, strict=True):
-        newest[save] = max(entry.modified, newest.get(save, 0.0))
-    limit = time.time() - min_age if min_age else math.inf
-    old, young = list[Entry](), list[Entry]()
-    for entry, save in zip(found, saves, strict=True):
-        (old if newest[save] <= limit else young).append(entry)
-    return old, young
+    files = []
+    for entry in found:
+        save = _save_of(entry.name.rpartition("/")[2]) or entry.name
+        files.append(LeftFile(entry.name, save, entry.modified))
+    old = set(retain_files(files, time.time() - min_age if min_age else math.inf).drop)
+    return [e for e in found if e.name in old], [e for e in found if e.name not in old]
 
 
 def tidy(store: Store, known: Collection[str] = (), file: str = "") -> None:

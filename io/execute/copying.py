@@ -17,6 +17,9 @@ from typing import Final
 
 import attrs
 
+from shardplan.planning.columns import column
+from shardplan.planning.storage import write_tasks
+
 from ..checksums import combine_crc, sum_crc, xxhash
 from ..errors import FormatError, from_os_error
 from ..pool import Pool, check_stopped, processors
@@ -44,8 +47,7 @@ PIECE: Final = 1 << 19
 STAGED: Final = 96 << 20
 """Bytes of memory that writing one file may take."""
 
-_TASK: Final = 16 << 20  # bytes that a thread writes before it takes the next ones
-_SMALL: Final = 1 << 16  # bytes an entry has where several threads would only wait for each other
+_WRITEBACK: Final = 16 << 20  # bytes after which the system is asked to bring them to the disk
 _LEAST: Final = 1 << 16  # less room than this is left empty
 _OPEN: Final = 32  # files that are kept open to be read
 
@@ -208,19 +210,21 @@ class FileContents:
             StoppedError: The `Pool.map` that this is a part of has failed.
         """
         contents = self._describe(True)
-        tasks = list(_tasks(contents))
-        sizes = {c.record: c.nbytes for c in contents if isinstance(c, Content)}
-        carry_out = partial(_carry_out, fd, sizes)
-        threads = min(self._threads, len(tasks)) if _is_coarse(tasks) else 1
-        if threads > 1:
-            with Pool(max_workers=threads) as pool:
-                written = pool.map(carry_out, tasks)
-        else:
-            written = [carry_out(task) for task in tasks]
+        blocks, seals = _place(contents)
+        made = any(isinstance(part, Made) for one in blocks for part in one.block.parts)
+        tasks = write_tasks(column([one.block.nbytes for one in blocks]))
+        threads = min(self._threads, len(tasks))
+        if made or threads < 2:  # what must be made is read ahead, in order
+            _write_in_order(fd, contents)
+            return
+        with Pool(max_workers=threads) as pool:
+            written = pool.map(partial(_write_blocks, fd), [blocks[i:j] for i, j in tasks])
+        crcs = [crc for one in written for crc in one]
         sums: dict[int, int] = {}
-        for record, crc, nbytes in (part for one in written for part in one.sums):
-            sums[record] = combine_crc(sums[record], crc, nbytes) if record in sums else crc
-        for at, seal in (pair for one in written for pair in one.late):
+        for one, crc in zip(blocks, crcs, strict=True):
+            if one.record is not None:
+                sums[one.record] = combine_crc(sums.get(one.record, 0), crc, one.block.nbytes)
+        for at, seal in seals:
             write_run(fd, at, [seal.view(sums)])
 
 
@@ -246,111 +250,99 @@ def write_file(
 
 
 @attrs.frozen(eq=False)
-class _Task:
-    """A part of a file that one thread writes: what comes at which place, without holes."""
+class _Placed:
+    """A block, where it goes in the file, and the record whose checksum it counts to."""
 
     at: int
-    entries: Sequence[tuple[Seal | Block, int | None]]
+    block: Block
+    record: int | None
 
 
-@attrs.frozen(eq=False)
-class _Written:
-    """What a task leaves to be done: checksums to be combined, and seals that wait for them."""
-
-    sums: Sequence[tuple[int, int, int]]  # record, CRC-32 of a block, bytes of the block
-    late: Sequence[tuple[int, Seal]]  # where each goes
-
-
-def _tasks(contents: Sequence[Content | Seal]) -> Iterator[_Task]:
-    at = begin = 0
-    entries: list[tuple[Seal | Block, int | None]] = []
+def _place(contents: Sequence[Content | Seal]) -> tuple[list[_Placed], list[tuple[int, Seal]]]:
+    """Return the blocks of a file and its seals, each with its place."""
+    at, blocks, seals = 0, list[_Placed](), list[tuple[int, Seal]]()
     for content in contents:
         if isinstance(content, Seal):
-            entries.append((content, None))
+            seals.append((at, content))
             at += content.nbytes
             continue
         for block in content.blocks:
-            if entries and at + block.nbytes - begin > _TASK:
-                yield _Task(begin, entries)
-                begin, entries = at, []
-            entries.append((block, content.record))
+            blocks.append(_Placed(at, block, content.record))
             at += block.nbytes
-    if entries:
-        yield _Task(begin, entries)
+    return blocks, seals
 
 
-def _is_coarse(tasks: Sequence[_Task]) -> bool:
-    """Return whether several threads help: not for tiny parts, and what is made comes in order."""
-    entries = [entry for task in tasks for entry, _ in task.entries]
-    blocks = (entry for entry in entries if isinstance(entry, Block))
-    made = any(isinstance(part, Made) for block in blocks for part in block.parts)
-    return not made and len(entries) * _SMALL <= len(tasks) * _TASK
-
-
-def _carry_out(fd: int, sizes: Mapping[int | None, int], task: _Task) -> _Written:
-    """Write a part of a file, given the size of each record."""
-    known: dict[int, int] = {}  # checksums of the records that are whole in this task
-    sums, late = list[tuple[int, int, int]](), list[tuple[int, Seal]]()
-    with closing(_Mover(fd, task.at)) as mover:
-        for entry, record in task.entries:
-            if isinstance(entry, Seal):
-                if all(r in known or not sizes[r] for r in entry.records):
-                    mover.put(entry.view(known))
-                else:
-                    late.append((mover.at, entry))
-                    mover.skip(entry.nbytes)
+def _write_in_order(fd: int, contents: Sequence[Content | Seal]) -> None:
+    sums: dict[int, int] = {}
+    with closing(_Mover(fd, 0)) as mover:
+        for content in contents:
+            if isinstance(content, Seal):
+                mover.put(content.view(sums))
                 continue
-            crc = mover.move(entry, record is not None)
-            if record is not None:
-                sums.append((record, crc, entry.nbytes))
-                if entry.nbytes == sizes[record]:
-                    known[record] = crc
+            crc = 0
+            for block in content.blocks:
+                crc = mover.move(block, content.record is not None, crc)
+            if content.record is not None:
+                sums[content.record] = crc
         mover.flush()
-        start_writeback(fd, task.at, mover.at - task.at)
-    return _Written(sums, late)
+
+
+def _write_blocks(fd: int, blocks: Sequence[_Placed]) -> list[int]:
+    """Write some blocks of a file, and return the CRC-32 of each that counts to a record."""
+    with closing(_Mover(fd, blocks[0].at)) as mover:
+        crcs = []
+        for one in blocks:
+            mover.go_to(one.at)
+            crcs.append(mover.move(one.block, one.record is not None))
+        mover.flush()
+    return crcs
 
 
 class _Mover:
-    """Moves bytes into a file, from some place on.
-
-    Attributes:
-        at: Where what comes next will be.
-    """
+    """Moves bytes into a file, from some place on."""
 
     def __init__(self, fd: int, at: int) -> None:
-        self._fd, self._begin, self.at = fd, at, at
+        self._fd, self._begin, self._at, self._started = fd, at, at, at
         self._views: list[memoryview] = []  # what waits to be written
         self._memory, self._used = memoryview(bytearray(PIECE)), 0
         self._files: dict[str, int] = {}
 
-    def move(self, block: Block, summed: bool) -> int:
-        """Have a block written, sooner or later; return its CRC-32 if that is asked for."""
-        crc = 0
+    def move(self, block: Block, summed: bool, crc: int = 0) -> int:
+        """Have a block written, sooner or later; go on with a CRC-32 if it is ``summed``."""
         for part in block.parts:
             for piece in self._read(part) if isinstance(part, Stretch) else _cut(part):
                 check_stopped()
                 crc = sum_crc(piece, crc) if summed else crc
                 self.put(piece)
         block.done()
+        if self._at - self._started >= _WRITEBACK:
+            self.flush()
         return crc
 
     def put(self, view: memoryview) -> None:
         """Have some bytes written, sooner or later."""
         if view.nbytes:
             self._views.append(view)
-            self.at += view.nbytes
-            if self.at - self._begin >= PIECE or len(self._views) == IOV_MAX:
-                self.flush()
+            self._at += view.nbytes
+            if self._at - self._begin >= PIECE or len(self._views) == IOV_MAX:
+                self._write()
 
-    def skip(self, nbytes: int) -> None:
-        """Leave some bytes out."""
-        self.flush()
-        self.at = self._begin = self.at + nbytes
+    def go_to(self, at: int) -> None:
+        """Continue at another place of the file."""
+        if at != self._at:
+            self.flush()
+            self._at = self._begin = self._started = at
 
     def flush(self) -> None:
+        """Write what waits, and have the system bring it to the disk."""
+        self._write()
+        start_writeback(self._fd, self._started, self._at - self._started)
+        self._started = self._at
+
+    def _write(self) -> None:
         """Write what waits; its memory can then be used again."""
         write_run(self._fd, self._begin, self._views)
-        self._begin, self._views, self._used = self.at, [], 0
+        self._begin, self._views, self._used = self._at, [], 0
 
     def close(self) -> None:
         """Close the files that were read."""
@@ -376,7 +368,7 @@ class _Mover:
     def _take(self, nbytes: int) -> memoryview:
         """Return memory in which nothing waits to be written."""
         if PIECE - self._used < min(nbytes, _LEAST):
-            self.flush()
+            self._write()
         size = min(PIECE - self._used, nbytes)
         self._used += size
         return self._memory[self._used - size : self._used]

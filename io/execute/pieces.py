@@ -7,25 +7,31 @@ converted to another, in the checkpoint that they are read from as they are need
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any, Protocol, runtime_checkable
 
 import attrs
-import numpy as np
-import numpy.typing as npt
-import torch
 
-from shardplan.planning import SavePlan, dtype_name, itemsize, shard_finder
-from shardplan.planning.storage import BLOCK_BYTES, boxes_of, reads_of
+from shardplan.planning import (
+    SavePlan,
+    dtype_name,
+    is_tensor,
+    itemsize,
+    kind_of,
+    shard_finder,
+)
+from shardplan.planning.geometry import Cut
+from shardplan.planning.storage import BLOCK_BYTES, boxes_of, cut_within, reads_of
 
+from ..optional import torch
 from ..pool import Progress, check_stopped
 from ..tensors import (
     as_tensor,
     block_of_memory,
     box_view,
     can_cast,
-    can_share,
+    copy_elements,
     empty_tensor,
     flat_memory,
     is_plain,
@@ -33,9 +39,20 @@ from ..tensors import (
     tensor_bytes,
     torch_dtype,
 )
+from ..windows import Window
 from .copying import Block, Made
 
-__all__ = ["Kept", "Lazy", "Piece", "blocks_of", "collect", "tied_pieces"]
+__all__ = [
+    "Kept",
+    "Lazy",
+    "Origin",
+    "Piece",
+    "blocks_of",
+    "collect",
+    "joined_pieces",
+    "tied_pieces",
+    "tied_tensors",
+]
 
 
 @runtime_checkable
@@ -73,6 +90,78 @@ class Kept:
     value: Any
 
 
+@attrs.frozen(eq=False, slots=False)
+class Origin:
+    """A box of a chunk, and what its elements are.
+
+    Attributes:
+        source: What holds its elements, and maybe others; or their value, if all are the same.
+        where: The box of the source, relative to what that holds, and the box of the chunk.
+    """
+
+    source: torch.Tensor | Lazy | float
+    where: Cut
+
+    @classmethod
+    def whole(cls, tensor: torch.Tensor) -> Origin:
+        """Return a whole tensor as the only origin of a chunk."""
+        origin, sizes = (0,) * tensor.ndim, tuple(tensor.shape)
+        return cls(tensor, Cut(origin, sizes, None, origin, sizes))
+
+    @cached_property
+    def window(self) -> Window | None:
+        """The memory of the box; None if its elements are somewhere else."""
+        if not isinstance(self.source, torch.Tensor):
+            return None
+        box = box_view(self.source, self.where.box_offsets, self.where.box_sizes)
+        return Window(box, self.where.chunk_sizes, self.where.axes)
+
+    def moved(self, by: Sequence[int]) -> Origin:
+        """Return the same origin of a greater chunk, in which this one begins at ``by``."""
+        start = tuple(at + o for at, o in zip(self.where.chunk_offsets, by, strict=True))
+        return Origin(self.source, self.where._replace(chunk_offsets=start))
+
+    def within(self, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[Cut, ...]:
+        """Return what it has of a box of the chunk, with boxes of the chunk relative to that."""
+        return cut_within(self.where, tuple(offsets), tuple(sizes))
+
+    def lying(self, offsets: Sequence[int], sizes: Sequence[int]) -> Block | None:
+        """Return a box of the chunk as bytes of files; None if it is not stored so."""
+        if isinstance(self.source, (torch.Tensor, float, int)):
+            return None
+        cuts = self.within(offsets, sizes)
+        if len(cuts) != 1 or math.prod(cuts[0].chunk_sizes) != math.prod(sizes):
+            return None
+        if cuts[0].axes is not None and len(cuts[0].axes.order) > 1:
+            return None  # in another order
+        return self.source.stretches(cuts[0].box_offsets, cuts[0].box_sizes)
+
+    def copy_into(self, box: torch.Tensor, offsets: Sequence[int]) -> None:
+        """Fill a tensor, which is a box of the chunk, with what this has of it, casting that."""
+        if isinstance(self.source, (float, int)):
+            for one in self.within(offsets, box.shape):
+                box_view(box, one.chunk_offsets, one.chunk_sizes).fill_(self.source)
+            return
+        stored = dtype_name(self.source.dtype)
+        for at, sizes in reads_of(box.shape, dtype_name(box.dtype), stored):
+            start = [o + a for o, a in zip(offsets, at, strict=True)]
+            block = box_view(box, at, sizes)
+            for one in self.within(start, sizes):
+                found = self._found(one)
+                target = box_view(block, one.chunk_offsets, one.chunk_sizes)
+                for mine, theirs in found.pairs((0,) * len(sizes), one.chunk_sizes, target):
+                    copy_elements(theirs, mine)
+
+    def _found(self, one: Cut) -> Window:
+        """Return the elements of one box of the source, read if they are somewhere else."""
+        assert not isinstance(self.source, (float, int))
+        if isinstance(self.source, torch.Tensor):
+            box = box_view(self.source, one.box_offsets, one.box_sizes)
+        else:
+            box = self.source.read_box(one.box_offsets, one.box_sizes)
+        return Window(box, one.chunk_sizes, one.axes)
+
+
 @attrs.frozen(eq=False)
 class Piece:
     """One chunk to write.
@@ -83,8 +172,7 @@ class Piece:
         offsets: Where it starts in its tensor.
         shape: Its sizes.
         size: The tensor's global shape.
-        source: What holds its elements, and maybe others.
-        start: Where it starts there.
+        origins: What it is made of; together they hold each element once.
         progress: Gets its bytes as they are written.
     """
 
@@ -93,8 +181,7 @@ class Piece:
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
     size: tuple[int, ...]
-    source: torch.Tensor | Lazy
-    start: tuple[int, ...]
+    origins: tuple[Origin, ...]
     progress: Progress | None = None
 
     @property
@@ -105,9 +192,8 @@ class Piece:
     @property
     def is_plain(self) -> bool:
         """Whether its bytes are those of tensor memory as it is, so that no copy is made."""
-        if not isinstance(self.source, torch.Tensor):
-            return False
-        return is_plain(box_view(self.source, self.start, self.shape), self.dtype)
+        view = self._memory([0] * len(self.shape), self.shape)
+        return view is not None and is_plain(view, self.dtype)
 
     def blocks(self, block_bytes: int = BLOCK_BYTES) -> Iterator[memoryview]:
         """Yield its bytes in row-major order, a block at a time; see `cut_blocks`.
@@ -121,80 +207,103 @@ class Piece:
             check_stopped()
             view = self._make(offsets, sizes)
             yield view
-            self._tell(len(view))
-
-    def _make(self, offsets: Sequence[int], sizes: Sequence[int]) -> memoryview:
-        """Return the bytes of a block."""
-        at = [s + o for s, o in zip(self.start, offsets, strict=False)]
-        if isinstance(self.source, torch.Tensor):
-            box = box_view(self.source, at, sizes)
-        else:
-            box = self._read(self.source, at, sizes[: len(at)])
-        view = flat_memory(box) if same_dtype(box, self.dtype) else None
-        return tensor_bytes(box, self.dtype) if view is None else view
-
-    def _read(self, source: Lazy, at: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """Return a box of what is somewhere else, cast a part at a time where it has to be."""
-        own = dtype_name(source.dtype)
-        if own == self.dtype:
-            return source.read_box(at, sizes)
-        memory = torch.from_numpy(block_of_memory(math.prod(sizes) * itemsize(self.dtype)))
-        box = memory.view(torch_dtype(self.dtype)).view(tuple(sizes))
-        for offsets, part in reads_of(sizes, self.dtype, own):
-            found = source.read_box([a + o for a, o in zip(at, offsets, strict=True)], part)
-            box_view(box, offsets, part).copy_(found)
-        return box
+            self._report(len(view))
 
     def made_blocks(self) -> list[Block]:
         """Return its blocks, to be made as they are written."""
-        if not self.nbytes:
-            return []
-        width = itemsize(self.dtype)
-        return [
-            Block(
-                [Made(math.prod(sizes) * width, partial(self._make, offsets, sizes))],
-                partial(self._tell, math.prod(sizes) * width),
-            )
-            for offsets, sizes in boxes_of(self.shape, self.dtype)
-        ]
+        width, cut = itemsize(self.dtype), boxes_of(self.shape, self.dtype) if self.nbytes else ()
+        made = [Made(math.prod(n) * width, partial(self._make, at, n)) for at, n in cut]
+        return [Block([one], partial(self._report, one.nbytes)) for one in made]
 
     def lying_blocks(self) -> list[Block] | None:
-        """Return its blocks as bytes that lie somewhere just as they are to be written.
+        """Return its blocks as bytes that lie somewhere as they are to be written.
 
         None if some do not, and must be made.
         """
-        if not self.nbytes:
-            return []
-        if isinstance(self.source, torch.Tensor):
-            box = box_view(self.source, self.start, self.shape)
-            view = flat_memory(box) if same_dtype(box, self.dtype) else None
-            if view is None:
-                return None
-            cut = (view[i : i + BLOCK_BYTES] for i in range(0, len(view), BLOCK_BYTES))
-            return [Block([part], partial(self._tell, len(part))) for part in cut]
-        if dtype_name(self.source.dtype) != self.dtype:
-            return None
         found = []
-        for offsets, sizes in boxes_of(self.shape, self.dtype):
-            at = [s + o for s, o in zip(self.start, offsets, strict=False)]
-            block = self.source.stretches(at, sizes)
+        for offsets, sizes in boxes_of(self.shape, self.dtype) if self.nbytes else ():
+            block = self._lying(offsets, sizes)
             if block is None:
                 return None
             found.append(block)
         return found
 
-    def _tell(self, nbytes: int) -> None:
+    def _lying(self, offsets: Sequence[int], sizes: Sequence[int]) -> Block | None:
+        (origin, *others), sizes = self.origins, sizes[: len(self.shape)]
+        if others:
+            return None
+        if origin.window is None:
+            is_same = _dtype_of(origin.source) == self.dtype
+            return origin.lying(offsets[: len(sizes)], sizes) if is_same else None
+        box = self._memory(offsets, sizes)
+        view = None if box is None else self._bytes(box)
+        return None if view is None else Block([view], partial(self._report, len(view)))
+
+    def _make(self, offsets: Sequence[int], sizes: Sequence[int]) -> memoryview:
+        """Return the bytes of a block, copied only if they must be."""
+        offsets, sizes = offsets[: len(self.shape)], sizes[: len(self.shape)]
+        box = self._memory(offsets, sizes)
+        if box is None:
+            box = self._read(offsets, sizes)
+        if box is None:
+            memory = torch.from_numpy(block_of_memory(math.prod(sizes) * itemsize(self.dtype)))
+            box = memory.view(torch_dtype(self.dtype)).view(tuple(sizes))
+            for origin in self.origins:
+                origin.copy_into(box, offsets)
+        view = self._bytes(box)
+        return tensor_bytes(box, self.dtype) if view is None else view
+
+    def _memory(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor | None:
+        """Return a box as a view of tensor memory; None if one view cannot hold it.
+
+        No other place makes such views.
+        """
+        window = self.origins[0].window if len(self.origins) == 1 else None
+        return None if window is None else window.box(offsets, sizes)
+
+    def _read(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor | None:
+        """Return a box of what is elsewhere; None if it cannot be taken as it is."""
+        (origin, *others) = self.origins
+        if others or origin.where.axes is not None or _dtype_of(origin.source) != self.dtype:
+            return None
+        assert isinstance(origin.source, Lazy)
+        start = zip(origin.where.box_offsets, offsets, strict=True)
+        return origin.source.read_box([a + b for a, b in start], sizes)
+
+    def _bytes(self, box: torch.Tensor) -> memoryview | None:
+        return flat_memory(box) if same_dtype(box, self.dtype) else None
+
+    def _report(self, nbytes: int) -> None:
         if self.progress is not None:
             self.progress.add(nbytes)
 
 
-def blocks_of(pieces: Sequence[Piece], local: bool) -> list[list[Block]]:
-    """Return the blocks of each piece, for a file that holds them.
+def _dtype_of(source: torch.Tensor | Lazy | float) -> str | None:
+    """Return the dtype of a source by name; None for a value, which has that of its chunk."""
+    return None if isinstance(source, (float, int)) else dtype_name(source.dtype)
 
-    Args:
-        pieces: What the file holds.
-        local: Whether bytes may be taken from other local files. They are, unless some block must
-            be made: then all are, as what is read ahead is read in order.
+
+def joined_pieces(pieces: Mapping[int, Piece]) -> dict[str, Piece]:
+    """Return the tensors that pieces make up together, by name; each must be there as a whole."""
+    by_name: dict[str, list[Piece]] = {}
+    for piece in pieces.values():
+        by_name.setdefault(piece.name, []).append(piece)
+    return {name: _joined(found) for name, found in by_name.items()}
+
+
+def _joined(pieces: Sequence[Piece]) -> Piece:
+    first = pieces[0]
+    if len(pieces) == 1 and first.shape == first.size:
+        return first
+    origins = tuple(origin.moved(one.offsets) for one in pieces for origin in one.origins)
+    origin = (0,) * len(first.size)
+    return attrs.evolve(first, offsets=origin, shape=first.size, origins=origins)
+
+
+def blocks_of(pieces: Sequence[Piece], local: bool) -> list[list[Block]]:
+    """Return the blocks of each piece of a file; ``local`` if bytes may come from other files.
+
+    If some block must be made, all are, as what is read ahead is read in order.
     """
     lying = [piece.lying_blocks() if local else None for piece in pieces]
     known = [blocks for blocks in lying if blocks is not None]
@@ -208,21 +317,18 @@ def collect(
     refused_name: Callable[[str], str | None] = lambda _: None,
     progress: Progress | None = None,
 ) -> tuple[dict[int, Piece], dict[str, Any], dict[str, str]]:
-    """Find all that a plan writes, before anything is written.
+    """Find all that a plan writes of a flat state dict, before anything is written.
 
-    Args:
-        flat: The rank's state dict, flattened.
-        plan: What to write of it.
-        refused_name: Says why a format cannot carry a tensor of some name; None if it can.
-        progress: Gets the pieces' bytes as they are written.
+    ``refused_name`` returns why a format cannot carry a tensor of some name, or None.
 
     Returns:
         The pieces by row of the plan's items; the non-tensor values, by name in the
         checkpoint; and what cannot be written, by name, with the reason.
     """
     items = plan.items
-    catalog, at = items.catalog, items.row.tolist()
+    catalog, at, frame = items.catalog, items.row.tolist(), items.frame
     offsets, sizes, starts = (a.tolist() for a in (items.offsets, items.sizes, items.shard_offsets))
+    box_offsets, box_sizes = items.box_offsets.tolist(), items.box_sizes.tolist()
     names = {catalog.names[number] for number in at}
     reasons = {name: why for name in names if (why := refused_name(name)) is not None}
     pieces: dict[int, Piece] = {}
@@ -239,85 +345,106 @@ def collect(
         if name in reasons:
             refused[name] = reasons[name]
             continue
-        axes = len(size)
-        offset, start = tuple(offsets[row][:axes]), tuple(starts[row][:axes])
-        shape = tuple(sizes[row][:axes])
+        count = len(size)
+        offset, shape = tuple(offsets[row][:count]), tuple(sizes[row][:count])
+        piece = partial(Piece, name, properties.dtype, offset, shape, size, progress=progress)
+        fill = None if frame is None else frame.fill[row]
+        if fill is not None:
+            nowhere = Cut((0,) * count, shape, None, (0,) * count, shape)
+            pieces[row] = piece((Origin(fill, nowhere),))
+            continue
+        axes = count if frame is None else int(frame.ndim[row])
+        start, box = tuple(starts[row][:axes]), tuple(box_sizes[row][:axes])
         try:
             held = holders.get((source, start))
-            if held is None and 0 in size:  # which no rank may have any part of
-                held = empty_tensor(shape, properties.dtype)
+            if held is None and 0 in size:  # which no rank may have any origin of
+                held = empty_tensor(box, properties.dtype)
             elif held is None:
                 held = holders[source, start] = _holder(find(source, start))
         except TypeError as error:
             refused[name] = str(error)
             continue
-        inner = tuple(o - s for o, s in zip(offset, start, strict=True))
-        pieces[row] = Piece(name, properties.dtype, offset, shape, size, held, inner, progress)
-        why = _misfit(pieces[row])
+        inner = tuple(o - s for o, s in zip(box_offsets[row], start, strict=False))
+        own = None if frame is None else frame.axes[row]
+        origin = Origin(held, Cut(inner, box, own, (0,) * count, shape))
+        pieces[row] = piece((origin,))
+        why = _misfit(origin, properties.dtype)
         if why is not None:
             refused[name] = why
     return pieces, values, refused
 
 
 def _holder(shard: Any) -> torch.Tensor | Lazy:
-    """Return what holds a shard's elements, without copying them."""
-    if isinstance(shard, torch.Tensor):
+    """Return what holds a shard's elements; of arrays that no tensor can share, a copy."""
+    if isinstance(shard, torch.Tensor) or not isinstance(shard, Lazy):
         return as_tensor(shard)
-    if isinstance(shard, Lazy):
-        return shard
-    if isinstance(shard, np.ndarray) and not can_share(shard):
-        return _Askew(shard, as_tensor(shard[tuple(slice(0) for _ in shard.shape)]).dtype)
-    return as_tensor(shard)
+    return shard
 
 
-@attrs.frozen(eq=False)
-class _Askew(Lazy):
-    """An array as no tensor can be: reversed, say, or of foreign byte order. A `Lazy`."""
-
-    array: npt.NDArray[Any]
-    dtype: torch.dtype
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """Its shape."""
-        return self.array.shape
-
-    def read_box(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """Return a copy of a box of it."""
-        box = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
-        return as_tensor(np.array(self.array[box], self.array.dtype.newbyteorder("="), order="C"))
-
-
-def _misfit(piece: Piece) -> str | None:
-    extent = tuple(piece.source.shape)
-    if 0 in piece.shape and 0 in extent:  # nothing is nothing, however the rest is cut
+def _misfit(origin: Origin, dtype: str) -> str | None:
+    assert not isinstance(origin.source, (float, int))
+    extent, (start, sizes, *_) = tuple(origin.source.shape), origin.where
+    if 0 in sizes and 0 in extent:  # nothing is nothing, however the rest is cut
         return None
-    fits = len(extent) == len(piece.shape) and all(
-        s >= 0 and s + n <= e for s, n, e in zip(piece.start, piece.shape, extent, strict=True)
+    fits = len(extent) == len(sizes) and all(
+        s >= 0 and s + n <= e for s, n, e in zip(start, sizes, extent, strict=True)
     )
     if not fits:
-        return f"has shape {extent} where its plan says {piece.shape} from {piece.start} on"
-    own = dtype_name(piece.source.dtype)
-    if not can_cast(own, piece.dtype):
-        return f"is {own}, which torch cannot cast to {piece.dtype}"
+        return f"has shape {extent} where its plan says {sizes} from {start} on"
+    own = dtype_name(origin.source.dtype)
+    if not can_cast(own, dtype):
+        return f"is {own}, which torch cannot cast to {dtype}"
     return None
 
 
 def tied_pieces(pieces: Mapping[str, Piece]) -> dict[str, str]:
-    """Find tensors that are the same view of the same memory; the first of each stays.
-
-    Returns:
-        The names of the others, and for each the one that stays.
-    """
-    kept: dict[tuple[Any, ...], str] = {}
+    """Return the names of tensors that are the same view as an earlier one, and that one's name."""
+    kept: dict[Hashable, str] = {}
     ties = {}
     for name, piece in pieces.items():
-        tensor = piece.source
-        if not isinstance(tensor, torch.Tensor) or not tensor.numel():
+        views = tuple(_view(origin) for origin in piece.origins)
+        if None in views:
             continue
-        flags = (tensor.is_conj(), tensor.is_neg())
-        view = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.stride(), *flags)
-        first = kept.setdefault((*view, piece.dtype, piece.shape, piece.start), name)
+        first = kept.setdefault((views, piece.dtype, piece.shape), name)
         if first != name:
             ties[name] = first
     return ties
+
+
+@torch.no_grad()  # as in `collect`
+def tied_tensors(flat: Mapping[str, Any]) -> dict[str, str]:
+    """Return names of tensors that are held as the same view as an earlier one, and its name.
+
+    They may be parts of tensors that are cut in the same way.
+
+    >>> w = torch.ones(2)
+    >>> tied_tensors({"a": w, "b": w.clone(), "c": w})
+    {'c': 'a'}
+    """
+    kept: dict[Hashable, str] = {}
+    ties = {}
+    for name, value in flat.items():
+        kind = kind_of(value) if is_tensor(value) else None
+        local = getattr(value, "_local_tensor", value)
+        if kind is None or not isinstance(local, torch.Tensor) or not local.numel():
+            continue
+        first = kept.setdefault((kind, _memory_of(local)), name)
+        if first != name:
+            ties[name] = first
+    return ties
+
+
+def _view(origin: Origin) -> Hashable | None:
+    """Return a key that is equal for origins of the same elements; None if none is known."""
+    tensor = origin.source
+    if isinstance(tensor, (float, int)):
+        return origin.source, origin.where
+    if not isinstance(tensor, torch.Tensor) or not tensor.numel():
+        return None
+    return _memory_of(tensor), origin.where
+
+
+def _memory_of(tensor: torch.Tensor) -> Hashable:
+    """Return a key that is equal for tensors of one shape only if they are the same memory."""
+    flags = (tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.stride(), *flags)

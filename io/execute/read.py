@@ -7,17 +7,26 @@ of that plan with a `_Fetch`: they read ranges, hash them, and deliver them to t
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
 import attrs
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from shardplan.planning import LoadItemType, itemsize
+from shardplan.planning import (
+    LoadItemType,
+    Quantized,
+    QuantizedPart,
+    TensorMetadata,
+    every,
+    itemsize,
+    named_extras,
+    quantized_parts,
+)
 from shardplan.planning.columns import Ints, ReadItems, column, numbered, padded
 from shardplan.planning.geometry import pad
 from shardplan.planning.storage import (
@@ -26,29 +35,35 @@ from shardplan.planning.storage import (
     PIECE_BYTES,
     SMALL,
     Access,
+    Box,
     BoxReads,
     ChunkPlaces,
     FetchPlan,
     Requested,
     fetch_plan,
     find_chunks,
+    read_boxes,
 )
 
-from ..checksums import BlockSums
-from ..errors import FormatError, LoadError, listed
+from ..checksums import BlockSums, Proof, damage_error
+from ..errors import FormatError, LoadError
 from ..formats.base import ChunkPlace, Source
+from ..optional import torch
 from ..pool import Pool, Progress, default_pool, own_processors
 from ..stores.base import Store, StoreError
 from ..stores.local_files import PAGE
 from ..tensors import (
     box_view,
-    fill_from_bytes,
+    copy_elements,
+    direct_bytes,
+    empty_tensor,
     flat_memory,
     is_plain,
-    run_bytes,
     runs,
-    same_dtype,
+    torch_dtype,
 )
+from ..windows import Window
+from .dequantize import PART, PART_BYTES, dequantized_part
 
 __all__ = ["ReadStats", "Reader", "places_of"]
 
@@ -83,12 +98,7 @@ class ReadStats:
 
 
 class Reader:
-    """Reads one checkpoint, of any format.
-
-    Args:
-        source: The checkpoint; see `open_source`.
-        pool: The threads and the memory budget to use.
-    """
+    """Reads one checkpoint, of any format, with the threads and the memory budget of a pool."""
 
     def __init__(self, source: Source, pool: Pool | None = None) -> None:
         self.source = source
@@ -97,12 +107,9 @@ class Reader:
         self.pool = pool or default_pool()
 
     def value(self, name: str, *, verify: bool = True) -> Any:
-        """Return a non-tensor value.
-
-        Raises:
-            FormatError: It is damaged.
-        """
-        return self.source.value(name, verify=verify)
+        """Return a non-tensor value; raise `FormatError` if it is damaged."""
+        with named_extras(f"the value of `{name}`", with_torch=True):
+            return self.source.value(name, verify=verify)
 
     def values(self, names: Sequence[tuple[str, str]], *, verify: bool = True) -> dict[str, Any]:
         """Return new values by name in the state dict, given also the names in the checkpoint."""
@@ -116,7 +123,7 @@ class Reader:
     def fill(
         self,
         items: ReadItems,
-        dest: Callable[[int], torch.Tensor],
+        dest: Callable[[int], Window],
         *,
         step: Sequence[int] = (),
         verify: bool = True,
@@ -127,7 +134,7 @@ class Reader:
 
         Args:
             items: The reads of a `LoadPlan`; non-tensor values are left out.
-            dest: Given the row of a read, the tensor of just its box to fill.
+            dest: Given the row of a read, the memory of just its box to fill.
             step: Along each axis, read every so many-th element from where a read begins.
             verify: Whether to check every chunk that is read whole, by one read or by several that
                 bring one range of it each.
@@ -140,6 +147,15 @@ class Reader:
             LoadError: Anything else went wrong half way; the error says which keys were filled.
         """
         rows = np.flatnonzero((items.type == LoadItemType.TENSOR.value) & (items.numel > 0))
+        if self.source.quantized:
+            return self._fill_dequantized(
+                items.take(rows),
+                lambda row: dest(int(rows[row])),
+                step=step,
+                verify=verify,
+                sums=sums,
+                progress=progress,
+            )
         if not len(rows):
             return ReadStats()
         wanted = items.take(rows)
@@ -163,52 +179,198 @@ class Reader:
             )
         except Exception as error:
             filled, touched = _progress(plan, fetch, names)
-            bad = _keys_of(self._misfits(_digests(plan, fetch), plan, chunks), plan, names)
+            damaged = _collect(plan, fetch, chunks).compare(self.source)
+            bad = _keys_of(damaged, plan, chunks, names)
             raise _stopped(error, filled - bad, touched | (filled & bad)) from error
-        found = _digests(plan, fetch)
-        damaged = self._misfits(found, plan, chunks)
+        found = _collect(plan, fetch, chunks)
+        damaged = found.compare(self.source)
         if damaged:
-            raise self._damaged(damaged, plan, chunks, names)
-        parts = {c: seen for c, seen in found.items() if len(seen) < plan.chunk_blocks[c]}
-        nbytes = _hashed_bytes(plan)
+            bad = _keys_of(damaged, plan, chunks, names)
+            raise damage_error(self.source, damaged, set(names) - bad, bad)
         if sums is not None:
-            for chunk, seen in parts.items():
-                sums.add(*chunks.names[chunk], plan.chunk_blocks[chunk], seen, int(nbytes[chunk]))
-        verified = found.keys() - parts
+            sums.take(found)
         needed = int(plan.nbytes.sum())
-        unverified = needed - int(nbytes[list(verified)].sum())
-        return ReadStats(needed, fetch.bytes_read, fetch.requests, len(verified), unverified)
+        unverified = needed - found.nbytes
+        return ReadStats(needed, fetch.bytes_read, fetch.requests, found.verified, unverified)
 
-    def _misfits(
-        self, found: dict[int, dict[int, int]], plan: FetchPlan, chunks: _Chunks
-    ) -> list[int]:
-        """Return the chunks whose blocks were all hashed, and whose checksum differs."""
-        combine = self.source.checksum.combine
-        return [
-            chunk
-            for chunk, seen in found.items()
-            if len(seen) == plan.chunk_blocks[chunk]
-            and combine([*seen.values()]) != chunks.sums[chunk]
-        ]
+    def _fill_dequantized(
+        self,
+        items: ReadItems,
+        dest: Callable[[int], Window],
+        *,
+        step: Sequence[int],
+        verify: bool,
+        sums: BlockSums | None,
+        progress: Progress | None,
+    ) -> ReadStats:
+        """Fill tensors from a checkpoint that stores some quantised; see `fill`."""
+        stored, quantized = Reader(self.source.stored, self.pool), self.source.quantized
+        kinds = [quantized.get(items.names[number]) for number in items.storage.tolist()]
+        plain = np.array([kind is None for kind in kinds], bool)
+        wanted = self._wanted(stored, items, kinds, verify)
+        proof = Proof(stored.source)
+        proof.begin(wanted.whole)
 
-    def _damaged(
-        self, damaged: list[int], plan: FetchPlan, chunks: _Chunks, names: list[str]
-    ) -> FormatError:
-        places = plan.places
-        texts = []
-        for chunk in damaged:
-            first = int(places.begin[chunk])
-            end = first + int(places.extents[chunk].prod() * places.itemsize[chunk])
-            texts.append(f"`{chunks.names[chunk][0]}` (bytes {first:,} to {end:,})")
-        bad = _keys_of(damaged, plan, names)
-        files = sorted({self.source.files[number] for number in places.file[damaged].tolist()})
-        return FormatError(
-            listed(files, quote=""),
-            f"checksums do not fit: {listed(texts, quote='')}; this copy is damaged: use another, "
-            "and see what verify says of it",
-            filled=set(names) - bad,
-            touched=bad,
+        def work(task: _Part) -> ReadStats:
+            parts = [task.part.values, task.part.scales]
+            reads, box = read_boxes(stored.metadata, parts)
+            found = [empty_tensor(one.sizes, stored.dtype_of(one.name)) for one in parts]
+            stats = stored.fill_boxes(found, reads, box, verify=verify, sums=proof.sums)
+            for small in task.small_parts():
+                boxes = zip(found, parts, [small.values, small.scales], strict=True)
+                cut = [_box_within(tensor, whole, one) for tensor, whole, one in boxes]
+                made = dequantized_part(task.kind, small, *cut).to(torch_dtype(task.dtype))
+                picked = every(small.offsets, step)
+                made = made[tuple(slice(one.first, None, one.step) for one in picked)]
+                into = [one.into for one in picked]
+                for mine, theirs in dest(task.row).pairs(into, made.shape, made):
+                    copy_elements(mine, theirs)
+                if progress is not None:
+                    progress.add(made.numel() * itemsize(task.dtype))
+            return stats
+
+        rows = np.flatnonzero(plain)
+        options: dict[str, Any] = {"verify": verify, "sums": sums, "progress": progress}
+        first = stored.fill(items.take(rows), lambda n: dest(int(rows[n])), step=step, **options)
+        tasks = self._parts(items, kinds, wanted.rows, stored.source.block_bytes)
+        try:
+            done = self.pool.map(work, tasks, nbytes=lambda task: task.cost)
+            again = proof.sums.incomplete(wanted.whole)
+            proof.settle(self.pool)
+        except (FormatError, LoadError) as error:  # of memory that no state dict has
+            touched = {items.names[number] for number in items.dest.tolist()}
+            raise _stopped(error, set(), touched) from error
+        if sums is not None:
+            sums.take(proof.sums)
+        fetched = ReadStats(0, sum(wanted.whole[key] for key in again), len(again))
+        took = sum(done, fetched)
+        matched = proof.sums.matched
+        unverified = sum(size for key, size in wanted.nbytes.items() if key not in matched)
+        return first + attrs.evolve(took, verified=len(matched), unverified=unverified)
+
+    def _wanted(
+        self, stored: Reader, items: ReadItems, kinds: Sequence[Quantized | None], verify: bool
+    ) -> _Wanted:
+        """Find what quantised tensors are read of."""
+        each = list(self._parts(items, kinds))
+        if not each:
+            return _Wanted()
+        boxes = [box for one in each for box in (one.part.values, one.part.scales)]
+        reads, box = read_boxes(stored.metadata, boxes)
+        chunks = _chunks(stored.source, reads, find_chunks(stored.metadata, reads), verify)
+        nbytes = np.bincount(chunks.of_read, reads.numel * chunks.places.itemsize[chunks.of_read])
+        sizes = np.array([spot.nbytes for spot in chunks.spots])
+        whole = chunks.places.summed & (nbytes >= sizes)
+        return _Wanted(
+            {key: int(size) for key, size in zip(chunks.names, nbytes.tolist(), strict=True)},
+            {chunks.names[number]: int(sizes[number]) for number in np.flatnonzero(whole).tolist()},
+            {each[number // 2].row for number in box[whole[chunks.of_read]].tolist()},
         )
+
+    def _parts(
+        self,
+        items: ReadItems,
+        kinds: Sequence[Quantized | None],
+        checked: Collection[int] | None = None,
+        block_bytes: int = BLOCK_BYTES,
+    ) -> Iterator[_Part]:
+        """Yield the parts in which quantised tensors are read: one a row, if none is ``checked``.
+
+        For rows that are checked, these are the blocks that have checksums.
+        """
+        starts = (items.storage_anchor + items.storage_offsets).tolist()
+        columns = (starts, items.lengths.tolist(), items.ndim.tolist(), items.storage.tolist())
+        for row, (start, sizes, axes, number) in enumerate(zip(*columns, strict=True)):
+            kind, name = kinds[row], items.names[number]
+            if kind is None:
+                continue
+            numel = math.prod(sizes[:axes])
+            if checked is not None:
+                packed = 2 if kind.kind == "mxfp4" else 1
+                numel = max(PART, block_bytes * packed) if row in checked else PART
+            for part in quantized_parts(kind, start[:axes], sizes[:axes], numel):
+                yield _Part(row, kind, part, self.dtype_of(name))
+
+    def stored_chunks(self, chunks: Iterable[tuple[str, int]]) -> Iterator[tuple[str, int]]:
+        """Yield the chunks, as they are stored, that some chunks come of; all of their scales."""
+        entries = self.source.stored.metadata.state_dict_metadata
+        for name, number in chunks:
+            kind = self.source.quantized.get(name)
+            if kind is None or kind.kind == "fp8":
+                yield name, number
+            for part in () if kind is None else (kind.scales, kind.values):
+                entry = entries[part]
+                if part != name and isinstance(entry, TensorMetadata):
+                    yield from ((part, n) for n in range(len(entry.chunks)))
+
+    def dtype_of(self, name: str) -> str:
+        """Return what a tensor is stored as, or read as."""
+        entries = self.metadata.state_dict_metadata
+        return entries.props[int(entries.prop[entries.row_of[name]])].dtype
+
+    def fill_boxes(
+        self,
+        tensors: Sequence[torch.Tensor],
+        items: ReadItems,
+        box: Ints,
+        *,
+        verify: bool = True,
+        sums: BlockSums | None = None,
+    ) -> ReadStats:
+        """Fill a tensor per box, given the reads of `read_boxes` and the box of each."""
+
+        def dest(row: int) -> Window:
+            offsets, lengths = items.dest_offsets[row].tolist(), items.lengths[row].tolist()
+            return Window.of(box_view(tensors[box[row]], offsets, lengths))
+
+        return self.fill(items, dest, verify=verify, sums=sums)
+
+
+@attrs.frozen
+class _Part:
+    """A part of what one read brings of a quantised tensor, and the dtype that it becomes."""
+
+    row: int
+    kind: Quantized
+    part: QuantizedPart
+    dtype: str
+
+    @property
+    def cost(self) -> int:
+        """Bytes of memory that it takes at most."""
+        if self.part.numel <= PART:
+            return PART_BYTES
+        return (
+            PART_BYTES + 4 * math.prod(self.part.scales.sizes) + math.prod(self.part.values.sizes)
+        )
+
+    def small_parts(self) -> Iterator[QuantizedPart]:
+        """Yield the parts of it that are made at a time."""
+        for one in quantized_parts(self.kind, self.part.start, self.part.sizes, PART):
+            at = zip(self.part.offsets, one.offsets, strict=True)
+            yield attrs.evolve(one, offsets=tuple(a + b for a, b in at))
+
+
+@attrs.frozen
+class _Wanted:
+    """What the quantised tensors of a load are read of.
+
+    Attributes:
+        nbytes: Bytes that are wanted of each chunk as it is stored.
+        whole: The bytes of each chunk that has a checksum and as many bytes of which are wanted. If
+            reads overlap, it may not be wanted whole: it is compared all the same.
+        rows: The reads that want anything of these.
+    """
+
+    nbytes: Mapping[tuple[str, int], int] = attrs.field(factory=dict)
+    whole: Mapping[tuple[str, int], int] = attrs.field(factory=dict)
+    rows: Collection[int] = ()
+
+
+def _box_within(tensor: torch.Tensor, whole: Box, one: Box) -> torch.Tensor:
+    """Return one box of a tensor that is another box."""
+    at = [o - w for o, w in zip(one.offsets, whole.offsets, strict=True)]
+    return box_view(tensor, at, one.sizes).contiguous()
 
 
 @attrs.frozen(eq=False)
@@ -218,14 +380,12 @@ class _Chunks:
     Attributes:
         names: Each by its tensor's name and its number among the tensor's chunks.
         spots, places: Where each lies.
-        sums: What its checksum must be; None if that is not checked.
         of_read: The chunk of each read.
     """
 
     names: list[tuple[str, int]]
     spots: list[ChunkPlace]
     places: ChunkPlaces
-    sums: list[int | None]
     of_read: Ints
 
 
@@ -235,11 +395,9 @@ def _chunks(source: Source, items: ReadItems, number: Ints, verify: bool) -> _Ch
     distinct = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     names = [(items.names[name], chunk) for name, chunk in distinct]
     spots = source.find_chunks(names)
-    sums: list[int | None] = [None] * len(names)
-    if verify:
-        sums = source.chunk_sums(names)
+    sums = source.chunk_sums(names) if verify else [None] * len(names)
     places = places_of(spots, max(items.lengths.shape[1], 1), [s is not None for s in sums])
-    return _Chunks(names, spots, places, sums, column([distinct[key] for key in keys]))
+    return _Chunks(names, spots, places, column([distinct[key] for key in keys]))
 
 
 def places_of(spots: Sequence[ChunkPlace], axes: int, summed: Sequence[bool]) -> ChunkPlaces:
@@ -264,7 +422,7 @@ def _access(store: Store) -> Access:
 
 
 def _reads(
-    items: ReadItems, chunks: _Chunks, tensors: list[torch.Tensor], step: Sequence[int]
+    items: ReadItems, chunks: _Chunks, windows: list[Window], step: Sequence[int]
 ) -> tuple[BoxReads, list[_Dest]]:
     """Return reads in the order of axes in which chunks are stored, and what each fills."""
     axes = max(items.lengths.shape[1], 1)
@@ -279,45 +437,42 @@ def _reads(
         lengths, offsets = lengths.copy(), offsets.copy()
         for row, spot in enumerate(spots):
             if spot.axes is not None:
-                tensors[row] = tensors[row].permute(spot.axes)
+                windows[row] = windows[row].permuted(spot.axes)
                 order = [*spot.axes, *range(len(spot.axes), axes)]
                 for one in (lengths, offsets, steps):
                     one[row] = one[row][order]
-    dests = [_Dest(tensor, spot.dtype) for tensor, spot in zip(tensors, spots, strict=True)]
-    direct = np.array([is_plain(dest.tensor, dest.dtype) for dest in dests], bool)
+    dests = [_Dest(window, spot.dtype) for window, spot in zip(windows, spots, strict=True)]
+    direct = np.array([dest.is_plain for dest in dests], bool)
     return BoxReads(chunks.of_read, offsets, lengths, steps, direct), dests
 
 
-def _digests(plan: FetchPlan, fetch: _Fetch) -> dict[int, dict[int, int]]:
-    """Return the checksums of all blocks that were hashed, by number, by chunk.
+def _collect(plan: FetchPlan, fetch: _Fetch, chunks: _Chunks) -> BlockSums:
+    """Return the checksums of all blocks that were hashed.
 
     A chunk is left out if any part of it that was asked for did not come.
     """
     came = np.ones(len(plan.places.file), bool)
     came[plan.chunk[~fetch.done]] = False
-    hashed = np.flatnonzero(plan.hashed[plan.blocks.box] & came[plan.chunk])
-    blocks = hashed[numbered(plan.unit[hashed])[1]]  # one of each unit
-    chunk, number = plan.chunk[blocks], plan.blocks.number[blocks]
-    order = np.lexsort((number, chunk))
-    digests = fetch.digests[plan.unit[blocks]]
-    found: dict[int, dict[int, int]] = {}
-    columns = (chunk[order].tolist(), number[order].tolist(), digests[order].tolist())
-    for which, block, digest in zip(*columns, strict=True):
-        found.setdefault(which, {})[block] = digest
-    return found
+    rows = np.flatnonzero(plan.hashed[plan.blocks.box] & came[plan.chunk])
+    nbytes = np.bincount(plan.chunk[rows], plan.nbytes[rows], minlength=len(came)).tolist()
+    rows = rows[numbered(plan.unit[rows])[1]]  # one of each unit
+    digests: dict[int, dict[int, int]] = {}
+    columns = (plan.chunk[rows], plan.blocks.number[rows], fetch.digests[plan.unit[rows]])
+    for chunk, block, digest in zip(*(c.tolist() for c in columns), strict=True):
+        digests.setdefault(chunk, {})[block] = digest
+    sums = BlockSums()
+    for chunk, found in digests.items():
+        sums.add(chunks.names[chunk], plan.chunk_blocks[chunk], found, int(nbytes[chunk]))
+    return sums
 
 
-def _hashed_bytes(plan: FetchPlan) -> Ints:
-    """Return how many bytes of each chunk are hashed."""
-    hashed = plan.hashed[plan.blocks.box]
-    nbytes = np.zeros(len(plan.places.file), np.int64)
-    np.add.at(nbytes, plan.chunk[hashed], plan.nbytes[hashed])
-    return nbytes
-
-
-def _keys_of(chunks: list[int], plan: FetchPlan, names: list[str]) -> set[str]:
+def _keys_of(
+    damaged: Iterable[tuple[str, int]], plan: FetchPlan, chunks: _Chunks, names: list[str]
+) -> set[str]:
     """Return the keys that are filled from some chunks."""
-    return {names[row] for row in np.flatnonzero(np.isin(plan.reads.chunk, chunks)).tolist()}
+    bad = set(damaged)
+    numbers = [number for number, chunk in enumerate(chunks.names) if chunk in bad]
+    return {names[row] for row in np.flatnonzero(np.isin(plan.reads.chunk, numbers)).tolist()}
 
 
 def _progress(plan: FetchPlan, fetch: _Fetch, names: list[str]) -> tuple[set[str], set[str]]:
@@ -346,22 +501,22 @@ class _Dest:
     """What a read fills.
 
     Attributes:
-        tensor: A tensor of just the read's box, its axes in the order in which they are stored.
+        window: The memory of just the read's box, its axes in the order in which they are stored.
         dtype: What the elements are stored as.
     """
 
-    tensor: torch.Tensor
+    window: Window
     dtype: str
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the memory is the elements just as they are stored."""
+        tensor = self.window.tensor
+        return tensor is not None and is_plain(tensor, self.dtype)
 
 
 class _Fetch:
-    """Carries out the tasks of a plan, on any number of threads.
-
-    Args:
-        source: Where from.
-        plan: What to fetch.
-        dests: What each of its reads fills.
-        progress: Gets the bytes that were wanted, as they come.
+    """Carries out the tasks of a plan, on any number of threads; ``dests`` are filled by its reads.
 
     Attributes:
         digests: The checksums of hashed units, by the unit's first block.
@@ -455,9 +610,9 @@ class _Fetch:
             for number, block in enumerate(blocks.tolist()):
                 low, last = int(ranges.start[edges[number]]), edges[number + 1] - 1
                 high = int(ranges.start[last] + ranges.length[last])
-                tensor, dtype = _box(plan, self._dests, block)
                 in_file = plan.strides[plan.blocks.box[block]].tolist()
-                fill_from_bytes(tensor, found[low - first : high - first], dtype, in_file)
+                dest = _Box.of(plan, self._dests, block)
+                dest.fill(found[low - first : high - first], in_file)
         self._count(len(blocks), int(plan.nbytes[blocks].sum()))
 
     def _hash(self, blocks: Ints, views: list[Views]) -> None:
@@ -475,7 +630,8 @@ class _Fetch:
         """Return the tensors' own memory that plain blocks go into."""
         found = []
         for read, low, size in self._places[blocks].tolist():
-            view = flat_memory(self._dests[read].tensor)
+            tensor = self._dests[read].window.tensor
+            view = None if tensor is None else flat_memory(tensor)
             assert view is not None
             found.append(view if len(view) == size else view[low : low + size])
         return found
@@ -491,54 +647,59 @@ class _Fetch:
 
 
 @attrs.frozen(eq=False)
+class _Box:
+    """What a block fills: a box of what its read fills."""
+
+    dest: _Dest
+    offsets: Sequence[int]
+    sizes: Sequence[int]
+
+    @classmethod
+    def of(cls, plan: FetchPlan, dests: Sequence[_Dest], block: int) -> _Box:
+        blocks = plan.blocks
+        offsets, sizes = blocks.offsets[block].tolist(), blocks.sizes[block].tolist()
+        return cls(dests[blocks.box[block]], offsets, sizes)
+
+    def fill(self, data: npt.NDArray[np.uint8], strides: Sequence[int] | None = None) -> None:
+        """Fill it from bytes as they are stored."""
+        self.dest.window.fill(self.offsets, self.sizes, data, self.dest.dtype, strides)
+
+
+@attrs.frozen(eq=False)
 class _Staged:
     """A block that cannot be read into its tensor's memory as it is.
 
     Attributes:
         views: Where its ranges are read to, end to end: the tensor's own runs, or other memory.
-        tensor, dtype: What it fills.
+        box: What it fills.
         staged: That other memory, if any.
         strides: How far apart its elements are there, if gaps are read as well.
     """
 
     views: Views
-    tensor: torch.Tensor
-    dtype: str
+    box: _Box
     staged: npt.NDArray[np.uint8] | None = None
     strides: Sequence[int] | None = None
 
     @classmethod
     def of(cls, plan: FetchPlan, dests: Sequence[_Dest], block: int) -> _Staged:
-        tensor, dtype = _box(plan, dests, block)
+        box = _Box.of(plan, dests, block)
         span, nbytes = int(plan.span[block]), int(plan.ranges[block] * plan.span[block])
         strides = plan.staged_strides(block) if nbytes > plan.nbytes[block] else None
-        run = 0 if strides is not None else min(span, _direct_bytes(tensor, dtype))
-        whole = flat_memory(tensor) if run else None
+        tensor = None if strides else box.dest.window.box(box.offsets, box.sizes)
+        run = 0 if tensor is None else min(span, direct_bytes(tensor, box.dest.dtype))
+        whole = None if tensor is None or not run else flat_memory(tensor)
         if whole is not None:
-            return cls(_slices(whole, run), tensor, dtype)
-        if run >= SMALL:
-            return cls(runs(tensor, run), tensor, dtype)
+            return cls(_slices(whole, run), box)
+        if tensor is not None and run >= SMALL:
+            return cls(runs(tensor, run), box)
         staged = np.empty(nbytes, np.uint8)
-        return cls(_slices(staged.data, span), tensor, dtype, staged, strides)
+        return cls(_slices(staged.data, span), box, staged, strides)
 
     def deliver(self) -> None:
         """Bring what was read to where it belongs."""
         if self.staged is not None:
-            fill_from_bytes(self.tensor, self.staged, self.dtype, self.strides)
-
-
-def _box(plan: FetchPlan, dests: Sequence[_Dest], block: int) -> tuple[torch.Tensor, str]:
-    """Return the part of a tensor that a block fills, and what the block is stored as."""
-    dest, blocks = dests[plan.blocks.box[block]], plan.blocks
-    offsets, sizes = blocks.offsets[block].tolist(), blocks.sizes[block].tolist()
-    return box_view(dest.tensor, offsets, sizes), dest.dtype
-
-
-def _direct_bytes(tensor: torch.Tensor, dtype: str) -> int:
-    """Return how long the runs of a tensor's memory are that can be read into; or 0."""
-    if tensor.device.type != "cpu" or not same_dtype(tensor, dtype):
-        return 0
-    return 0 if tensor.is_conj() or tensor.is_neg() else run_bytes(tensor)
+            self.box.fill(self.staged, self.strides)
 
 
 def _slices(view: memoryview, length: int) -> Views:

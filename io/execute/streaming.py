@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, closing, nullcontext
 from functools import cached_property, partial
 from typing import Any, Final
 
@@ -29,6 +29,7 @@ from shardplan.planning.storage import (
     CopyBudget,
     CopyPlan,
     StoredChunks,
+    begun_chunks,
     copy_plan,
     read_boxes,
     tensor_bytes,
@@ -38,7 +39,7 @@ from ..checksums import Proof
 from ..formats.base import ChunkPlace, Part, Source, WriteJob, Writer
 from ..pool import Pool, Progress, ProgressCallback
 from ..stores.base import Store
-from ..tensors import block_of_memory, box_view, empty_tensor, torch_dtype
+from ..tensors import block_of_memory, empty_tensor, torch_dtype
 from .copying import Block, Stretch
 from .pieces import Kept, Lazy
 from .read import Reader, ReadStats, places_of
@@ -74,6 +75,7 @@ def stored_chunks(source: Source) -> StoredChunks:
         first,
         np.array([spot.axes is None and local[spot.file] for spot in spots], bool),
         tied,
+        source.block_bytes,
     )
 
 
@@ -113,7 +115,8 @@ class Ahead:
         threads: Where to read; a thread that asks must not be one of them.
         lender: Where memory comes from.
         depth: How many batches are read before they are asked for.
-        proof: Where to note what was read, to check it against checksums; None not to check.
+        verify: Whether to check what is read whole against its checksums.
+        proof: Gets the checksums of blocks.
         delivered: Called with the bytes of each box that was delivered.
         last: Called before the last of the boxes is delivered, when all of them have been read.
 
@@ -129,12 +132,16 @@ class Ahead:
         lender: Lender | None = None,
         *,
         depth: int = 2,
+        verify: bool = False,
         proof: Proof | None = None,
         delivered: Callable[[int], object] = lambda _: None,
         last: Callable[[], object] = lambda: None,
     ) -> None:
-        self._reader, self._plan, self._threads, self._proof = reader, plan, threads, proof
+        self._reader, self._plan, self._threads = reader, plan, threads
         self._lender, self._depth = lender or Lender(), depth
+        self._verify, self._proof = verify, proof
+        if proof is not None:
+            proof.begin(reader.stored_chunks(begun_chunks(plan.reads)))
         self._delivered, self._last = delivered, last
         self._number = {box: number for number, box in enumerate(plan.boxes)}
         self._waiting = set(plan.boxes)
@@ -157,7 +164,7 @@ class Ahead:
         number = self._number.get(box)
         future = None if number is None else self._begin(int(self._plan.batch[number]))
         found = None if future is None else future.result().pop(box, None)
-        if found is None:
+        if found is None:  # it was asked for out of turn, or once more
             found = self._fetch([box], *read_boxes(self._reader.metadata, [box]))[box]
         self._deliver(box)
         return found
@@ -171,15 +178,19 @@ class Ahead:
         return Block(parts, partial(self._copied, number))
 
     def _stretch(self, row: int) -> Stretch:
-        plan, items, seen = self._plan, self._plan.reads, None
-        if self._proof is not None:
-            axes = items.ndim[row]
-            key = items.names[items.storage[row]], int(items.storage_hint[row])
-            offsets, lengths = items.storage_offsets[row, :axes], items.lengths[row, :axes]
-            seen = self._proof.wants(key, tuple(offsets.tolist()), tuple(lengths.tolist()))
+        plan = self._plan
         path, name = self._files[plan.file[row]]
         assert path is not None
-        return Stretch(path, name, int(plan.begin[row]), int(plan.length[row]), seen)
+        proof = self._proof
+        check = None if proof is None or plan.block[row] < 0 else self._check(row, proof)
+        return Stretch(path, name, int(plan.begin[row]), int(plan.length[row]), check)
+
+    def _check(self, row: int, proof: Proof) -> Callable[[int], None]:
+        """Return what takes the checksum of a read that is a block of its chunk."""
+        plan, reads = self._plan, self._plan.reads
+        block, blocks = int(plan.block[row]), int(plan.blocks[row])
+        key = reads.names[reads.storage[row]], int(reads.storage_hint[row])
+        return lambda digest: proof.sums.add(key, blocks, {block: digest})
 
     @cached_property
     def _files(self) -> list[tuple[str | None, str]]:
@@ -232,16 +243,8 @@ class Ahead:
     def _fetch(self, boxes: Sequence[Box], items: ReadItems, box: Ints) -> Boxes:
         """Read some boxes into one stretch of memory, given the box of each read."""
         tensors = self._allocate(boxes)
-
-        def dest(row: int) -> torch.Tensor:
-            offsets, lengths = items.dest_offsets[row].tolist(), items.lengths[row].tolist()
-            return box_view(tensors[box[row]], offsets, lengths)
-
-        proof = self._proof
-        sums = None if proof is None or not proof.has_sums else proof.sums
-        self._count(self._reader.fill(items, dest, verify=proof is not None, sums=sums))
-        if self._proof is not None:
-            self._proof.note(items)
+        sums = None if self._proof is None else self._proof.sums
+        self._count(self._reader.fill_boxes(tensors, items, box, verify=self._verify, sums=sums))
         return dict(zip(boxes, tensors, strict=True))
 
     def _allocate(self, boxes: Sequence[Box]) -> list[torch.Tensor]:
@@ -299,6 +302,7 @@ class Copies:
         store, writer: Where to write it, and how.
         budget: How much may happen at once.
         verify: Whether to check what is read against its checksums.
+        whole: Whether each tensor is written as one, whatever it is made of.
     """
 
     source: Source
@@ -308,6 +312,7 @@ class Copies:
     writer: Writer
     budget: CopyBudget
     verify: bool = True
+    whole: bool = False
 
 
 @attrs.frozen(eq=False)
@@ -329,64 +334,62 @@ def write_copies(
     copies: Copies,
     numbers: Sequence[int],
     save_id: str,
-    tell: ProgressCallback | None,
+    callback: ProgressCallback | None,
     pool: Pool | None,
 ) -> Copied:
-    """Write what some of the plans say; if that fails, nothing is left.
+    """Carry out the plans of some numbers; if that fails, nothing is left.
 
-    Args:
-        copies: What to copy.
-        numbers: The plans to carry out.
-        save_id: The name of the save.
-        tell: Called with the bytes done and the bytes in all.
-        pool: The threads that read; by default as many as fit into the budget.
+    The threads of ``pool`` read; by default as many as fit into the budget.
     """
-    plans, budget = copies.plans, copies.budget
-    progress = Progress(sum(tensor_bytes(plans[n]) for n in numbers), tell)
+    plans, budget, writer = copies.plans, copies.budget, copies.writer
+    progress = Progress(sum(tensor_bytes(plans[n]) for n in numbers), callback)
     files = max(1, min(budget.files, len(numbers)))
-    parts: dict[int, Part] = {}
     with (
         # The pool that writes cannot read, too, as it waits for reads.
         Pool(max_bytes=budget.reading) if pool is None else nullcontext(pool) as reading,
         Pool(max_workers=files, max_bytes=1 << 62) as writing,
         ThreadPoolExecutor(files * (1 + budget.depth), "shardplan-ahead") as threads,
+        ExitStack() as undo,
     ):
         reader, lender = Reader(copies.source, reading), Lender()
-        proof = Proof(copies.source) if copies.verify else None
+        stored = copies.source.stored
+        proof = Proof(stored) if copies.verify and _has_sums(stored) else None
         settle = _nothing if proof is None else partial(proof.settle, reading)
 
-        def write(number: int) -> ReadStats:
+        def write(number: int) -> tuple[Part, ReadStats]:
             plan = plans[number]
-            order = column([*copies.writer.write_order(plan, number)])
+            order = column([*writer.write_order(plan, number)])
             ahead = Ahead(
                 reader,
-                copy_plan(reader.metadata, plan, order, copies.stored),
+                copy_plan(reader.metadata, plan, order, copies.stored, whole=copies.whole),
                 threads,
                 lender,
                 depth=budget.depth,
+                verify=copies.verify,
                 proof=proof,
                 delivered=progress.add,
                 # A single file may exist as soon as its last byte is there: it is checked before.
                 last=settle if len(plans) == 1 else _nothing,
             )
-            try:
+            with closing(ahead):
                 sd = _state_dict(reader, ahead, plan)
-                job = WriteJob(copies.store, sd, plan, save_id, number, writing)
-                parts[number] = copies.writer.write(job)
-            finally:
-                ahead.close()
-            return ahead.stats
+                part = writer.write(WriteJob(copies.store, sd, plan, save_id, number, writing))
+            undo.callback(writer.discard, copies.store, part.report, save_id)
+            return part, ahead.stats
 
-        try:
-            stats = writing.map(write, numbers)
-            settle()
-        except BaseException:
-            for part in parts.values():
-                copies.writer.discard(copies.store, part.report, save_id)
-            raise
+        written = writing.map(write, numbers)
+        settle()
+        undo.pop_all()  # nothing is to be undone
     progress.finish()
-    verified = proof.proved if proof is not None else 0
-    return Copied(parts, sum(one.bytes_read for one in stats), verified)
+    parts = {number: part for number, (part, _) in zip(numbers, written, strict=True)}
+    proved = len(proof.sums.matched) if proof is not None else 0
+    return Copied(parts, sum(stats.bytes_read for _, stats in written), proved)
+
+
+def _has_sums(source: Source) -> bool:
+    """Return whether the format has checksums that are known without reading."""
+    first = next(iter(source.metadata.state_dict_metadata), None)
+    return first is not None and source.sums_of(first) is not None
 
 
 def _nothing() -> None:

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from .base import (
         ChunkPlace,
         CommitJob,
+        ExtraFiles,
         Fault,
         FileColumns,
         Findings,
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
         WriteJob,
         Writer,
     )
+    from .quantized import read_as
     from .registry import (
         detect,
         find_any,
@@ -34,8 +36,10 @@ __getattr__, __dir__ = door(
     __name__,
     {
         "base": (
-            "ChunkPlace CommitJob Fault FileColumns Findings Format Part Source WriteJob Writer"
+            "ChunkPlace CommitJob ExtraFiles Fault FileColumns Findings Format Part Source "
+            "WriteJob Writer"
         ),
+        "quantized": "read_as",
         "registry": (
             "detect find_any find_format find_writer known_formats locate open_located open_source "
             "open_target register_format"

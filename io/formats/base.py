@@ -8,6 +8,7 @@ classes, and pass the format to `register_format`. Nothing here needs torch.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
@@ -20,10 +21,10 @@ from shardplan.planning.storage import BLOCK_BYTES
 from ..checksums import XXH3, Checksum, Sums
 from ..errors import FormatError
 from ..pool import Pool, Progress, ProgressCallback, default_pool
-from ..stores.base import Store, StoreError
+from ..stores.base import MissingFileError, Store, StoreError
 
-if TYPE_CHECKING:  # reading needs no plans of what to save
-    from shardplan.planning import SavePlan
+if TYPE_CHECKING:  # looking into a checkpoint needs no plans
+    from shardplan.planning import Quantized, SavePlan
 
 
 LIMITS: Final = {
@@ -34,8 +35,12 @@ LIMITS: Final = {
     "header": 100_000_000,  # the safetensors library refuses longer ones, too
     "pickle": 1 << 32,  # of a `torch.save` archive; it holds what is not in tensors
     "directory": 1 << 28,  # of an archive
+    "companion": 1 << 28,  # a tokenizer of 250,000 words has 35 MB
 }
 """The most bytes of a file that is read whole, by kind of file."""
+
+ExtraFiles = str | os.PathLike[str] | Store | Mapping[str, str | os.PathLike[str] | bytes]
+"""Files to put beside a checkpoint: a folder that has them, or paths or contents by name."""
 
 MAX_BYTES: Final = 1 << 60
 """Values, files and headers are smaller than this."""
@@ -70,6 +75,18 @@ def read_bytes(store: Store, file: str, begin: int, nbytes: int) -> bytes:
     return bytes(data)
 
 
+def read_ranges(store: Store, file: str, ranges: list[tuple[int, memoryview]]) -> None:
+    """Fill buffers from a file of a checkpoint, which should have these ranges."""
+    try:
+        store.read(file, ranges)
+    except MissingFileError:
+        raise FormatError(file, "it is missing") from None
+    except StoreError as error:
+        if error.kind == "short":
+            raise FormatError(file, error.reason) from None
+        raise
+
+
 @attrs.frozen
 class ChunkPlace:
     """Where one chunk lies.
@@ -78,8 +95,8 @@ class ChunkPlace:
         file: The number of its file, in `Source.files`.
         begin: Where its first element lies there, in bytes.
         dtype: What it is stored as.
-        extents: The sizes of the row-major array that it is the first corner of, in elements and
-            in the order in which its axes are stored; mostly the chunk's own sizes.
+        extents: The shape, as stored, of the array whose leading corner the chunk is; usually the
+            chunk's own shape.
         axes: Which of the chunk's axes each of these is; None if they are stored in order.
     """
 
@@ -180,7 +197,7 @@ class Source(Protocol):
     Attributes:
         format: The name of its format.
         store: Where its files are.
-        files: Their names there; `find_chunks` may add virtual ones.
+        files: Their names there.
         metadata: What it holds.
         block_bytes: The most bytes of a block that was hashed; see `planning.storage`.
         checksum: How the checksums of its chunks are made.
@@ -188,6 +205,10 @@ class Source(Protocol):
         remarks: Text about the model that files of some formats carry, by key.
         notes: What is odd about it and yet no error, as text.
         file_columns: The file of every chunk; None if that is not recorded in one place.
+        beside: Files that belong beside the tensors, and that a conversion to the same format
+            carries over: a config, a tokenizer; None if there are none.
+        quantized: Tensors that are dequantised as they are read, by name.
+        stored: If there are any, the checkpoint as it is stored; else this one itself.
     """
 
     format: str
@@ -200,6 +221,13 @@ class Source(Protocol):
     remarks: Mapping[str, str] = {}
     notes: tuple[str, ...] = ()
     file_columns: FileColumns | None = None
+    beside: ExtraFiles | None = None
+    quantized: Mapping[str, Quantized] = {}
+
+    @property
+    def stored(self) -> Source:
+        """The checkpoint as it is stored."""
+        return self
 
     def find_chunks(self, chunks: Sequence[tuple[str, int]]) -> list[ChunkPlace]:
         """Find chunks, each given by its tensor's name and its number among the tensor's chunks.
@@ -298,10 +326,6 @@ def _given_pool(pool: Pool | None) -> Pool:
     return pool or default_pool()
 
 
-def _pool(given: Pool | None) -> Pool:
-    return given or default_pool()
-
-
 @attrs.frozen(eq=False)
 class WriteJob:
     """One rank's part of a save.
@@ -311,6 +335,8 @@ class WriteJob:
         plan: What to write of it.
         save_id: The name of the save, which is the same on all ranks.
         progress: Counts the bytes of tensors as they are written.
+        layout: What `Writer.lay_out` returned, if ranks share files.
+        is_coordinator: Whether this rank is the one that made them.
     """
 
     store: Store
@@ -320,11 +346,16 @@ class WriteJob:
     rank: int = 0
     pool: Pool = attrs.field(default=None, converter=_given_pool)
     progress: Progress | None = None
+    layout: bytes | None = None
+    is_coordinator: bool = True
 
 
 @attrs.frozen(eq=False)
 class CommitJob:
-    """All ranks' parts of a save; ``reports`` (of each `Part`) and ``plans`` are in rank order."""
+    """All ranks' parts of a save; ``reports`` (of each `Part`) and ``plans`` are in rank order.
+
+    For `Writer.lay_out`, ``reports`` are what `Writer.describe` returned.
+    """
 
     store: Store
     metadata: Metadata
@@ -340,10 +371,13 @@ class Writer(Protocol):
     Attributes:
         file: The name of a checkpoint that is a single file; None if it is a folder.
         max_ranks: How many ranks may save; None if any number may.
+        shares_files: Whether ranks write parts of the same files. If so, several ranks save only
+            where `Store.can_share_files`; all `describe`, one rank calls `lay_out`, all `write`.
     """
 
     file: str | None = None
     max_ranks: int | None = None
+    shares_files: bool = False
 
     def refuse(self, store: Store, overwrite: bool) -> None:
         """Refuse to save where a checkpoint is, unless asked to; see `refuse_folder`.
@@ -378,17 +412,38 @@ class Writer(Protocol):
 
     # What follows need not be written for a new format.
 
-    def prepare(self, plans: Sequence[SavePlan]) -> tuple[SavePlan, ...]:
-        """Add to the plans of all ranks what this format has to know; before they go out.
+    def describe(self, job: WriteJob) -> bytes:
+        """Return what must be known of a rank to lay out shared files; refuse what it cannot save.
 
-        Raises:
-            RefusedError: The format cannot be written from such plans.
+        Nothing is written.
         """
-        return tuple(plans)
+        return b""
 
-    def carry_over(self, tied: Mapping[str, str], remarks: Mapping[str, str]) -> None:
-        """Take over what a conversion knows: names tied to others, and `Source.remarks`."""
+    def lay_out(self, job: CommitJob) -> bytes:
+        """Make the files that ranks share, without their tensors; return what ranks need to know.
+
+        If it fails, what it made is removed again.
+        """
+        return b""
+
+    def clear(self, store: Store, save_id: str) -> None:
+        """Remove the files that `lay_out` made, unless this writer may have committed them."""
         return
+
+    def carrying(self, tied: Mapping[str, str], remarks: Mapping[str, str]) -> Writer:
+        """Return a writer that knows what a conversion does: tied names, and `Source.remarks`."""
+        return self
+
+    def with_files(self, files: ExtraFiles) -> Writer:
+        """Return a writer that also puts files beside the checkpoint, unless it has its own.
+
+        Only formats that have such files do: see `Source.beside`.
+        """
+        return self
+
+    def extra_names(self) -> tuple[str, ...]:
+        """Name the files that `commit` puts beside the checkpoint."""
+        return ()
 
     def write_order(self, plan: SavePlan, rank: int) -> Iterable[int]:
         """Return the order in which `write` asks for the items of a plan."""
@@ -433,6 +488,8 @@ class Format(Protocol):
     def writer(self, *_: Any, **options: Any) -> Writer:
         """Return what writes this format; options are keyword arguments of its own.
 
+        A format whose checkpoints are files takes the option ``file``, the name of one.
+
         Raises:
             ValueError: It can only be read.
         """
@@ -443,18 +500,18 @@ class Format(Protocol):
         store: Store,
         name: str = "",
         *,
-        tell: ProgressCallback | None = None,
+        progress: ProgressCallback | None = None,
         pool: Pool | None = None,
     ) -> Findings:
         """Check all that can be checked of a checkpoint.
 
-        ``tell`` is called with the bytes done and the bytes in all.
+        ``progress`` is called with the bytes done and the bytes in all.
 
         Raises:
             FormatError: What describes it is damaged, and that is all there is to say.
         """
         source = self.open(store, name, pool)
-        Progress(0, tell)
+        Progress(0, progress)
         return Findings(
             tuple(source.missing()),
             len(source.files),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import attrs
@@ -22,7 +22,8 @@ from shardplan.planning import itemsize
 from shardplan.planning.geometry import shape_fault
 
 from ..errors import FormatError
-from .base import LIMITS
+from ..stores.base import Store
+from .base import LIMITS, read_bytes
 
 MAX_HEADER: Final = LIMITS["header"]
 """The longest header in bytes; the safetensors library refuses longer ones, too."""
@@ -174,11 +175,19 @@ def header_length(first: bytes, file: str, size: int) -> int:
     return length + 8
 
 
-def read_header(read: Callable[[int, int], bytes], file: str, size: int) -> bytes:
-    """Read a header, in one request if it is short; ``read`` takes an offset and a length."""
-    data = read(0, min(size, _FIRST))
+def read_header(store: Store, file: str) -> Header:
+    """Read and check the header of a file."""
+    size = store.size(file)
+    return parse_header(read_header_text(store, file, size), file, size)
+
+
+def read_header_text(store: Store, file: str, size: int) -> bytes:
+    """Read a header of a file of so many bytes, in one request if it is short."""
+    data = read_bytes(store, file, 0, min(size, _FIRST))
     length = header_length(data[:8], file, size)
-    return (data + read(len(data), length - len(data)) if length > len(data) else data)[:length]
+    if length > len(data):
+        data += read_bytes(store, file, len(data), length - len(data))
+    return data[:length]
 
 
 def parse_header(data: bytes, file: str, size: int) -> Header:

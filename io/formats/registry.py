@@ -110,7 +110,6 @@ def find_any(store: Store, name: str = "") -> Format | None:
 
 
 def _why_none(store: Store, name: str) -> str:
-    """Explain why there is no checkpoint."""
     names = ", ".join(format_names())
     if name:
         return _why_no_file(store, name) or f"it is not a checkpoint of a known format ({names})"
@@ -190,14 +189,14 @@ def open_target(
     path: str | os.PathLike[str] | Store, format: str, **options: Any
 ) -> tuple[Store, Writer]:
     """Return where a checkpoint goes, and what writes it there."""
-    writer = find_writer(format, **options)
     if not find_format(format).is_file:
-        return open_store(path), writer
+        return open_store(path), find_writer(format, **options)
     if not isinstance(path, (str, os.PathLike)):
         open_store(path)  # refuses what is not a store either
         raise ValueError(f"a {format} checkpoint is a file: pass its path, not a store")
     text = os.fspath(path)
-    folder, slash, writer.file = text.rpartition("/")
-    if not writer.file or folder.endswith(":/") or ("://" not in text and os.path.isdir(text)):
+    folder, slash, file = text.rpartition("/")
+    if not file or folder.endswith(":/") or ("://" not in text and os.path.isdir(text)):
         raise ValueError(f"a {format} checkpoint is a file, such as model.pt; {text} is a folder")
+    writer = find_writer(format, file=file, **options)
     return open_store(folder or (slash or ".")), writer

@@ -206,6 +206,32 @@ class Store(Protocol):
         """Write a file whose bytes may come in any order, if the store can; see `write`."""
         self.write(path, contents.parts(), nbytes=nbytes, atomic=atomic)
 
+    @property
+    def can_share_files(self) -> bool:
+        """Whether several processes can write parts of one file: `make_file`, `write_ranges`."""
+        return False
+
+    def make_file(self, path: str, head: bytes, nbytes: int) -> None:
+        """Make a file of a size that begins with ``head``; `write_ranges` brings the rest.
+
+        Raises:
+            StoreError: The disk is full, or the store fails. Nothing is left of the file.
+        """
+        raise StoreError("write", f"{self.url}/{path}", "this store writes files whole")
+
+    def write_ranges(self, path: str, ranges: Iterable[tuple[int, memoryview]]) -> int:
+        """Write parts of a file that exists, durably, and return how many bytes.
+
+        Args:
+            path: The file, which `make_file` made, maybe in another process.
+            ranges: Pairs of a byte offset and what goes there. Those that follow one another are
+                written together. Each is asked for once, and dropped when it is written.
+
+        Raises:
+            StoreError: There is no such file, or the store fails.
+        """
+        raise StoreError("write", f"{self.url}/{path}", "this store writes files whole")
+
     def rename(self, path: str, to: str) -> None:
         """Rename a file atomically, replacing the file of the new name; see `can_rename`."""
         raise StoreError("rename", f"{self.url}/{path}", "this store does not rename files")
@@ -213,6 +239,10 @@ class Store(Protocol):
     def link(self, path: str, to: str) -> bool:
         """Give a file a second name; return False if it is taken or the store has no links."""
         return False
+
+    def folder(self, name: str) -> Store:
+        """Return one of its folders as a store."""
+        return FolderStore(self, name)
 
     def delete_same(self, path: str, data: bytes) -> bool:
         """Delete a small file if it holds these bytes; a store without locks does not compare."""

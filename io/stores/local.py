@@ -53,6 +53,7 @@ class LocalStore(Store):
 
     staging = 0
     can_rename = True
+    can_share_files = True
 
     @property
     def can_map(self) -> bool:
@@ -61,6 +62,10 @@ class LocalStore(Store):
 
     def __repr__(self) -> str:
         return f"LocalStore({self._root!r})"
+
+    def folder(self, name: str) -> Store:
+        """Return one of its folders as a store, which can all that this one can."""
+        return LocalStore(os.path.join(self._root, check_path(name)), pool=self._pool)
 
     def read(self, path: str, ranges: Sequence[tuple[int, memoryview]]) -> int:
         """Fill buffers from a file; see `Store.read`."""
@@ -121,6 +126,34 @@ class LocalStore(Store):
         """Write a file in any order; see `Store.write_contents`."""
         with self._making(path, nbytes=nbytes, atomic=atomic) as fd:
             contents.write_to(fd)
+
+    def make_file(self, path: str, head: bytes, nbytes: int) -> None:
+        """Make a file of a size; see `Store.make_file`."""
+        file = self._file(path)
+        with system.reported("write", file), self._created(file) as fd:
+            system.reserve_space(fd, nbytes)
+            system.write_run(fd, 0, [byte_view(head)])
+            os.ftruncate(fd, nbytes)
+            os.fsync(fd)
+
+    def write_ranges(self, path: str, ranges: Iterable[tuple[int, memoryview]]) -> int:
+        """Write parts of a file; see `Store.write_ranges`."""
+        file = self._file(path)
+        views = ((at, byte_view(view)) for at, view in ranges if view.nbytes)
+        with (
+            system.reported("write", file),
+            system.closing(os.open(file, os.O_WRONLY | os.O_CLOEXEC)) as fd,
+        ):
+            size, written = os.fstat(fd).st_size, 0
+            for offset, run in gather(views, max_bytes=_WAIT, max_views=system.IOV_MAX):
+                done = system.write_run(fd, offset, run)
+                written += done
+                if offset + done > size:
+                    raise wrong_size(file, size, offset + done)
+                if done == _WAIT:
+                    system.start_writeback(fd, offset, done)
+            os.fsync(fd)
+        return written
 
     @contextmanager
     def _making(self, path: str, *, nbytes: int | None, atomic: bool) -> Iterator[int]:

@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from .arrays import (  # isort: skip
         DAMAGE, Ints, column, distinct, numbered, pack, padded, readonly, unpack, within,
     )  # fmt: skip
+    from .cuts import cut_items, cut_reads
+    from .frames import Coded, SourceFrame, TargetFrame
     from .items import Catalog, Head, WriteItems
     from .reads import ReadItems, Transfer, Transfers
     from .world import World
@@ -16,6 +18,8 @@ __getattr__, __dir__ = door(
     __name__,
     {
         "arrays": "DAMAGE Ints column distinct numbered pack padded readonly unpack within",
+        "cuts": "cut_items cut_reads",
+        "frames": "Coded SourceFrame TargetFrame",
         "items": "Catalog Head WriteItems",
         "reads": "ReadItems Transfer Transfers",
         "world": "World",

@@ -34,6 +34,7 @@ from .arrays import (
     unpack_names,
     within,
 )
+from .frames import Coded, SourceFrame, check_boxes
 
 __all__ = ["NO_CHUNK", "Catalog", "Head", "WriteItems", "merge_catalogs"]
 
@@ -188,9 +189,12 @@ class WriteItems(Columns[WriteItem]):
     Attributes:
         catalog: Their tensors.
         row: The row of the catalog of each item.
-        offsets, sizes: Each item's chunk, in the global frame.
-        source_offsets: The start of the shard that holds it; None if equal to ``offsets``.
+        offsets, sizes: Each item's chunk, in the global frame of the checkpoint's tensor.
+        source_offsets: The start of the shard that holds it, in the global frame of the state
+            dict's tensor; None if every box starts where its shard does.
         hint: The look-up hints; None if there are none.
+        frame: The boxes of the state dict that become the chunks; None if they are the chunks.
+            If there is a frame, ``source_offsets`` is as wide as its boxes.
     """
 
     catalog: Catalog
@@ -199,6 +203,7 @@ class WriteItems(Columns[WriteItem]):
     sizes: Ints
     source_offsets: Ints | None = None
     hint: Ints | None = None
+    frame: SourceFrame | None = None
 
     @classmethod
     def of(cls, items: Iterable[WriteItem]) -> WriteItems:
@@ -212,15 +217,18 @@ class WriteItems(Columns[WriteItem]):
         catalog = Catalog.of(tuple(heads))
         width = catalog.axes
         offsets = padded([c.offsets for c in chunks], 0, width)
-        sources = padded([i.source.offset or () for i in records], 0, width)
+        frame = _frame(records)
+        starts = offsets if frame is None else frame.offsets
+        sources = padded([i.source.offset or () for i in records], 0, starts.shape[1])
         hints = column([-1 if i.index.index is None else i.index.index for i in records])
         return cls(
             catalog,
             column(row),
             offsets,
             padded([c.sizes for c in chunks], 1, width),
-            None if np.array_equal(sources, offsets) else sources,
+            None if np.array_equal(sources, starts) else sources,
             None if (hints < 0).all() else hints,
+            frame,
         )
 
     @classmethod
@@ -245,15 +253,18 @@ class WriteItems(Columns[WriteItem]):
         hint = None if self.hint is None or self.hint[row] < 0 else int(self.hint[row])
         if properties is None:
             return WriteItem(MetadataIndex(name, None, hint), kind, source=MetadataIndex(source))
-        boxes = (self.offsets, self.sizes, self.shard_offsets)
-        offsets, sizes, at = (values[row, : len(size)].tolist() for values in boxes)
-        chunk = Chunk(offsets, sizes)
-        return WriteItem(
-            MetadataIndex(name, chunk.offsets, hint),
-            kind,
-            TensorWriteData(chunk, properties, size),
-            MetadataIndex(source, at),
-        )
+        chunk = _chunk(self.offsets, self.sizes, row, len(size))
+        index = MetadataIndex(name, chunk.offsets, hint)
+        data, frame = TensorWriteData(chunk, properties, size), self.frame
+        axes = len(size) if frame is None else int(frame.ndim[row])
+        shard = MetadataIndex(source, self.shard_offsets[row, :axes].tolist())
+        if frame is None:
+            return WriteItem(index, kind, data, shard)
+        fill = frame.fill[row]
+        if fill is not None:
+            return WriteItem(index, kind, data, MetadataIndex(source), fill=fill)
+        box = _chunk(frame.offsets, frame.sizes, row, axes)
+        return WriteItem(index, kind, data, shard, box, frame.axes[row])
 
     def take(self, rows: Index | slice) -> WriteItems:
         """Return the given rows (numbers, a mask or a slice), in that order."""
@@ -262,42 +273,51 @@ class WriteItems(Columns[WriteItem]):
             readonly(self.row[rows]),
             readonly(self.offsets[rows]),
             readonly(self.sizes[rows]),
-            *(None if c is None else readonly(c[rows]) for c in (self.source_offsets, self.hint)),
+            None if self.source_offsets is None else readonly(self.source_offsets[rows]),
+            None if self.hint is None else readonly(self.hint[rows]),
+            None if self.frame is None else self.frame.take(rows),
         )
 
     def recatalog(self, catalog: Catalog, row: Ints) -> WriteItems:
         """Return the same chunks under another catalog, given each item's row in it."""
         width, sources = catalog.axes, self.source_offsets
+        if sources is not None and self.frame is None:
+            sources = readonly(pad(sources, width, 0)[:, :width])
         return attrs.evolve(
             self,
             catalog=catalog,
             row=row,
             offsets=readonly(pad(self.offsets, width, 0)[:, :width]),
             sizes=readonly(pad(self.sizes, width, 1)[:, :width]),
-            source_offsets=None if sources is None else readonly(pad(sources, width, 0)[:, :width]),
+            source_offsets=sources,
         )
 
     @classmethod
-    def concat(cls, parts: Sequence[WriteItems]) -> WriteItems:
-        """Concatenate several sequences under one catalog."""
+    def concat(
+        cls, parts: Sequence[WriteItems], merge: Callable[..., Merged] = merge_catalogs
+    ) -> WriteItems:
+        """Concatenate several sequences under one catalog; ``merge`` may share it between ranks."""
         moved = [part for part in parts if len(part)] or list(parts[:1])
         if not moved:
             return cls.of(())
         catalog = moved[0].catalog
         if any(part.catalog is not catalog for part in moved):
-            catalog, numbers = merge_catalogs(*(part.catalog for part in moved))
+            catalog, numbers = merge(*(part.catalog for part in moved))
             moved = [p.recatalog(catalog, n[p.row]) for p, n in zip(moved, numbers, strict=True)]
         if len(moved) == 1:
             return moved[0]
         columns = [[m.row for m in moved], [m.offsets for m in moved], [m.sizes for m in moved]]
         row, offsets, sizes = (readonly(np.concatenate(parts)) for parts in columns)
-        sources = hints = None
+        sources = hints = frame = None
+        if any(m.frame is not None for m in moved):
+            frame = SourceFrame.concat([m.source_frame for m in moved])
         if any(m.source_offsets is not None for m in moved):
-            sources = readonly(np.concatenate([m.shard_offsets for m in moved]))
+            width = (offsets if frame is None else frame.offsets).shape[1]
+            sources = readonly(np.concatenate([pad(m.shard_offsets, width, 0) for m in moved]))
         if any(m.hint is not None for m in moved):
             every = [np.full(len(m), -1) if m.hint is None else m.hint for m in moved]
             hints = readonly(np.concatenate(every))
-        return cls(catalog, row, offsets, sizes, sources, hints)
+        return cls(catalog, row, offsets, sizes, sources, hints, frame)
 
     def canonical(self) -> WriteItems:
         """Return the canonical form, without hints and unused rows, equal for equal items."""
@@ -306,14 +326,51 @@ class WriteItems(Columns[WriteItem]):
         rank = np.argsort(order, kind="stable")
         heads = [self.catalog.heads[row] for row in self.row[first[order]].tolist()]
         moved = self.recatalog(Catalog.of(heads), readonly(rank[number]))
-        same = np.array_equal(moved.offsets, moved.shard_offsets)
-        sources = None if same else moved.source_offsets
-        return attrs.evolve(moved, source_offsets=sources, hint=None)
+        frame, sources = moved.frame, moved.source_offsets
+        if frame is not None:
+            plain = frame.is_plain(moved.catalog.ndim[moved.row], moved.offsets, moved.sizes)
+            frame = None if plain else frame.canonical()
+            width = moved.catalog.axes if frame is None else frame.offsets.shape[1]
+            sources = readonly(pad(moved.shard_offsets, width, 0)[:, :width])
+        starts = moved.offsets if frame is None else frame.offsets
+        same = sources is None or np.array_equal(starts, sources)
+        sources = None if same else sources
+        return attrs.evolve(moved, source_offsets=sources, hint=None, frame=frame)
+
+    def box_axes(self, item: int) -> int:
+        """Return the number of axes of one item's box."""
+        if self.frame is None:
+            return int(self.catalog.ndim[self.row[item]])
+        return int(self.frame.ndim[item])
+
+    @property
+    def box_offsets(self) -> Ints:
+        """The start of each item's box in the state dict's tensor, in that tensor's frame."""
+        return self.offsets if self.frame is None else self.frame.offsets
+
+    @property
+    def box_sizes(self) -> Ints:
+        """The sizes of each item's box in the state dict's tensor."""
+        return self.sizes if self.frame is None else self.frame.sizes
 
     @property
     def shard_offsets(self) -> Ints:
-        """The start of the shard of the state dict that holds each item."""
-        return self.offsets if self.source_offsets is None else self.source_offsets
+        """The start of the shard of the state dict that holds each item, in the same frame."""
+        return self.box_offsets if self.source_offsets is None else self.source_offsets
+
+    @property
+    def source_frame(self) -> SourceFrame:
+        """The frame; made of the chunks if there is none."""
+        if self.frame is not None:
+            return self.frame
+        none = Coded[Any].none(len(self))
+        ndim = readonly(self.catalog.ndim[self.row])
+        return SourceFrame(ndim, self.offsets, self.sizes, none, none)
+
+    @property
+    def is_fill(self) -> npt.NDArray[np.bool_]:
+        """Which items are padding."""
+        return np.zeros(len(self), bool) if self.frame is None else self.frame.fill.known
 
     @cached_property
     def nbytes(self) -> Ints:
@@ -325,7 +382,14 @@ class WriteItems(Columns[WriteItem]):
         if self.catalog is not other.catalog and self.catalog.content != other.catalog.content:
             catalog, (a, b) = merge_catalogs(self.catalog, other.catalog)
             mine, theirs = (i.recatalog(catalog, n[i.row]) for i, n in ((self, a), (other, b)))
-        columns = ("row", "offsets", "sizes", "shard_offsets")
+        if mine.frame is not None or theirs.frame is not None:
+            width = max(i.shard_offsets.shape[1] for i in (mine, theirs))
+            a, b = (pad(i.shard_offsets, width, 0) for i in (mine, theirs))
+            if not np.array_equal(a, b) or not mine.source_frame.same(theirs.source_frame):
+                return False
+        elif not np.array_equal(mine.shard_offsets, theirs.shard_offsets):
+            return False
+        columns = ("row", "offsets", "sizes")
         return all(np.array_equal(getattr(mine, c), getattr(theirs, c)) for c in columns)
 
     def to_bytes(self) -> bytes:
@@ -340,36 +404,57 @@ class WriteItems(Columns[WriteItem]):
             arrays["source_offsets"] = self.source_offsets
         if self.hint is not None:
             arrays["hint"] = self.hint + 1
-        return pack({}, arrays)
+        header: dict[str, Any] = {}
+        if self.frame is not None:
+            header, columns = self.frame.pack()
+            arrays.update(columns)
+        return pack(header, arrays)
 
     @classmethod
     def from_bytes(
         cls, data: bytes, catalog_of: Callable[[bytes], Catalog] = Catalog.from_bytes
     ) -> WriteItems:
         """Decode; ``catalog_of`` lets a caller share catalogs between ranks."""
-        _, arrays = unpack(data)
+        header, arrays = unpack(data)
         try:
             catalog = catalog_of(arrays["catalog"])
             (row,), offsets, sizes = flat(arrays, "row"), arrays["offsets"], arrays["sizes"]
-            sources = arrays.get("source_offsets")
-            shape = (len(row), catalog.axes)
-            boxes = (offsets, sizes, offsets if sources is None else sources)
-            if not within(row, len(catalog)) or any(b.shape != shape for b in boxes):
+            if not within(row, len(catalog)):
                 raise ValueError("its columns do not fit its catalog")
-            spare = np.arange(catalog.axes) >= catalog.ndim[row][:, None]
-            if any((b != fill)[spare].any() for b, fill in zip(boxes, (0, 1, 0), strict=True)):
-                raise ValueError("a chunk reaches past its tensor's axes")
-            if not all(within(b, 1 << 62) for b in boxes):
-                raise ValueError("a negative offset or size")
+            ndim = catalog.ndim[row]
+            check_boxes(ndim, catalog.axes, [offsets], [sizes])
+            frame = SourceFrame.unpack(header, arrays, catalog.is_bytes[row], ndim, sizes)
+            sources = arrays.get("source_offsets")
+            if sources is not None and frame is None:
+                check_boxes(ndim, catalog.axes, [sources])
+            elif sources is not None and frame is not None:
+                check_boxes(frame.ndim, frame.offsets.shape[1], [sources])
             hint = readonly(flat(arrays, "hint")[0] - 1) if "hint" in arrays else None
             if hint is not None and len(hint) != len(row):
                 raise ValueError("it has more hints than items, or fewer")
         except DAMAGE as error:
             raise CodecError(f"a plan's items are damaged: {error}") from error
-        return cls(catalog, row, offsets, sizes, sources, hint)
+        return cls(catalog, row, offsets, sizes, sources, hint, frame)
 
 
 def _head(item: WriteItem) -> Head:
     data = item.tensor_data
     properties, size = (None, ()) if data is None else (data.properties, data.size)
     return Head(item.index.fqn, item.source.fqn, item.type, properties, size)
+
+
+def _frame(records: Sequence[WriteItem]) -> SourceFrame | None:
+    if all(item.source_box is None and item.fill is None for item in records):
+        return None
+    boxes = [item.source_chunk or NO_CHUNK for item in records]
+    return SourceFrame(
+        column([len(box.sizes) for box in boxes]),
+        padded([box.offsets for box in boxes], 0),
+        padded([box.sizes for box in boxes], 1),
+        Coded.of(item.axes for item in records),
+        Coded.of(item.fill for item in records),
+    )
+
+
+def _chunk(offsets: Ints, sizes: Ints, row: int, axes: int) -> Chunk:
+    return Chunk(offsets[row, :axes].tolist(), sizes[row, :axes].tolist())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 import attrs
 import numpy as np
@@ -27,6 +27,7 @@ from .arrays import (
     unpack_names,
     within,
 )
+from .frames import Coded, TargetFrame
 
 __all__ = ["ReadItems", "Transfers"]
 
@@ -41,12 +42,14 @@ class ReadItems(Columns[ReadItem]):
     Attributes:
         names: The names that ``dest`` and ``storage`` number.
         type: `LoadItemType` values.
-        ndim: The number of axes of each read.
+        ndim: The number of axes of each read, in the checkpoint.
         dest, dest_anchor, dest_hint: The shard of the state dict: name, start, hint.
         dest_offsets: Where the read goes, relative to that shard.
         storage, storage_anchor, storage_hint: The saved chunk, likewise.
         storage_offsets: Where the read comes from, relative to that chunk.
         lengths: The size of the read, in elements.
+        frame: The boxes of the state dict that are filled, if they differ from what is read; then
+            the ``dest_`` columns, too, have their axes. All boxes are padded to the same width.
     """
 
     names: tuple[str, ...]
@@ -61,6 +64,7 @@ class ReadItems(Columns[ReadItem]):
     storage_hint: Ints
     storage_offsets: Ints
     lengths: Ints
+    frame: TargetFrame | None = None
 
     @classmethod
     def of(cls, items: Iterable[ReadItem]) -> ReadItems:
@@ -70,18 +74,21 @@ class ReadItems(Columns[ReadItem]):
         records = tuple(items)
         names: dict[str, int] = {}
         sides: dict[str, Ints] = {}
+        width = max((max(len(r.dest_offsets), len(r.lengths)) for r in records), default=0)
         for label in ("dest", "storage"):
             indices: list[MetadataIndex] = [getattr(r, f"{label}_index") for r in records]
+            offsets = [getattr(r, f"{label}_offsets") for r in records]
             sides[label] = column([names.setdefault(i.fqn, len(names)) for i in indices])
-            sides[f"{label}_anchor"] = padded([i.offset or () for i in indices], 0)
+            sides[f"{label}_anchor"] = padded([i.offset or () for i in indices], 0, width)
             sides[f"{label}_hint"] = column([-1 if i.index is None else i.index for i in indices])
-            sides[f"{label}_offsets"] = padded([getattr(r, f"{label}_offsets") for r in records], 0)
-        lengths = padded([r.lengths for r in records], 1)
-        for label in ("dest_anchor", "storage_anchor"):  # bytes have no anchor, but an axis
-            sides[label] = readonly(pad(sides[label], lengths.shape[1], 0))
-        kinds, ndim = [r.type.value for r in records], [len(r.lengths) for r in records]
+            sides[f"{label}_offsets"] = padded(offsets, 0, width)
         return cls(
-            names=tuple(names), type=column(kinds), ndim=column(ndim), lengths=lengths, **sides
+            names=tuple(names),
+            type=column([r.type.value for r in records]),
+            ndim=column([len(r.lengths) for r in records]),
+            lengths=padded([r.lengths for r in records], 1, width),
+            frame=_frame(records, width),
+            **sides,
         )
 
     def __len__(self) -> int:
@@ -89,33 +96,47 @@ class ReadItems(Columns[ReadItem]):
 
     def record(self, row: int) -> ReadItem:
         """Return the record of one row."""
-        axes = slice(0, int(self.ndim[row]))
+        axes, frame = slice(0, int(self.ndim[row])), self.frame
+        into = axes if frame is None else slice(0, int(frame.ndim[row]))
         return ReadItem(
             _TYPES[int(self.type[row])],
-            self._index(row, self.dest, self.dest_anchor, self.dest_hint),
-            self.dest_offsets[row, axes].tolist(),
-            self._index(row, self.storage, self.storage_anchor, self.storage_hint),
+            self._index(row, self.dest, self.dest_anchor[row, into], self.dest_hint),
+            self.dest_offsets[row, into].tolist(),
+            self._index(row, self.storage, self.storage_anchor[row, axes], self.storage_hint),
             self.storage_offsets[row, axes].tolist(),
             self.lengths[row, axes].tolist(),
+            None if frame is None else frame.lengths[row, into].tolist(),
+            None if frame is None else frame.axes[row],
         )
 
     def _index(self, row: int, name: Ints, anchor: Ints, hint: Ints) -> MetadataIndex:
-        offset = None if self.type[row] == _BYTES else anchor[row, : self.ndim[row]].tolist()
+        offset = None if self.type[row] == _BYTES else anchor.tolist()
         number = None if hint[row] < 0 else int(hint[row])
         return MetadataIndex(self.names[name[row]], offset, number)
 
     def take(self, rows: Index | slice) -> ReadItems:
         """Return the given rows (numbers, a mask or a slice), in that order."""
-        return ReadItems(self.names, **{k: readonly(v[rows]) for k, v in self._columns.items()})
+        columns = {k: readonly(v[rows]) for k, v in self._columns.items()}
+        frame = None if self.frame is None else self.frame.take(rows)
+        return ReadItems(self.names, **columns, frame=frame)
 
-    def boxes(self, shift: Ints, lengths: Ints) -> ReadItems:
-        """Return, for each read, the part of these lengths that starts at ``shift`` within it."""
-        return attrs.evolve(
+    def every(self, step: Sequence[int]) -> ReadItems:
+        """Begin each read at its first destination that is a multiple of ``step`` on every axis.
+
+        Reads that have none are left out.
+        """
+        if max(step, default=1) == 1:
+            return self
+        along = pad(column([step], 1, len(step)), self.lengths.shape[1], 1)
+        shift = -self.dest_offsets % along
+        lengths = self.lengths - shift
+        moved = attrs.evolve(
             self,
             dest_offsets=readonly(self.dest_offsets + shift),
             storage_offsets=readonly(self.storage_offsets + shift),
             lengths=readonly(lengths),
         )
+        return moved.take(np.all(lengths > 0, axis=1))
 
     def canonical(self) -> ReadItems:
         """Return the canonical form, without hints and unused names, equal for equal reads."""
@@ -134,12 +155,34 @@ class ReadItems(Columns[ReadItem]):
         return readonly(np.where(self.type == _BYTES, 0, self.lengths.prod(axis=1)))
 
     @property
+    def target_frame(self) -> TargetFrame:
+        """The frame; made of the reads if there is none."""
+        if self.frame is not None:
+            return self.frame
+        return TargetFrame(self.ndim, self.lengths, Coded.none(len(self)))
+
+    @property
+    def dest_ndim(self) -> Ints:
+        """The number of axes of the box that each read fills."""
+        return self.ndim if self.frame is None else self.frame.ndim
+
+    @property
+    def dest_lengths(self) -> Ints:
+        """The size of the box that each read fills."""
+        return self.lengths if self.frame is None else self.frame.lengths
+
+    @property
     def _columns(self) -> dict[str, Ints]:
         return {k: v for k, v in vars(self).items() if k in _COLUMNS}
 
     def _same(self, other: ReadItems) -> bool:
-        both = ReadItems.concat([self, other])._columns  # a hint is not part of a name
-        halves = [np.split(v, [len(self)]) for k, v in both.items() if not k.endswith("_hint")]
+        both = ReadItems.concat([self, other])
+        if both.frame is not None:
+            first, second = slice(None, len(self)), slice(len(self), None)
+            if not both.frame.take(first).same(both.frame.take(second)):
+                return False
+        columns = both._columns  # a hint is not part of a name
+        halves = [np.split(v, [len(self)]) for k, v in columns.items() if not k.endswith("_hint")]
         return all(np.array_equal(mine, theirs) for mine, theirs in halves)
 
     @classmethod
@@ -160,17 +203,24 @@ class ReadItems(Columns[ReadItem]):
             elif values and values[0].ndim == 2:
                 values = [pad(v, width, 1 if key == "lengths" else 0) for v in values]
             columns[key] = readonly(np.concatenate(values)) if values else getattr(cls.of(()), key)
-        return cls(tuple(ids), **columns)
+        frame = None
+        if any(part.frame is not None for part in parts):
+            frame = TargetFrame.concat([part.target_frame for part in parts], width)
+        return cls(tuple(ids), **columns, frame=frame)
 
     def to_bytes(self) -> bytes:
         """Encode the columns."""
         shifted = {k: v + 1 if k.endswith("_hint") else v for k, v in self._columns.items()}
-        return pack({}, {**shifted, **pack_names("names", self.names)})
+        header: dict[str, Any] = {}
+        if self.frame is not None:
+            header, own = self.frame.pack()
+            shifted.update(own)
+        return pack(header, {**shifted, **pack_names("names", self.names)})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> ReadItems:
         """Decode, or raise `CodecError` if the columns are inconsistent."""
-        _, arrays = unpack(data)
+        header, arrays = unpack(data)
         try:
             names = unpack_names("names", arrays)
             columns = {
@@ -184,9 +234,12 @@ class ReadItems(Columns[ReadItem]):
             in_range = all(within(columns[k], end) for k, end in limits.items())
             if axes > MAX_AXES or not in_range or not columns["type"].all():
                 raise ValueError("a number is out of range")
+            frame = TargetFrame.unpack(header, arrays, columns["ndim"], columns["lengths"])
+            if frame is not None and frame.axes.known[columns["type"] == _BYTES].any():
+                raise ValueError("a value has axes")
         except DAMAGE as error:
             raise CodecError(f"a load plan's items are damaged: {error}") from error
-        return cls(names, **columns)
+        return cls(names, **columns, frame=frame)
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)
@@ -252,5 +305,13 @@ class Transfers(Columns[Transfer]):
         return cls(reads, source, target)
 
 
-_COLUMNS: Final = tuple(a.name for a in attrs.fields(ReadItems) if a.name != "names")
+def _frame(records: Sequence[ReadItem], width: int) -> TargetFrame | None:
+    if all(read.dest_lengths is None for read in records):
+        return None
+    boxes = [read.dest_box.sizes for read in records]
+    axes = Coded.of(read.axes for read in records)
+    return TargetFrame(column([len(box) for box in boxes]), padded(boxes, 1, width), axes)
+
+
+_COLUMNS: Final = tuple(a.name for a in attrs.fields(ReadItems) if a.name not in ("names", "frame"))
 _BOXES: Final = ("dest_anchor", "dest_offsets", "storage_anchor", "storage_offsets", "lengths")

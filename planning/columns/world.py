@@ -16,6 +16,7 @@ from ..metadata import Layout
 from ..plans import SavePlan
 from ..records import TensorProperties
 from .arrays import Ints, column, padded
+from .frames import SourceFrame
 from .items import Catalog, WriteItems
 
 __all__ = ["Rows", "World"]
@@ -38,8 +39,8 @@ class Rows:
     offsets: Ints  # the chunk, in the global frame, padded
     sizes: Ints
     issues: tuple[Issue, ...]  # tensors on which ranks disagree; they have no rows
-    # The number of each item's source in the state dict, in the numbering of `flat`; None
-    # if every name has only one source.
+    # Of what each item is made, in the numbering of `flat`: one row of numbers, equal for equal
+    # sources; None if every name has only one source, whose boxes are the chunks.
     source: Ints | None = None
 
     def __len__(self) -> int:
@@ -95,8 +96,9 @@ class Rows:
         """Which rows repeat the row before but come from another source, so are not replicas."""
         clash = np.zeros(len(self), bool)
         if self.source is not None and len(self):
-            source = self.source[self.flat]
-            clash[1:] = self.repeats[1:] & (source[1:] != source[:-1])
+            at = np.flatnonzero(self.repeats)
+            mine, before = self.source[self.flat[at]], self.source[self.flat[at - 1]]
+            clash[at] = (mine != before).any(axis=1)
         return clash
 
     @property
@@ -196,7 +198,7 @@ def _sort(world: World) -> Rows:
         offsets=offsets[order],
         sizes=sizes[order],
         issues=table.issues,
-        source=_sources(world) if table.mixed else None,
+        source=_sources(world, table.mixed),
     )
     outside = np.zeros(len(rows), bool)
     for axis in range(shape.shape[1]):
@@ -204,8 +206,11 @@ def _sort(world: World) -> Rows:
     return _by_place(_drop_strays(rows, outside) if outside.any() else rows)
 
 
-def _sources(world: World) -> Ints:
-    """Number the source of every item of every rank, in order of rank."""
+def _sources(world: World, mixed: bool) -> Ints | None:
+    """Say of what every item of every rank is made, in order of rank; see `Rows.source`."""
+    framed = any(plan.items.frame is not None for plan in world)
+    if not mixed and not framed:
+        return None
     numbers: dict[str, int] = {}
     by_catalog: dict[int, Ints] = {}
     parts = [column([])]
@@ -215,7 +220,12 @@ def _sources(world: World) -> Ints:
             rows = [numbers.setdefault(name, len(numbers)) for name in catalog.sources]
             by_catalog[id(catalog)] = column(rows)
         parts.append(by_catalog[id(catalog)][plan.items.row])
-    return np.concatenate(parts)
+    columns = [np.concatenate(parts)]
+    if framed:
+        every = SourceFrame.concat([plan.items.source_frame for plan in world])
+        codes = (every.ndim, every.axes.number, every.fill.number)
+        columns += [*codes, *every.offsets.T, *every.sizes.T]
+    return np.stack(columns, axis=1)
 
 
 def _lay_out(world: World, table: _Table, width: int) -> tuple[Ints, Ints, Ints]:

@@ -16,7 +16,7 @@ from ..plans import LoadPlan, SavePlan
 from ..reports import Writers, traffic_blocks, traffic_matrix
 from ..text import counted, human_bytes
 from . import svg
-from .svg import MARGIN, Picture, block, byte_tick, line, rect, text, width_of
+from .svg import MARGIN, Picture, block, byte_tick, line, middle, rect, text, width_of
 
 __all__ = ["draw_bytes", "draw_traffic"]
 
@@ -55,8 +55,8 @@ def draw_traffic(
         ValueError: The matrix has no cells or negative ones, or its rows are not the names'.
     """
     heat = _heat(traffic, writers, (source, reader), source_names)
-    x, y = heat.at
-    right, bottom = x + len(heat.names[1]) * heat.pitch[0], y + len(heat.names[0]) * heat.pitch[1]
+    (x, y), (wide, high), (rows, columns) = heat.at, heat.pitch, heat.sums.shape
+    right, bottom = x + columns * wide, y + rows * high
     scale = _scale(right + 24, y, max(110.0, min(200.0, bottom - y - 26)), float(heat.sums.max()))
     body = "".join([*_cells(heat), *_names(heat), *scale])
     about = f"{counted(heat.shape[0], source)} → {counted(heat.shape[1], reader)}"
@@ -137,8 +137,8 @@ def _cells(heat: _Heat) -> Iterator[str]:
         tip = f"{ends}: {words[i][j]}" if value else ""
         yield rect(x, y, wide - gap, high - gap, fill, tip, class_="cell")
         if labelled and value:
-            middle = x + (wide - gap) / 2, y + (high - gap) / 2 + 3.6
-            yield text(*middle, words[i][j], anchor="middle", font_size=10, fill=svg.ink_on(fill))
+            at, ink = (x + (wide - gap) / 2, y + (high - gap) / 2 + 3.6), svg.ink_on(fill)
+            yield middle(*at, words[i][j], ink, font_size=10)
 
 
 def _names(heat: _Heat) -> Iterator[str]:
@@ -149,22 +149,21 @@ def _names(heat: _Heat) -> Iterator[str]:
     for i in svg.thin(rows, 13):
         yield text(x - 8, rows[i] + 4, svg.elide(names[i], 301, 11), anchor="end", fill=svg.INK)
     for j in svg.thin(columns, max(width_of(head, 11) for head in heads) + 8):
-        yield text(columns[j], y - 8, heads[j], anchor="middle", fill=svg.INK)
+        yield middle(columns[j], y - 8, heads[j], svg.INK)
     yield svg.upright(MARGIN + 8, y + len(rows) * high / 2, f"from {heat.units[0]}")
-    across = x + len(columns) * wide / 2
-    yield text(across, y - 28, f"to {heat.units[1]}", anchor="middle", fill=svg.MUTED)
+    yield middle(x + len(columns) * wide / 2, y - 28, f"to {heat.units[1]}", svg.MUTED)
 
 
 def _scale(x: float, y: float, height: float, most: float) -> Iterator[str]:
     """Draw the colour scale from most, on top, to nothing."""
-    steps = 30 if most else 0
-    for i in range(steps):
-        fill = svg.ramp(0.97 * i / (steps - 1))
-        yield rect(x, y + height * i / steps, 14, height / steps + 0.3, fill)
-    for share in (0.0, 0.5, 1.0)[: 3 * bool(most)]:
-        at = y + height * share
-        yield line(x + 14, at, x + 18, at, svg.MUTED)
-        yield text(x + 22, at + 4, byte_tick(most * (1 - share)), fill=svg.INK)
+    if most:
+        for i in range(30):
+            fill = svg.ramp(0.97 * i / 29)
+            yield rect(x, y + height * i / 30, 14, height / 30 + 0.3, fill)
+        for share in (0.0, 0.5, 1.0):
+            at = y + height * share
+            yield line(x + 14, at, x + 18, at, svg.MUTED)
+            yield text(x + 22, at + 4, byte_tick(most * (1 - share)), fill=svg.INK)
     yield rect(x, y + height + 12, 14, 14, svg.EMPTY)
     yield text(x + 22, y + height + 23, "none", fill=svg.INK)
 
@@ -214,12 +213,12 @@ def draw_bytes(
     given = [p.nbytes if isinstance(p, SavePlan) else int(p) for p in bytes_per_rank]
     if not given or min(given) < 0:
         raise ValueError("expected at least one number of bytes, and none that is negative")
-    values = np.array(given, np.float64)
-    step, top = block(len(values), _BARS), float(values.max())
-    unit_step = 2.0 ** max(0, math.ceil(math.log2(max(top, 1) / 4)))  # of round numbers of bytes
-    ticks = [unit_step * i for i in range(max(1, math.ceil(top / unit_step)) + 1)]
+    values, top = np.array(given, np.float64), max(given)
+    tick = 2.0 ** max(0, math.ceil(math.log2(max(top, 1) / 4)))  # a round number of bytes
+    ticks = [tick * i for i in range(max(1, math.ceil(top / tick)) + 1)]
+    step = block(len(values), _BARS)
     x, bars = MARGIN + 12 + max(width_of(byte_tick(t), 11) for t in ticks), -(-len(values) // step)
-    chart = _Chart(values, step, x, min(56.0, 540 / bars), (_BOTTOM - _TOP) / ticks[-1])
+    chart = _Chart(values, unit, step, x, min(56.0, 540 / bars), (_BOTTOM - _TOP) / ticks[-1])
     right, mean = x + max(240.0, chart.width * bars), f"mean {byte_tick(values.mean())}"
     body = []
     for tick in ticks:
@@ -228,13 +227,13 @@ def draw_bytes(
         body.append(text(x - 8, y + 4, byte_tick(tick), anchor="end", fill=svg.INK))
     y = chart.level(float(values.mean()))
     body += [
-        *_bars(chart, unit),
+        *_bars(chart),
         line(x, y, right + 4, y, svg.INK, stroke_width=1.5, stroke_dasharray="5 3"),
         text(right + 8, y + 4, mean, fill=svg.INK),
-        *_labels(chart, unit),
+        *_labels(chart),
     ]
     size = max(440.0, right + 12 + width_of(mean, 11) + MARGIN), _BOTTOM + 60
-    return svg.card(title, counted(len(given), unit), "".join(body), _evenness(chart, unit), size)
+    return svg.card(title, counted(len(given), unit), "".join(body), _evenness(chart), size)
 
 
 @attrs.frozen(eq=False)
@@ -242,55 +241,51 @@ class _Chart:
     """A bar chart."""
 
     values: npt.NDArray[np.float64]  # the bytes of each rank
+    unit: str  # what a bar is
     step: int  # how many ranks a bar stands for
     x: float  # where the first bar begins
     width: float  # from one bar to the next
     scale: float  # pixels of one byte
-
-    @property
-    def starts(self) -> npt.NDArray[Any]:
-        """The first rank of each bar."""
-        return np.arange(0, len(self.values), self.step)
 
     def level(self, value: float) -> float:
         """Return how far down a number of bytes lies."""
         return _BOTTOM - value * self.scale
 
 
-def _bars(chart: _Chart, unit: str) -> Iterator[str]:
+def _bars(chart: _Chart) -> Iterator[str]:
     """Draw the bars; the one with the largest value has a colour of its own."""
-    values, starts = chart.values, chart.starts
+    values, starts = chart.values, np.arange(0, len(chart.values), chart.step)
     means = np.add.reduceat(values, starts) / np.diff([*starts, len(values)])
     least, most = (f.reduceat(values, starts) for f in (np.minimum, np.maximum))
     largest = int(values.argmax()) // chart.step if np.ptp(values) else -1
     names, width = svg.span_names(len(values), chart.step), chart.width - min(6.0, chart.width / 5)
     for i, (mean, low, high) in enumerate(zip(means, least, most, strict=True)):
         x, y = chart.x + (i + 0.5) * chart.width, chart.level(mean)
-        fill, tip = _MOST if i == largest else _BAR, f"{unit} {names[i]}: {byte_tick(mean)}"
+        fill, tip = _MOST if i == largest else _BAR, f"{chart.unit} {names[i]}: {byte_tick(mean)}"
         yield rect(x - width / 2, y, width, _BOTTOM - y, fill, tip, class_="bar")
         if low < high:
             yield line(x, chart.level(high), x, chart.level(low), svg.INK)
 
 
-def _labels(chart: _Chart, unit: str) -> Iterator[str]:
+def _labels(chart: _Chart) -> Iterator[str]:
     """Write below each bar which rank it is, and how many bytes, if they fit."""
-    names = [str(start) for start in chart.starts.tolist()]
+    names = [str(start) for start in range(0, len(chart.values), chart.step)]
     middles = [chart.x + (i + 0.5) * chart.width for i in range(len(names))]
     gap = max(width_of(name, 11) for name in names) + 8
     for i in range(0, len(names), max(1, math.ceil(gap / chart.width))):
-        yield text(middles[i], _BOTTOM + 16, names[i], anchor="middle", fill=svg.INK)
-    sizes = [byte_tick(value) for value in chart.values.tolist()] if chart.step == 1 else []
-    if max((width_of(words, 10) for words in sizes), default=0) > chart.width:
-        sizes = []
-    for middle, words in zip(middles, sizes, strict=False):
-        yield text(middle, _BOTTOM + 30, words, anchor="middle", font_size=10, fill=svg.MUTED)
-    middle = (middles[0] + middles[-1]) / 2
-    yield text(middle, _BOTTOM + (46 if sizes else 34), unit, anchor="middle", fill=svg.MUTED)
+        yield middle(middles[i], _BOTTOM + 16, names[i], svg.INK)
+    sizes = [byte_tick(value) for value in chart.values.tolist()]
+    has_sizes = chart.step == 1 and max(width_of(words, 10) for words in sizes) <= chart.width
+    if has_sizes:
+        for x, words in zip(middles, sizes, strict=True):
+            yield middle(x, _BOTTOM + 30, words, svg.MUTED, font_size=10)
+    y = _BOTTOM + (46 if has_sizes else 34)
+    yield middle((middles[0] + middles[-1]) / 2, y, chart.unit, svg.MUTED)
 
 
-def _evenness(chart: _Chart, unit: str) -> str:
+def _evenness(chart: _Chart) -> str:
     """Write how evenly bytes are spread."""
-    values = chart.values
+    values, unit = chart.values, chart.unit
     total, mean, most = float(values.sum()), float(values.mean()), float(values.max())
     if not total:
         return "There are no bytes."

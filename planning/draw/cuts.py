@@ -84,18 +84,31 @@ def _cut(like: TensorMetadata, offsets: Ints, sizes: Ints, who: Ints, unit: str)
     return Cut(like, offsets, sizes, who, unit, tile(offsets[first], sizes[first]), chunk)
 
 
-def cut_of(source: Metadata | Plans, fqn: str) -> Cut:
-    """Return how a tensor is cut, by a checkpoint's metadata or by one plan per rank."""
+def cut_of(
+    source: Metadata | Plans | Iterable[Chunk], fqn: str, metadata: Metadata | None = None
+) -> Cut:
+    """Return how a tensor is cut: by a checkpoint, by one plan per rank, or by chunks.
+
+    ``metadata`` describes the tensor that chunks cut.
+    """
     if isinstance(source, Metadata):
-        return cut_of_chunks(None, fqn, source)
+        return _cut_of_chunks(None, fqn, source)
     if isinstance(source, WorldPlans) and fqn in source.specs:
         spec, held = source.specs[fqn], source.layouts[source.layout_of[fqn]]
         like = TensorMetadata(TensorProperties(spec.dtype), spec.shape, ())
         return _cut(like, held.offsets, held.sizes, held.rank, "rank")
-    return _cut_of_plans((source,) if isinstance(source, SavePlan) else tuple(source), fqn)
+    given = (source,) if isinstance(source, SavePlan) else tuple(source)
+    chunks = [chunk for chunk in given if isinstance(chunk, Chunk)]
+    if metadata is not None and len(chunks) == len(given):
+        return _cut_of_chunks(chunks, fqn, metadata)
+    plans = [plan for plan in given if isinstance(plan, SavePlan)]
+    if len(plans) != len(given):
+        kinds = sorted({type(one).__name__ for one in given})
+        raise TypeError(f"expected the save plans of all ranks, or chunks to fill; not {kinds}")
+    return _cut_of_plans(plans, fqn)
 
 
-def cut_of_chunks(chunks: Iterable[Chunk] | None, fqn: str, metadata: Metadata) -> Cut:
+def _cut_of_chunks(chunks: Iterable[Chunk] | None, fqn: str, metadata: Metadata) -> Cut:
     """Return how chunks cut a saved tensor; without chunks, how it was saved."""
     like = metadata.entry(fqn)
     if not isinstance(like, TensorMetadata):
@@ -112,8 +125,7 @@ def _cut_of_plans(plans: Sequence[SavePlan], fqn: str) -> Cut:
     """Return how ranks hold a tensor."""
     items = [plan.items for plan in plans]
     named = [np.array([name == fqn for name in i.catalog.names], bool)[i.row] for i in items]
-    pairs = zip(items, named, strict=True)
-    rows = World(SavePlan(every.take(is_it)) for every, is_it in pairs).rows
+    rows = World(SavePlan(i.take(is_it)) for i, is_it in zip(items, named, strict=True)).rows
     if rows.issues:
         raise PlanError(rows.issues)
     if not rows.names:
@@ -169,8 +181,7 @@ class Cell:
     height: int
     width: int
     holders: tuple[int, ...]  # whose it is: ranks or chunks, ascending
-    # Where it comes from, if that is shown: ranks or chunks, ascending.
-    sources: tuple[int, ...] = ()
+    sources: tuple[int, ...] = ()  # where it comes from, if that is shown, likewise
     chunks: int = 1  # how many chunks, or pieces of them, it stands for
 
 
@@ -178,7 +189,8 @@ def _cell(
     box: Sequence[int], holders: Iterable[int], sources: Iterable[int] = (), chunks: int = 1
 ) -> Cell:
     top, left, height, width = box
-    return Cell(top, left, height, width, tuple(sorted(holders)), tuple(sorted(sources)), chunks)
+    ascending = tuple(sorted(set(holders))), tuple(sorted(set(sources)))
+    return Cell(top, left, height, width, *ascending, chunks)
 
 
 def seen(cut: Cut, window: Window) -> list[Cell]:
@@ -189,7 +201,7 @@ def seen(cut: Cut, window: Window) -> list[Cell]:
     for box, who, chunk in zip(boxes.tolist(), cut.who.tolist(), cut.chunk.tolist(), strict=True):
         stacks.setdefault(tuple(box), []).append((who, chunk))
     cells = [
-        _cell(box, {who for who, _ in rows}, chunks=len({chunk for _, chunk in rows}))
+        _cell(box, [who for who, _ in rows], chunks=len({chunk for _, chunk in rows}))
         for box, rows in sorted(stacks.items())
         if box[2] and box[3]
     ]
@@ -227,7 +239,7 @@ def merged(
         low = meet.offsets[mine].min(axis=0)
         size = (meet.offsets[mine] + meet.sizes[mine]).max(axis=0) - low
         count = sum(cell.chunks for cell in there or here)
-        holders, origins = ({w for c in cs for w in c.holders} for cs in (here, there))
+        holders, origins = ([w for c in cs for w in c.holders] for cs in (here, there))
         found.append(_cell([*low.tolist(), *size.tolist()], holders, origins, count))
     return found
 

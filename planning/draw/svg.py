@@ -69,13 +69,13 @@ class Picture:
 
 
 def number(value: float) -> str:
-    """Write a coordinate: two decimals at most, none where there are none."""
+    """Write a coordinate with two decimals at most."""
     short = f"{value:.2f}".rstrip("0").rstrip(".")
     return "0" if short == "-0" else short
 
 
 def clean(text: str) -> str:
-    r"""Replace characters that cannot be printed: XML forbids some, others reorder the text."""
+    """Replace characters that cannot be printed: XML forbids some, others reorder the text."""
     return "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
@@ -83,12 +83,16 @@ def element(tag: str, *children: str, **attributes: float | str | None) -> str:
     """Write one element; children are SVG already, attributes are escaped here."""
     words = [tag]
     for key, value in attributes.items():
-        if value is None:
-            continue
-        shown = clean(value) if isinstance(value, str) else number(value)
-        words.append(f'{key.rstrip("_").replace("_", "-")}="{html.escape(shown)}"')
+        if value is not None:
+            shown = clean(value) if isinstance(value, str) else number(value)
+            words.append(f'{key.rstrip("_").replace("_", "-")}="{html.escape(shown)}"')
     head = " ".join(words)
     return f"<{head}>{''.join(children)}</{tag}>" if children else f"<{head}/>"
+
+
+def tag(name: str, words: str, **attributes: float | str | None) -> str:
+    """Write an element that holds text."""
+    return element(name, html.escape(clean(words), quote=False), **attributes)
 
 
 def rect(
@@ -99,11 +103,6 @@ def rect(
     return element("rect", *title, x=x, y=y, width=width, height=height, fill=fill, **more)
 
 
-def tag(name: str, words: str, **attributes: float | str | None) -> str:
-    """Write an element that holds text."""
-    return element(name, html.escape(clean(words), quote=False), **attributes)
-
-
 def text(
     x: float, y: float, words: str, *, anchor: str | None = None, **more: float | str | None
 ) -> str:
@@ -111,10 +110,14 @@ def text(
     return tag("text", words, x=x, y=y, text_anchor=anchor, **more)
 
 
+def middle(x: float, y: float, words: str, fill: str, **more: float | str | None) -> str:
+    """Write words whose middle is at ``x``."""
+    return text(x, y, words, anchor="middle", fill=fill, **more)
+
+
 def upright(x: float, y: float, words: str) -> str:
     """Write words that run upwards, around a point."""
-    turn = f"rotate(-90 {x:.2f} {y:.2f})"
-    return text(x, y, words, anchor="middle", fill=MUTED, transform=turn)
+    return middle(x, y, words, MUTED, transform=f"rotate(-90 {x:.2f} {y:.2f})")
 
 
 def line(x1: float, y1: float, x2: float, y2: float, stroke: str, **more: float | str) -> str:
@@ -197,9 +200,7 @@ def _channels(colour: str) -> tuple[int, int, int]:
 
 
 def block(count: int, most: int) -> int:
-    """Return how many neighbours to draw as one so that at most ``most`` remain.
-
-    A size that divides the count evenly is preferred, up to twice what is needed.
+    """Return how many neighbours to draw as one so that ``most`` remain, evenly if possible.
 
     >>> block(8, 16), block(1024, 40), block(13, 4)
     (1, 32, 4)
@@ -243,7 +244,8 @@ def card(title: str, subtitle: str, body: str, caption: str, size: tuple[float, 
     room = width - 2 * MARGIN
     lines = wrap(caption, room, 12)
     height = bottom + _LINE * len(lines) + MARGIN
-    parts = [
+    svg = element(
+        "svg",
         tag("title", title),
         tag("desc", f"{subtitle}. {caption}"),
         rect(0.5, 0.5, width - 1, height - 1, PAPER, stroke=EDGE, rx=6),
@@ -254,10 +256,6 @@ def card(title: str, subtitle: str, body: str, caption: str, size: tuple[float, 
             text(MARGIN, bottom + _LINE * (i + 1), words, font_size=12, fill=MUTED)
             for i, words in enumerate(lines)
         ),
-    ]
-    svg = element(
-        "svg",
-        *parts,
         xmlns="http://www.w3.org/2000/svg",
         width=width,
         height=height,

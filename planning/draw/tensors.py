@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import cast
+from typing import NamedTuple
 
 import attrs
 
 from ..geometry.tilings import Chunk
-from ..mesh.worlds import WorldPlans
 from ..metadata import Metadata
-from ..plans import SavePlan
 from ..reports import Writers
 from ..text import counted, human_bytes, runs_text
 from . import svg
@@ -23,7 +21,6 @@ from .cuts import (
     Window,
     cut_by_writers,
     cut_of,
-    cut_of_chunks,
     edges_of,
     fit,
     pieces,
@@ -112,7 +109,7 @@ def draw_reshard(
         PlanError: Ranks disagree about the tensor, or a chunk lies outside of it.
         ValueError: It is not a tensor, or has another number of axes than it was saved with.
     """
-    saved, target = cut_by_writers(metadata, writers, fqn), _wanted(metadata, wanted, fqn)
+    saved, target = cut_by_writers(metadata, writers, fqn), cut_of(wanted, fqn, metadata)
     if len(saved.size) != len(target.size):
         words = f"`{fqn}` was saved with shape {list(saved.size)} and is wanted with "
         raise ValueError(f"{words}{list(target.size)}: another number of axes")
@@ -154,16 +151,6 @@ def draw_reshard(
     width = max(560.0, new.x + size[0] + MARGIN)
     caption = " ".join([flow, *remarks])
     return svg.card(f"{fqn}, resharded", about, "".join(body), caption, (width, bottom))
-
-
-def _wanted(metadata: Metadata, wanted: Plans | Iterable[Chunk], fqn: str) -> Cut:
-    """Return how plans or chunks cut the tensor."""
-    if isinstance(wanted, (SavePlan, WorldPlans)):
-        return cut_of(wanted, fqn)
-    given = tuple(wanted)
-    if any(isinstance(plan, SavePlan) for plan in given):
-        return cut_of(cast(tuple[SavePlan, ...], given), fqn)
-    return cut_of_chunks(cast(tuple[Chunk, ...], given), fqn, metadata)
 
 
 def _about(cut: Cut) -> str:
@@ -220,6 +207,15 @@ def _named(who: Sequence[int], unit: str) -> str:
     return f"{unit}{'s' * (len(who) > 1)} {runs_text(who)}" if who else "nobody"
 
 
+class Place(NamedTuple):
+    """A box on the paper, in pixels."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+
+
 @attrs.frozen
 class Panel:
     """A tensor in a frame."""
@@ -238,11 +234,11 @@ class Panel:
         left = 32 + width_of(f"{self.shape[0]:,}", 11) if self.axes[0] >= 0 else 0.0
         return left, 40.0 if self.axes[1] >= 0 else 6.0
 
-    def place(self, cell: Cell) -> tuple[float, float, float, float]:
-        """Return x, y, width and height of a cell."""
+    def place(self, cell: Cell) -> Place:
+        """Return where a cell is drawn."""
         wide, high = self.scale
-        at = self.x + cell.left * wide, self.y + cell.top * high
-        return *at, cell.width * wide, cell.height * high
+        x, y = self.x + cell.left * wide, self.y + cell.top * high
+        return Place(x, y, cell.width * wide, cell.height * high)
 
 
 def _panel(cut: Cut, window: Window, cells: Sequence[Cell], size: Size) -> Panel:
@@ -266,10 +262,9 @@ def _drawn(panel: Panel, colours: Colours) -> Iterable[str]:
     """Draw the cells, each in the colour of its first holder, and the cuts."""
     yield from _frame(panel)
     for cell, words in zip(panel.cells, _labels(panel), strict=True):
-        x, y, width, height = panel.place(cell)
-        fill = colours[cell.holders[0]]
-        yield _box((x, y, width, height), fill, "cell", _tip(panel, cell))
-        yield _centred(x + width / 2, y + height / 2, words, fill, 11)
+        place, fill = panel.place(cell), colours[cell.holders[0]]
+        yield _box(place, fill, "cell", _tip(panel, cell))
+        yield _centred(place, words, fill, 11)
 
 
 def _drawn_pieces(
@@ -278,30 +273,33 @@ def _drawn_pieces(
     """Draw pieces in the colour they come from; a field in each has the colour it goes to."""
     yield from _frame(panel)
     for cell in panel.cells:
-        x, y, width, height = panel.place(cell)
+        place = panel.place(cell)
         came = origins[cell.sources[0]] if cell.sources else svg.EMPTY
         goes = goals[cell.holders[0]]
-        yield _box((x, y, width, height), came, "piece", _tip(panel, cell, origin))
-        room = (width, height / 2) if stacked else (width / 2, height)
-        left, top = x + width - room[0], y + height - room[1]
-        inset = min(2.0, 0.05 * min(width, height))  # a thin field still has room for its label
-        field = left + inset, top + inset, room[0] - 2 * inset, room[1] - 2 * inset
+        yield _box(place, came, "piece", _tip(panel, cell, origin))
+        width, height = (
+            (place.width, place.height / 2) if stacked else (place.width / 2, place.height)
+        )
+        left, top = place.x + place.width - width, place.y + place.height - height
+        inset = min(2.0, 0.05 * min(place.width, place.height))  # leave room for a label
+        field = Place(left + inset, top + inset, width - 2 * inset, height - 2 * inset)
         yield _box(field, goes, "field")
-        for at, who, fill in ((x, y), cell.sources, came), ((left, top), cell.holders, goes):
-            words = _fitting((runs_text(who), f"{who[0]}…"), room, 10) if who else ""
-            yield _centred(at[0] + room[0] / 2, at[1] + room[1] / 2, words, fill, 10)
+        halves = Place(place.x, place.y, width, height), Place(left, top, width, height)
+        for half, who, fill in zip(halves, (cell.sources, cell.holders), (came, goes), strict=True):
+            words = _fitting((runs_text(who), f"{who[0]}…"), half, 10) if who else ""
+            yield _centred(half, words, fill, 10)
 
 
-def _box(place: tuple[float, float, float, float], fill: str, kind: str, tip: str = "") -> str:
+def _box(place: Place, fill: str, kind: str, tip: str = "") -> str:
     """Draw a box with a white outline that never hides it."""
-    outline = min(1.5, 0.2 * min(place[2:]))
+    outline = min(1.5, 0.2 * min(place.width, place.height))
     return rect(*place, fill, tip, class_=kind, stroke=svg.PAPER, stroke_width=outline)
 
 
-def _centred(x: float, y: float, words: str, fill: str, size: float) -> str:
-    """Write words, if any, around a point on some colour."""
-    ink = svg.ink_on(fill)
-    return words and text(x, y + size * 0.36, words, anchor="middle", font_size=size, fill=ink)
+def _centred(place: Place, words: str, fill: str, size: float) -> str:
+    """Write words, if any, in the middle of a box of some colour."""
+    x, y = place.x + place.width / 2, place.y + place.height / 2 + size * 0.36
+    return words and svg.middle(x, y, words, svg.ink_on(fill), font_size=size)
 
 
 def _labels(panel: Panel) -> list[str]:
@@ -310,15 +308,15 @@ def _labels(panel: Panel) -> list[str]:
     for cell in panel.cells:
         who, first = cell.holders, f"{cell.holders[0]} …"
         words = _named(who, panel.unit), runs_text(who), f"{first} {who[-1]}", first
-        found.append(_fitting(words, panel.place(cell)[2:], 11))
+        found.append(_fitting(words, panel.place(cell), 11))
     return found if 2 * sum(map(bool, found)) > len(found) else [""] * len(found)
 
 
-def _fitting(choices: Iterable[str], room: Size, size: float) -> str:
-    """Return the first of some words that fits a box of some width and height, or nothing."""
-    if room[1] < size:
+def _fitting(choices: Iterable[str], place: Place, size: float) -> str:
+    """Return the first of some words that fits a box, or nothing."""
+    if place.height < size:
         return ""
-    return next((words for words in choices if width_of(words, size) <= room[0] - 4), "")
+    return next((words for words in choices if width_of(words, size) <= place.width - 4), "")
 
 
 def _tip(panel: Panel, cell: Cell, origin: str = "") -> str:
@@ -331,7 +329,7 @@ def _tip(panel: Panel, cell: Cell, origin: str = "") -> str:
 
 
 def _frame(panel: Panel) -> Iterable[str]:
-    """Draw the tensor itself, which shows wherever no chunk is, and write where it is cut."""
+    """Draw the tensor, which shows wherever no chunk is, and write where it is cut."""
     (rows, columns), (wide, high), (x, y) = panel.shape, panel.scale, (panel.x, panel.y)
     yield rect(x, y, (columns or 1) * wide, (rows or 1) * high, svg.EMPTY, stroke=svg.EDGE)
     tops, lefts = edges_of(panel.cells)
@@ -351,9 +349,8 @@ def _frame(panel: Panel) -> Iterable[str]:
         half = [max(0.0, width_of(f"{cut:,}", 11) / 2 - 4) for cut in (cuts[0], cuts[-1])]
         places[0], places[-1] = places[0] + half[0], places[-1] - half[1]  # not beside the frame
         for i in svg.thin(places, width_of(f"{cuts[-1]:,}", 11) + 8):
-            yield text(places[i], y - 9, f"{cuts[i]:,}", anchor="middle", fill=svg.INK)
-        axis = f"axis {panel.axes[1]}"
-        yield text(x + columns * wide / 2, y - 26, axis, anchor="middle", fill=svg.MUTED)
+            yield svg.middle(places[i], y - 9, f"{cuts[i]:,}", svg.INK)
+        yield svg.middle(x + columns * wide / 2, y - 26, f"axis {panel.axes[1]}", svg.MUTED)
 
 
 def _two_colours(saved: Panel, between: Panel, wanted: Panel) -> tuple[Colours, Colours]:

@@ -4,34 +4,18 @@ from typing import TYPE_CHECKING
 
 from ..door import door
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the same names as below, by module
+    # isort: off
     from .derive import DerivedPlans, derive_plans, described_plans, layout_key, on_meta
     from .placements import (
-        Mesh,
-        Only,
-        Placement,
-        Replicate,
-        Shard,
-        StridedShard,
-        TensorSpec,
-        as_mesh,
-        local_chunks,
-    )
+        Mesh, Only, Placement, Replicate, Shard, StridedShard, TensorSpec, as_mesh, local_chunks,
+    )  # fmt: skip
     from .presets import (
-        LLAMA_TP,
-        Rule,
-        adam,
-        expert_parallel,
-        fsdp,
-        fsdp_tp,
-        hsdp,
-        llama,
-        llama3_8b,
-        llama3_405b,
-        pipeline,
-        tensor_parallel,
-    )
+        LLAMA_TP, Rule, adam, expert_parallel, fsdp, fsdp_tp, hsdp, llama, llama3_8b, llama3_405b,
+        pipeline, tensor_parallel,
+    )  # fmt: skip
     from .worlds import SpecLayout, WorldPlans, world_metadata, world_plans
+    # isort: on
 
 __getattr__, __dir__ = door(
     __name__,

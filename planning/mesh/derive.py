@@ -22,6 +22,7 @@ from ..dtypes import dtype_name
 from ..errors import PlanError, RefusedError
 from ..geometry.tilings import pad
 from ..metadata import Metadata
+from ..nodes import children_of, is_node, node_data
 from ..passes.chunks import Shared, share_out
 from ..plans import SavePlan
 from ..tensors import kind_of, placement_of, spec_of
@@ -29,23 +30,11 @@ from ..tree import _is_leaf, is_tensor
 from .placements import Mesh, Placement, Replicate, Shard, StridedShard, TensorSpec, spread
 from .worlds import SpecLayout, WorldPlans, world_metadata, world_plans
 
-__all__ = [
-    "DerivedPlans",
-    "derive_plans",
-    "described_plans",
-    "layout_key",
-    "on_meta",
-]
+__all__ = ["DerivedPlans", "derive_plans", "described_plans", "layout_key", "on_meta"]
 
 
 def derive_plans(plans: WorldPlans) -> tuple[DerivedPlans, Metadata]:
-    """Decide who writes what, and describe the checkpoint, without making every rank's plan.
-
-    Args:
-        plans: What `world_plans` returned.
-
-    Returns:
-        What ``global_plan(plans)`` returns; each rank's plan is made on demand.
+    """Return what ``global_plan(plans)`` does; each rank's plan is made on demand.
 
     >>> from shardplan.planning import Mesh, Replicate, TensorSpec, global_plan, world_plans
     >>> specs = {"a": TensorSpec((4,)), "b": TensorSpec((4,)), "step": 7}
@@ -61,17 +50,11 @@ def derive_plans(plans: WorldPlans) -> tuple[DerivedPlans, Metadata]:
 
 @attrs.frozen(eq=False)
 class _Shares:
-    """The chunks of one layout, and the ranks that hold each.
+    """The chunks of one layout, and the ranks that hold each."""
 
-    Attributes:
-        chunk: The chunk number of each row of the layout.
-        holders: Per chunk, the ranks that hold it, ascending; all chunks have equally many.
-        volume: Per chunk, its number of elements; 1 for a non-tensor value.
-    """
-
-    chunk: Ints
-    holders: Ints
-    volume: Ints
+    chunk: Ints  # the chunk number of each row of the layout
+    holders: Ints  # one row a chunk: the ranks that hold it, ascending; all rows are equally long
+    volume: Ints  # the elements of each chunk; 1 for a non-tensor value
 
     @classmethod
     def of(cls, layout: SpecLayout) -> _Shares:
@@ -84,20 +67,15 @@ class _Shares:
 
 @attrs.frozen(eq=False)
 class _Boxes:
-    """The boxes of all layouts, one row per box: by layout, then by rank, in storage order.
+    """The boxes of all layouts, one row per box: by layout, then by rank, in storage order."""
 
-    Attributes:
-        first, count: Per rank and layout, the first box and the number of boxes. The last layout
-            stands for non-tensor values: one box on every rank.
-        offsets, sizes: The boxes, padded to the catalog's width.
-        chunk: The chunk number of each box.
-    """
-
+    # Per rank and layout, the first box and how many there are. The last layout stands for
+    # non-tensor values: one box on every rank.
     first: Ints
     count: Ints
-    offsets: Ints
+    offsets: Ints  # padded to the catalog's width
     sizes: Ints
-    chunk: Ints
+    chunk: Ints  # the chunk number of each box
 
     @classmethod
     def of(cls, plans: WorldPlans, shares: Sequence[_Shares]) -> _Boxes:
@@ -119,9 +97,7 @@ class _Boxes:
 
 @attrs.frozen(eq=False, slots=False)
 class DerivedPlans(Columns[SavePlan]):
-    """One plan per rank, each replica assigned to one writer; made on demand.
-
-    Compares like a tuple.
+    """One plan per rank, made on demand; each replica has one writer. Compares like a tuple.
 
     Attributes:
         plans: What each rank holds.
@@ -142,50 +118,44 @@ class DerivedPlans(Columns[SavePlan]):
         return _Boxes.of(self.plans, self._shares)
 
     @cached_property
-    def _writers(self) -> tuple[Ints, Ints]:
-        """The writers of shared chunks; see `_writers`."""
+    def _writers(self) -> _Writers:
         return _writers(self.plans, self._shares)
 
-    def _plan(self, rank: int) -> SavePlan:
+    def record(self, row: int) -> SavePlan:
+        """Make the plan of one rank."""
         boxes, number = self._boxes, self.plans.layout_numbers
-        row, nth = spread(boxes.count[rank][number])
-        at = boxes.first[rank][number[row]] + nth
-        chunk, (first, writer) = boxes.chunk[at], self._writers
-        shared = np.flatnonzero(first[row] >= 0)
-        keep = np.ones(len(row), bool)
-        keep[shared] = writer[first[row[shared]] + chunk[shared]] == rank
-        row, at, chunk = row[keep], at[keep], chunk[keep]
-        items = WriteItems(
-            self.plans.catalog,
-            readonly(row),
-            readonly(boxes.offsets[at]),
-            readonly(boxes.sizes[at]),
-            hint=readonly(chunk),
-        )
-        return SavePlan(items, None, self.plans.planner_data, rank, len(self))
+        item, nth = spread(boxes.count[row][number])
+        at = boxes.first[row][number[item]] + nth
+        chunk, writers = boxes.chunk[at], self._writers
+        shared = np.flatnonzero(writers.first[item] >= 0)
+        keep = np.ones(len(item), bool)
+        keep[shared] = writers.rank[writers.first[item[shared]] + chunk[shared]] == row
+        columns = (item, boxes.offsets[at], boxes.sizes[at], chunk)
+        item, offsets, sizes, chunk = (readonly(column[keep]) for column in columns)
+        items = WriteItems(self.plans.catalog, item, offsets, sizes, hint=chunk)
+        return SavePlan(items, None, self.plans.planner_data, row, len(self))
 
     def __len__(self) -> int:
         return len(self.plans)
 
-    def record(self, row: int) -> SavePlan:
-        """Make the plan of one rank."""
-        return self._plan(row)
-
     def take(self, rows: Index | slice) -> tuple[SavePlan, ...]:
         """Return the plans of some ranks."""
-        return tuple(map(self._plan, np.arange(len(self))[rows].tolist()))
+        return tuple(map(self.record, np.arange(len(self))[rows].tolist()))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return DerivedPlans, (self.plans,)
 
 
-def _writers(plans: WorldPlans, shares: Sequence[_Shares]) -> tuple[Ints, Ints]:
-    """Assign each shared chunk to one holder, as `dedup_replicas` does.
+@attrs.frozen(eq=False)
+class _Writers:
+    """The writers of shared chunks."""
 
-    Returns:
-        Per row of the catalog, the position of its first chunk in the second array (-1 if none is
-        shared); and the rank that writes each chunk.
-    """
+    first: Ints  # per row of the catalog, where its first chunk is in `rank`; -1 if none is shared
+    rank: Ints  # the rank that writes each chunk
+
+
+def _writers(plans: WorldPlans, shares: Sequence[_Shares]) -> _Writers:
+    """Assign each shared chunk to one holder, as `dedup_replicas` does."""
     number = plans.layout_numbers
     width = np.where(number < len(plans.layouts), plans.catalog.itemsize, 1)
     count = column([share.holders.shape[1] for share in shares])[number]
@@ -210,7 +180,7 @@ def _writers(plans: WorldPlans, shares: Sequence[_Shares]) -> tuple[Ints, Ints]:
         np.take_along_axis(chunks.holders, holder[:, None], axis=1)[:, 0]
         for chunks, holder in zip(shared, share_out(shared, load), strict=True)
     ]
-    return first, np.concatenate([column([]), *writers])
+    return _Writers(first, np.concatenate([column([]), *writers]))
 
 
 _TEXT: Final = frozenset((str,))
@@ -275,6 +245,10 @@ def _value(value: Any) -> Hashable:
     """Return the key of a value other than a DTensor; None for a non-tensor value."""
     if isinstance(value, Mapping):
         return _entries(value)
+    if is_node(value):  # what is in it counts, and its class and data, which a plan keeps
+        children = children_of(value)
+        inside = _entries(children) if isinstance(children, dict) else _values(children)
+        return repr(node_data(value, "a node")), type(children).__name__, inside
     if isinstance(value, (list, tuple)):
         return None if _is_leaf(value) else (type(value).__name__, _values(value))
     if not is_tensor(value):
@@ -309,68 +283,64 @@ class _Placed:
 def described_plans(
     flat: Mapping[str, Any], local: SavePlan, rank: int, ranks: int
 ) -> WorldPlans | None:
-    """Derive every rank's local plan from one rank's; None if that is impossible.
+    """Derive every rank's local plan from this rank's, before any pass; None if impossible.
 
     It is possible if every tensor is plain, or is a DTensor on the mesh of all ranks or on some
     axes of that mesh (the other axes hold replicas). Plain tensors and values are assumed to be on
     every rank, so ranks must compare fingerprints of what they derived.
-
-    Args:
-        flat: The state dict, flattened.
-        local: This rank's local plan, before any pass.
-        rank: This rank.
-        ranks: The number of ranks.
     """
-    specs: dict[str, TensorSpec] = {}
-    known: dict[Hashable, _Placed | None] = {}
-    meshes: set[Mesh] = set()
     try:
-        for name, value in flat.items():
-            if not is_tensor(value):
-                continue
-            kind = kind_of(value)
-            placed = None if kind is None else known.get(kind)
-            if placed is None:
-                placed = known[kind] = _placed(name, value, ranks)
-                if placed is None:
-                    return None
-                meshes |= set() if placed.mesh is None else {placed.mesh}
-            specs[name] = placed.spec
+        placed = _all_placed(flat, ranks)
+        meshes = {tensor.mesh for tensor in placed.values() if tensor.mesh is not None}
         if len(meshes) > 1:
             return None
+        specs = {name: tensor.spec for name, tensor in placed.items()}
         mesh = next(iter(meshes), Mesh(rank=ranks))
         plans = world_plans({**dict.fromkeys(flat), **specs}, mesh)
-    except (PlanError, RefusedError, ValueError, TypeError):
-        return None  # `local_plan` raises a clear error
+    except (_UnknownLayoutError, PlanError, RefusedError, ValueError, TypeError):
+        return None  # if something is wrong, `local_plan` raises a clear error
     plans = attrs.evolve(plans, planner_data=local.planner_data)
     return plans if plans[rank] == local else None
 
 
-def _placed(name: str, value: Any, ranks: int) -> _Placed | None:
-    """Return how a tensor is placed on all ranks; None if this rank does not know."""
+def _all_placed(flat: Mapping[str, Any], ranks: int) -> dict[str, _Placed]:
+    """Return how all tensors are placed on all ranks; tensors of a kind are examined once."""
+    known: dict[Hashable, _Placed] = {}
+    placed: dict[str, _Placed] = {}
+    for name, value in flat.items():
+        if is_tensor(value):
+            kind = kind_of(value)
+            if kind is None or kind not in known:
+                known[kind] = _placed(name, value, ranks)
+            placed[name] = known[kind]
+    return placed
+
+
+def _placed(name: str, value: Any, ranks: int) -> _Placed:
+    """Return how a tensor is placed on all ranks; raise if this rank does not know."""
     if getattr(value, "requires_grad", False):
-        return None  # specs do not have this property
+        raise _UnknownLayoutError  # specs do not have this property
     shape, dtype = tuple(value.shape), dtype_name(value.dtype)
     if not hasattr(value, "placements") or not hasattr(value, "device_mesh"):
         if hasattr(value, "local_shards") or hasattr(value, "__create_chunk_list__"):
-            return None
+            raise _UnknownLayoutError
         return _Placed(TensorSpec(shape, dtype), None)
     if hasattr(getattr(value, "_local_tensor", None), "__create_chunk_list__"):
-        return None
+        raise _UnknownLayoutError
     own_mesh = value.device_mesh
     root = own_mesh._get_root_mesh() if hasattr(own_mesh, "_get_root_mesh") else own_mesh
     grid = np.asarray(root.mesh)
     if grid.size != ranks or not np.array_equal(grid.reshape(-1), np.arange(ranks)):
-        return None
+        raise _UnknownLayoutError
     axes = root.mesh_dim_names or tuple(f"axis{i}" for i in range(grid.ndim))
     own_axes = axes if own_mesh is root else (own_mesh.mesh_dim_names or ())
     if not own_axes or list(own_axes) != [axis for axis in axes if axis in own_axes]:
-        return None  # axes in another order cut in another order
+        raise _UnknownLayoutError  # axes in another order cut in another order
     given = [placement_of(name, placement) for placement in value.placements]
     by_axis = dict(zip(own_axes, given, strict=True))
     placements = tuple(by_axis.get(axis, Replicate()) for axis in axes)
     if not _is_even(shape, placements, grid.shape):
-        return None
+        raise _UnknownLayoutError
     mesh = Mesh(**dict(zip(axes, grid.shape, strict=True)))
     return _Placed(TensorSpec(shape, dtype, placements), mesh)
 

@@ -2,17 +2,19 @@
 
 The rules are DTensor's: placements are applied left to right, one per mesh axis, and `Shard` cuts
 as ``torch.chunk`` does. DTensor's chunk lists record one box per rank; here a rank holds as many
-boxes as its elements form, since a strided, uneven shard can consist of several. `shard_runs` works
-on one rank, `axis_runs` on all ranks at once, in columns.
+boxes as its elements form, since a strided, uneven shard can consist of several. `axis_runs` works
+out one axis for all ranks at once, in columns; `shard_runs` looks one rank up in them.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from keyword import iskeyword
 from operator import index
+from typing import Any, NamedTuple
 
 import attrs
 import numpy as np
@@ -24,24 +26,10 @@ from ..geometry.tilings import Chunk, as_ints
 from ..tree import FrozenDict
 
 __all__ = [
-    "AxisRuns",
-    "Mesh",
-    "Only",
-    "Placement",
-    "Replicate",
-    "Run",
-    "Shard",
-    "StridedShard",
-    "TensorSpec",
-    "axis_runs",
-    "cached_axis_runs",
-    "holds",
-    "local_chunks",
-    "local_runs",
-    "nested_runs",
-    "shard_runs",
-    "spread",
-]
+    "AxisRuns", "Cut", "Mesh", "Only", "Placement", "Replicate", "Run", "Shard", "StridedShard",
+    "TensorSpec", "as_mesh", "axis_runs", "cached_axis_runs", "holds", "local_chunks", "local_cuts",
+    "nested_cuts", "shard_runs", "spread",
+]  # fmt: skip
 
 
 @attrs.frozen
@@ -80,9 +68,8 @@ def _coordinates(values: int | Iterable[int]) -> tuple[int, ...]:
 class Only:
     """Hold the tensor only at some coordinates of a mesh axis.
 
-    DTensor has no such placement, because it gives each part of the world its own mesh. Use it for
-    the keys of a pipeline stage or of one expert; weights tied between stages have several
-    coordinates.
+    DTensor has none, because it gives each part of the world its own mesh. Use it for the keys of a
+    pipeline stage or of one expert; weights tied between stages have several coordinates.
 
     Attributes:
         coordinates: Where it is held, ascending; a single one may be given as a number.
@@ -155,7 +142,12 @@ class Mesh:
         return hash(tuple(self.axes.items()))
 
     def __repr__(self) -> str:
+        if not all(name.isidentifier() and not iskeyword(name) for name in self.names):
+            return f"Mesh({dict(self.axes)})"
         return f"Mesh({', '.join(f'{k}={n}' for k, n in self.axes.items())})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # for Hypothesis, which would print the fields
 
 
 def _placements(values: Iterable[Placement]) -> tuple[Placement, ...]:
@@ -210,73 +202,41 @@ Run = tuple[int, int]
 """A run of indices along one axis: its start and its length."""
 
 
-def shard_runs(length: int, cuts: Sequence[tuple[int, int, int]]) -> tuple[Run, ...]:
+class Cut(NamedTuple):
+    """How one mesh axis cuts one axis of a tensor, and the part that this rank holds."""
+
+    parts: int
+    ours: int
+    factor: int = 1  # the split factor of a strided shard
+
+
+@lru_cache(maxsize=1 << 12)
+def shard_runs(length: int, cuts: tuple[Cut, ...]) -> tuple[Run, ...]:
     """Return the indices of one axis that a rank holds, as runs, in storage order.
 
-    Args:
-        length: The length of the axis.
-        cuts: The cuts of this axis, in the order they are applied: the number of parts, the part
-            that this rank holds, and the split factor (1 for a plain shard).
-
-    >>> shard_runs(10, [(4, 1, 1)])
+    >>> shard_runs(10, (Cut(4, 1),))
     ((3, 3),)
-    >>> shard_runs(13, [(3, 2, 2), (2, 0, 1)])  # strided over dp 3, then tp 2: rows 6 and 11
+    >>> shard_runs(13, (Cut(3, 2, 2), Cut(2, 0)))  # strided over dp 3, then tp 2: rows 6 and 11
     ((6, 1), (11, 1))
     """
-    runs: tuple[Run, ...] = ((0, length),) if length else ()
-    for parts, ours, factor in cuts:
-        held = sum(n for _, n in runs)
-        runs = _join(
-            run for start, n in _stripes(held, parts, ours, factor) for run in _cut(runs, start, n)
-        )
-    return runs
+    if not cuts:
+        return ((0, length),) if length else ()
+    runs = cached_axis_runs(length, tuple((cut.parts, cut.factor) for cut in cuts))
+    ours = 0
+    for cut in cuts:
+        ours = ours * cut.parts + cut.ours
+    rows = slice(*runs.first[ours : ours + 2].tolist())
+    return tuple(zip(runs.start[rows].tolist(), runs.length[rows].tolist(), strict=True))
 
 
-def _stripes(length: int, parts: int, ours: int, factor: int) -> Iterator[Run]:
-    """Cut into ``factor`` pieces, each into ``parts``, and return one part of every piece."""
-    for piece in range(factor):
-        start, size = _one_part(length, factor, piece)
-        at, n = _one_part(size, parts, ours)
-        if n:
-            yield start + at, n
-
-
-def _one_part(length: int, parts: int, ours: int) -> Run:
-    """Return one of the parts that ``torch.chunk`` makes; the last ones may be short or empty."""
-    size = -(-length // parts)
-    start = min(size * ours, length)
-    return start, min(size, length - start)
-
-
-def _cut(runs: Sequence[Run], start: int, length: int) -> Iterator[Run]:
-    """Return the runs at positions ``start`` to ``start + length`` of the given runs."""
-    passed = 0
-    for at, n in runs:
-        low, high = max(start - passed, 0), min(start + length - passed, n)
-        if low < high:
-            yield at + low, high - low
-        passed += n
-
-
-def _join(runs: Iterator[Run]) -> tuple[Run, ...]:
-    """Merge adjacent runs."""
-    joined: list[Run] = []
-    for start, n in runs:
-        if joined and sum(joined[-1]) == start:
-            joined[-1] = joined[-1][0], joined[-1][1] + n
-        else:
-            joined.append((start, n))
-    return tuple(joined)
-
-
-def local_runs(
+def local_cuts(
     shape: Sequence[int],
     mesh_shape: Sequence[int],
     coordinate: Sequence[int],
     placements: Sequence[Placement],
-) -> tuple[tuple[Run, ...], ...]:
-    """Return, per axis of the tensor, the indices that the rank at ``coordinate`` holds."""
-    cuts: list[list[tuple[int, int, int]]] = [[] for _ in shape]
+) -> tuple[tuple[Cut, ...], ...]:
+    """Return the cuts of each axis of a tensor, in order, for the rank at ``coordinate``."""
+    cuts: list[list[Cut]] = [[] for _ in shape]
     if len(placements) != len(mesh_shape):
         raise ValueError(f"{len(placements)} placements do not fit a mesh of shape {mesh_shape}")
     for parts, ours, placement in zip(mesh_shape, coordinate, placements, strict=True):
@@ -287,47 +247,31 @@ def local_runs(
         if not -len(shape) <= placement.dim < len(shape):
             raise ValueError(f"{placement!r} cuts an axis that shape {tuple(shape)} does not have")
         factor = placement.split_factor if isinstance(placement, StridedShard) else 1
-        cuts[placement.dim].append((parts, ours, factor))
-    return tuple(_cached_runs(n, tuple(cut)) for n, cut in zip(shape, cuts, strict=True))
+        cuts[placement.dim].append(Cut(parts, ours, factor))
+    return tuple(map(tuple, cuts))
 
 
-def nested_runs(
-    shape: Sequence[int],
-    mesh_shape: Sequence[int],
-    coordinate: Sequence[int],
-    placements: Sequence[Placement],
-) -> tuple[tuple[Run, ...], ...] | None:
-    """Return the runs of a tensor that FSDP2 cut after other placements; None if it did not.
+def nested_cuts(axes: Iterable[tuple[Cut, ...]]) -> tuple[tuple[Cut, ...], ...] | None:
+    """Return the cuts of a tensor that FSDP2 cut after other placements; None if it cannot have.
 
     FSDP2 cuts each existing shard by itself, and records that as a strided placement before the
     others. The two agree only if everything divides evenly.
 
-    >>> placements = [StridedShard(0, split_factor=2), Shard(0)]
-    >>> nested_runs((13,), (3, 2), (2, 0), placements)
-    (((6, 1),),)
-    >>> local_runs((13,), (3, 2), (2, 0), placements)
-    (((6, 1), (11, 1)),)
+    >>> cuts = local_cuts((13,), (3, 2), (2, 0), [StridedShard(0, split_factor=2), Shard(0)])
+    >>> shard_runs(13, cuts[0]), shard_runs(13, nested_cuts(cuts)[0])
+    (((6, 1), (11, 1)), ((6, 1),))
     """
-    cuts: list[list[tuple[int, int, int]]] = [[] for _ in shape]
-    last: dict[int, tuple[int, int, int]] = {}  # by axis, the cut of FSDP2
-    factors: dict[int, int] = {}
-    for parts, ours, placement in zip(mesh_shape, coordinate, placements, strict=True):
-        if isinstance(placement, Shard):
-            cuts[placement.dim].append((parts, ours, 1))
-        elif isinstance(placement, StridedShard):
-            if placement.dim in last or cuts[placement.dim]:
+    nested = []
+    for cuts in axes:
+        if any(cut.factor > 1 for cut in cuts):
+            fsdp, *others = cuts
+            if any(cut.factor > 1 for cut in others):
                 return None
-            last[placement.dim], factors[placement.dim] = (parts, ours, 1), placement.split_factor
-    if not factors or any(
-        math.prod(parts for parts, _, _ in cuts[dim]) != f for dim, f in factors.items()
-    ):
-        return None
-    for dim, cut in last.items():
-        cuts[dim].append(cut)
-    return tuple(_cached_runs(n, tuple(cut)) for n, cut in zip(shape, cuts, strict=True))
-
-
-_cached_runs = lru_cache(maxsize=1 << 12)(shard_runs)
+            if math.prod(cut.parts for cut in others) != fsdp.factor:
+                return None
+            cuts = (*others, fsdp._replace(factor=1))
+        nested.append(cuts)
+    return tuple(nested)
 
 
 def holds(coordinate: Sequence[int], placements: Sequence[Placement]) -> bool:
@@ -350,9 +294,10 @@ def local_chunks(
     >>> local_chunks((13,), (3, 2), (2, 0), [StridedShard(0, split_factor=2), Shard(0)])
     (Chunk(offsets=(6,), sizes=(1,)), Chunk(offsets=(11,), sizes=(1,)))
     """
-    runs = local_runs(shape, mesh_shape, coordinate, placements)
+    cuts = local_cuts(shape, mesh_shape, coordinate, placements)
     if not holds(coordinate, placements):
         return ()
+    runs = map(shard_runs, shape, cuts)
     return tuple(
         Chunk([at for at, _ in box], [n for _, n in box]) for box in itertools.product(*runs)
     )
@@ -360,26 +305,18 @@ def local_chunks(
 
 @attrs.frozen(eq=False)
 class AxisRuns:
-    """The indices of one axis that each combination of coordinates holds; one row per run.
+    """The indices of one axis that each combination of coordinates holds; one row per run."""
 
-    Attributes:
-        first: The first run of each combination; the last entry is the number of runs.
-        start: The first index of each run, in storage order.
-        length: The number of indices in each run.
-    """
-
-    first: Ints
-    start: Ints
-    length: Ints
+    first: Ints  # the first run of each combination; the last entry is the number of runs
+    start: Ints  # the first index of each run, in storage order
+    length: Ints  # how many indices are in it
 
 
 def axis_runs(length: int, cuts: Sequence[tuple[int, int]]) -> AxisRuns:
-    """Return what `shard_runs` does, for all combinations of coordinates at once.
+    """Return the indices that each combination of coordinates, row-major, holds along one axis.
 
-    Args:
-        length: The length of the axis.
-        cuts: The cuts of this axis, in the order they are applied: the number of parts, and the
-            split factor (1 for a plain shard). Combinations are numbered row-major.
+    ``cuts`` are those of this axis, in the order they are applied: the number of parts, and the
+    split factor (1 for a plain shard).
 
     >>> runs = axis_runs(13, [(3, 2), (2, 1)])  # strided over dp 3, then tp 2
     >>> held = slice(*runs.first[4:6])  # dp 2, tp 0: rows 6 and 11

@@ -4,7 +4,6 @@ Each preset sets the placements on one mesh axis and keeps the others, so preset
 parallelism first, then FSDP over it, as torch applies them. A preset takes plain shapes or
 `TensorSpec`s and returns `TensorSpec`s with one placement per mesh axis.
 
->>> from shardplan.planning import Mesh
 >>> mesh = Mesh(pp=2, dp=2, tp=2)
 >>> params = {"layers.0.up.weight": (8, 4), "layers.1.up.weight": (8, 4)}
 >>> specs = fsdp(tensor_parallel(pipeline(params, mesh), mesh, {"*.up.*": "colwise"}), mesh)
@@ -28,20 +27,9 @@ from ..tree import FrozenDict
 from .placements import Mesh, Only, Placement, Replicate, Shard, StridedShard, TensorSpec
 
 __all__ = [
-    "LLAMA_TP",
-    "Params",
-    "Rule",
-    "adam",
-    "expert_parallel",
-    "fsdp",
-    "fsdp_tp",
-    "hsdp",
-    "llama",
-    "llama3_405b",
-    "llama3_8b",
-    "pipeline",
-    "tensor_parallel",
-]
+    "LLAMA_TP", "Params", "Rule", "adam", "expert_parallel", "fsdp", "fsdp_tp", "hsdp", "llama",
+    "llama3_405b", "llama3_8b", "pipeline", "tensor_parallel",
+]  # fmt: skip
 
 Params = Mapping[str, Sequence[int]] | Mapping[str, TensorSpec]
 """Parameters by name: their shapes, or specs with dtypes and earlier placements."""
@@ -58,10 +46,9 @@ _EXPERT = re.compile(r"(.*(?:^|\.)experts)\.(\d+)\.")
 def fsdp(params: Params, mesh: Mesh, *, axis: str = "dp") -> Specs:
     """Cut the rows of every parameter over one mesh axis, as FSDP2 and ZeRO-3 do.
 
-    Where a later mesh axis cuts the rows already, the cut is strided: that axis cut first, and FSDP
-    cuts each of its shards. A tensor without axes cannot be cut; every rank holds it.
+    Where a later mesh axis cuts the rows already, FSDP cuts each of its shards: the cut is strided.
+    Every rank holds a tensor without axes.
 
-    >>> from shardplan.planning import Mesh
     >>> fsdp({"w": (8, 4)}, Mesh(dp=4))["w"].placements
     (Shard(dim=0),)
     """
@@ -82,7 +69,6 @@ def hsdp(
 ) -> Specs:
     """Cut rows over one mesh axis and hold copies along another, as hybrid FSDP does.
 
-    >>> from shardplan.planning import Mesh
     >>> hsdp({"w": (8, 4)}, Mesh(dp_replicate=2, dp_shard=4))["w"].placements
     (Replicate(), Shard(dim=0))
     """
@@ -94,16 +80,11 @@ def tensor_parallel(
 ) -> Specs:
     """Cut parameters within layers, as torch's ``parallelize_module`` does.
 
-    Args:
-        params: Shapes or specs by name.
-        mesh: The ranks.
-        rules: Patterns of names (``*.q_proj.weight``) and how to cut what they match; the first
-            that matches counts, and what none matches is held by every rank. ``"colwise"`` cuts
-            axis 0, ``"rowwise"`` axis 1 and leaves biases whole, ``"replicate"`` cuts nothing; a
-            number names the axis.
-        axis: The mesh axis to cut over.
+    ``rules`` are patterns of names (``*.q_proj.weight``) and how to cut what they match: the first
+    that matches counts, and what none matches is held by every rank. ``"colwise"`` cuts axis 0,
+    ``"rowwise"`` axis 1 and leaves biases whole, ``"replicate"`` cuts nothing; a number names the
+    axis.
 
-    >>> from shardplan.planning import Mesh
     >>> params = {"up.weight": (16, 8), "down.weight": (8, 16), "down.bias": (8,)}
     >>> specs = tensor_parallel(params, Mesh(tp=2), {"up.*": "colwise", "down.*": "rowwise"})
     >>> [spec.placements[0] for spec in specs.values()]
@@ -132,7 +113,6 @@ def fsdp_tp(
 ) -> Specs:
     """Cut by `tensor_parallel` rules, then cut the rows of what results: FSDP2 over TP.
 
-    >>> from shardplan.planning import Mesh
     >>> mesh, rules = Mesh(dp=4, tp=2), {"up": "colwise", "down": "rowwise"}
     >>> specs = fsdp_tp({"up": (16, 8), "down": (8, 16)}, mesh, rules)
     >>> specs["up"].placements, specs["down"].placements
@@ -150,19 +130,11 @@ def pipeline(
 ) -> Specs:
     """Give each stage of a pipeline its own keys: a parameter gets `Only` its stage's coordinate.
 
-    Ranks of other stages hold nothing of it, not even an empty chunk, so that the plans of two
-    stages have disjoint keys.
+    ``stages`` are the patterns of names that each coordinate of the axis holds; a name that several
+    stages match is tied, and held by all of them. Without them, numbered layers (``layers.7.``) are
+    spread evenly, in order; names before the first layer go to the first stage, names after it to
+    the last.
 
-    Args:
-        params: Shapes or specs by name.
-        mesh: The ranks.
-        stages: Per coordinate of the axis, the patterns of names that it holds; a name that several
-            stages match is tied, and held by all of them. Left out, numbered layers
-            (``layers.7.``) are spread evenly, in order; names before the first layer go to the
-            first stage, names after it to the last.
-        axis: The mesh axis along which the stages lie.
-
-    >>> from shardplan.planning import Mesh
     >>> params = {"embed": (9, 4), "layers.0.w": (4, 4), "layers.1.w": (4, 4), "head": (9, 4)}
     >>> specs = pipeline(params, Mesh(pp=2))
     >>> {name: spec.placements[0].coordinates for name, spec in specs.items()}
@@ -195,10 +167,9 @@ def expert_parallel(
 ) -> Specs:
     """Distribute the experts of a mixture over one mesh axis; other names do not change.
 
-    Experts stacked in one tensor are cut along its leading axis. Experts with separate
-    keys (``experts.7.w1``) are each held by `Only` one coordinate, that of row 7 in a stack.
+    Experts stacked in one tensor are cut along its leading axis. Experts with keys of their own
+    (``experts.7.w1``) are each held by `Only` one coordinate, that of row 7 in a stack.
 
-    >>> from shardplan.planning import Mesh
     >>> params = {"experts.w1": (4, 8, 8), "moe.experts.0.w": (8, 8), "moe.experts.1.w": (8, 8)}
     >>> [spec.placements for spec in expert_parallel(params, Mesh(ep=2)).values()]
     [(Shard(dim=0),), (Only(coordinates=(0,)),), (Only(coordinates=(1,)),)]
@@ -292,16 +263,17 @@ def _match_all(patterns: Iterable[str], names: Iterable[str]) -> None:
 
 def _even_stages(names: Iterable[str], stages: int) -> dict[str, list[int]]:
     """Assign numbered layers evenly, in order; other names go to the first or last stage."""
-    layer_of = {name: int(f[1]) if (f := _LAYER.search(name)) else None for name in names}
-    layers = sorted({layer for layer in layer_of.values() if layer is not None})
+    layer_of = {name: int(f[1]) for name in names if (f := _LAYER.search(name))}
+    layers = sorted(set(layer_of.values()))
     if len(layers) < stages:
         raise ValueError(f"{len(layers)} numbered layers do not fill {stages} stages; pass stages=")
+    stage_of = {layer: number * stages // len(layers) for number, layer in enumerate(layers)}
     at: dict[str, list[int]] = {}
-    for name, layer in layer_of.items():
-        if layer is not None:
-            at[name] = [layers.index(layer) * stages // len(layers)]
-        else:
-            at[name] = [0 if all(layer_of[n] is None for n in at) else stages - 1]
+    other = 0
+    for name in names:
+        if name in layer_of:
+            other = stages - 1
+        at[name] = [stage_of[layer_of[name]] if name in layer_of else other]
     return at
 
 

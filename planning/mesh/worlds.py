@@ -8,6 +8,7 @@ axes that cut that axis.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any, Final
@@ -25,7 +26,7 @@ from ..metadata import Entries, Layout, Metadata
 from ..plans import SavePlan
 from ..records import TensorProperties, WriteItemType
 from ..text import Printed, Sheet, counted, human_bytes, listing
-from ..tree import FrozenDict, flatten, is_tensor, nesting_data
+from ..tree import FrozenDict, flatten, is_tensor, nesting_data, nodes_of
 from .placements import (
     AxisRuns,
     Mesh,
@@ -45,6 +46,15 @@ from .placements import (
 __all__ = ["SpecLayout", "WorldPlans", "world_metadata", "world_plans"]
 
 _SHOWN: Final = 12
+
+
+@attrs.frozen(eq=False)
+class _Boxes:
+    """The boxes of a layout, by rank."""
+
+    rank: Ints
+    offsets: Ints
+    sizes: Ints
 
 
 @attrs.frozen(slots=False)
@@ -68,7 +78,7 @@ class SpecLayout:
     @property
     def rank(self) -> Ints:
         """The rank of each box; ascending."""
-        return self._columns[0]
+        return self._boxes.rank
 
     @property
     def offsets(self) -> Ints:
@@ -76,12 +86,12 @@ class SpecLayout:
 
         Empty boxes are left out; an empty tensor is one empty box on each rank that holds it.
         """
-        return self._columns[1]
+        return self._boxes.offsets
 
     @property
     def sizes(self) -> Ints:
         """The size of each box, in elements."""
-        return self._columns[2]
+        return self._boxes.sizes
 
     def held_by(self, rank: int) -> tuple[Chunk, ...]:
         """Return the boxes of one rank, without working out the others."""
@@ -91,8 +101,7 @@ class SpecLayout:
         return local_chunks(self.size, self.mesh.shape, at, self.placements)
 
     @cached_property
-    def _columns(self) -> tuple[Ints, Ints, Ints]:
-        """Rank, offsets and sizes of all boxes."""
+    def _boxes(self) -> _Boxes:
         at = np.indices(self.mesh.shape).reshape(len(self.mesh.shape), len(self.mesh))
         count = np.ones(len(self.mesh), np.int64)
         for place, placement in zip(at, self.placements, strict=False):
@@ -114,7 +123,7 @@ class SpecLayout:
             nth, run = np.divmod(nth, each[axis][rank])
             run += begin[axis][rank]
             offsets[:, axis], sizes[:, axis] = runs.start[run], runs.length[run]
-        return readonly(rank), readonly(offsets), readonly(sizes)
+        return _Boxes(readonly(rank), readonly(offsets), readonly(sizes))
 
     def _axes(self) -> tuple[tuple[list[int], AxisRuns], ...]:
         """Per axis of the tensor: the mesh axes that cut it, and the runs of each combination."""
@@ -152,8 +161,8 @@ def _text(placement: object) -> str:
 class WorldPlans(Printed, Columns[SavePlan]):
     """One plan per rank of a mesh, made on demand. Compares and hashes like a tuple.
 
-    Plans are not kept once made, and share one catalog. Hashing makes every plan, as hashing a
-    tuple would; ``(plans.mesh, plans.specs)`` is a cheaper key.
+    Plans are not kept once made. Hashing makes every plan; ``(plans.mesh, plans.specs)`` is a
+    cheaper key.
 
     Attributes:
         mesh: The ranks.
@@ -194,28 +203,24 @@ class WorldPlans(Printed, Columns[SavePlan]):
         """The layout number of each row of the catalog; values come after the last layout."""
         return column([self.layout_of.get(k, len(self.layouts)) for k in self.catalog.names])
 
-    def _plan(self, rank: int) -> SavePlan:
-        """Look up the boxes of one rank in each layout, and repeat them for each tensor."""
-        held = [layout.held_by(rank) for layout in self.layouts]
+    def record(self, row: int) -> SavePlan:
+        """Make the plan of one rank: its boxes in each layout, repeated for each tensor."""
+        held = [layout.held_by(row) for layout in self.layouts]
         counts = column([*map(len, held), 1])  # a non-tensor value counts once
         boxes = [chunk for chunks in held for chunk in chunks]
         offsets = padded([*(box.offsets for box in boxes), ()], 0, self.catalog.axes)
         sizes = padded([*(box.sizes for box in boxes), ()], 1, self.catalog.axes)
-        row, nth = spread(counts[self.layout_numbers])
-        at = (np.cumsum(counts) - counts)[self.layout_numbers][row] + nth
-        items = WriteItems(self.catalog, readonly(row), readonly(offsets[at]), readonly(sizes[at]))
-        return SavePlan(items, None, self.planner_data, rank, len(self), held=items)
+        item, nth = spread(counts[self.layout_numbers])
+        at = (np.cumsum(counts) - counts)[self.layout_numbers][item] + nth
+        items = WriteItems(self.catalog, readonly(item), readonly(offsets[at]), readonly(sizes[at]))
+        return SavePlan(items, None, self.planner_data, row, len(self), held=items)
 
     def __len__(self) -> int:
         return len(self.mesh)
 
-    def record(self, row: int) -> SavePlan:
-        """Make the plan of one rank."""
-        return self._plan(row)
-
     def take(self, rows: Index | slice) -> tuple[SavePlan, ...]:
         """Return the plans of some ranks."""
-        return tuple(map(self._plan, np.arange(len(self))[rows].tolist()))
+        return tuple(map(self.record, np.arange(len(self))[rows].tolist()))
 
     def _same(self, other: WorldPlans) -> bool:
         return self._key == other._key or super()._same(other)
@@ -229,10 +234,9 @@ class WorldPlans(Printed, Columns[SavePlan]):
 
     @property
     def _sheet(self) -> Sheet:
-        nbytes, tensors = ([0] * len(self.layouts) for _ in range(2))
+        nbytes, tensors = Counter[int](), Counter(self.layout_of.values())
         for name, number in self.layout_of.items():
             nbytes[number] += self.specs[name].nbytes
-            tensors[number] += 1
         largest = sorted(range(len(self.layouts)), key=lambda n: -nbytes[n])[:_SHOWN]
         rows = [
             (str(list(self.layouts[n].size)), self.layouts[n], tensors[n], human_bytes(nbytes[n]))
@@ -241,7 +245,7 @@ class WorldPlans(Printed, Columns[SavePlan]):
         title = (
             f"WorldPlans: {counted(len(self), 'rank')} on {self.mesh!r}, "
             f"{counted(len(self.specs), 'tensor')} in {counted(len(self.layouts), 'layout')}, "
-            f"{human_bytes(sum(nbytes))}"
+            f"{human_bytes(nbytes.total())}"
         )
         head = ("shape", "placements", "tensors", "bytes")
         return listing(title, head, rows, len(self.layouts))
@@ -250,13 +254,9 @@ class WorldPlans(Printed, Columns[SavePlan]):
 def world_plans(specs: Mapping[Any, Any], mesh: Mesh) -> WorldPlans:
     """Plan for every rank of a mesh, without the mesh.
 
-    Args:
-        specs: A state dict, nested or flat, whose tensors are `TensorSpec`s; their placements may
-            include `Only`.
-        mesh: The ranks.
-
-    Returns:
-        One plan per rank: ``plans[r] == local_plan(specs, mesh=mesh, rank=r)``, made on demand.
+    ``specs`` is a state dict, nested or flat, whose tensors are `TensorSpec`s; their placements may
+    include `Only`. The plan of rank ``r`` is ``local_plan(specs, mesh=mesh, rank=r)``, made on
+    demand.
 
     >>> plans = world_plans({"w": TensorSpec((6, 2), "float32", [Shard(0)]), "step": 7}, Mesh(dp=2))
     >>> plans
@@ -288,7 +288,7 @@ def world_plans(specs: Mapping[Any, Any], mesh: Mesh) -> WorldPlans:
     if issues:
         raise PlanError(issues)
     values = tuple(name for name in sorted(flat) if name not in tensors)
-    return WorldPlans(mesh, FrozenDict(tensors), values, nesting_data(flat, paths))
+    return WorldPlans(mesh, FrozenDict(tensors), values, nesting_data(flat, paths, nodes_of(specs)))
 
 
 def _refusals(name: str, value: object) -> Iterator[str]:
@@ -323,13 +323,7 @@ def _misfits(spec: TensorSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
 
 
 def world_metadata(plans: WorldPlans) -> Metadata:
-    """Describe the checkpoint that a world would save, layout by layout, without making its plans.
-
-    Args:
-        plans: What `world_plans` returned.
-
-    Returns:
-        The metadata that ``global_plan(plans)`` returns.
+    """Return the metadata that ``global_plan(plans)`` does, layout by layout, without making plans.
 
     >>> specs = {"w": TensorSpec((13,), "float32", [StridedShard(0, split_factor=2), Shard(0)])}
     >>> world_metadata(world_plans(specs, Mesh(dp=3, tp=2)))
@@ -350,16 +344,19 @@ def world_metadata(plans: WorldPlans) -> Metadata:
     ]
     if issues:
         raise PlanError(issues)
-    numbers: dict[tuple[Any, ...], int] = {}
-    which = []
-    for layout in described:
-        cuts = layout.tiling.cuts if isinstance(layout.tiling, Grid) else ()
-        key = (layout.size, *(c.tobytes() for c in cuts))
-        which.append(numbers.setdefault(key, len(numbers)))
-    layouts = tuple(described[which.index(number)] for number in range(len(numbers)))
+    distinct = {_key(layout): layout for layout in described}
+    number_of = {key: number for number, key in enumerate(distinct)}
+    which, layouts = [number_of[_key(layout)] for layout in described], tuple(distinct.values())
     names, props, prop = plans.catalog.names, plans.catalog.props, plans.catalog.prop
     entries = Entries(names, props, prop, layouts, column([*which, -1])[plans.layout_numbers])
     return Metadata(entries, planner_data=plans.planner_data)
+
+
+def _key(layout: Layout) -> tuple[object, ...]:
+    """Return a value that equal layouts share; hashing a tiling would list its chunks."""
+    tiling = layout.tiling
+    parts = tiling.cuts if isinstance(tiling, Grid) else (tiling.offsets, tiling.sizes)
+    return layout.size, *(part.tobytes() for part in parts)
 
 
 def _tiling(layout: SpecLayout) -> Tiling:

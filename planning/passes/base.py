@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache, partial
-from typing import Any, Final, Generic, Literal, TypeVar, cast
+from functools import partial
+from typing import Any, Final, Generic, Literal, NoReturn, TypeVar, cast
 
 import attrs
-import numpy as np
 
-from ..columns.arrays import readonly
-from ..columns.items import Catalog, Merged, WriteItems, merge_catalogs
-from ..errors import Issue, PlanError
 from ..plans import LoadPlan, SavePlan
+from ..tree import FrozenDict, freeze
 
 __all__ = [
     "Pass",
@@ -31,13 +28,18 @@ __all__ = [
     "Step",
     "as_steps",
     "chain",
+    "combined",
+    "inverse",
+    "keeps_names",
     "may_see_rank",
     "named_chain",
+    "no_inverse",
     "only_assigns",
-    "partition",
     "positioned",
+    "ranked",
     "run_pass",
     "scope_of",
+    "shown",
     "world_pass",
 ]
 
@@ -51,28 +53,55 @@ Passes = Pass[P] | Sequence[Pass[P]]
 """What a planner may be: a pass, or several, which run one after the other."""
 
 
+class _List(tuple[Any, ...]):
+    """A list among the arguments of a pass: a tuple that prints as a list."""
+
+    __slots__ = ()
+
+
+def _frozen(value: Any) -> Any:
+    """Freeze an argument of a pass; what was a list still prints as one."""
+    if isinstance(value, list) or type(value) is tuple:
+        return (_List if isinstance(value, list) else tuple)(map(_frozen, value))
+    if isinstance(value, Mapping):
+        return FrozenDict.of_frozen({freeze(key): _frozen(inner) for key, inner in value.items()})
+    return freeze(value)
+
+
+def _ordered(value: Any) -> Any:
+    """Return what is compared of an argument: the order of a mapping counts, as in `cast`."""
+    if isinstance(value, Mapping):
+        return FrozenDict, tuple((key, _ordered(inner)) for key, inner in value.items())
+    return tuple(map(_ordered, value)) if type(value) in (tuple, _List) else value
+
+
 @attrs.frozen(repr=False)
 class Step(Generic[P]):
-    """A pass that ships with shardplan: it knows its scope and prints as it was written.
+    """A pass that ships with shardplan: a value that knows its scope and prints as it was written.
 
     Attributes:
         factory: The function that made it.
-        args, options: The arguments of that function.
+        args, options: The arguments of that function, frozen.
         scope: ``"rank"`` or ``"world"``.
         run: The implementation; called with the plans, then ``args`` and ``options``. A rank pass
             may get several plans at once, and treats each as if it were alone.
         assigns: Whether the pass only decides which holder of a replica writes it. Such a pass
             means nothing for a load and cannot lose data.
         shows_rank: Whether the pass shows plans, which know their rank, to a user's function.
+        keeps_names: Whether a pass that has an inverse leaves all names as they are.
+        inverse: A function that is called with ``args`` and ``options`` and returns the pass that
+            undoes this one, or raises a ValueError that says why there is none; see `inverse`.
     """
 
     factory: Callable[..., Any]
-    args: tuple[Any, ...]
-    options: Mapping[str, Any]
+    args: tuple[Any, ...] = attrs.field(converter=_frozen, eq=_ordered)
+    options: Mapping[str, Any] = attrs.field(converter=_frozen, eq=_ordered)
     scope: Scope
     run: Callable[..., tuple[P, ...]] = attrs.field(eq=False)
     assigns: bool = attrs.field(default=False, eq=False)
     shows_rank: bool = attrs.field(default=False, eq=False)
+    keeps_names: bool = attrs.field(default=False, eq=False)
+    inverse: Callable[..., Step[P]] | None = attrs.field(default=None, eq=False)
 
     def __call__(self, plans: tuple[P, ...]) -> tuple[P, ...]:
         """Run the pass over one plan per rank."""
@@ -80,17 +109,30 @@ class Step(Generic[P]):
 
     def __repr__(self) -> str:
         known = inspect.signature(self.factory).parameters
-        shown = [_shown(value) for value in self.args]
+        words = [shown(value) for value in self.args]
         for name, value in self.options.items():
             if value != known[name].default:
-                shown.append(f"{name}={_shown(value)}")
-        return f"{self.factory.__name__}({', '.join(shown)})"
+                words.append(f"{name}={shown(value)}")
+        return f"{self.factory.__name__}({', '.join(words)})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # for Hypothesis, which would list the fields
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, Mapping) and any(map(callable, value.values())):
-        return "{" + ", ".join(f"{k!r}: {_shown(v)}" for k, v in value.items()) + "}"
-    return repr(value) if isinstance(value, Step) else getattr(value, "__name__", repr(value))
+def shown(value: Any) -> str:
+    """Return an argument of a pass as it was written, as far as that is known."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{shown(k)}: {shown(v)}" for k, v in value.items()) + "}"
+    if type(value) in (tuple, _List):
+        inner = ", ".join(map(shown, value))
+        comma = "," if len(value) == 1 else ""
+        return f"[{inner}]" if isinstance(value, _List) else f"({inner}{comma})"
+    if isinstance(value, frozenset) and value:
+        return "{" + ", ".join(sorted(map(shown, value))) + "}"
+    name = getattr(value, "__name__", "")
+    path = getattr(value, "__qualname__", name)
+    text = (name if "<locals>" in path else path) or repr(value)
+    return text if "\n" not in text else f"<{text.partition(chr(10))[0]}>"
 
 
 def world_pass(run: F) -> F:
@@ -129,9 +171,7 @@ def chain(*passes: Passes[P]) -> Step[P]:
     Raises:
         ValueError: When run, if a pass returns more or fewer plans than it was given.
     """
-    steps: tuple[Pass[P], ...] = as_steps(passes)
-    seen = any(map(may_see_rank, steps))
-    return Step(chain, passes, {}, _widest(steps), _chain, shows_rank=seen)
+    return combined(chain, passes, {}, _chain, as_steps(passes), _undo_chain)
 
 
 def _chain(plans: tuple[P, ...], *passes: Passes[P]) -> tuple[P, ...]:
@@ -140,8 +180,55 @@ def _chain(plans: tuple[P, ...], *passes: Passes[P]) -> tuple[P, ...]:
     return plans
 
 
-def _widest(steps: Iterable[Callable[..., Any]]) -> Scope:
-    return "world" if "world" in map(scope_of, steps) else "rank"
+def inverse(step: Passes[P]) -> Step[P]:
+    """Return the pass that undoes a pass: plans that went through both are what they were.
+
+    A chain is undone in reverse order.
+
+    >>> from shardplan.planning import rename
+    >>> inverse(chain(rename({"a": "b"}), rename({"c": "d"})))
+    chain(rename({'d': 'c'}), rename({'b': 'a'}))
+
+    Raises:
+        ValueError: A pass has no inverse; it says which and why.
+    """
+    if not callable(step):
+        return inverse(chain(step))
+    if not isinstance(step, Step):
+        raise ValueError(f"{_name(step)} is a function, and only passes of shardplan have inverses")
+    if step.inverse is None:
+        raise ValueError(f"{step!r} has no inverse: the plans before it cannot be known after it")
+    return step.inverse(*step.args, **step.options)
+
+
+def no_inverse(reason: str, *_: Any, **__: Any) -> NoReturn:
+    """Raise a ValueError; with ``partial`` and a reason, the ``inverse`` of a step without one."""
+    raise ValueError(reason)
+
+
+def _undo_chain(*passes: Passes[P]) -> Step[P]:
+    return chain(*map(inverse, reversed(as_steps(passes))))
+
+
+def combined(
+    factory: Callable[..., Any],
+    args: tuple[Any, ...],
+    options: Mapping[str, Any],
+    run: Callable[..., tuple[P, ...]],
+    steps: Sequence[Pass[P]],
+    undo: Callable[..., Step[P]],
+) -> Step[P]:
+    """Return a pass that runs others, ``steps``, with the facts that follow from theirs."""
+    return Step(
+        factory,
+        args,
+        options,
+        "world" if "world" in map(scope_of, steps) else "rank",
+        run,
+        shows_rank=any(map(may_see_rank, steps)),
+        keeps_names=all(map(keeps_names, steps)),
+        inverse=undo,
+    )
 
 
 def as_steps(passes: Passes[P] | Iterable[Passes[P]] | None) -> tuple[Pass[P], ...]:
@@ -222,6 +309,11 @@ def may_see_rank(step: Callable[..., Any]) -> bool:
     return step.shows_rank if isinstance(step, Step) else True
 
 
+def keeps_names(step: Callable[..., Any]) -> bool:
+    """Return True if a pass that has an inverse leaves all names as they are."""
+    return isinstance(step, Step) and step.keeps_names
+
+
 def _name(step: Callable[..., Any]) -> str:
     return step.factory.__name__ if isinstance(step, Step) else getattr(step, "__name__", "a pass")
 
@@ -255,8 +347,7 @@ def run_pass(step: Pass[P], plans: tuple[P, ...]) -> tuple[P, ...]:
     Plans without a rank are numbered by position. A pass cannot change a plan's rank, its world
     size, or the record of what the rank holds.
     """
-    if any(plan.rank is None for plan in plans):
-        plans = positioned(plans)
+    plans = ranked(plans)
     if isinstance(step, Step) or scope_of(step) == "world":
         done = _returned(step, plans, step(plans))
     else:
@@ -294,6 +385,11 @@ def _returned(step: Pass[P], plans: tuple[P, ...], done: object) -> tuple[P, ...
     return done
 
 
+def ranked(plans: tuple[P, ...]) -> tuple[P, ...]:
+    """Number plans by position, unless all of them know their rank."""
+    return positioned(plans) if any(plan.rank is None for plan in plans) else plans
+
+
 def positioned(plans: Iterable[P]) -> tuple[P, ...]:
     """Set the rank and world size of plans that are given in rank order."""
     known = tuple(plans)
@@ -304,86 +400,3 @@ def positioned(plans: Iterable[P]) -> tuple[P, ...]:
         attrs.evolve(plan, rank=rank, world_size=count)
         for plan, (rank, count) in zip(known, places, strict=True)
     )
-
-
-def partition(
-    label: Callable[[str], str], passes: Mapping[str, Passes[SavePlan]]
-) -> Step[SavePlan]:
-    """Route items by name: items with a label go through that label's pass.
-
-    The scope is ``"world"`` if any of the passes has that scope.
-
-    Args:
-        label: Maps a name in the checkpoint to its label.
-        passes: The pass for each label; `chain` () leaves items as they are.
-
-    >>> from shardplan.planning import TensorSpec, cast, chain, local_plan
-    >>> kind = lambda name: name.split(".")[0]
-    >>> route = partition(kind, {"model": cast("bfloat16"), "optim": chain()})
-    >>> plan = local_plan({"model.w": TensorSpec((2,)), "optim.w": TensorSpec((2,))})
-    >>> [i.tensor_data.properties.dtype for i in route((plan,))[0].items]
-    ['bfloat16', 'float32']
-
-    Raises:
-        PlanError: When run, if there is no pass for the label of a name.
-    """
-    seen = any(may_see_rank(chain(step)) for step in passes.values())
-    scope = _widest(map(chain, passes.values()))
-    return Step(partition, (label, passes), {}, scope, _partition, shows_rank=seen)
-
-
-def _partition(
-    plans: tuple[SavePlan, ...],
-    label: Callable[[str], str],
-    passes: Mapping[str, Passes[SavePlan]],
-) -> tuple[SavePlan, ...]:
-    catalogs = {id(plan.items.catalog): plan.items.catalog for plan in plans}
-    labels = {at: np.array([label(n) for n in c.names], object) for at, c in catalogs.items()}
-    _refuse_strays(plans, labels, passes)
-    parts: list[list[WriteItems]] = [[] for _ in plans]
-    last = plans
-    for name, step in passes.items():
-        rows = {at: np.flatnonzero(of == name) for at, of in labels.items()}
-        taken = {
-            at: Catalog.of(c.heads[r] for r in rows[at].tolist()) for at, c in catalogs.items()
-        }
-        subset = []
-        for now, plan in zip(last, plans, strict=True):
-            at = id(plan.items.catalog)
-            mine = plan.items.take(np.isin(plan.items.row, rows[at]))
-            items = mine.recatalog(taken[at], readonly(np.searchsorted(rows[at], mine.row)))
-            subset.append(attrs.evolve(now, items=items, held=plan.holds))
-        last = run_pass(chain(step), tuple(subset))  # the next part sees this one's data
-        for own, plan in zip(parts, last, strict=True):
-            own.append(plan.items)
-    merge = lru_cache(merge_catalogs)  # ranks share catalogs, by identity
-    return tuple(
-        attrs.evolve(now, items=_joined(own, merge), held=plan.holds)
-        for now, plan, own in zip(last, plans, parts, strict=True)
-    )
-
-
-def _joined(parts: Sequence[WriteItems], merge: Callable[..., Merged]) -> WriteItems:
-    """Return the items of all parts under one catalog, which includes rows without items."""
-    catalog, numbers = merge(*(part.catalog for part in parts))
-    pairs = zip(parts, numbers, strict=True)
-    return WriteItems.concat([p.recatalog(catalog, readonly(n[p.row])) for p, n in pairs])
-
-
-def _refuse_strays(
-    plans: tuple[SavePlan, ...], labels: Mapping[int, Any], passes: Mapping[str, object]
-) -> None:
-    """Refuse names whose label has no pass; they would be lost silently."""
-    stray: dict[str, str] = {}
-    for plan in plans:
-        of, names = labels[id(plan.items.catalog)], plan.items.catalog.names
-        lost = np.flatnonzero(~np.isin(of, list(passes))) if len(of) else plan.items.row[:0]
-        for row in lost[np.isin(lost, plan.items.row)].tolist():
-            stray[names[row]] = of[row]
-    if stray:
-        known = ", ".join(map(repr, passes))
-        only = f"and there are passes for {known} only"
-        raise PlanError(
-            Issue("label", name, f"`{name}` is labelled {of!r}, {only}")
-            for name, of in sorted(stray.items())
-        )

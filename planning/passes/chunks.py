@@ -10,7 +10,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Ints, distinct, numbered, readonly
+from ..columns.arrays import Ints, distinct, numbered
+from ..columns.cuts import cut_items
 from ..columns.items import WriteItems
 from ..columns.world import Rows, World
 from ..geometry.overlap import expand
@@ -126,16 +127,12 @@ def _replace(
     for rank, plan in enumerate(world):
         mine, items = order[edges[rank] : edges[rank + 1]], plan.items
         where, axes = at[mine] - first[rank], items.offsets.shape[1]
-        now_offsets, now_sizes = items.offsets.copy(), items.sizes.copy()
-        now_offsets[where], now_sizes[where] = offsets[mine, :axes], sizes[mine, :axes]
-        items = attrs.evolve(
-            items,
-            offsets=readonly(now_offsets),
-            sizes=readonly(now_sizes),
-            source_offsets=items.shard_offsets,
-        )
-        stay = ~dropped[first[rank] : first[rank + 1]]
-        plans.append(attrs.evolve(plan, items=items if stay.all() else items.take(stay)))
+        shift, now_sizes = np.zeros_like(items.offsets), items.sizes.copy()
+        shift[where] = offsets[mine, :axes] - items.offsets[where]
+        now_sizes[where] = sizes[mine, :axes]
+        stay = np.flatnonzero(~dropped[first[rank] : first[rank + 1]])
+        cut = cut_items(items, stay, shift[stay], now_sizes[stay])
+        plans.append(attrs.evolve(plan, items=cut.items))
     return tuple(plans)
 
 
@@ -179,13 +176,7 @@ def _split_items(items: WriteItems, max_bytes: int) -> WriteItems:
     parts = np.maximum(-(-items.sizes // step), 1)
     row, cell = expand(parts)
     begin = cell * step[row]
-    return attrs.evolve(
-        items.take(row),
-        offsets=readonly(items.offsets[row] + begin),
-        sizes=readonly(np.minimum(step[row], items.sizes[row] - begin)),
-        source_offsets=readonly(items.shard_offsets[row]),
-        hint=None,
-    )
+    return cut_items(items, row, begin, np.minimum(step[row], items.sizes[row] - begin)).items
 
 
 def assign(group: Ints, rank: Ints, weight: Ints, ranks: int) -> Ints:

@@ -20,9 +20,12 @@ from ..dtypes import Dtype, dtype_name, family, is_exact_cast
 from ..errors import Issue, PlanError, listed, nearest_hint, nearest_names, span
 from ..plans import SavePlan
 from ..tree import FrozenDict, empty_names
-from .base import Step
+from .base import Step, no_inverse
 
-__all__ = ["annotate", "cast", "drop", "rename", "select"]
+__all__ = [
+    "Pattern", "annotate", "cast", "catalogs_of", "check_patterns", "drop", "matcher",
+    "refuse_unmatched", "rename", "renest", "select",
+]  # fmt: skip
 
 Renaming = Callable[[str], str] | Mapping[str, str] | Sequence[tuple[str, str]]
 Test = Callable[[str], bool]
@@ -52,7 +55,7 @@ def rename(how: Renaming, *, required: bool = True) -> Step[SavePlan]:
         PlanError: When run, if two names become equal, or (see ``required``) nothing matches.
     """
     _check_renaming(how)
-    return Step(rename, (how,), {"required": required}, "rank", _rename)
+    return Step(rename, (how,), {"required": required}, "rank", _rename, inverse=_undo_rename)
 
 
 def _check_renaming(how: object) -> None:
@@ -73,15 +76,29 @@ def _check_renaming(how: object) -> None:
             raise ValueError(f"{text}; re.escape makes one of plain text") from None
 
 
+def _undo_rename(how: Renaming, required: bool) -> Step[SavePlan]:
+    if not isinstance(how, Mapping):
+        raise ValueError(
+            "rename has an inverse if it is given a mapping of whole names: {old: new}"
+        )
+    olds: dict[str, list[str]] = {}
+    for old, new in how.items():
+        olds.setdefault(new, []).append(old)
+    several = [f"{listed(names)} become `{new}`" for new, names in olds.items() if len(names) > 1]
+    if several:
+        raise ValueError(f"rename has no inverse: {'; '.join(several)}")
+    return rename({new: old for new, (old,) in olds.items()}, required=required)
+
+
 def _rename(plans: tuple[SavePlan, ...], how: Renaming, required: bool) -> tuple[SavePlan, ...]:
     known = _known(plans)
     if isinstance(how, Mapping) and required:
-        _refuse_unmatched("rename", known, plans, {key: partial(eq, key) for key in how})
+        refuse_unmatched("rename", known, plans, {key: partial(eq, key) for key in how})
     elif isinstance(how, Sequence) and required:
         for at, (pattern, _) in enumerate(how):  # each is tried on what the ones before made
             done = how[:at]
             now = {key: {_renamed(done, n) for n in names} for key, names in known.items()}
-            _refuse_unmatched("rename", now, plans, {pattern: re.compile(pattern).search})
+            refuse_unmatched("rename", now, plans, {pattern: re.compile(pattern).search})
     new = {name: _renamed(how, name) for name in sorted(set().union(*known.values()))}
     for old, name in new.items():
         if not isinstance(name, str):
@@ -102,14 +119,15 @@ def select(*patterns: Pattern, required: bool = True) -> Step[SavePlan]:
     >>> [item.index.fqn for item in select("model.*")((plan,))[0].items]
     ['model.b', 'model.w']
     """
-    _check_patterns("select", patterns)
-    return Step(select, patterns, {"required": required}, "rank", _select)
+    check_patterns("select", patterns)
+    lost = partial(no_inverse, "select has no inverse: what it leaves out is lost")
+    return Step(select, patterns, {"required": required}, "rank", _select, inverse=lost)
 
 
 def _select(
     plans: tuple[SavePlan, ...], *patterns: Pattern, required: bool
 ) -> tuple[SavePlan, ...]:
-    matches = _matcher("select", plans, patterns, required)
+    matches = matcher("select", plans, patterns, required)
     return _edit(plans, lambda head: head if matches(head.name) else None)
 
 
@@ -121,12 +139,13 @@ def drop(*patterns: Pattern, required: bool = True) -> Step[SavePlan]:
     >>> [item.index.fqn for item in drop("*.b", "step")((plan,))[0].items]
     ['model.w']
     """
-    _check_patterns("drop", patterns)
-    return Step(drop, patterns, {"required": required}, "rank", _drop)
+    check_patterns("drop", patterns)
+    lost = partial(no_inverse, "drop has no inverse: what it leaves out is lost")
+    return Step(drop, patterns, {"required": required}, "rank", _drop, inverse=lost)
 
 
 def _drop(plans: tuple[SavePlan, ...], *patterns: Pattern, required: bool) -> tuple[SavePlan, ...]:
-    matches = _matcher("drop", plans, patterns, required)
+    matches = matcher("drop", plans, patterns, required)
     return _edit(plans, lambda head: None if matches(head.name) else head)
 
 
@@ -160,18 +179,20 @@ def cast(
             if not isinstance(pattern, str):
                 raise TypeError(f"cast takes dtypes by pattern of names, not by {pattern!r}")
         named = {pattern: dtype_name(name) for pattern, name in dtype.items()}
-    return Step(cast, (named,), {"lossy": lossy, "required": required}, "rank", _cast)
+    options = {"lossy": lossy, "required": required}
+    lost = partial(no_inverse, "cast has no inverse: it does not state the dtypes before it")
+    return Step(cast, (named,), options, "rank", _cast, inverse=lost)
 
 
 def _cast(
     plans: tuple[SavePlan, ...], dtype: str | Mapping[str, str], lossy: bool, required: bool
 ) -> tuple[SavePlan, ...]:
-    heads = dict.fromkeys(h for c in _catalogs(plans).values() for h in c.heads)
+    heads = dict.fromkeys(h for c in catalogs_of(plans).values() for h in c.heads)
     tensors = [head for head in heads if head.properties is not None]
     if required and isinstance(dtype, Mapping):
         names = {head.name for head in tensors}
         known = {at: some & names for at, some in _known(plans).items()}
-        _refuse_unmatched("cast", known, plans, {p: _globs(p) for p in dtype})
+        refuse_unmatched("cast", known, plans, {p: _globs(p) for p in dtype})
     after = {head: new for head in tensors if (new := _cast_head(head, dtype)) != head}
     if not lossy:
         _refuse_losses(after)
@@ -195,19 +216,20 @@ def _kind(dtype: str) -> str:
     return {"uint": "int", "float8fnuz": "float"}.get(family(dtype), family(dtype))
 
 
-def _check_patterns(what: str, patterns: Sequence[Pattern]) -> None:
+def check_patterns(what: str, patterns: Sequence[Pattern]) -> None:
+    """Refuse what is neither a string nor a function."""
     for pattern in patterns:
         if not isinstance(pattern, str) and not callable(pattern):
             raise TypeError(f"{what} takes patterns (strings) or functions, not {pattern!r}")
 
 
-def _matcher(
+def matcher(
     what: str, plans: Sequence[SavePlan], patterns: Sequence[Pattern], required: bool
 ) -> Test:
     """Return a function that tests names against a pattern."""
     tests = {p if isinstance(p, str) else repr(p): _globs(p) for p in patterns}
     if required:
-        _refuse_unmatched(what, _known(plans), plans, tests)
+        refuse_unmatched(what, _known(plans), plans, tests)
     return lambda name: any(test(name) for test in tests.values())
 
 
@@ -225,17 +247,17 @@ def _renamed(how: Renaming, name: str) -> str:
     return name
 
 
-def _catalogs(plans: Sequence[SavePlan]) -> dict[int, Catalog]:
+def catalogs_of(plans: Sequence[SavePlan]) -> dict[int, Catalog]:
     """Return the distinct catalogs, by identity, since ranks share them."""
     return {id(plan.items.catalog): plan.items.catalog for plan in plans}
 
 
 def _known(plans: Sequence[SavePlan]) -> dict[int, set[str]]:
     """Return all names of each catalog, by its identity, including those without items."""
-    return {at: set(catalog.names) for at, catalog in _catalogs(plans).items()}
+    return {at: set(catalog.names) for at, catalog in catalogs_of(plans).items()}
 
 
-def _refuse_unmatched(
+def refuse_unmatched(
     what: str,
     known: Mapping[int, set[str]],
     plans: Sequence[SavePlan],
@@ -246,7 +268,11 @@ def _refuse_unmatched(
     for pattern, test in tests.items():
         lacking = {at for at, names in known.items() if not any(map(test, names))}
         if lacking:
-            ranks = [rank for rank, plan in enumerate(plans) if id(plan.items.catalog) in lacking]
+            ranks = [
+                at if plan.rank is None else plan.rank
+                for at, plan in enumerate(plans)
+                if id(plan.items.catalog) in lacking
+            ]
             where = f" on {span(ranks)}" if len(ranks) < len(plans) else ""
             near = nearest_names(pattern, sorted(set().union(*(known[at] for at in lacking))))
             text = f"{what}: {pattern!r} matches nothing{where}{nearest_hint(near)}"
@@ -316,14 +342,14 @@ class _Edited:
 
 def _edit(plans: tuple[SavePlan, ...], edit: Edit) -> tuple[SavePlan, ...]:
     """Edit every distinct catalog once, and drop the items of dropped rows."""
-    edited = {at: _Edited.of(catalog, edit) for at, catalog in _catalogs(plans).items()}
+    edited = {at: _Edited.of(catalog, edit) for at, catalog in catalogs_of(plans).items()}
     datas: dict[tuple[int, int], Any] = {}  # ranks share their data, by identity
     done = []
     for plan in plans:
         new = edited[id(plan.items.catalog)]
         key = id(plan.items.catalog), id(plan.planner_data)
         if key not in datas:
-            datas[key] = _renest(plan.planner_data, new.names)
+            datas[key] = renest(plan.planner_data, new.names)
         row = new.row[plan.items.row]
         items = plan.items if (row >= 0).all() else plan.items.take(row >= 0)
         items = items.recatalog(new.catalog, readonly(row[row >= 0]))
@@ -331,13 +357,17 @@ def _edit(plans: tuple[SavePlan, ...], edit: Edit) -> tuple[SavePlan, ...]:
     return tuple(done)
 
 
-def _renest(data: Any, names: Mapping[str, str | None]) -> Any:
+def renest(data: Any, names: Mapping[str, str | None]) -> Any:
     """Rename empty dicts, and drop the paths of renamed keys, which no longer apply."""
     if not isinstance(data, Mapping):
         return data
     paths = data.get("paths", {})
     empty = {names.get(name, name) for name in empty_names(data)}
+    lost = [path for name, path in paths.items() if names.get(name, name) != name]
+    open_now = {path[:depth] for path in lost for depth in range(len(path))}  # no longer whole
+    nodes = data.get("nodes", {})
     nesting = {
+        "nodes": {path: node for path, node in nodes.items() if path not in open_now},
         "paths": {name: path for name, path in paths.items() if names.get(name, name) == name},
         "empty": sorted(name for name in empty if name is not None),
     }
@@ -370,7 +400,7 @@ def _annotate(
 def _noted(plan: SavePlan, extra: Mapping[str, Any]) -> SavePlan:
     if not isinstance(extra, Mapping):
         raise TypeError(f"annotate needs a mapping of names to data, not {extra!r}")
-    for taken in ("paths", "empty"):
+    for taken in ("paths", "empty", "nodes"):
         if taken in extra:
             raise ValueError(f'planner_data["{taken}"] is about nested keys; use another name')
     return attrs.evolve(plan, planner_data=FrozenDict({**(plan.planner_data or {}), **extra}))

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..columns.arrays import Ints, column, group_rows, readonly
+from ..columns.cuts import cut_reads
 from ..columns.items import Catalog, Head, WriteItems
 from ..columns.reads import ReadItems, Transfers
 from ..columns.world import Rows, World
@@ -143,7 +144,7 @@ def _split_items(
         offsets=np.where(aligned, offsets, 0),
         extents=np.where(aligned, extents, lengths),
     )
-    return reads.take(blocks.box).boxes(blocks.offsets[:, :axes], blocks.sizes[:, :axes])
+    return cut_reads(reads, blocks.box, blocks.offsets[:, :axes], blocks.sizes[:, :axes]).reads
 
 
 def read_on(reader: int) -> Step[LoadPlan]:
@@ -318,4 +319,5 @@ def _cut(
     shift = np.zeros((len(at), width), np.int64)
     shift[len(whole) :] = (pieces.offsets - offsets[hit][pieces.box])[:, :width]
     lengths = np.concatenate([reads.lengths[whole], pieces.sizes[:, :width]])
-    return reads.take(at).boxes(shift, lengths).take(np.argsort(at, kind="stable"))
+    order = np.argsort(at, kind="stable")
+    return cut_reads(reads, at[order], shift[order], lengths[order]).reads

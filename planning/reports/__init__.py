@@ -4,10 +4,12 @@ from .diff import Difference, PlanDiff, plan_diff
 from .explain import CostModel, Report, Totals, explain, figures
 from .origins import ElementRead, Why, Writers, why, writers_of
 from .reshard import traffic_blocks, traffic_matrix
+from .show import Amount, Change, PlannerTrace, StepTrace, show, traced
 from .traffic import FileCost, RankCost
 
 __all__ = [
-    "CostModel", "Difference", "ElementRead", "FileCost", "PlanDiff", "RankCost", "Report",
-    "Totals", "Why", "Writers", "explain", "figures", "plan_diff", "traffic_blocks",
-    "traffic_matrix", "why", "writers_of",
+    "Amount", "Change", "CostModel", "Difference", "ElementRead", "FileCost", "PlanDiff",
+    "PlannerTrace", "RankCost", "Report", "StepTrace", "Totals", "Why", "Writers", "explain",
+    "figures", "plan_diff", "show", "traced", "traffic_blocks", "traffic_matrix", "why",
+    "writers_of",
 ]  # fmt: skip

@@ -27,9 +27,9 @@ class Difference:
 
     Attributes:
         rank: Whose plan it is in; None in metadata.
-        part: The field that holds it: ``items``, ``transfers``, ``state_dict_metadata``, … If
-            items are all the same, but in another order, it is ``order``.
-        fqn: The name it goes by; empty if a field differs as a whole.
+        part: The field that holds it: ``items``, ``transfers``, ``state_dict_metadata``, …;
+            ``order`` if the same items are in another order.
+        fqn: Its name; empty if a field differs as a whole.
         offset: Where it starts: of a write, in the checkpoint's tensor; of a read, in the state
             dict's. None for what has no place.
         before, after: Both sides; None on the side that lacks it.
@@ -52,8 +52,7 @@ class PlanDiff(Printed):
     """What differs between two sides; true if anything does; printed as a table.
 
     Attributes:
-        added: What only the second side has.
-        removed: What only the first side has.
+        added, removed: What only the second, or only the first side has.
         changed: What both have, under the same rank, name and offset, but not the same.
     """
 
@@ -86,12 +85,7 @@ Side = Plan | Metadata | Sequence[SavePlan] | Sequence[LoadPlan]
 def plan_diff(a: Side, b: Side) -> PlanDiff:
     """Compare two plans, the plans of all ranks twice, or the metadata of two checkpoints.
 
-    Args:
-        a: The first side.
-        b: The second side, of the same kind.
-
-    Returns:
-        What differs; it is empty, and false, just if the sides are equal.
+    The result is false just if the sides are equal.
 
     >>> from shardplan.planning import TensorSpec, local_plan
     >>> plan = local_plan({"w": TensorSpec((4,)), "b": TensorSpec((2,))})

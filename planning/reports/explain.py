@@ -39,29 +39,22 @@ _TINY: Final = 64 * 1024  # bytes of a request
 
 @attrs.frozen
 class CostModel:
-    """How fast things move: a stated guess, not a measurement.
+    """How fast things move: a stated guess, not a measurement; bandwidths are bytes a second.
 
     A rank takes ``bytes / storage_bandwidth + rounds * request_latency + moved /
     network_bandwidth`` seconds: ``parallel_requests`` requests make a round, and what it sends or
     receives, whichever is more, is moved. All together take as long as the slowest rank, but no
     less than ``all bytes / storage_total``.
 
-    Attributes:
-        storage_bandwidth: Bytes a second between one rank and storage.
-        storage_total: Bytes a second between all ranks together and storage.
-        network_bandwidth: Bytes a second between one rank and the others, each way.
-        request_latency: Seconds that storage takes to answer a request.
-        parallel_requests: How many requests a rank has under way at a time.
-
     >>> CostModel(storage_bandwidth=1e9, request_latency=0.0).seconds(2_000_000_000, 5, 0)
     2.0
     """
 
-    storage_bandwidth: float = attrs.field(default=2e9, validator=gt(0))
-    storage_total: float = attrs.field(default=200e9, validator=gt(0))
-    network_bandwidth: float = attrs.field(default=25e9, validator=gt(0))
-    request_latency: float = attrs.field(default=1e-3, validator=ge(0))
-    parallel_requests: int = attrs.field(default=16, validator=gt(0))
+    storage_bandwidth: float = attrs.field(default=2e9, validator=gt(0))  # of one rank
+    storage_total: float = attrs.field(default=200e9, validator=gt(0))  # of all ranks together
+    network_bandwidth: float = attrs.field(default=25e9, validator=gt(0))  # of a rank, each way
+    request_latency: float = attrs.field(default=1e-3, validator=ge(0))  # seconds until an answer
+    parallel_requests: int = attrs.field(default=16, validator=gt(0))  # of one rank at a time
 
     def seconds(self, nbytes: Any, requests: Any, moved: Any) -> Any:
         """Return how long a rank takes; numbers or columns of them."""
@@ -70,10 +63,9 @@ class CostModel:
         return storage + rounds * self.request_latency + moved / self.network_bandwidth
 
     def __str__(self) -> str:
-        rates = self.storage_bandwidth, self.storage_total, self.network_bandwidth
-        rank, everyone, network = map(_rate, rates)
         return (
-            f"storage {rank} a rank and {everyone} in all, {network} between ranks, "
+            f"storage {_rate(self.storage_bandwidth)} a rank and {_rate(self.storage_total)} in "
+            f"all, {_rate(self.network_bandwidth)} between ranks, "
             f"{human_seconds(self.request_latency)} a request, {self.parallel_requests} at a time"
         )
 
@@ -89,11 +81,10 @@ class Totals:
     Attributes:
         needed: Bytes that ranks need: those they read (or write) for themselves, and receive.
         nbytes: Bytes that move between ranks and storage.
-        unique: Bytes of storage that move at least once: what one copy of everything takes.
-        whole_chunks: Bytes that a reader moves that fetches all of a saved chunk for every read,
-            as torch's does; None for a save.
-        requests: Requests of all ranks.
-        elements: Elements that move.
+        unique: Bytes of storage that move at least once: the size of one copy of everything.
+        whole_chunks: Bytes that would move if every read fetched all of its saved chunk, as torch's
+            reader does; None for a save.
+        requests, elements: Requests of all ranks; elements that move.
         sent: Bytes that ranks send each other.
         imbalance: The largest rank's bytes by the mean; 1 is even.
         slowest: The rank that takes longest; None if there is no rank.
@@ -178,12 +169,8 @@ def explain(
     plan)`` of each). `WorldPlans`: the reshard from the checkpoint to that world, layout by layout,
     without making any rank's plan.
 
-    Args:
-        metadata: The checkpoint.
-        plans: One plan per rank, in rank order.
-        writers: Who wrote each chunk, or the plans that wrote them: each rank's chunks are taken to
-            lie in a file of its own. Without them, only a save reports files.
-        model: How fast things are; `CostModel` states the defaults.
+    ``writers`` are who wrote each chunk, or the plans that wrote them: each rank's chunks are taken
+    to lie in a file of its own. Without them, only a save reports files.
 
     >>> from shardplan.planning import Mesh, Shard, TensorSpec, global_plan, load_plan, local_plan
     >>> sd = {"w": TensorSpec((6, 4), "float32", [Shard(0)])}

@@ -83,24 +83,15 @@ class Writers(Mapping[MetadataIndex, int]):
         return int(writers[chunk])
 
     def __iter__(self) -> Iterator[MetadataIndex]:
-        for name, layout in zip(self.entries.names, self.entries.layout.tolist(), strict=True):
-            if layout < 0:
+        for name, entry in self.entries.items():
+            if isinstance(entry, BytesMetadata):
                 yield MetadataIndex(name)
-                continue
-            for number, offset in enumerate(self.entries.layouts[layout].tiling.offsets.tolist()):
-                yield MetadataIndex(name, offset, number)
+            else:
+                for number, offset in enumerate(entry.chunks.offsets.tolist()):
+                    yield MetadataIndex(name, offset, number)
 
     def __len__(self) -> int:
         return sum(len(self.columns[number]) for number in self.column.tolist())
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Writers):
-            return dict(self) == other if isinstance(other, Mapping) else NotImplemented
-        if self.entries != other.entries:
-            return False
-        rows = [other.entries.row_of[name] for name in self.entries.names]
-        pairs = set(zip(self.column.tolist(), other.column[rows].tolist(), strict=True))
-        return all(np.array_equal(self.columns[a], other.columns[b]) for a, b in pairs)
 
     def __hash__(self) -> int:
         return hash(frozenset(self.items()))
@@ -110,13 +101,10 @@ class Writers(Mapping[MetadataIndex, int]):
 
 
 def writers_of(plans: Iterable[SavePlan], metadata: Metadata) -> Writers:
-    """Return the rank that wrote each chunk of a checkpoint.
+    """Return the rank that wrote each chunk of a checkpoint, given what `global_plan` returned.
 
-    Args:
-        plans: What each rank writes, in rank order: the plans that `global_plan` returned. If
-            several ranks hold a chunk (plans from before replicas were removed, or `WorldPlans`),
-            the lowest of them counts as its writer.
-        metadata: The metadata that it returned.
+    ``plans`` are those of all ranks, in order. If several ranks hold a chunk (plans from before
+    replicas were removed, or `WorldPlans`), the lowest of them counts as its writer.
 
     >>> from shardplan.planning import Mesh, Shard, TensorSpec, global_plan, local_plan
     >>> sd, mesh = {"w": TensorSpec((6,), "float32", [Shard(0)])}, Mesh(dp=2)
@@ -225,15 +213,15 @@ class ElementRead:
 
 @attrs.frozen(repr=False)
 class Why(Printed):
-    """All that is known about one element; printed as a table.
+    """All that is known about one element, or a non-tensor value; printed as a table.
 
     Attributes:
-        fqn: The name of its tensor (or value) in the checkpoint.
+        fqn: The name of its tensor in the checkpoint.
         element: Where it lies in the tensor, in the global frame.
         index: The saved chunk that holds it.
-        chunk: That chunk's box; None for a non-tensor value.
-        byte_offset: Where it starts, in bytes from the start of the chunk; None likewise.
-        nbytes: How many bytes it takes; None likewise.
+        chunk: That chunk's box; None for a value.
+        byte_offset: Where it starts, in bytes from the start of the chunk; None for a value.
+        nbytes: How many bytes it takes; None for a value.
         writers: The ranks that write it; in a load that is the rank in whose file it lies. Empty if
             they are unknown.
         reads: How each rank that wants it comes by it, by rank.
@@ -264,10 +252,7 @@ class Why(Printed):
 def why(report: Report, fqn: str, element: Iterable[int] = ()) -> Why:
     """Return who wrote one element, where it lies in storage, and which ranks read it.
 
-    Args:
-        report: What `explain` returned, for plans of any kind.
-        fqn: The tensor's name in the checkpoint.
-        element: Where the element lies in the tensor; nothing for a non-tensor value.
+    ``element`` is its place in the tensor; leave it out for a non-tensor value.
 
     >>> from shardplan.planning import Mesh, Shard, TensorSpec, global_plan, load_plan, local_plan
     >>> from shardplan.planning.reports import explain
@@ -355,8 +340,8 @@ def _world_reads(
     elif fqn in world.specs:
         held = world.layouts[world.layout_of[fqn]]
         rows = np.flatnonzero(_holds(held.offsets, held.offsets + held.sizes, element))
-        for row in rows[:1].tolist():  # all that hold it hold the same box
-            box = Chunk(held.offsets[row], held.sizes[row])
+        if len(rows):  # all ranks that hold it hold the same box
+            box = Chunk(held.offsets[rows[0]], held.sizes[rows[0]])
             reads = resolve_overlaps(report.metadata, {fqn: [box]})
             read = reads[_matches(reads, fqn, element)[0]]
             yield from (_traced(rank, read, element) for rank in held.rank[rows].tolist())
@@ -376,8 +361,21 @@ def _matches(items: ReadItems, fqn: str, element: Element) -> list[int]:
 def _traced(rank: int, read: ReadItem, element: Element, via: int | None = None) -> ElementRead:
     """Follow an element through the read that brings it."""
     source = tuple(i - o for i, o in zip(element, read.storage_index.offset or (), strict=True))
-    moves = zip(source, read.storage_offsets, read.dest_offsets, strict=bool(element))
-    return ElementRead(rank, read, source, tuple(i - a + b for i, a, b in moves), via)
+    inside = tuple(i - a for i, a in zip(source, read.storage_offsets, strict=bool(element)))
+    moves = zip(_in_state_dict(read, inside), read.dest_offsets, strict=bool(element))
+    return ElementRead(rank, read, source, tuple(i + b for i, b in moves), via)
+
+
+def _in_state_dict(read: ReadItem, inside: Element) -> Element:
+    """Return where an element of what is read lies in the box that is filled."""
+    if read.dest_lengths is None:
+        return inside
+    number = int(np.ravel_multi_index(inside, read.lengths))
+    if read.axes is not None:
+        turned = np.unravel_index(number, read.axes.ordered)
+        digits = tuple(turned[place] for place in np.argsort(read.axes.order))
+        number = int(np.ravel_multi_index(digits, read.axes.split))
+    return as_ints(int(at) for at in np.unravel_index(number, read.dest_lengths))
 
 
 def _row(read: ElementRead) -> tuple[object, ...]:

@@ -148,7 +148,8 @@ def _seen(pairs: Iterable[_Pair], writers: Writers, ranks: int) -> Ints:
         holders = pair.rank[np.argsort(alike, kind="stable")].ravel()
         count = np.bincount(alike) * pair.rank.shape[1]
         start = np.cumsum(count) - count
-        for group, chunk, _ in _pieces(pair.tiling, pair.boxes, first):
+        for met in _pieces(pair.tiling, pair.boxes, first):
+            group, chunk = met.box, met.chunk
             alone = count[group] == 1
             for file, _ in pair.files(writers):
                 seen[holders[start[group[alone]]], file[chunk[alone]]] = True
@@ -162,11 +163,10 @@ def _seen(pairs: Iterable[_Pair], writers: Writers, ranks: int) -> Ints:
 
 
 def _box_costs(tiling: Tiling, boxes: Tiling) -> Ints:
-    """Count the pieces of chunks that fill each box.
+    """Count the pieces of chunks that fill each box, one column a box.
 
-    Returns:
-        One column a box: elements; runs in the chunks; elements of all chunks that are met;
-        elements of the largest piece, and of the largest one that is not contiguous in the box.
+    The rows: elements; runs in the chunks; elements of all chunks that are met; elements of the
+    largest piece, and of the largest one that is not contiguous in the box.
 
     >>> rows = tile([[0, 0], [2, 0]], [[2, 6], [1, 6]])
     >>> columns = tile([[0, 0], [0, 4]], [[3, 4], [3, 2]])
@@ -175,14 +175,14 @@ def _box_costs(tiling: Tiling, boxes: Tiling) -> Ints:
     """
     first, alike = _alike(tiling, boxes, _looks)
     costs = np.zeros((5, len(first)), np.int64)
-    for box, chunk, lengths in _pieces(tiling, boxes, first):
-        extents, elements = tiling.sizes[chunk], lengths.prod(axis=1)
-        scattered = count_runs(lengths, boxes.sizes[first[box]]) > 1
-        np.add.at(costs[0], box, elements)
-        np.add.at(costs[1], box, count_runs(lengths, extents))
-        np.add.at(costs[2], box, extents.prod(axis=1))
-        np.maximum.at(costs[3], box, elements)
-        np.maximum.at(costs[4], box, elements * scattered)
+    for met in _pieces(tiling, boxes, first):
+        extents, elements = tiling.sizes[met.chunk], met.lengths.prod(axis=1)
+        scattered = count_runs(met.lengths, boxes.sizes[first[met.box]]) > 1
+        np.add.at(costs[0], met.box, elements)
+        np.add.at(costs[1], met.box, count_runs(met.lengths, extents))
+        np.add.at(costs[2], met.box, extents.prod(axis=1))
+        np.maximum.at(costs[3], met.box, elements)
+        np.maximum.at(costs[4], met.box, elements * scattered)
     return costs[:, alike]
 
 
@@ -190,20 +190,30 @@ def _chunk_costs(tiling: Tiling, boxes: Tiling) -> Ints:
     """Count the pieces of each chunk: one column a chunk, elements and runs."""
     first, alike = _alike(boxes, tiling, _looks)
     costs = np.zeros((2, len(first)), np.int64)
-    for chunk, _, lengths in _pieces(boxes, tiling, first):
-        np.add.at(costs[0], chunk, lengths.prod(axis=1))
-        np.add.at(costs[1], chunk, count_runs(lengths, tiling.sizes[first[chunk]]))
+    for met in _pieces(boxes, tiling, first):  # with the roles of boxes and chunks swapped
+        extents = tiling.sizes[first[met.box]]
+        np.add.at(costs[0], met.box, met.lengths.prod(axis=1))
+        np.add.at(costs[1], met.box, count_runs(met.lengths, extents))
     return costs[:, alike]
 
 
-def _pieces(tiling: Tiling, boxes: Tiling, rows: Ints) -> Iterator[tuple[Ints, Ints, Ints]]:
-    """Yield where some boxes meet chunks, in blocks: position in ``rows``, chunk, size."""
+@attrs.frozen(eq=False)
+class _Pieces:
+    """Where boxes meet chunks; one row a piece."""
+
+    box: Ints  # the position of the box among those looked at
+    chunk: Ints
+    lengths: Ints
+
+
+def _pieces(tiling: Tiling, boxes: Tiling, rows: Ints) -> Iterator[_Pieces]:
+    """Yield the pieces of some boxes, in blocks."""
     step = max(1, int(_BLOCK / _met_by_a_box(tiling, boxes)))
     for low in range(0, len(rows), step):
         here = rows[low : low + step]
         which = np.zeros(len(here), np.int64)
         met = overlap_many((tiling,), which, boxes.offsets[here], boxes.sizes[here])
-        yield low + met.box, met.chunk, met.sizes
+        yield _Pieces(low + met.box, met.chunk, met.sizes)
 
 
 def _met_by_a_box(tiling: Tiling, boxes: Tiling) -> float:
@@ -257,16 +267,11 @@ def _looks(cuts: Ints, edges: Ints) -> Ints:
 def traffic_matrix(
     plans: Iterable[LoadPlan] | WorldPlans, writers: Writers | Iterable[SavePlan]
 ) -> Ints:
-    """Add up how many stored bytes each rank reads of what each rank wrote.
+    """Add up the stored bytes that each rank reads: one row a writer, one column a reader.
 
-    Args:
-        plans: What is read: one plan per reading rank; or a world that is to be filled, which is
-            counted layout by layout, and needs `Writers`.
-        writers: Who wrote: one plan per writing rank, as `global_plan` returns them, or the result
-            of `writers_of`. A chunk that several ranks wrote counts for the lowest.
-
-    Returns:
-        Bytes: one row a writer, one column a reader.
+    ``plans`` are one per reading rank, or a world that is to be filled, which is counted layout by
+    layout and needs `Writers`. ``writers`` are one plan per writing rank, as `global_plan` returns
+    them, or the result of `writers_of`; a chunk that several ranks wrote counts for the lowest.
 
     >>> from shardplan.planning import Mesh, Shard, TensorSpec, global_plan, load_plan, local_plan
     >>> sd = {"w": TensorSpec((6,), "float32", [Shard(0)])}
@@ -313,10 +318,10 @@ def traffic_blocks(
         raise TypeError("a world does not say who wrote; pass writers_of(plans, metadata)")
     sums = np.zeros((-(-writers.world_size // steps[0]), -(-len(world) // steps[1])), np.int64)
     for pair in _pairs(Metadata(writers.entries), world):
-        for box, chunk, lengths in _pieces(pair.tiling, pair.boxes, np.arange(len(pair.boxes))):
-            elements = lengths.prod(axis=1)
+        for met in _pieces(pair.tiling, pair.boxes, np.arange(len(pair.boxes))):
             for file, itemsize in pair.files(writers):
-                writer, nbytes = writers.ranks[file][chunk] // steps[0], elements * itemsize.sum()
+                writer = writers.ranks[file][met.chunk] // steps[0]
+                nbytes = met.lengths.prod(axis=1) * itemsize.sum()
                 for reader in pair.rank.T // steps[1]:  # each of the ranks that hold a box
-                    np.add.at(sums, (writer, reader[box]), nbytes)
+                    np.add.at(sums, (writer, reader[met.box]), nbytes)
     return sums

@@ -42,9 +42,8 @@ class RankCost:
 
     Attributes:
         rank: Which rank.
-        nbytes: Bytes that it moves from storage, or, in a save, to storage.
+        nbytes, elements: What it moves from storage, or, in a save, to storage.
         requests: Contiguous runs of bytes that it asks for, before neighbours are merged.
-        elements: Elements that it moves.
         peers: From how many files it reads; None in a save, or if the writers are unknown.
         peak_buffer: Bytes of the largest piece that must be staged: it is not contiguous in the
             tensor it goes to (or comes from), or it is known to be cast. A shard that no plan
@@ -168,10 +167,6 @@ def add_up(at: Ints, values: Ints, count: int) -> Ints:
 def count_runs(lengths: Ints, extents: Ints) -> Ints:
     """Return how many contiguous runs each box is in the row-major array that holds it.
 
-    Args:
-        lengths: How large the box is; one row a box.
-        extents: How large the array is.
-
     >>> lengths = np.array([[2, 3], [2, 4], [1, 3], [0, 4]])
     >>> count_runs(lengths, np.array([[5, 4]] * 4)).tolist()
     [2, 1, 1, 0]
@@ -195,23 +190,37 @@ def save_traffic(plans: Sequence[SavePlan]) -> Traffic:
     rows = world.rows
     if rows.issues:
         raise PlanError(rows.issues)
-    ranks = RankCosts.of(*column([_written(plan) for plan in world], len(world), 4).T)
+    written = column([attrs.astuple(_written(plan)) for plan in world], len(world), 4)
+    ranks = RankCosts.of(*written.T)
     files = FileCosts(ranks.rank, ranks.nbytes, ranks.requests, ranks.sent)
     itemsize = column([*(p.itemsize for p in rows.props), 0])[rows.prop]
     sizes = rows.sizes.prod(axis=1) * itemsize[rows.tensor]
     return Traffic(ranks, files, int(sizes[~rows.repeats].sum()), None)
 
 
-def _written(plan: SavePlan) -> tuple[int, int, int, int]:
-    """Return the bytes, requests and elements of a rank, and its largest staged chunk in bytes."""
+@attrs.frozen
+class _Written:
+    """What one rank writes."""
+
+    nbytes: int
+    requests: int
+    elements: int
+    peak_buffer: int  # bytes of the largest chunk that must be staged
+
+
+def _written(plan: SavePlan) -> _Written:
     items = plan.items
     is_value = items.catalog.is_bytes[items.row]
     elements = np.where(is_value, 0, items.sizes.prod(axis=1))
     shards = [items.row, items.shard_offsets]
-    extents = _extents(shards, items.offsets - items.shard_offsets + items.sizes)
-    staged = items.nbytes * (count_runs(items.sizes, extents) > 1)
+    extents = _extents(shards, items.box_offsets - items.shard_offsets + items.box_sizes)
+    is_staged = count_runs(items.box_sizes, extents) > 1
+    if items.frame is not None:
+        is_staged |= items.frame.axes.known | items.is_fill
+    staged = items.nbytes * is_staged
     requests = int(np.count_nonzero(is_value | (elements > 0)))
-    return int(items.nbytes.sum()), requests, int(elements.sum()), int(staged.max(initial=0))
+    peak = int(staged.max(initial=0))
+    return _Written(int(items.nbytes.sum()), requests, int(elements.sum()), peak)
 
 
 def _extents(shard: Sequence[Ints], ends: Ints) -> Ints:
@@ -275,7 +284,8 @@ def load_pieces(metadata: Metadata, plans: Sequence[LoadPlan]) -> _Pieces:
     """Lay end to end what all ranks read and what they receive."""
     entries = metadata.state_dict_metadata
     table = ChunkTable.of(entries.layouts)
-    items, rank, source = _end_to_end(plans)
+    reads = _end_to_end(plans)
+    items, rank = reads.items, reads.rank
     entry, is_value = _entry(metadata, items, rank), items.type == _VALUE
     layout = entries.layout[entry]
     chunk = table.find(layout, items.storage_anchor, items.storage_hint)
@@ -287,25 +297,36 @@ def load_pieces(metadata: Metadata, plans: Sequence[LoadPlan]) -> _Pieces:
     saved = pad(table.sizes, axes, 1)[table.first[layout] + chunk]
     lengths = pad(items.lengths, axes, 1)
     shards = [rank, items.dest, items.dest_anchor]
-    extents = pad(_extents(shards, items.dest_offsets + items.lengths), axes, 1)
+    extents = pad(_extents(shards, items.dest_offsets + items.dest_lengths), axes, 1)
+    scatters = count_runs(pad(items.dest_lengths, axes, 1), extents) > 1
+    if items.frame is not None:
+        scatters |= items.frame.axes.known
     itemsize = itemsizes(entries)[entry]
     return _Pieces(
-        rank,
-        source,
-        entry,
-        chunk,
-        pad(items.storage_anchor + items.storage_offsets, axes, 0),
-        lengths,
-        items.numel,
-        items.numel * itemsize,
-        np.where(is_value, 1, count_runs(lengths, saved)),
-        saved.prod(axis=1) * itemsize * (items.numel > 0),
-        count_runs(lengths, extents) > 1,
+        rank=rank,
+        source=reads.source,
+        entry=entry,
+        chunk=chunk,
+        offsets=pad(items.storage_anchor + items.storage_offsets, axes, 0),
+        lengths=lengths,
+        elements=items.numel,
+        nbytes=items.numel * itemsize,
+        requests=np.where(is_value, 1, count_runs(lengths, saved)),
+        whole=saved.prod(axis=1) * itemsize * (items.numel > 0),
+        staged=scatters,
     )
 
 
-def _end_to_end(plans: Sequence[LoadPlan]) -> tuple[ReadItems, Ints, Ints]:
-    """Return all that is read, relayed and received: the items, their ranks and their senders."""
+@attrs.frozen(eq=False)
+class _Reads:
+    """All that is read, relayed and received; see `_Pieces`."""
+
+    items: ReadItems
+    rank: Ints
+    source: Ints
+
+
+def _end_to_end(plans: Sequence[LoadPlan]) -> _Reads:
     own = [plan.items for plan in plans]
     relayed = [_relayed(plan, rank) for rank, plan in enumerate(plans)]
     received = [p.transfers.take(p.transfers.target == rank) for rank, p in enumerate(plans)]
@@ -313,7 +334,7 @@ def _end_to_end(plans: Sequence[LoadPlan]) -> tuple[ReadItems, Ints, Ints]:
     rank = np.repeat(np.tile(np.arange(len(plans)), 3), [len(part) for part in parts])
     read = np.repeat([-1, _RELAYED], [sum(map(len, own)), sum(map(len, relayed))])
     source = np.concatenate([read, *(part.source for part in received)])
-    return ReadItems.concat(parts), rank, source
+    return _Reads(ReadItems.concat(parts), rank, source)
 
 
 def _relayed(plan: LoadPlan, rank: int) -> ReadItems:

@@ -11,19 +11,24 @@ if TYPE_CHECKING:
         ChunkTable,
         boxes_of,
         cut_blocks,
+        cut_within,
         entries_of,
         find_chunks,
         group_blocks,
         locate_reads,
         reach_of,
         reads_of,
+        write_tasks,
     )
     from .copy import (
         BATCH_BYTES,
         Box,
+        ComparePlan,
         CopyBudget,
         CopyPlan,
         StoredChunks,
+        begun_chunks,
+        compare_plan,
         copy_budget,
         copy_plan,
         file_bytes,
@@ -46,6 +51,7 @@ if TYPE_CHECKING:
         is_folded,
         is_needed,
         meeting,
+        partly_filled,
         saved_elsewhere,
         without_other_ranks,
     )
@@ -62,7 +68,17 @@ if TYPE_CHECKING:
         steps,
         whole_blocks,
     )
-    from .retention import Policy, Retained, RunEntry, by_age, retain
+    from .retention import Best, Keep, LeftFile, Retained, RunEntry, by_age, retain, retain_files
+    from .seen import Seen, seen_through
+    from .shared_files import (
+        FileTensor,
+        SharedPlan,
+        Spot,
+        common_ties,
+        lay_out_files,
+        place_tensors,
+        shared_plan,
+    )
     from .shared_reads import (
         MOST_READS,
         Arrival,
@@ -75,6 +91,7 @@ if TYPE_CHECKING:
         shared_rounds,
         sharing_pays,
     )
+    from .shared_values import ValueExchange, ValueRead, value_exchange, value_reads
     from .target import Placements, Target, Traits, plan_target
     from .write import (
         MAX_SHARD_SIZE,
@@ -89,6 +106,7 @@ if TYPE_CHECKING:
         save_id_of,
         shard_plans,
         shards_of,
+        split_tensors,
         widest_first,
         write_plan,
     )
@@ -97,30 +115,37 @@ __getattr__, __dir__ = door(
     __name__,
     {
         "blocks": (
-            "BLOCK_BYTES Blocks ChunkTable boxes_of cut_blocks entries_of find_chunks "
-            "group_blocks locate_reads reach_of reads_of"
+            "BLOCK_BYTES Blocks ChunkTable boxes_of cut_blocks cut_within entries_of "
+            "find_chunks group_blocks locate_reads reach_of reads_of write_tasks"
         ),
         "copy": (
-            "BATCH_BYTES Box CopyBudget CopyPlan StoredChunks copy_budget copy_plan file_bytes "
-            "read_boxes share_plans tensor_bytes"
+            "BATCH_BYTES Box ComparePlan CopyBudget CopyPlan StoredChunks begun_chunks "
+            "compare_plan copy_budget copy_plan file_bytes read_boxes share_plans tensor_bytes"
         ),
         "fetch": ("Access BoxReads ChunkPlaces FAR_GAP FetchPlan PIECE_BYTES Requested fetch_plan"),
         "filling": (
-            "SavedElsewhere is_folded is_needed meeting saved_elsewhere without_other_ranks"
+            "SavedElsewhere is_folded is_needed meeting partly_filled saved_elsewhere "
+            "without_other_ranks"
         ),
         "ranges": (
             "ByteRanges Requests SMALL byte_ranges coalesce fetched filled lies_together "
             "range_axis steps whole_blocks"
         ),
-        "retention": "Policy Retained RunEntry by_age retain",
+        "retention": "Best Keep LeftFile Retained RunEntry by_age retain retain_files",
+        "seen": "Seen seen_through",
+        "shared_files": (
+            "FileTensor SharedPlan Spot common_ties lay_out_files place_tensors shared_plan"
+        ),
         "shared_reads": (
             "Arrival MOST_READS Need Piece Round SharedRounds need_of plan_bytes shared_rounds "
             "sharing_pays"
         ),
+        "shared_values": "ValueExchange ValueRead value_exchange value_reads",
         "target": "Placements Target Traits plan_target",
         "write": (
             "MAX_SHARD_SIZE Shards WritePlan assign_shards file_numbers number_shards pack_files "
-            "parse_size refuse_split save_id_of shard_plans shards_of widest_first write_plan"
+            "parse_size refuse_split save_id_of shard_plans shards_of split_tensors widest_first "
+            "write_plan"
         ),
     },
 )

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from ..columns.arrays import Ints, column, distinct, group_rows, numbered, readonly
 from ..dtypes import itemsize
 from ..errors import Issue, PlanError
+from ..geometry.axes import Cut, joined
 from ..geometry.overlap import expand
 from ..geometry.tilings import Boxes, pad
 from ..metadata import Layout, Metadata
@@ -31,8 +32,11 @@ __all__ = [
     "Blocks",
     "ChunkTable",
     "Located",
+    "block_numbers",
+    "blocks_along",
     "boxes_of",
     "cut_blocks",
+    "cut_within",
     "entries_of",
     "find_chunks",
     "group_blocks",
@@ -40,6 +44,7 @@ __all__ = [
     "look_up",
     "reach_of",
     "reads_of",
+    "write_tasks",
 ]
 
 BLOCK_BYTES: Final = 16 << 20
@@ -82,9 +87,9 @@ def cut_blocks(
     Args:
         sizes: How large each box is, in elements; one row a box.
         itemsize: Bytes of an element.
-        max_bytes: The most bytes a block has (but it has one element at least).
-        offsets: Where each box starts in its chunk, in elements; at its start if left out.
-        extents: How large that chunk is; as large as the box if left out.
+        max_bytes: The most bytes of a block, which has at least one element.
+        offsets: Where each box starts in its chunk, in elements; by default at its start.
+        extents: How large that chunk is; by default as large as the box.
 
     >>> cut_blocks(np.array([[5, 4]]), np.array([4]), 32).sizes.tolist()
     [[2, 4], [2, 4], [1, 4]]
@@ -107,10 +112,38 @@ def cut_blocks(
     cell += first[box]
     low = np.maximum(cell * step[box], offsets[box])
     high = np.minimum((cell + 1) * step[box], (offsets + sizes)[box])
-    along, number = np.maximum(-(-extents // step), 1), np.zeros(len(box), np.int64)
-    for axis in range(sizes.shape[1]):
-        number = number * along[box, axis] + cell[:, axis]
+    number = _row_major(cell, blocks_along(extents, step)[box])
     return Blocks(box, low - offsets[box], high - low, number)
+
+
+def blocks_along(extents: Ints, reach: Ints) -> Ints:
+    """Return how many blocks a chunk has along each axis, given how far each reaches."""
+    along: Ints = np.maximum(-(-extents // reach), 1)
+    return along
+
+
+def _row_major(cell: Ints, along: Ints) -> Ints:
+    """Number cells of grids, given how many cells each grid has along each axis."""
+    number = np.zeros(len(cell), np.int64)
+    for axis in range(cell.shape[1]):
+        number = number * along[:, axis] + cell[:, axis]
+    return number
+
+
+def block_numbers(
+    offsets: Ints, sizes: Ints, extents: Ints, itemsize: Ints, max_bytes: int
+) -> tuple[Ints, Ints]:
+    """Return which block of its chunk each box is, -1 for none, and how many blocks that has.
+
+    >>> boxes = np.array([[2], [2]]), np.array([[2], [1]])
+    >>> [n.tolist() for n in block_numbers(*boxes, np.array([[5], [5]]), np.array([1, 1]), 2)]
+    [[1, -1], [3, 3]]
+    """
+    reach = reach_of(extents, itemsize, max_bytes)
+    along = blocks_along(extents, reach)
+    is_block = (offsets % reach == 0) & (sizes == np.minimum(reach, extents - offsets))
+    number = _row_major(offsets // reach, along)
+    return np.where(is_block.all(axis=1), number, -1), along.prod(axis=1)
 
 
 def group_blocks(
@@ -118,8 +151,8 @@ def group_blocks(
 ) -> list[tuple[int, int]]:
     """Group blocks of a file, in order, into tasks of neighbours; return which rows each has.
 
-    A task has at most ``max_blocks`` blocks, and begins less than ``max_bytes`` bytes of blocks
-    before its last one.
+    A task has at most ``max_blocks`` blocks, and less than ``max_bytes`` bytes in all of them
+    but the last.
 
     >>> group_blocks(np.array([0, 4, 8, 20]), np.array([4, 4, 4, 4]), max_bytes=8)
     [(0, 2), (2, 3), (3, 4)]
@@ -132,13 +165,26 @@ def group_blocks(
     return list(pairwise([0, *edges.tolist(), len(nbytes)]))
 
 
+_WRITTEN: Final = 16 << 20  # bytes that a thread writes before it takes the next ones
+_SMALL: Final = 1 << 16  # bytes of a block where several threads would only wait for each other
+
+
+def write_tasks(nbytes: Ints) -> list[tuple[int, int]]:
+    """Group the blocks of a file to be written into tasks of threads; return which rows each has.
+
+    There is a single task if blocks are tiny.
+
+    >>> write_tasks(np.full(4, 10 << 20)), write_tasks(np.full(4, 1))
+    ([(0, 2), (2, 4)], [(0, 4)])
+    """
+    if int(nbytes.sum()) < len(nbytes) * _SMALL:
+        return [(0, len(nbytes))]
+    edges = np.flatnonzero(np.diff((np.cumsum(nbytes) - nbytes) // _WRITTEN)) + 1
+    return list(pairwise([0, *edges.tolist(), len(nbytes)]))
+
+
 def reach_of(extents: Ints, itemsize: Ints, max_bytes: int = BLOCK_BYTES) -> Ints:
     """Return how far a block reaches along each axis of a chunk, in elements.
-
-    Args:
-        extents: How large each chunk is, in elements; one row a chunk.
-        itemsize: Bytes of an element.
-        max_bytes: The most bytes a block has (but it has one element at least).
 
     A chunk without elements is one block, however long its other axes are.
 
@@ -187,6 +233,19 @@ def reads_of(
             yield at, part[:axes]
 
 
+def cut_within(where: Cut, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Cut, ...]:
+    """Return the part of a pair of boxes inside a box of the chunk, and relative to that box.
+
+    >>> from shardplan.planning.geometry import Axes
+    >>> transposed = Cut((0, 0), (2, 3), Axes((2, 3), (1, 0)), (0, 0), (3, 2))
+    >>> cut_within(transposed, (1, 0), (2, 2))[0][:2]
+    ((0, 1), (2, 2))
+    """
+    if where.axes is None and (offsets, sizes) == (where.chunk_offsets, where.chunk_sizes):
+        return (where._replace(chunk_offsets=(0,) * len(sizes)),)
+    return joined(where, Cut(offsets, sizes, None, (0,) * len(sizes), sizes))
+
+
 _VALUE: Final = Layout((), Boxes(column([], 1, 0), column([], 1, 0)))
 
 
@@ -220,12 +279,9 @@ class ChunkTable:
         return cls(layouts, np.cumsum(count) - count, count, offsets, sizes)
 
     def find(self, layout: Ints, offsets: Ints, hint: Ints | None = None) -> Ints:
-        """Return which chunk of its layout starts at each offset, -1 where none does.
+        """Return which chunk of its layout starts at each offset (global), -1 where none does.
 
-        Args:
-            layout: The layout in which to look, row by row.
-            offsets: Where the chunk starts, in the global frame.
-            hint: The chunk to try first; -1 for no hint.
+        The chunk of ``hint`` is tried first, unless it is -1.
         """
         axes = max(self.offsets.shape[1], offsets.shape[1])
         known, wanted = pad(self.offsets, axes, 0), pad(offsets, axes, 0)
@@ -303,10 +359,6 @@ def find_chunks(metadata: Metadata, items: ReadItems) -> Ints:
     The hint of a read is tried first: plans that were just made have right ones. But a plan may
     come from anywhere, or from a time at which the tensor was cut differently.
 
-    Args:
-        metadata: The checkpoint.
-        items: Reads of tensors.
-
     Raises:
         PlanError: There is no such tensor, no chunk that starts there, or the read reaches past it.
     """
@@ -336,12 +388,7 @@ def _no_chunk(items: ReadItems, row: int) -> Issue:
 
 
 def locate_reads(metadata: Metadata, reads: ReadItems, max_bytes: int = BLOCK_BYTES) -> Located:
-    """Find the block in which each read begins.
-
-    Args:
-        metadata: The checkpoint.
-        reads: The reads; one of a name that the checkpoint does not have gets the chunk -1.
-        max_bytes: The most bytes of a block.
+    """Find the block in which each read begins; the chunk is -1 for an unknown name.
 
     >>> from shardplan.planning import TensorSpec, global_plan, load_plan, local_plan
     >>> plan = local_plan({"w": TensorSpec((5, 4))})  # rows of 16 bytes, 2 to a block
@@ -350,10 +397,8 @@ def locate_reads(metadata: Metadata, reads: ReadItems, max_bytes: int = BLOCK_BY
     >>> found.number.tolist(), found.sizes.tolist(), found.inside.tolist()
     ([0], [[2, 4]], [False])
     """
-    entries, table = (
-        metadata.state_dict_metadata,
-        ChunkTable.of(metadata.state_dict_metadata.layouts),
-    )
+    entries = metadata.state_dict_metadata
+    table = ChunkTable.of(entries.layouts)
     entry, layout = entries_of(metadata, reads)
     chunk = table.find(layout, reads.storage_anchor, reads.storage_hint)
     axes = max(table.sizes.shape[1], reads.lengths.shape[1], 1)
@@ -363,11 +408,7 @@ def locate_reads(metadata: Metadata, reads: ReadItems, max_bytes: int = BLOCK_BY
     offsets = pad(reads.storage_offsets, axes, 0)
     cell = offsets // reach
     last = (offsets + np.maximum(pad(reads.lengths, axes, 1), 1) - 1) // reach
-    along, number = np.maximum(-(-extents // reach), 1), np.zeros(len(reads), np.int64)
-    for axis in range(axes):
-        number = number * along[:, axis] + cell[:, axis]
-    start = cell * reach
+    number, start = _row_major(cell, blocks_along(extents, reach)), cell * reach
+    inside = (cell == last).all(axis=1) & (chunk >= 0)
     sizes = np.minimum(reach, extents - start)
-    return Located(
-        entry, chunk, number, start, sizes, extents, (cell == last).all(axis=1) & (chunk >= 0)
-    )
+    return Located(entry, chunk, number, start, sizes, extents, inside)

@@ -12,8 +12,10 @@ Nothing is read here; `shardplan.io.execute` carries the plan out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Final
 
 import attrs
@@ -22,22 +24,26 @@ import numpy as np
 from ..columns.arrays import Ints, column, padded
 from ..columns.items import Catalog, Head, WriteItems
 from ..columns.reads import ReadItems
+from ..geometry.axes import Cut
 from ..geometry.tilings import pad
 from ..load import load_plan
 from ..metadata import Metadata, TensorMetadata
 from ..plans import SavePlan
 from ..records import TensorProperties, WriteItemType
 from ..text import Printed, Sheet, human_bytes, listing
-from .blocks import BLOCK_BYTES, reads_of
+from .blocks import BLOCK_BYTES, block_numbers, boxes_of, cut_blocks, cut_within
 from .fetch import ChunkPlaces
 from .ranges import Flags, lies_together, steps
 
 __all__ = [
     "BATCH_BYTES",
     "Box",
+    "ComparePlan",
     "CopyBudget",
     "CopyPlan",
     "StoredChunks",
+    "begun_chunks",
+    "compare_plan",
     "copy_budget",
     "copy_plan",
     "file_bytes",
@@ -80,12 +86,14 @@ class StoredChunks:
         first: The row of each tensor's first chunk, by name.
         movable: Whether its bytes can be copied out of its file as they are.
         tied: Names of tensors that are stored as another one, and those others.
+        block_bytes: The most bytes of a block that chunks were hashed with.
     """
 
     places: ChunkPlaces
     first: Mapping[str, int]
     movable: Flags
     tied: Mapping[str, str] = attrs.field(factory=dict)
+    block_bytes: int = BLOCK_BYTES
 
 
 @attrs.frozen(eq=False, repr=False, slots=False)
@@ -102,6 +110,8 @@ class CopyPlan(Printed):
         file, begin: Per read of a copied box, where its bytes lie.
         into: Per read of a copied box, where they go in the box, in bytes.
         length: Per read, its bytes.
+        block: Per read of a copied box, which block of its chunk it is; -1 if it is none.
+        blocks: Per read of a copied box, how many blocks its chunk has.
     """
 
     boxes: tuple[Box, ...]
@@ -114,6 +124,8 @@ class CopyPlan(Printed):
     begin: Ints
     into: Ints
     length: Ints
+    block: Ints
+    blocks: Ints
 
     @property
     def batches(self) -> list[Ints]:
@@ -159,6 +171,7 @@ def copy_plan(
     order: Ints | None = None,
     stored: StoredChunks | None = None,
     *,
+    whole: bool = False,
     block_bytes: int = BLOCK_BYTES,
 ) -> CopyPlan:
     """Plan how the items of a plan are copied from another checkpoint.
@@ -168,6 +181,7 @@ def copy_plan(
         plan: What to write. Each item's source is a whole tensor of the old checkpoint.
         order: The items in the order in which they are written; some may be left out.
         stored: Where the old checkpoint's chunks lie; None if nothing can be copied as it is.
+        whole: Whether all items of a tensor are written as one, cut into its blocks.
         block_bytes: The most bytes of a box.
 
     >>> from shardplan.planning import TensorSpec, global_plan, local_plan
@@ -177,7 +191,7 @@ def copy_plan(
     batch  first box  boxes  bytes  copied  reads
         0  b              2     80       0      2
     """
-    boxes, same = _boxes(metadata, plan, order, block_bytes)
+    boxes, same = _boxes(metadata, plan, order, whole, block_bytes)
     reads, box = read_boxes(metadata, boxes)
     width = column([_properties(metadata, b.name).itemsize for b in boxes])
     axes = max(reads.lengths.shape[1], 1)
@@ -186,8 +200,8 @@ def copy_plan(
     into = (pad(reads.dest_offsets, axes, 0) * steps(sizes[box])).sum(axis=1) * width[box]
     order = np.lexsort((into, box))
     reads, lengths, box, into = reads.take(order), lengths[order], box[order], into[order]
-    single, file, begin = _stored_ranges(reads, stored)
-    same[box[~(single & lies_together(lengths, sizes[box]))]] = False
+    found = _stored_ranges(reads, stored)
+    same[box[~(found.single & lies_together(lengths, sizes[box]))]] = False
     return CopyPlan(
         boxes=boxes,
         nbytes=nbytes,
@@ -195,31 +209,65 @@ def copy_plan(
         copied=same,
         reads=reads,
         box=box,
-        file=file,
-        begin=begin,
+        file=found.file,
+        begin=found.begin,
         into=into,
         length=reads.numel * width[box],
+        block=found.block,
+        blocks=found.blocks,
     )
 
 
 def _boxes(
-    metadata: Metadata, plan: SavePlan, order: Ints | None, block_bytes: int
+    metadata: Metadata, plan: SavePlan, order: Ints | None, whole: bool, block_bytes: int
 ) -> tuple[tuple[Box, ...], Flags]:
     """Return the boxes of a plan's items, and whether each is written as it is stored."""
-    items, heads = plan.items, plan.items.catalog.heads
-    order = np.arange(len(items)) if order is None else order
-    offsets, sizes, rows = items.offsets.tolist(), items.sizes.tolist(), items.row.tolist()
     found: dict[Box, bool] = {}  # a box that is written twice is planned once
-    for item in order.tolist():
-        _, name, _, properties, shape = heads[rows[item]]
+    for piece in _pieces(plan.items, order, whole):
+        for low, size in boxes_of(piece.sizes, piece.dtype, block_bytes):
+            if 0 in size:
+                continue
+            block, numel = tuple(low[: len(piece.sizes)]), math.prod(size)
+            for name, where in piece.origins:
+                stored = _properties(metadata, name).dtype
+                for at, sizes in boxes_of(size[: len(block)], stored, block_bytes):
+                    start = tuple(b + a for b, a in zip(block, at, strict=False))
+                    for one in cut_within(where, start, tuple(sizes[: len(block)])):
+                        same = stored == piece.dtype and math.prod(one.box_sizes) == numel
+                        same &= one.axes is None or len(one.axes.order) <= 1
+                        found.setdefault(Box(name, one.box_offsets, one.box_sizes), same)
+    return tuple(found), np.array(list(found.values()), bool)
+
+
+@attrs.frozen
+class _Piece:
+    """What is written as one: its sizes, its dtype, and the boxes of tensors that it is made of."""
+
+    sizes: tuple[int, ...]
+    dtype: str
+    origins: list[tuple[str, Cut]]
+
+
+def _pieces(items: WriteItems, order: Ints | None, whole: bool) -> Iterable[_Piece]:
+    """Return what is written, in order: each item, or each tensor that is written whole."""
+    found: dict[str | int, _Piece] = {}
+    heads, frame = items.catalog.heads, items.frame
+    offsets, sizes, rows = items.offsets.tolist(), items.sizes.tolist(), items.row.tolist()
+    box_offsets, box_sizes = items.box_offsets.tolist(), items.box_sizes.tolist()
+    for item in range(len(items)) if order is None else order.tolist():
+        name, source, _, properties, shape = heads[rows[item]]
         if properties is None:
             continue
-        axes, stored = len(shape), _properties(metadata, name).dtype
-        for at, size in reads_of(sizes[item][:axes], properties.dtype, stored, block_bytes):
-            if 0 not in size:
-                start = tuple(o + a for o, a in zip(offsets[item], at, strict=False))
-                found.setdefault(Box(name, start, tuple(size)), properties.dtype == stored)
-    return tuple(found), np.array(list(found.values()), bool)
+        axes, count = len(shape), items.box_axes(item)
+        chunk = tuple(sizes[item][:axes])
+        start = tuple(offsets[item][:axes]) if whole else (0,) * axes
+        empty = _Piece(shape if whole else chunk, properties.dtype, [])
+        piece = found.setdefault(name if whole else item, empty)
+        if frame is None or frame.fill[item] is None:
+            box = tuple(box_offsets[item][:count]), tuple(box_sizes[item][:count])
+            axes_of = None if frame is None else frame.axes[item]
+            piece.origins.append((source, Cut(*box, axes_of, start, chunk)))
+    return found.values()
 
 
 def read_boxes(metadata: Metadata, boxes: Sequence[Box]) -> tuple[ReadItems, Ints]:
@@ -248,25 +296,94 @@ def _properties(metadata: Metadata, name: str) -> TensorProperties:
     return entries.props[int(entries.prop[entries.row_of[name]])]
 
 
-def _stored_ranges(reads: ReadItems, stored: StoredChunks | None) -> tuple[Flags, Ints, Ints]:
-    """Return whether each read is one range that can be copied; its file, and where it begins."""
+@attrs.frozen(eq=False)
+class _Ranges:
+    """Whether each read is one range that can be copied, where it begins, and which block it is."""
+
+    single: Flags
+    file: Ints
+    begin: Ints
+    block: Ints
+    blocks: Ints
+
+
+def _stored_ranges(reads: ReadItems, stored: StoredChunks | None) -> _Ranges:
     if stored is None or not len(reads):
-        nowhere = np.zeros(len(reads), np.int64)
-        return np.zeros(len(reads), bool), nowhere, nowhere
+        zeros = np.zeros(len(reads), np.int64)
+        return _Ranges(np.zeros(len(reads), bool), zeros, zeros, zeros - 1, zeros)
     places = stored.places
     chunk = column([stored.first[name] for name in reads.names])[reads.storage] + reads.storage_hint
     axes = max(reads.lengths.shape[1], places.extents.shape[1])
-    extents = pad(places.extents, axes, 1)[chunk]
-    single = stored.movable[chunk] & lies_together(pad(reads.lengths, axes, 1), extents)
-    first = (pad(reads.storage_offsets, axes, 0) * steps(extents)).sum(axis=1)
-    return single, places.file[chunk], places.begin[chunk] + first * places.itemsize[chunk]
+    extents, width = pad(places.extents, axes, 1)[chunk], places.itemsize[chunk]
+    offsets, lengths = pad(reads.storage_offsets, axes, 0), pad(reads.lengths, axes, 1)
+    return _Ranges(
+        stored.movable[chunk] & lies_together(lengths, extents),
+        places.file[chunk],
+        places.begin[chunk] + (offsets * steps(extents)).sum(axis=1) * width,
+        *block_numbers(offsets, lengths, extents, width, stored.block_bytes),
+    )
 
 
-def _batches(nbytes: Ints) -> Ints:
+def begun_chunks(reads: ReadItems) -> set[tuple[str, int]]:
+    """Return the chunks whose first element is read, by name and number among the tensor's.
+
+    Of processes that copy different parts of a chunk, so just one begins it.
+    """
+    first = np.flatnonzero((reads.storage_offsets == 0).all(axis=1))
+    rows = zip(reads.storage[first].tolist(), reads.storage_hint[first].tolist(), strict=True)
+    return {(reads.names[name], chunk) for name, chunk in rows}
+
+
+@attrs.frozen(eq=False)
+class ComparePlan:
+    """What is read of two checkpoints to compare their elements.
+
+    Attributes:
+        boxes: What is read, small enough for memory; none is empty.
+        chunk: Per box, the number of the chunk that it is a part of.
+        nbytes: Per box, its bytes.
+        batches: The boxes that are read at a time.
+    """
+
+    boxes: tuple[Box, ...]
+    chunk: tuple[int, ...]
+    nbytes: tuple[int, ...]
+    batches: tuple[range, ...]
+
+
+def compare_plan(metadata: Metadata, chunks: Mapping[str, Ints], max_bytes: int) -> ComparePlan:
+    """Cut chunks of a checkpoint into boxes, to be read in batches of about ``max_bytes``.
+
+    >>> from shardplan.planning import TensorSpec, global_plan, local_plan
+    >>> metadata = global_plan([local_plan({"w": TensorSpec((5, 4)), "b": TensorSpec((4,))})])[1]
+    >>> plan = compare_plan(metadata, {"w": np.array([0]), "b": np.array([0])}, 32)
+    >>> [(box.name, *box.offsets) for box in plan.boxes], plan.batches
+    ([('w', 0, 0), ('w', 2, 0), ('w', 4, 0), ('b', 0)], (range(0, 1), range(1, 2), range(2, 4)))
+    """
+    boxes, chunk, nbytes = list[Box](), list[int](), list[int]()
+    for name, numbers in chunks.items():
+        entry = metadata.state_dict_metadata[name]
+        assert isinstance(entry, TensorMetadata)
+        width, axes = entry.properties.itemsize, len(entry.size)
+        numbers = numbers[(entry.chunks.sizes[numbers] > 0).all(axis=1)]
+        sizes = entry.chunks.sizes[numbers]
+        blocks = cut_blocks(sizes, np.full(len(numbers), width), max_bytes)
+        starts = entry.chunks.offsets[numbers][blocks.box] + blocks.offsets[:, :axes]
+        pairs = zip(starts.tolist(), blocks.sizes[:, :axes].tolist(), strict=True)
+        boxes += [Box(name, tuple(start), tuple(size)) for start, size in pairs]
+        chunk += numbers[blocks.box].tolist()
+        nbytes += (blocks.sizes.prod(axis=1) * width).tolist()
+    batch = _batches(column(nbytes), max_bytes)
+    edges = [0, *(np.flatnonzero(np.diff(batch)) + 1).tolist(), len(boxes)]
+    batches = tuple(range(low, high) for low, high in pairwise(edges) if low < high)
+    return ComparePlan(tuple(boxes), tuple(chunk), tuple(nbytes), batches)
+
+
+def _batches(nbytes: Ints, max_bytes: int = BATCH_BYTES) -> Ints:
     """Number the batches in which boxes are read."""
     batch, number, held, boxes = np.zeros(len(nbytes), np.int64), 0, 0, 0
     for row, size in enumerate(nbytes.tolist()):
-        if boxes and (held + size > BATCH_BYTES or boxes == _BATCH_BOXES):
+        if boxes and (held + size > max_bytes or boxes == _BATCH_BOXES):
             number, held, boxes = number + 1, 0, 0
         batch[row], held, boxes = number, held + size, boxes + 1
     return batch
@@ -292,11 +409,8 @@ def copy_budget(
 ) -> CopyBudget:
     """Divide memory: a quarter for reads under way, the rest for files in the making.
 
-    Args:
-        max_memory: Bytes of memory to use at most.
-        read_staging: Bytes that a read of the old checkpoint's store holds on the way.
-        write_staging: Bytes that a write to the new one's store holds on the way.
-        max_files: How many files are written at a time at most.
+    ``read_staging`` and ``write_staging`` are the bytes that a read of the old checkpoint's store
+    and a write to the new one's hold on the way.
 
     >>> copy_budget(192 << 20, write_staging=64 << 20)
     CopyBudget(files=1, depth=1, reading=50331648)

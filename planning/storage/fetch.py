@@ -20,7 +20,7 @@ import numpy as np
 
 from ..columns.arrays import Ints, numbered
 from ..text import Printed, Sheet, human_bytes, listing
-from .blocks import BLOCK_BYTES, Blocks, cut_blocks, reach_of
+from .blocks import BLOCK_BYTES, Blocks, blocks_along, cut_blocks, reach_of
 from .ranges import (
     SMALL,
     WASTE,
@@ -201,7 +201,7 @@ class FetchPlan(Printed):
         """How many blocks each chunk is hashed in."""
         extents = self.places.extents
         reach = reach_of(extents, self.places.itemsize, self.block_bytes)
-        counts: list[int] = np.maximum(-(-extents // reach), 1).prod(axis=1).tolist()
+        counts: list[int] = blocks_along(extents, reach).prod(axis=1).tolist()
         return counts
 
     @cached_property

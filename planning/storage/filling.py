@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Final, TypeVar
@@ -10,6 +11,7 @@ from typing import Final, TypeVar
 import attrs
 import numpy as np
 
+from ..columns.reads import ReadItems
 from ..load import Strict, strict_patterns
 from ..metadata import Metadata
 from ..plans import SavePlan
@@ -19,6 +21,7 @@ __all__ = [
     "is_folded",
     "is_needed",
     "meeting",
+    "partly_filled",
     "saved_elsewhere",
     "without_other_ranks",
 ]
@@ -64,6 +67,24 @@ def meeting(spans: Mapping[K, tuple[int, int]]) -> Iterator[tuple[K, K]]:
         for other in ends:
             yield other, key
         ends[key] = end
+
+
+def partly_filled(plan: SavePlan, reads: ReadItems) -> frozenset[str]:
+    """Return the names, in the state dict, of tensors of which some elements are read, not all.
+
+    >>> from shardplan.planning import TensorSpec, global_plan, load_plan, local_plan, trim
+    >>> a, b = (local_plan({"w": TensorSpec((n,))}) for n in (3, 4))
+    >>> plan = trim("w", axis=0, to=3)((b,))[0]
+    >>> partly_filled(plan, load_plan(global_plan([a])[1], plan).items)
+    frozenset({'w'})
+    """
+    got, held = Counter[str](), Counter[str]()
+    for name, numel in zip(reads.dest.tolist(), reads.numel.tolist(), strict=True):
+        got[reads.names[name]] += numel
+    holds = plan.holds
+    for row, numel in zip(holds.row.tolist(), holds.box_sizes.prod(axis=1).tolist(), strict=True):
+        held[holds.catalog.sources[row]] += numel
+    return frozenset(name for name, numel in got.items() if 0 < numel < held[name])
 
 
 @attrs.frozen

@@ -87,14 +87,10 @@ def byte_ranges(
 
 
 def spread(first: Ints, lengths: Ints, strides: Ints, axis: Ints, itemsize: Ints) -> ByteRanges:
-    """Return the byte ranges of boxes, each of them one range from some axis on.
+    """Return the byte ranges of boxes whose first elements lie at byte ``first`` of their file.
 
-    Args:
-        first: Where the first element of each box lies in its file, in bytes.
-        lengths: How many elements each box has along each axis.
-        strides: How many elements of the file a step along each axis skips.
-        axis: The axis from which on a box is fetched as one range, gaps and all.
-        itemsize: Bytes of an element.
+    From ``axis`` on each is fetched as one range, gaps and all. A step along an axis skips
+    ``strides`` elements of the file.
     """
     outside = np.arange(lengths.shape[1]) < axis[:, None]
     counts = np.where(outside, lengths, np.minimum(lengths, 1))  # none of an empty box
@@ -114,15 +110,9 @@ def range_axis(
     Gaps are read over where that is cheaper than another range. Long ranges go straight to where
     they belong, so they are not joined here unless they touch.
 
-    Args:
-        lengths: How many elements each box has along each axis; one row a box.
-        strides: How many elements of the file a step along each axis skips.
-        itemsize: Bytes of an element.
-        max_gap: The widest gap to read over, in bytes.
-        max_waste: The largest share of a range that a wider gap may be.
-
-    Returns:
-        The first such axis; the number of axes if every element is a range of its own.
+    If every element is a range of its own, that is the number of axes. A step along an axis skips
+    ``strides`` elements of the file. A gap wider than ``max_gap`` bytes may be at most a share of
+    ``max_waste`` of the range.
 
     Of a tensor of 8-byte elements, one column of 4, one of 1,000, and all rows but the last:
 
@@ -173,13 +163,7 @@ def lies_together(lengths: Ints, extents: Ints) -> Flags:
 def has_narrow_gaps(lengths: Ints, extents: Ints, itemsize: Ints, max_gap: int) -> Flags:
     """Return True for boxes that are several ranges of their chunk, none far from the next.
 
-    Args:
-        lengths: How large each box is, in elements; none is empty.
-        extents: How large its chunk is.
-        itemsize: Bytes of an element.
-        max_gap: The most bytes from the end of a range to the next one.
-
-    Of rows of 4 bytes, two columns; two rows; and every column but the last of 9:
+    No box may be empty. Here: two columns of rows of 4 bytes; two rows; all columns but one of 9:
 
     >>> lengths, extents = np.array([[3, 2], [2, 4], [3, 8]]), np.array([[3, 4], [3, 4], [3, 9]])
     >>> has_narrow_gaps(lengths, extents, np.array([1, 1, 4]), 2).tolist()
@@ -197,7 +181,7 @@ def has_narrow_gaps(lengths: Ints, extents: Ints, itemsize: Ints, max_gap: int) 
 def fetched(lengths: Ints, extents: Ints, itemsize: Ints, max_gap: int) -> Ints:
     """Count the elements fetched for each box: its own, and those in narrow gaps.
 
-    Arguments are those of `has_narrow_gaps`; boxes may be empty.
+    Boxes may be empty.
 
     >>> fetched(np.array([[3, 2], [2, 4]]), np.array([[3, 4]] * 2), np.array([1, 1]), 2).tolist()
     [10, 8]
@@ -209,15 +193,10 @@ def fetched(lengths: Ints, extents: Ints, itemsize: Ints, max_gap: int) -> Ints:
 
 
 def filled(chunk: Ints, offsets: Ints, lengths: Ints, extents: Ints) -> Flags:
-    """Return True for boxes of chunks that one range after another makes up, each box one range.
+    """Return True for boxes of chunks that are filled by boxes, each of them one range.
 
-    Args:
-        chunk: The chunk that each box lies in; boxes come in any order, and none is empty.
-        offsets: Where each starts in its chunk, in elements.
-        lengths: How large each is.
-        extents: How large its chunk is.
-
-    Chunk 0 of 4 elements is read in halves, chunk 1 but for its first element:
+    Boxes come in any order, and none is empty. Chunk 0 of 4 elements is read in halves, of chunk 1
+    all but the first element:
 
     >>> column = lambda *n: np.array(n).reshape(-1, 1)
     >>> filled(np.array([0, 1, 0]), column(2, 1, 0), column(2, 3, 2), column(4, 4, 4)).tolist()
@@ -246,17 +225,9 @@ def whole_blocks(
 ) -> Flags:
     """Return True for boxes that are one range which begins and ends where blocks do.
 
-    Of boxes that share elements, only one counts: a block is hashed once.
-
-    Args:
-        chunk: The chunk that each box lies in; boxes come in any order, and none is empty.
-        offsets: Where each starts in its chunk, in elements.
-        lengths: How large each is.
-        extents: How large its chunk is.
-        itemsize: Bytes of an element.
-        max_bytes: The most bytes of a block.
-
-    Of a chunk of 5 elements in blocks of 2, the last two blocks are read, and half of the first:
+    Of boxes that share elements, only one counts: a block is hashed once. Boxes come in any order,
+    and none is empty. Of a chunk of 5 elements in blocks of 2, the last two blocks are read, and
+    half of the first:
 
     >>> column = lambda *n: np.array(n).reshape(-1, 1)
     >>> boxes = (column(2, 0), column(3, 1), column(5, 5))

@@ -365,6 +365,7 @@ class _Table:
             reads,
             storage_offsets=readonly(np.where(widen, start, reads.storage_offsets)),
             lengths=readonly(np.where(widen, sizes, reads.lengths)),
+            frame=None,  # they go into memory of their own first
         )
         regions = [(rows, read) for read, batch in enumerate(going) for rows in batch.regions]
         regions.sort(key=lambda pair: self.region[pair[0][0]])

@@ -6,14 +6,13 @@ it lies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import attrs
 import numpy as np
 
-from ..check import dropped_names
 from ..columns.arrays import Ints, column, padded, readonly
 from ..columns.items import Catalog, Head, WriteItems
 from ..mesh import Mesh, Placement, Shard, TensorSpec, as_mesh, world_plans
@@ -22,10 +21,15 @@ from ..passes import Passes, chain
 from ..plans import SavePlan
 from ..records import WriteItemType
 from ..save import DEFAULT_PASSES, global_plan
+from ..sources import dropped_names
+from .blocks import ChunkTable
 from .copy import StoredChunks
 from .write import MAX_SHARD_SIZE, refuse_split, shard_plans
 
-__all__ = ["Placements", "Target", "Traits", "plan_target"]
+if TYPE_CHECKING:
+    from ..reports.show import PlannerTrace
+
+__all__ = ["Placements", "Target", "Traits", "held_tensors", "plan_target"]
 
 Placements = (
     Mapping[str, Sequence[Placement]]
@@ -37,7 +41,7 @@ names, where the first that fits counts; or a function of name and shape."""
 
 _LEAST_PART: Final = 64 << 20
 _PARTS: Final = 4  # files that one process should have to write, to keep all threads busy
-_NESTING: Final = ("paths", "empty")  # what planner data says of nested keys
+_NESTING: Final = ("paths", "empty", "nodes")  # what planner data says of nested keys
 
 
 @attrs.frozen(eq=False)
@@ -50,6 +54,7 @@ class Target:
         tied: Names that share another's elements, and those others.
         left_out: Names of values that the format cannot hold.
         dropped: Names in the old checkpoint of what the planner left out.
+        trace: What each pass of the planner did, if that was asked for.
     """
 
     plans: tuple[SavePlan, ...]
@@ -57,6 +62,7 @@ class Target:
     tied: Mapping[str, str] = attrs.field(factory=dict)
     left_out: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
+    trace: PlannerTrace | None = None
 
 
 class Traits(Protocol):
@@ -79,6 +85,7 @@ def plan_target(
     placements: Placements | None = None,
     max_shard_size: int | None = None,
     processes: int = 1,
+    trace: bool = False,
 ) -> Target:
     """Plan what a conversion writes.
 
@@ -96,6 +103,7 @@ def plan_target(
             over all axes of the mesh.
         max_shard_size: The most bytes of a file, where there is no mesh.
         processes: How many processes share the work.
+        trace: Whether to return what each pass of the planner did.
 
     Raises:
         PlanError, RefusedError: There is no correct plan.
@@ -110,13 +118,19 @@ def plan_target(
             f"a checkpoint of the format {into.name!r} is not sharded; leave out `mesh`"
         )
     if mesh is None:
-        local: Sequence[SavePlan] = (_held(metadata, whole),)
+        local: Sequence[SavePlan] = (held_tensors(metadata, whole),)
     else:
         local = _sharded(metadata, as_mesh(mesh), placements)
-    plans, described = global_plan(local, chain(planner or (), *DEFAULT_PASSES))
+    did: PlannerTrace | None = None
+    if trace:
+        from ..reports.show import traced
+
+        local, did = traced(planner or (), local)
+    passes = chain(() if trace or planner is None else planner, *DEFAULT_PASSES)
+    plans, described = global_plan(local, passes)
     described = attrs.evolve(described, planner_data=_planner_data(metadata, described))
     dropped = dropped_names(plans)
-    plans = tuple(attrs.evolve(plan, items=_from_whole(plan.items), held=None) for plan in plans)
+    plans = tuple(attrs.evolve(plan, held=None, left_out=None) for plan in plans)
     tied = _tie_names(stored.tied, plans, into.reserved)
     left_out: tuple[str, ...] = ()
     if not into.has_values:
@@ -126,10 +140,11 @@ def plan_target(
         plans = shard_plans(plans[0], max_shard_size or MAX_SHARD_SIZE, tied)
     elif mesh is None and not whole:
         plans = _split_by_file(plans[0], metadata, stored, max_shard_size, processes)
-    return Target(plans, described, tied, left_out, dropped)
+    plans = tuple(attrs.evolve(plan, items=_from_whole(plan.items)) for plan in plans)
+    return Target(plans, described, tied, left_out, dropped, did)
 
 
-def _held(metadata: Metadata, whole: bool) -> SavePlan:
+def held_tensors(metadata: Metadata, whole: bool) -> SavePlan:
     """Plan to write all that was saved, cut as it is or in whole tensors."""
     heads: list[Head] = []
     row, offsets, sizes = list[int](), list[Sequence[int]](), list[Sequence[int]]()
@@ -192,7 +207,7 @@ def _planner_data(old: Metadata, new: Metadata) -> Any:
 
 def _from_whole(items: WriteItems) -> WriteItems:
     """Let all items be parts of whole tensors, which start at the origin."""
-    return attrs.evolve(items, source_offsets=readonly(np.zeros_like(items.offsets)))
+    return attrs.evolve(items, source_offsets=readonly(np.zeros_like(items.box_offsets)))
 
 
 def _without_values(plans: Sequence[SavePlan]) -> tuple[tuple[SavePlan, ...], tuple[str, ...]]:
@@ -209,20 +224,25 @@ def _without_values(plans: Sequence[SavePlan]) -> tuple[tuple[SavePlan, ...], tu
 def _tie_names(
     tied: Mapping[str, str], plans: Sequence[SavePlan], reserved: Sequence[str]
 ) -> dict[str, str]:
-    """Return the new names of tied tensors; those that are cast apart are tied no longer."""
+    """Return the new names of tied tensors; those that are changed apart are tied no longer."""
     if not tied:
         return {}
-    written: dict[str, tuple[str, str]] = {}
+    either = {*tied, *tied.values()}
+    made: dict[str, set[Hashable]] = {}  # what each new tensor is made of
+    is_second = set[str]()
     for plan in plans:
-        for row in np.unique(plan.items.row).tolist():
-            name, source, _, properties, _ = plan.items.catalog.heads[row]
-            if properties is not None:
-                written[source] = (name, properties.dtype)
-    groups: dict[tuple[str, str], str] = {}
+        sources = plan.items.catalog.sources
+        known = np.array([source in either for source in sources], bool)
+        for item in plan.items.take(known[plan.items.row]):
+            name, source, data = item.index.fqn, item.source.fqn, item.tensor_data
+            if data is not None:
+                box = (tied.get(source, source), item.source_chunk, item.axes, item.fill)
+                made.setdefault(name, set()).add((*box, data))
+                is_second |= {name} if source in tied else set()
+    groups: dict[Hashable, str] = {}
     ties = {}
-    for source in sorted(written, key=lambda s: (s in tied, written[s][0])):
-        name, dtype = written[source]
-        kept = groups.setdefault((tied.get(source, source), dtype), name)
+    for name in sorted(made, key=lambda n: (n in is_second, n)):
+        kept = groups.setdefault(frozenset(made[name]), name)
         if kept != name and name not in reserved:
             ties[name] = kept
     return ties
@@ -255,22 +275,12 @@ def _split_by_file(
 
 def _origins(items: WriteItems, metadata: Metadata, stored: StoredChunks) -> tuple[Ints, Ints]:
     """Return the file that each item begins in, and where; values are in the first file."""
-    heads, entries = items.catalog.heads, metadata.state_dict_metadata
-    corners: dict[str, dict[tuple[int, ...], int]] = {}
-    found = []
-    for row, offsets in zip(items.row.tolist(), items.offsets.tolist(), strict=True):
-        _, name, _, properties, size = heads[row]
-        if properties is None:
-            found.append(-1)
-            continue
-        if name not in corners:
-            entry = entries[name]
-            assert isinstance(entry, TensorMetadata)
-            starts = map(tuple, entry.chunks.offsets.tolist())
-            corners[name] = {start: number for number, start in enumerate(starts)}
-        found.append(stored.first[name] + corners[name].get(tuple(offsets[: len(size)]), 0))
-    chunk = column(found)
-    file, begin, real = np.zeros_like(chunk), np.zeros_like(chunk), chunk >= 0
+    entries, sources = metadata.state_dict_metadata, items.catalog.sources
+    layout = entries.layout[column([entries.row_of[name] for name in sources])][items.row]
+    table = ChunkTable.of(entries.layouts)
+    first = column([stored.first.get(name, -1) for name in sources])[items.row]
+    chunk = first + np.maximum(table.find(layout, items.shard_offsets), 0)
+    file, begin, real = np.zeros_like(chunk), np.zeros_like(chunk), first >= 0
     file[real], begin[real] = stored.places.file[chunk[real]], stored.places.begin[chunk[real]]
     file[~real] = min(file[real].tolist(), default=0)
     return file, begin

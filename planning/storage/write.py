@@ -1,7 +1,7 @@
 """`write_plan` and `number_shards`: which bytes of which file each item of a plan becomes.
 
-1. A safetensors file holds a name once. So the k-th chunk of a tensor on a rank goes to the rank's
-   k-th file, and most ranks write one file.
+1. A name occurs once per file, so a rank's second chunk of a tensor goes to a second file.
+   Most ranks hold one chunk of each tensor, and write one file.
 2. Within a file, items lie by width of an element, the widest first, then by name: so every chunk
    is aligned.
 3. Items follow each other without gaps, each cut into blocks that are hashed as one.
@@ -13,7 +13,8 @@ Hugging Face tools do. All of it follows from plans, so that no rank has to ask 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final
 
@@ -22,6 +23,7 @@ import numpy as np
 
 from ..columns.arrays import Ints, column, distinct, readonly
 from ..errors import RefusedError, listed
+from ..geometry.tilings import pad
 from ..text import Printed, Sheet, human_bytes, listing
 from .blocks import BLOCK_BYTES, Blocks, cut_blocks
 
@@ -43,11 +45,13 @@ __all__ = [
     "save_id_of",
     "shard_plans",
     "shards_of",
+    "split_tensors",
     "widest_first",
     "write_plan",
 ]
 
 _SUFFIX: Final = ".safetensors"
+_FILE: Final = re.compile(rf"shard-[0-9]+-model-[0-9]+-of-[0-9]+-([^-]+){re.escape(_SUFFIX)}")
 
 
 def file_name(rank: int, number: int, count: int, save_id: str) -> str:
@@ -66,10 +70,8 @@ def save_id_of(name: str) -> str | None:
     '5f3a'
     >>> save_id_of("model-00001-of-00002.safetensors")
     """
-    parts = name.removesuffix(_SUFFIX).split("-")
-    words = parts[0::2] == ["shard", "model", "of", parts[-1]] if len(parts) == 7 else False
-    numbers = len(parts) == 7 and all(p.isdecimal() for p in parts[1:6:2])
-    return parts[-1] if name.endswith(_SUFFIX) and words and numbers and parts[-1] else None
+    match = _FILE.fullmatch(name)
+    return match[1] if match else None
 
 
 def file_numbers(plan: SavePlan) -> Ints:
@@ -208,14 +210,8 @@ def pack_files(
 ) -> tuple[Ints, Ints]:
     """Distribute items over files of about the same size, in order, each from an aligned byte on.
 
-    Args:
-        nbytes: The bytes of each item.
-        align: What the first byte of each item is a multiple of.
-        file_bytes: With less than twice this, there is one file.
-        max_files: The most files.
-
-    Returns:
-        The file of each item, and its first byte there.
+    Return the file of each item and its first byte there, a multiple of ``align``. With less than
+    twice ``file_bytes``, there is one file.
 
     >>> file, begin = pack_files(np.array([30, 5, 40]), 8, file_bytes=30)
     >>> file.tolist(), begin.tolist()
@@ -278,11 +274,9 @@ class Shards:
 def assign_shards(
     sizes: Sequence[Mapping[str, int]], max_shard_size: int = MAX_SHARD_SIZE
 ) -> list[Shards]:
-    """Fill files with tensors one after the other, each rank its own.
+    """Fill files with tensors one after the other, each rank its own, given the tensors' bytes.
 
-    Args:
-        sizes: Per rank, the bytes of each of its tensors, in order.
-        max_shard_size: How many bytes a file holds at most; a larger tensor has one to itself.
+    A tensor larger than ``max_shard_size`` has a file to itself.
 
     >>> [s.names for s in assign_shards([{"a": 4, "b": 4, "c": 9, "d": 1}], 8)]
     [(('a', 'b'), ('c',), ('d',))]
@@ -311,10 +305,7 @@ def number_shards(
 ) -> tuple[SavePlan, ...]:
     """Note in the plans of all ranks which files each writes; `shards_of` reads it.
 
-    Args:
-        plans: The plans, of whole tensors.
-        max_shard_size: How many bytes a file holds at most.
-        tied: Names that share another's elements, and those others; they take no room.
+    Names in ``tied`` share another's elements, and take no room.
 
     Raises:
         RefusedError: Some tensor is not whole on a rank.
@@ -361,12 +352,8 @@ def shard_plans(
 
 
 def refuse_split(plans: Sequence[SavePlan], remedy: str = _SAVE_FIRST) -> None:
-    """Refuse plans that would split tensors.
-
-    Raises:
-        RefusedError: They would; tensors are named, and what to do instead.
-    """
-    split = {name for plan in plans for name in _split_tensors(plan)}
+    """Raise `RefusedError` if plans would split tensors; it names them, and the remedy."""
+    split = {name for plan in plans for name in split_tensors(plan)}
     if split:
         raise RefusedError(
             f"an `hf` checkpoint holds tensors whole, and {listed(sorted(split))} would be split; "
@@ -374,16 +361,37 @@ def refuse_split(plans: Sequence[SavePlan], remedy: str = _SAVE_FIRST) -> None:
         )
 
 
-def _split_tensors(plan: SavePlan) -> list[str]:
-    """Name the tensors of which an item is only a part."""
+def split_tensors(plan: SavePlan) -> list[str]:
+    """Name the tensors that a plan writes only in part, or in chunks because a pass cut them.
+
+    A tensor that is made of several of the state dict, or of several boxes of one, is whole.
+    """
     items = plan.items
-    size = items.catalog.size[items.row] if len(items) else items.sizes
-    partial = (items.sizes != size).any(axis=1)
-    return [items.catalog.names[row] for row in items.row[partial].tolist()]
+    catalog, row = items.catalog, items.row
+    size = catalog.size[row] if len(items) else items.sizes
+    cut = (items.sizes != size).any(axis=1)
+    if items.frame is not None and cut.any():
+        number = column([*_numbers(catalog.names)])[row]
+        frame, ndim = items.frame, catalog.ndim[row]
+        width = max(items.offsets.shape[1], frame.offsets.shape[1])
+        pairs = ((frame.offsets, items.offsets, 0), (frame.sizes, items.sizes, 1))
+        differs = [(pad(a, width, v) != pad(b, width, v)).any(axis=1) for a, b, v in pairs]
+        moved = frame.axes.known | frame.fill.known | (frame.ndim != ndim) | np.any(differs, axis=0)
+        numel = np.bincount(number, items.sizes.prod(axis=1))[number]
+        cut &= (np.bincount(number, moved)[number] == 0) | (numel != size.prod(axis=1))
+    return [catalog.names[r] for r in row[cut].tolist()]
+
+
+def _numbers(names: Iterable[str]) -> Iterator[int]:
+    number: dict[str, int] = {}
+    return (number.setdefault(name, len(number)) for name in names)
 
 
 def _tensor_sizes(plan: SavePlan) -> dict[str, int]:
     """Return the bytes of each tensor of a plan, in order of names."""
     items, catalog = plan.items, plan.items.catalog
-    sizes = zip(items.row.tolist(), items.nbytes.tolist(), strict=True)
-    return dict(sorted((catalog.names[row], n) for row, n in sizes if not catalog.is_bytes[row]))
+    sizes = Counter[str]()
+    for row, nbytes in zip(items.row.tolist(), items.nbytes.tolist(), strict=True):
+        if not catalog.is_bytes[row]:
+            sizes[catalog.names[row]] += nbytes
+    return dict(sorted(sizes.items()))

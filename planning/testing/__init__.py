@@ -2,7 +2,8 @@
 
 They share no code with the planning that they check; they use only the records. Use small tensors.
 An *element* is a tuple of indices in the tensor's global frame; a non-tensor value has the single
-element ``()``.
+element ``()``. Plans whose tensors lie otherwise in the state dict than in the checkpoint are
+followed from the elements of the one to those of the other; `written` and `filled` move numbers.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,27 +20,25 @@ from ..geometry.tilings import Chunk
 from ..metadata import BytesMetadata, Metadata, TensorMetadata
 from ..plans import LoadPlan, SavePlan
 from ..records import LoadItemType, MetadataIndex, ReadItem, WriteItem
+from .elements import Element, item_elements, pairs, plus
+from .frames import assert_accounted, filled, written
 
 __all__ = [
-    "Element",
-    "Origin",
-    "Trace",
-    "assert_all_saved",
-    "assert_read_once",
-    "assert_written_once",
-    "cells",
-    "count_writes",
-    "trace_reads",
-]
+    "Element", "Origin", "Trace", "assert_accounted", "assert_all_saved", "assert_read_once",
+    "assert_written_once", "cells", "count_writes", "filled", "trace_reads", "written",
+]  # fmt: skip
 
-Element = tuple[int, ...]
-"""Where an element lies in its tensor, in the global frame."""
 
-Origin = tuple[str, int, Element]
-"""Where an element was saved: the name, which of its chunks, and where inside that chunk."""
+class Origin(NamedTuple):
+    """Where an element was saved."""
+
+    fqn: str
+    chunk: int  # which of the tensor's chunks
+    element: Element  # where it lies in that chunk
+
 
 Trace = dict[MetadataIndex, dict[Element, tuple[Origin, ...]]]
-"""Per shard of a state dict, per element of it, every place from which it is read."""
+"""Per shard of a state dict, per element of its tensor, every place from which it is read."""
 
 
 def cells(chunk: Chunk) -> Iterator[Element]:
@@ -88,18 +87,19 @@ def assert_written_once(plans: Iterable[SavePlan], metadata: Metadata) -> None:
     plans = tuple(plans)
     for name, count in count_writes(plans).items():
         for element in map(tuple, np.argwhere(count != 1).tolist()):
-            ranks = [rank for rank, item in _items(plans) if _writes(item, name, element)]
+            writes = ((rank, _written(item)) for rank, item in _items(plans))
+            ranks = [r for r, w in writes if w.fqn == name and element in set(cells(w.chunk))]
             raise AssertionError(
                 f"`{name}`: element {element} is written {len(ranks)} times, "
                 f"by {_ranks(ranks) if ranks else 'no rank'}"
             )
     entries = metadata.state_dict_metadata
-    written: dict[str, list[tuple[int, WriteItem]]] = {name: [] for name in entries}
+    writers: dict[str, list[tuple[int, WriteItem]]] = {name: [] for name in entries}
     for rank, item in _items(plans):
         name = item.index.fqn
-        assert name in written, f"`{name}` is written by rank {rank}, but not in the metadata"
-        written[name].append((rank, item))
-    for name, items in written.items():
+        assert name in writers, f"`{name}` is written by rank {rank}, but not in the metadata"
+        writers[name].append((rank, item))
+    for name, items in writers.items():
         assert items, f"`{name}` is in the metadata, but no rank writes it"
         _assert_described(name, items, entries[name])
 
@@ -127,13 +127,14 @@ def _assert_described(
 
 
 def assert_all_saved(held: Iterable[SavePlan], plans: Iterable[SavePlan]) -> tuple[str, ...]:
-    """Assert that each element of each state dict is written, and by no rank twice, or is dropped.
+    """Assert that each element of each state dict is written once; return the names dropped.
 
-    A tensor or value is dropped if no rank writes any of it. An element that several ranks hold
-    under one name counts as written if one of them writes it.
+    A tensor or value is dropped if no rank writes any of it. No rank may write an element twice; of
+    the ranks that hold it under one name, one must write it, or leave it out as `trim` does.
 
-    Returns:
-        The names in the state dicts of what was dropped.
+    Args:
+        held: What each rank holds, before passes.
+        plans: What each rank writes.
 
     >>> from shardplan.planning import TensorSpec, drop, local_plan
     >>> plan = local_plan({"w": TensorSpec((3,)), "step": 7})
@@ -152,11 +153,19 @@ def assert_all_saved(held: Iterable[SavePlan], plans: Iterable[SavePlan]) -> tup
         shards.setdefault((rank, item.source.fqn), {}).update(
             dict.fromkeys(cells(chunk), item.source)
         )
-    counts: dict[tuple[int, str], Counter[Element]] = {}
-    for rank, item in _items(plans):
+    made = [(rank, item) for rank, item in _items(plans) if item.fill is None]
+    for rank, item in made:
         name = item.source.fqn
         assert (rank, name) in shards, f"`{item.index.fqn}` is from `{name}`: rank {rank} has none"
-        for element in _read(item):
+    saved = {(item.source.fqn, shapes[rank, item.source.fqn]) for rank, item in made}
+    left_out = [(rank, item) for rank, plan in enumerate(plans) for item in plan.left_out or ()]
+    counts: dict[tuple[int, str], Counter[Element]] = {}
+    for rank, item in [*made, *left_out]:
+        name = item.source.fqn
+        if (name, shapes[rank, name]) not in saved:
+            continue  # left out, and the rest dropped
+        for _, element in item_elements(item):
+            assert element is not None
             shard = shards[rank, name].get(element)
             assert shard == item.source, (
                 f"`{name}` of rank {rank}: {item} reads {element}, not held"
@@ -166,24 +175,18 @@ def assert_all_saved(held: Iterable[SavePlan], plans: Iterable[SavePlan]) -> tup
         for element, times in count.items():
             where = f"`{name}` of rank {rank}: element {element}"
             assert times == 1, f"{where} is written {times} times"
-    written = {
+    accounted = {
         (name, shapes[rank, name], element)
         for (rank, name), count in counts.items()
         for element in count
     }
-    saved = {(item.source.fqn, shapes[rank, item.source.fqn]) for rank, item in _items(plans)}
     for (rank, name), mine in shards.items():
         source = name, shapes[rank, name]
         for element in mine if source in saved else ():
-            assert (*source, element) in written, (
+            assert (*source, element) in accounted, (
                 f"`{name}` of rank {rank}: element {element} is not written, though others are"
             )
     return tuple(sorted({name for rank, name in shards if (name, shapes[rank, name]) not in saved}))
-
-
-def _read(item: WriteItem) -> Iterator[Element]:
-    """Yield each element of the state dict's tensor that an item is made of."""
-    return cells(_written(item)[1])
 
 
 def trace_reads(
@@ -191,24 +194,24 @@ def trace_reads(
     target: SavePlan | Mapping[str, Iterable[Chunk]],
     reads: LoadPlan | Iterable[ReadItem],
 ) -> Trace:
-    """Follow every read, element by element, from the saved chunk into the state dict.
+    """Follow every read: per shard of the target and element, the places it is read from.
 
-    Returns:
-        Per shard of the target and element, the places it is read from; exactly one is correct.
+    Shards and elements are those of the state dict. Exactly one place is correct.
 
     >>> from shardplan.planning import TensorProperties, resolve_overlaps
     >>> saved = [Chunk((0,), (1,)), Chunk((1,), (2,))]
     >>> metadata = Metadata({"w": TensorMetadata(TensorProperties(), (3,), saved)})
     >>> target = {"w": [Chunk((1,), (2,))]}
-    >>> trace_reads(metadata, target, resolve_overlaps(metadata, target))[MetadataIndex("w", (1,))]
-    {(1,): (('w', 1, (0,)),), (2,): (('w', 1, (1,)),)}
+    >>> trace = trace_reads(metadata, target, resolve_overlaps(metadata, target))
+    >>> trace[MetadataIndex("w", (1,))][(2,)]
+    (Origin(fqn='w', chunk=1, element=(1,)),)
 
     Raises:
         AssertionError: A read's source was not saved, or its destination is not in the target.
     """
     trace: Trace = {}
-    for shard, _, chunk in _wanted(target):
-        trace.setdefault(shard, {}).update(dict.fromkeys(cells(chunk), ()))
+    for shard, _, element, _ in _wanted(target):
+        trace.setdefault(shard, {})[element] = ()
     for read in reads.items if isinstance(reads, LoadPlan) else reads:
         shard = read.dest_index
         name = shard.fqn
@@ -229,11 +232,8 @@ def assert_read_once(
 ) -> None:
     """Assert that each element of the target is read once, and from where it was written.
 
-    Args:
-        metadata: The checkpoint.
-        target: What is to be filled: a rank's plan, or chunks by name.
-        reads: A load plan, or its items.
-        rank: The rank that reads; if given, what others read for it counts.
+    The target is a rank's plan, or chunks by name. If ``rank`` is given, what others read for that
+    rank counts.
 
     >>> from shardplan.planning import TensorSpec, global_plan, load_plan, local_plan
     >>> plan = local_plan({"w": TensorSpec((3,))})
@@ -247,18 +247,17 @@ def assert_read_once(
         reads = [*reads.items, *(t.read for t in reads.transfers if t.target == rank)]
     trace = trace_reads(metadata, target, reads)
     whose = "" if rank is None else f" on rank {rank}"
-    for shard, name, chunk in _wanted(target):
+    for shard, name, element, wanted in _wanted(target):
         where = "" if shard.offset is None else f" of the shard at {shard.offset}"
-        for element in cells(chunk):
-            origins = trace[shard][element]
-            text = f"`{name}`: element {element}{where} is read"
-            sources = f" (from {', '.join(map(str, origins))})" if origins else ""
-            assert len(origins) == 1, f"{text} {len(origins)} times{whose}, expected once{sources}"
-            (saved, number, home) = origins[0]
-            entry = metadata.state_dict_metadata[saved]
-            if isinstance(entry, TensorMetadata):
-                home = _sum(entry.chunks[number].offsets, home)
-            assert (saved, home) == (name, element), f"{text} from {home} of `{saved}`{whose}"
+        origins = trace[shard][element]
+        text = f"`{name}`: element {element}{where} is read"
+        sources = f" (from {', '.join(map(str, origins))})" if origins else ""
+        assert len(origins) == 1, f"{text} {len(origins)} times{whose}, expected once{sources}"
+        saved, number, home = origins[0]
+        entry = metadata.state_dict_metadata[saved]
+        if isinstance(entry, TensorMetadata):
+            home = plus(entry.chunks[number].offsets, home)
+        assert (saved, home) == (name, wanted), f"{text} from {home} of `{saved}`{whose}"
 
 
 def _items(plans: Iterable[SavePlan]) -> Iterator[tuple[int, WriteItem]]:
@@ -268,31 +267,41 @@ def _items(plans: Iterable[SavePlan]) -> Iterator[tuple[int, WriteItem]]:
             yield rank, item
 
 
-def _written(item: WriteItem) -> tuple[str, Chunk, tuple[int, ...]]:
-    """Return the name, the chunk and the global shape of an item."""
+class _Written(NamedTuple):
+    """What an item is in the checkpoint."""
+
+    fqn: str
+    chunk: Chunk
+    size: tuple[int, ...]  # the global shape
+
+
+def _written(item: WriteItem) -> _Written:
     data = item.tensor_data
     if data is None:
-        return item.index.fqn, Chunk((), ()), ()
-    return item.index.fqn, data.chunk, data.size
+        return _Written(item.index.fqn, Chunk((), ()), ())
+    return _Written(item.index.fqn, data.chunk, data.size)
 
 
-def _writes(item: WriteItem, name: str, element: Element) -> bool:
-    mine, chunk, _ = _written(item)
-    return mine == name and element in set(cells(chunk))
+class _Wanted(NamedTuple):
+    """What fills an element of a state dict."""
+
+    shard: MetadataIndex
+    fqn: str  # in the checkpoint
+    element: Element  # in the state dict
+    saved: Element  # in the checkpoint
 
 
-def _wanted(
-    target: SavePlan | Mapping[str, Iterable[Chunk]],
-) -> Iterator[tuple[MetadataIndex, str, Chunk]]:
-    """Yield the shard of the state dict, the name in the checkpoint and the chunk of each item."""
+def _wanted(target: SavePlan | Mapping[str, Iterable[Chunk]]) -> Iterator[_Wanted]:
     if isinstance(target, SavePlan):
         for item in target.items:
-            name, chunk, _ = _written(item)
-            yield item.source, name, chunk
+            for saved, element in item_elements(item):
+                if element is not None:  # padding fills nothing
+                    yield _Wanted(item.source, item.index.fqn, element, saved)
     else:
         for name, chunks in target.items():
             for chunk in chunks:
-                yield MetadataIndex(name, chunk.offsets), name, chunk
+                shard = MetadataIndex(name, chunk.offsets)
+                yield from (_Wanted(shard, name, element, element) for element in cells(chunk))
 
 
 def _copied(metadata: Metadata, read: ReadItem) -> Iterator[tuple[Element, Origin]]:
@@ -306,27 +315,17 @@ def _copied(metadata: Metadata, read: ReadItem) -> Iterator[tuple[Element, Origi
         f"`{source.fqn}` was saved as {type(entry).__name__}, but is read as {read.type.name}"
     )
     if isinstance(entry, BytesMetadata):
-        yield (), (source.fqn, 0, ())
+        yield (), Origin(source.fqn, 0, ())
         return
-    number = _chunk_number(entry, read)
-    for step in itertools.product(*map(range, read.lengths)):
-        position = _sum(read.storage_offsets, step)
+    known = [n for n, chunk in enumerate(entry.chunks) if chunk.offsets == source.offset]
+    assert known, f"`{source.fqn}`: no chunk was saved at {source.offset}, from which {read} reads"
+    number = known[0]
+    box = Chunk(read.storage_offsets, read.lengths)
+    for position, element in pairs(box, read.dest_box, read.axes):
         assert all(p < n for p, n in zip(position, entry.chunks[number].sizes, strict=True)), (
             f"`{source.fqn}`: {read} runs past the saved {entry.chunks[number]}"
         )
-        yield _sum(into.offset or (), read.dest_offsets, step), (source.fqn, number, position)
-
-
-def _chunk_number(entry: TensorMetadata, read: ReadItem) -> int:
-    """Find the saved chunk of a read by linear search, ignoring hints."""
-    name, offset = read.storage_index.fqn, read.storage_index.offset
-    known = [number for number, chunk in enumerate(entry.chunks) if chunk.offsets == offset]
-    assert known, f"`{name}`: no chunk was saved at {offset}, from which {read} reads"
-    return known[0]
-
-
-def _sum(*vectors: Any) -> Element:
-    return tuple(map(sum, zip(*vectors, strict=True)))
+        yield plus(into.offset or (), element), Origin(source.fqn, number, position)
 
 
 def _ranks(ranks: Iterable[int]) -> str:

@@ -17,7 +17,9 @@ import typer
 from typer import Argument, Option
 
 from shardplan.planning import counted, human_bytes, shape_text
+from shardplan.planning.geometry import Axis, select
 
+from .passes import Cast, Drop, PlannerName, Rename, Select, parse_passes
 from .screen import (
     FOUND,
     Ckpt,
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    from shardplan._checkpoint import Axis, SavedTensor
+    from shardplan._checkpoint import SavedTensor
 
 __all__ = ["Format", "cat", "convert", "demo", "diff", "parse_key", "prune", "verify"]
 
@@ -136,6 +138,11 @@ def convert(
     destination: Annotated[str, Argument(metavar="DST", help="Where to write.")],
     placements: Placements,
     format: Annotated[Format, Option("--format", help="What to write.")],
+    selects: Select,
+    drops: Drop,
+    renames: Rename,
+    casts: Cast,
+    planner: PlannerName = None,
     mesh: Annotated[
         str | None, Option(metavar="AXIS=N,…", help="Shard for these ranks: dp=8,tp=2.")
     ] = None,
@@ -145,6 +152,13 @@ def convert(
     max_shard_size: Annotated[
         str | None, Option(metavar="SIZE", help="The most bytes of a file: 5GB.")
     ] = None,
+    config_from: Annotated[
+        str | None,
+        Option(metavar="DIR", help="For hf: copy the config and tokenizer of this model."),
+    ] = None,
+    dequantize: Annotated[
+        bool, Option("--dequantize", help="Read quantised tensors as bfloat16.")
+    ] = False,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace what is there.")] = False,
     json: Json = False,
 ) -> None:
@@ -152,14 +166,21 @@ def convert(
 
     With --mesh, the new checkpoint is sharded as those ranks would save it; --placements are those
     of `shardplan plan`. Without it, tensors keep their chunks, or become whole where the format
-    requires that. The new checkpoint appears whole or not at all.
+    requires that. The new checkpoint appears whole or not at all. From hf to hf, the config, the
+    tokenizer and their like are carried over.
+
+    --select, --drop, --rename and --cast run in this order, then --planner: a planner, or a
+    function without arguments that returns one, in a module that Python finds in the working
+    directory or on PYTHONPATH. They may be given several times, except for --planner.
 
     JSON keys: path, format, tensors, values, files, bytes_read, bytes_written, verified (chunks
     that fit their checksums), seconds (by phase), left_out (values that the format cannot carry),
-    tied (names that share elements), notes, leftovers.
+    tied (names that share elements), notes, leftovers, dropped (names that passes left out),
+    carried (files that were put beside the tensors).
 
-    Example: shardplan convert step-100 exported --format hf --max-memory 4GiB
+    Example: shardplan convert step-100 exported --format hf --select 'model.*' --cast bfloat16
     """
+    passes = parse_passes(selects, drops, renames, casts, planner)
     sizes = {"max_memory": max_memory, "max_shard_size": max_shard_size}
     options: dict[str, Any] = {k: parse_bytes(size) for k, size in sizes.items() if size}
     if placements and mesh is None:
@@ -174,11 +195,19 @@ def convert(
     from shardplan._convert import convert as run
     from shardplan.dist import solo
 
-    options |= {"format": format.value, "overwrite": overwrite}
+    if dequantize:
+        from shardplan.planning.passes import dequantize as reading
+
+        passes = (reading(), *passes)
+    if config_from is not None:
+        options["extra_files"] = config_from
+    options |= {"format": format.value, "overwrite": overwrite, "planner": passes or None}
     with counting("convert") as progress:  # one process, even inside a job
         report = run(source, destination, progress=progress, comm=solo(), **options)
     if json:
-        print_json(record_json(report))
+        answer = record_json(report)
+        del answer["trace"]  # `shardplan plan` shows what passes do
+        print_json(answer)
     else:
         print(report)
 
@@ -303,15 +332,15 @@ def cat(
     is_tensor = names.layout[names.row_of[name]] >= 0
     if index is not None and not is_tensor:
         raise ValueError(f"`{name}` is not a tensor, and takes no index")
+    from shardplan._checkpoint import Checkpoint
+    from shardplan.io.execute import Reader
+
     with waiting(f"reading {key}"):
         if is_tensor:
-            from shardplan._checkpoint import Checkpoint
-            from shardplan.io.execute import Reader
-
             saved = Checkpoint(Reader(contents.source))[name]
             shape, array = _read(saved, ... if index is None else index, everything or json)
         else:
-            value = contents.source.value(name)
+            value = Reader(contents.source).value(name)
     if not is_tensor:
         if json:
             print_json({"key": name, "type": "value", "value": value})
@@ -362,16 +391,13 @@ def _read(
     saved: SavedTensor, index: Any, everything: bool
 ) -> tuple[tuple[int, ...], npt.NDArray[Any]]:
     """Return the shape of the indexed part, and its elements, or the corners of many."""
-    from shardplan._checkpoint import normal_index
-
-    axes = normal_index(index, saved.shape)
-    shape = tuple(axis.count for axis in axes if not axis.dropped)
-    if everything or math.prod(shape) <= _WHOLE:
-        return shape, _array(saved[index])
+    chosen = select(index, saved.shape)
+    if everything or math.prod(chosen.shape) <= _WHOLE:
+        return chosen.shape, _array(saved[index])
     import numpy as np
 
-    corners = np.block(_nested(saved, [_ends(axis) for axis in axes], ()))
-    return shape, corners[tuple(0 if axis.dropped else slice(None) for axis in axes)]
+    corners = np.block(_nested(saved, [_ends(axis) for axis in chosen.axes], ()))
+    return chosen.shape, corners[tuple(0 if axis.dropped else slice(None) for axis in chosen.axes)]
 
 
 def _nested(saved: SavedTensor, ends: Sequence[Sequence[slice]], at: tuple[slice, ...]) -> Any:
@@ -392,13 +418,13 @@ def _ends(axis: Axis) -> list[slice]:
 
 def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
     """Return a tensor as a numpy array; small floats that numpy lacks become float32."""
-    import torch
+    import numpy as np
 
-    narrow = tensor.dtype.is_floating_point and tensor.element_size() < 4
-    if narrow and tensor.dtype != torch.float16:
-        tensor = tensor.float()
-    array: npt.NDArray[Any] = tensor.numpy()
-    return array
+    from shardplan.io import to_numpy
+    from shardplan.planning import dtype_name
+
+    known = dtype_name(tensor.dtype) in np.sctypeDict
+    return to_numpy(tensor, None if known else np.float32)
 
 
 def _text(array: npt.NDArray[Any], precision: int, whole: bool) -> str:

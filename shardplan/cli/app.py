@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from inspect import getdoc
@@ -50,6 +50,9 @@ _OPTIONS: Final = {
     "max_shard_size": "--max-shard-size",
     "max_memory": "--max-memory",
     "`placements`": "--placements",
+    "`planner`": "--planner",
+    "required=False allows that": "leave the option out if that is fine",
+    "lossy=True allows it": "a --planner can allow it",
 }
 _WORDS: Final = re.compile("|".join(rf"(?<![\w.]){re.escape(word)}" for word in _OPTIONS))
 _SHOWN: Final = 3  # reasons of one error that fit a line
@@ -98,10 +101,10 @@ class _Program(TyperGroup):
 def _complete(ctx: Any, option: str, shell: str, *rest: str) -> None:
     """Install or show completion for a named shell; typer only guesses the current one."""
     completion: Any = import_module("typer.completion")
-    *most, last = (known.value for known in completion.Shells)
-    if shell not in (*most, last) or rest:
-        shells = f"{', '.join(most)} or {last}"
-        raise ValueError(f"{option} takes {shells}; without one, it detects your shell")
+    shells = [known.value for known in completion.Shells]
+    if shell not in shells or rest:
+        names = f"{', '.join(shells[:-1])} or {shells[-1]}"
+        raise ValueError(f"{option} takes {names}; without one, it detects your shell")
     does = completion.install_callback if "install" in option else completion.show_callback
     does(ctx, None, shell)
 
@@ -200,37 +203,23 @@ def _version(value: bool) -> None:
         raise typer.Exit
 
 
-# The program adds these two to every command; their callbacks do all the work.
-_Debug = Annotated[
-    bool,
-    Option(
-        "--debug",
-        help="Show the traceback of an error.",
-        callback=_debug,
-        is_eager=True,
-        expose_value=False,
-    ),
-]
-_Verbose = Annotated[
-    bool,
-    Option(
-        "--verbose",
-        "-v",
-        help="Log what happens to stderr (logger 'shardplan').",
-        callback=_verbose,
-        is_eager=True,
-        expose_value=False,
-    ),
-]
-_Version = Option("--version", help="Show the version.", callback=_version, is_eager=True)
+def _flag(*names: str, about: str, callback: Callable[..., None]) -> Any:
+    """Return an option whose callback does all the work."""
+    return Option(*names, help=about, callback=callback, is_eager=True, expose_value=False)
+
+
+_LOG: Final = "Log what happens to stderr (logger 'shardplan')."
+_Debug = _flag("--debug", about="Show the traceback of an error.", callback=_debug)
+_Verbose = _flag("--verbose", "-v", about=_LOG, callback=_verbose)
+_Version = _flag("--version", about="Show the version.", callback=_version)
 
 
 @app.callback()
 def _everything(
     ctx: typer.Context,
     version: Annotated[bool, _Version] = False,
-    verbose: _Verbose = False,
-    debug: _Debug = False,
+    verbose: Annotated[bool, _Verbose] = False,
+    debug: Annotated[bool, _Debug] = False,
 ) -> None:
     """Handle the options before the command."""
     if ctx.invoked_subcommand is None:

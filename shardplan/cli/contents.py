@@ -17,6 +17,7 @@ import attrs
 from shardplan.io.formats import Source, open_source
 from shardplan.planning import Entries, Grid, nearest_hint, nearest_names
 from shardplan.planning.columns import Ints, column
+from shardplan.planning.geometry import Tiling
 
 from .screen import waiting
 
@@ -66,19 +67,21 @@ class Contents:
         return [row for row in self.rows if self.entries.layout[row] < 0]
 
     @cached_property
+    def chunks(self) -> int:
+        """The number of chunks of all tensors."""
+        counts = [len(layout.tiling) for layout in self.entries.layouts]
+        return sum(counts[self.entries.layout[row]] for row in self.tensors)
+
+    @cached_property
     def nbytes(self) -> Ints:
         """The bytes of each row's chunks; 0 for values."""
         width = column([*(p.itemsize for p in self.entries.props), 0])
         volume = column([*(layout.tiling.volume() for layout in self.entries.layouts), 0])
         return volume[self.entries.layout] * width[self.entries.prop]
 
-    @cached_property
-    def _counts(self) -> list[int]:
-        return [len(layout.tiling) for layout in self.entries.layouts]
-
-    def count(self, row: int) -> int:
-        """Return the number of chunks of a tensor."""
-        return self._counts[int(self.entries.layout[row])]
+    def tiling(self, row: int) -> Tiling:
+        """Return the chunks of a tensor."""
+        return self.entries.layouts[int(self.entries.layout[row])].tiling
 
     def total(self, rows: Sequence[int]) -> Total:
         """Add up some rows."""
@@ -96,12 +99,8 @@ class Contents:
 
     def grid(self, row: int) -> list[int] | None:
         """Return how many parts each axis is cut into; None if the chunks do not form a grid."""
-        tiling = self.entries.layouts[self.entries.layout[row]].tiling
+        tiling = self.tiling(row)
         return [len(cut) - 1 for cut in tiling.cuts] if isinstance(tiling, Grid) else None
-
-    def file_numbers(self, row: int) -> Sequence[int] | None:
-        """Return the file number of each chunk of a tensor; None if it is not recorded."""
-        return self.source.file_numbers(self.entries.names[row])
 
     def file_sizes(self) -> Mapping[str, int]:
         """Return the size of each file, from the metadata or from a listing of the folder."""

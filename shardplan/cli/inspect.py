@@ -36,13 +36,12 @@ __all__ = ["Branch", "branches", "inspect"]
 _LINES: Final = 200  # lines of names or chunks without --all
 _PREFIXES: Final = 12
 _WIDE: Final = 100  # characters of a value
-_NAME: Final = 20  # characters that names keep as long as another column can be left out
+_NAME: Final = 20  # characters that names keep, however narrow the terminal is
 _DEEPEST: Final = 32  # steps of a name; deeper ones stay in one piece
-_OPTIONAL: Final = ("count", "type", "shape", "cut")  # the order in which columns are left out
 _LETTERS: Final = {"bfloat": "bf", "float": "f", "uint": "u", "int": "i", "complex": "c"}
 _ONLY: Final = "Only these names: a shell-style pattern, or a prefix such as model.layers."
 
-Cells = tuple[Sequence[str], list[list[str]]]
+Cells = tuple[Sequence[str], list[tuple[str, ...]]]
 """The head and the rows of a table."""
 
 
@@ -98,7 +97,7 @@ def _head(contents: Contents) -> Iterator[str]:
     parts = [counted(len(contents.tensors), "tensor")]
     if contents.values:
         parts.append(counted(len(contents.values), "value"))
-    parts.append(counted(sum(map(contents.count, contents.tensors)), "chunk"))
+    parts.append(counted(contents.chunks, "chunk"))
     where = f"in {counted(len(source.files), 'file')}"
     if len(contents.rows) < len(contents.entries):
         where = f"selected of {len(contents.entries):,} names"
@@ -115,7 +114,7 @@ def _names(contents: Contents, depth: int, everything: bool) -> Iterator[str]:
         if not lines:
             continue
         shown = lines if everything else lines[:_LINES]
-        yield table(*cells(contents, shown), right=("count", "bytes"))
+        yield table(*cells(contents, shown))
         if left := len(lines) - len(shown):
             yield f"… {left:,} more lines; give a PATTERN or --depth, or see --all"
         yield ""
@@ -130,25 +129,16 @@ def _tensors(contents: Contents, lines: Sequence[Branch]) -> Cells:
         shape = dtype = pieces = ""
         if line.rows:
             row = line.rows[0]
-            chunks, grid = contents.count(row), contents.grid(row)
+            chunks, grid = len(contents.tiling(row)), contents.grid(row)
             parts = f"{chunks:,} boxes" if grid is None else _tight(grid)
             pieces = parts if chunks > 1 else cut_text(chunks, None)
             shape, dtype = _tight(contents.shape(row)), _short(contents.dtype(row))
-        cells.append([line.label, count, shape, dtype, human_bytes(total.nbytes), pieces])
+        cells.append((line.label, count, shape, dtype, human_bytes(total.nbytes), pieces))
     head = ("name", "count", "shape", "type", "bytes", "cut")
-    widths = {
-        name: max(map(len, (name, *column))) + 2 if any(column) else 0
-        for name, column in zip(head, zip(*cells, strict=True), strict=True)
-    }
-    names = widths.pop("name") - 2
-    for name in _OPTIONAL:
-        if width() - sum(widths.values()) >= min(names, _NAME):
-            break
-        widths.pop(name)
-    room = width() - sum(widths.values())
-    kept = [i for i, name in enumerate(head) if name in widths]
-    rows = [[cut(safe(cell[0]), room), *(cell[i] for i in kept)] for cell in cells]
-    return ["name", *(head[i] for i in kept)], rows
+    columns = zip(head, *cells, strict=True)
+    _, *others = (max(map(len, column)) + 2 for column in columns if any(column[1:]))
+    room = max(width() - sum(others), _NAME)
+    return head, [(cut(safe(name), room), *rest) for name, *rest in cells]
 
 
 def _values(contents: Contents, lines: Sequence[Branch]) -> Cells:
@@ -158,7 +148,7 @@ def _values(contents: Contents, lines: Sequence[Branch]) -> Cells:
     texts = [safe(repr(small[row])) if row in small else "" for row in rows]
     room = min(_WIDE, max(width() - max(len(line.label) for line in lines) - 2, _NAME))
     pairs = zip(lines, texts, strict=True)
-    return ("name", "value"), [[line.label, cut(text, room)] for line, text in pairs]
+    return ("name", "value"), [(line.label, cut(text, room)) for line, text in pairs]
 
 
 def _tight(shape: Sequence[int]) -> str:
@@ -187,19 +177,19 @@ def _chunks(contents: Contents, everything: bool) -> Iterator[str]:
             rows.append((name, f"[{box}]", human_bytes(chunk["bytes"]), file))
             name = ""
     shown = rows if everything else rows[:_LINES]
-    yield table(("name", "chunk", "bytes", "file"), shown, right=("bytes",))
+    yield table(("name", "chunk", "bytes", "file"), shown)
     if ending:
         yield f"all files end with {ending}"
-    if left := sum(map(contents.count, contents.tensors)) - len(shown):
+    if left := contents.chunks - len(shown):
         yield f"… {left:,} more chunks; give a PATTERN, or see --all"
     yield ""
 
 
 def _chunk_list(contents: Contents, row: int) -> list[dict[str, Any]]:
     """Return the offsets, sizes, bytes and file of each chunk of a tensor."""
-    tiling = contents.entries.layouts[contents.entries.layout[row]].tiling
+    tiling, names = contents.tiling(row), contents.source.files
     width = contents.entries.props[contents.entries.prop[row]].itemsize
-    numbers, names = contents.file_numbers(row), contents.source.files
+    numbers = contents.source.file_numbers(contents.entries.names[row])
     files = [None] * len(tiling) if numbers is None else [names[number] for number in numbers]
     nbytes = tiling.sizes.prod(axis=1) * width
     columns = tiling.offsets.tolist(), tiling.sizes.tolist(), nbytes.tolist(), files
@@ -247,8 +237,7 @@ def _total_table(what: str, totals: Mapping[str, Total]) -> str:
         (name, f"{t.tensors:,}", human_bytes(t.nbytes), f"{t.nbytes / everything:.1%}")
         for name, t in totals.items()
     ]
-    head = (what, "tensors", "bytes", "share")
-    return table(head, rows[:_PREFIXES], right=head[1:])
+    return table((what, "tensors", "bytes", "share"), rows[:_PREFIXES])
 
 
 def _json(contents: Contents, chunks: bool) -> dict[str, Any]:
@@ -261,7 +250,7 @@ def _json(contents: Contents, chunks: bool) -> dict[str, Any]:
         "save_id": None if source.created is None else source.save_id,
         "created": source.created or None,
         "bytes": contents.total(contents.rows).nbytes,
-        "chunks": sum(map(contents.count, contents.tensors)),
+        "chunks": contents.chunks,
         "files": [{"name": name, "bytes": sizes.get(name)} for name in source.files],
         "tensors": [_tensor_json(contents, row, chunks) for row in contents.tensors],
         "values": [
@@ -274,13 +263,14 @@ def _json(contents: Contents, chunks: bool) -> dict[str, Any]:
 
 
 def _tensor_json(contents: Contents, row: int, chunks: bool) -> dict[str, Any]:
-    numbers = contents.file_numbers(row)
+    name = contents.entries.names[row]
+    numbers = contents.source.file_numbers(name)
     described: dict[str, Any] = {
-        "name": contents.entries.names[row],
+        "name": name,
         "shape": contents.shape(row),
         "dtype": contents.dtype(row),
         "bytes": int(contents.nbytes[row]),
-        "chunks": contents.count(row),
+        "chunks": len(contents.tiling(row)),
         "grid": contents.grid(row),
         "files": None if numbers is None else len(set(numbers)),
     }

@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from textwrap import wrap
 from typing import Annotated, Any, Final
 
 import attrs
@@ -22,8 +23,11 @@ from shardplan.planning import (
     Entries,
     Mesh,
     Only,
+    Pass,
+    PlannerTrace,
     Replicate,
     Report,
+    SavePlan,
     Shard,
     StridedShard,
     TensorSpec,
@@ -31,13 +35,18 @@ from shardplan.planning import (
     Writers,
     counted,
     explain,
+    global_plan,
     human_bytes,
+    loads_into,
+    traced,
     world_plans,
 )
 from shardplan.planning.columns import column
 from shardplan.planning.mesh import Placement
+from shardplan.planning.reports import StepTrace
 
 from .contents import Contents, Total, choose, hint, open_contents
+from .passes import Cast, Drop, PlannerName, Rename, Select, parse_passes
 from .screen import (
     Ckpt,
     Json,
@@ -48,11 +57,13 @@ from .screen import (
     show,
     table,
     waiting,
+    width,
 )
 
 __all__ = ["Placing", "fitting", "parse_mesh", "parse_placements", "place", "plan"]
 
 _MOST: Final = 1 << 20  # ranks; the columns of more would not fit into memory
+_MOST_ITEMS: Final = 1 << 22  # of all ranks together, to run passes over
 _MESH: Final = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*([0-9]+)\s*")
 _PLACED: Final = re.compile(r"([a-z]+)\s*(?:\(([^()]*)\)|(-?[0-9]+))?", re.IGNORECASE)
 _NAMED: Final = re.compile(r"([A-Za-z_]\w*)\s*:(.*)")
@@ -65,7 +76,7 @@ _PAGE: Final = """<!doctype html>
 <style>body{{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;
 color:#1f2328;background:#fff}}svg{{max-width:100%;height:auto}}</style></head>
 <body><h1>{title}</h1>
-<pre>{placed}</pre>{report}<p>{bars}</p><p>{picture}</p></body></html>
+<pre>{placed}</pre>{trace}{report}<p>{bars}</p><p>{picture}</p></body></html>
 """
 
 
@@ -73,6 +84,11 @@ def plan(
     ckpt: Ckpt,
     mesh: Annotated[str, Option(metavar="AXIS=N,…", help=_RANKS)],
     placements: Placements,
+    selects: Select,
+    drops: Drop,
+    renames: Rename,
+    casts: Cast,
+    planner: PlannerName = None,
     tensor: Annotated[
         str | None, Option(metavar="NAME", help="The tensor to draw.", show_default="the largest")
     ] = None,
@@ -95,7 +111,12 @@ def plan(
     matches a name counts. Other tensors are sharded along axis 0 over the first mesh axis and
     copied along the others; tensors without axes are copied everywhere.
 
-    JSON keys: path, mesh, placements (pattern, placed: by mesh axis, tensors, bytes), totals
+    --select, --drop, --rename, --cast and --planner are those of `shardplan convert`. Each pass is
+    shown with what it does to the items of all ranks, and the cost is that of what is left.
+
+    JSON keys: path, mesh, placements (pattern, placed: by mesh axis, tensors, bytes), passes (pass,
+    scope, ranks, before, after, changes: kind, before, after, names; notes; before and after have
+    items, tensors and bytes), totals
     (needed, bytes, unique_bytes, whole_chunks, requests, elements, sent, imbalance, slowest_rank,
     seconds, amplification, whole_chunk_amplification), ranks (rank, bytes, requests, elements,
     peers, peak_buffer, sent, received, seconds), files (rank, bytes, requests, readers; or null),
@@ -107,10 +128,11 @@ def plan(
         raise ValueError("--tensor says which one to draw: it needs --svg or --html")
     ranks = parse_mesh(mesh)
     placings = parse_placements(placements, ranks)
+    passes = parse_passes(selects, drops, renames, casts, planner)
     contents = open_contents(ckpt)
     files = [file for file in (svg, html) if file is not None]
     with waiting("planning"):
-        reshard = _reshard(contents, ranks, placings)
+        reshard = _reshard(contents, ranks, placings, passes)
         for file in files:
             drawn = _picture(reshard, tensor)
             text = _page(reshard, drawn) if file is html else drawn
@@ -120,6 +142,8 @@ def plan(
         return
     show(reshard.title, bold=True)
     show(f"{_placement_table(reshard)}\n")
+    if reshard.trace:
+        show(f"{_trace_text(reshard.trace)}\n")
     show(str(reshard.report))
     for file in files:
         show(f"wrote {safe(file)}")
@@ -127,13 +151,14 @@ def plan(
 
 @attrs.frozen(eq=False)
 class _Reshard:
-    """A load of a checkpoint, planned for other ranks, and its cost."""
+    """A load of a checkpoint, planned for other ranks, what passes do to it, and its cost."""
 
     contents: Contents
     mesh: Mesh
     world: WorldPlans
     totals: dict[Placing, Total]
     report: Report
+    trace: PlannerTrace | None = None
 
     @property
     def title(self) -> str:
@@ -150,8 +175,10 @@ class _Reshard:
         return dict(zip(self.mesh.names, texts, strict=True))
 
 
-def _reshard(contents: Contents, mesh: Mesh, placings: Sequence[Placing]) -> _Reshard:
-    """Plan the load of a checkpoint on a mesh."""
+def _reshard(
+    contents: Contents, mesh: Mesh, placings: Sequence[Placing], passes: Sequence[Pass[SavePlan]]
+) -> _Reshard:
+    """Plan the load of a checkpoint on a mesh, or of what passes leave of it."""
     entries = contents.entries
     specs: dict[str, TensorSpec | None] = dict.fromkeys(entries.names)
     rows: dict[Placing, list[int]] = {placing: [] for placing in placings}
@@ -161,9 +188,18 @@ def _reshard(contents: Contents, mesh: Mesh, placings: Sequence[Placing]) -> _Re
         specs[name] = TensorSpec(shape, contents.dtype(row), fitting(placing, shape))
         rows[placing].append(row)
     world = world_plans(specs, mesh)
-    report = explain(contents.source.metadata, world, writers=_writers(contents))
+    metadata, writers = contents.source.metadata, _writers(contents)
     totals = {placing: contents.total(some) for placing, some in rows.items()}
-    return _Reshard(contents, mesh, world, totals, report)
+    if not passes:
+        report = explain(metadata, world, writers=writers)
+        return _Reshard(contents, mesh, world, totals, report)
+    if len(mesh) * len(entries) > _MOST_ITEMS:
+        text = f"{len(mesh):,} ranks × {len(entries):,} names are too many to run passes over"
+        raise ValueError(f"{text}; plan for fewer ranks: most passes do the same on all")
+    plans, trace = traced(passes, world)
+    global_plan(plans)  # refuses passes that lose or double elements
+    report = explain(metadata, loads_into(passes, world, metadata), writers=writers)
+    return _Reshard(contents, mesh, world, totals, report, trace)
 
 
 def _writers(contents: Contents) -> Writers | None:
@@ -199,10 +235,23 @@ def _page(reshard: _Reshard, picture: str) -> str:
     return _PAGE.format(
         title=escape(reshard.title),
         placed=escape(_placement_table(reshard)),
+        trace=reshard.trace._repr_html_() if reshard.trace else "",
         report=reshard.report._repr_html_(),
         bars=draw_bytes(reshard.report.ranks.nbytes.tolist(), title="Bytes read per rank"),
         picture=picture,
     )
+
+
+def _trace_text(trace: PlannerTrace) -> str:
+    """Return what passes do, with names wrapped in their column if the terminal is narrow."""
+    title, *_ = str(trace).splitlines()
+    lines = [title]
+    for step in trace.tables:
+        _, head, *_ = rows = step.text().splitlines()
+        indent = " " * min(head.index("names"), width() // 2)
+        for row in rows:
+            lines += wrap(row, width(), subsequent_indent=indent, break_on_hyphens=False)
+    return "\n".join(lines)
 
 
 def _placement_table(reshard: _Reshard) -> str:
@@ -213,7 +262,7 @@ def _placement_table(reshard: _Reshard) -> str:
             name = f"{placing.pattern} (default)" if placing is default else placing.pattern
             placed = ", ".join(f"{k}:{v}" for k, v in reshard.placed(placing).items())
             rows.append((name, placed, f"{total.tensors:,}", human_bytes(total.nbytes)))
-    return table(("names", "placed", "tensors", "bytes"), rows, right=("tensors", "bytes"))
+    return table(("names", "placed", "tensors", "bytes"), rows)
 
 
 def _json(reshard: _Reshard) -> dict[str, Any]:
@@ -227,6 +276,7 @@ def _json(reshard: _Reshard) -> dict[str, Any]:
             {"pattern": placing.pattern, "placed": reshard.placed(placing)} | record_json(total)
             for placing, total in reshard.totals.items()
         ],
+        "passes": [_step_json(step) for step in reshard.trace.steps] if reshard.trace else [],
         "totals": record_json(totals, unique="unique_bytes", slowest="slowest_rank")
         | {
             "amplification": totals.amplification,
@@ -237,6 +287,17 @@ def _json(reshard: _Reshard) -> dict[str, Any]:
         "warnings": report.warnings,
         "model": record_json(report.model),
     }
+
+
+def _step_json(step: StepTrace) -> dict[str, Any]:
+    sides = {"before": record_json(step.before), "after": record_json(step.after)}
+    changes = [
+        {"kind": c.kind, "before": record_json(c.before), "after": record_json(c.after)}
+        | {"names": c.names}
+        for c in step.changes
+    ]
+    head = {"pass": step.step, "scope": step.scope, "ranks": step.ranks}
+    return {**head, **sides, "changes": changes, "notes": step.notes}
 
 
 @attrs.frozen

@@ -1,7 +1,7 @@
 """What commands share: arguments and exit codes; text, tables, JSON, and progress on stderr.
 
-Text is as wide as the terminal. Names come from untrusted files, so unprintable characters are
-escaped. Nothing is written to stderr unless it is a terminal, so that logs and pipes stay clean.
+Tables of names are as wide as the terminal. Names come from untrusted files, so unprintable
+characters are escaped. Progress is shown on terminals only, so that logs and pipes stay clean.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import threading
 from binascii import b2a_base64
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from textwrap import wrap
 from typing import Annotated, Any, Final
 
 import attrs
 import typer
-from rich.cells import cell_len, set_cell_size
 from typer import Argument, Option
+
+from shardplan.planning import Table
 
 __all__ = [
     "BAD",
@@ -72,7 +72,9 @@ def complete_name(ctx: typer.Context, incomplete: str) -> list[str]:
     from .contents import continuations, open_contents
 
     try:
-        names = open_contents(ctx.params["ckpt"]).entries.names
+        known = ctx.params.get("ckpt") or ctx.params.get("source")
+        given = known or ctx.args[0]  # of an option, the arguments before it are not parsed yet
+        names = open_contents(given).entries.names
     except Exception:  # no errors while typing
         return []
     return continuations(incomplete, names)
@@ -117,43 +119,28 @@ def width() -> int:
 
 
 def show(text: str, **style: Any) -> None:
-    """Print text with long lines wrapped; ``style`` is that of `typer.style`."""
-    wide = width()
+    """Print text; ``style`` is that of `typer.style`, and for terminals only."""
     wanted = sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR"))
     colored = style and wanted and not os.environ.get("NO_COLOR")
-    for line in text.split("\n"):
-        if len(line) > wide:
-            line = "\n    ".join(
-                wrap(line, wide - 4, break_long_words=False, break_on_hyphens=False)
-            )
-        print(typer.style(line, **style) if colored else line)
+    print(typer.style(text, **style) if colored else text)
 
 
-def table(
-    head: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[str] = ()
-) -> str:
-    """Return a table as text, without empty columns; columns in ``right`` are right-aligned.
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a table as text, without empty columns.
 
-    >>> print(table(("name", "files", "bytes"), [("w", "", 8), ("bias", "", 64)], right=["bytes"]))
+    >>> print(table(("name", "files", "bytes"), [("w", "", 8), ("bias", "", 64)]))
     name  bytes
     w         8
     bias     64
     """
-    columns = zip(head, *([safe(cell) for cell in row] for row in rows), strict=True)
-    to_right = set(right)
-    padded = []
-    for column in columns:
-        if any(column[1:]):
-            widest = max(map(cell_len, column))
-            spaces = [" " * (widest - cell_len(cell)) for cell in column]
-            sides = (spaces, column) if column[0] in to_right else (column, spaces)
-            padded.append([f"{a}{b}" for a, b in zip(*sides, strict=True)])
-    return "\n".join("  ".join(line).rstrip() for line in zip(*padded, strict=True))
+    columns = [column for column in zip(head, *rows, strict=True) if any(column[1:])]
+    names, *body = zip(*columns, strict=True)
+    return Table(tuple(map(str, names)), body).text()
 
 
 def cut(text: str, wide: int) -> str:
     """Shorten text to ``wide`` characters, ending in an ellipsis."""
-    return text if cell_len(text) <= wide else f"{set_cell_size(text, max(wide - 1, 0))}…"
+    return text if len(text) <= wide else f"{text[: max(wide - 1, 0)]}…"
 
 
 def safe(text: object) -> str:

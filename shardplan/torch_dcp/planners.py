@@ -20,6 +20,7 @@ from shardplan._state import put, refilled
 from shardplan.io import (
     FormatError,
     ValueRefusedError,
+    Window,
     as_tensor,
     box_view,
     can_cast,
@@ -40,6 +41,7 @@ from shardplan.planning import (
     Metadata,
     MetadataIndex,
     Passes,
+    ReadItem,
     SavePlan,
     Strict,
     TensorMetadata,
@@ -54,9 +56,11 @@ from shardplan.planning import (
     whole_names,
     with_replicas,
 )
+from shardplan.planning.columns import ReadItems
 from shardplan.planning.passes import Stages, may_see_rank
+from shardplan.planning.storage import partly_filled
 
-from .records import from_torch, to_torch
+from .records import framed_number, framed_reads, from_torch, to_torch
 
 __all__ = [
     "PipelineLoadPlanner",
@@ -163,6 +167,10 @@ class _Place:
         ranks = torch.distributed.get_world_size(process_group)
         return cls(torch.distributed.get_rank(process_group), ranks)
 
+    def mark(self, plan: SavePlan) -> SavePlan:
+        """Return a plan that knows its rank."""
+        return attrs.evolve(plan, rank=self.rank, world_size=self.world_size)
+
 
 def _check_places(plans: Sequence[SavePlan | LoadPlan], stages: Stages[SavePlan]) -> None:
     """Refuse plans that are not those of all ranks, in order, if a pass may depend on that.
@@ -191,7 +199,7 @@ class _SavePlanner(torch_plans.SavePlanner):
         self._stages, self._group = stages, process_group
         self._flat: dict[str, Any] = {}
         self._local = SavePlan([])
-        self._items: dict[Any, WriteItem] = {}
+        self._items: dict[MetadataIndex, WriteItem] = {}
         self._values: dict[str, io.BytesIO] = {}
 
     def set_up_planner(
@@ -204,7 +212,7 @@ class _SavePlanner(torch_plans.SavePlanner):
         self._local = local_plan(state_dict)
 
     def create_local_plan(self) -> torch_plans.SavePlan:
-        local = attrs.evolve(self._local, **attrs.asdict(_Place.of(self._group)))
+        local = _Place.of(self._group).mark(self._local)
         plan: torch_plans.SavePlan = to_torch(chain(*self._stages.own)((local,))[0])
         return plan
 
@@ -214,52 +222,54 @@ class _SavePlanner(torch_plans.SavePlanner):
         local = [from_torch(plan) for plan in all_plans]
         _check_places(local, self._stages)
         plans, metadata = global_plan(local, [*self._stages.rest, *DEFAULT_PASSES])
-        bare = (attrs.evolve(p, rank=None, world_size=None, held=None) for p in plans)
+        bare = (SavePlan(p.items, p.storage_data, p.planner_data) for p in plans)
         return [to_torch(plan) for plan in bare], to_torch(metadata)
 
     def finish_plan(self, new_plan: torch_plans.SavePlan) -> torch_plans.SavePlan:
         plan: SavePlan = from_torch(new_plan)
-        self._items = {_key(item.index): item for item in plan.items}
+        self._items = {item.index: item for item in plan.items}
         self._values = {}
         refused: dict[str, str] = {}
         for item in plan.items:
+            name = item.index.fqn
             try:
                 if item.tensor_data is None:
-                    self._values[item.index.fqn] = _safe_dump(self._flat[item.source.fqn])
-                else:
-                    _check_cast(self._box(item), item.tensor_data.properties.dtype)
+                    self._values[name] = _safe_dump(self._flat[item.source.fqn])
+                    continue
+                if item.fill is not None:
+                    continue
+                shard = as_tensor(find_shard(self._flat, item.source))
+                own, stored = dtype_name(shard.dtype), item.tensor_data.properties.dtype
             except TypeError as error:
-                refused[item.index.fqn] = str(error)
+                refused[name] = str(error)
+                continue
+            if not can_cast(own, stored):
+                refused[name] = f"is {own}, which torch cannot cast to {stored}"
         if refused:
             raise ValueRefusedError(refused)
         return new_plan
 
     def resolve_data(self, write_item: torch_plans.WriteItem) -> torch.Tensor | io.BytesIO:
-        item = self._items[_key(from_torch(write_item.index))]
+        item = self._items[from_torch(write_item.index)]
         if item.tensor_data is None:
             return self._values[item.index.fqn]
+        dtype = torch_dtype(item.tensor_data.properties.dtype)
+        if item.fill is not None:
+            return torch.full(item.tensor_data.chunk.sizes, item.fill, dtype=dtype)
         box = self._box(item).resolve_conj().resolve_neg()
-        return box.to(torch_dtype(item.tensor_data.properties.dtype))
+        return box.to(dtype)
 
     def _box(self, item: WriteItem) -> torch.Tensor:
-        """Return the memory that holds a chunk, in the state dict's dtype."""
-        data, start = item.tensor_data, item.source.offset or ()
+        """Return the elements of a chunk, in the state dict's dtype: its memory, where it can."""
+        data, start, box = item.tensor_data, item.source.offset or (), item.source_chunk
         assert data is not None
+        assert box is not None
         shard = as_tensor(find_shard(self._flat, item.source))
         if not data.chunk.numel:  # every rank holds an empty tensor
             return shard.new_empty(data.chunk.sizes)
-        offsets = [o - s for o, s in zip(data.chunk.offsets, start, strict=True)]
-        return box_view(shard, offsets, data.chunk.sizes)
-
-
-def _key(index: MetadataIndex) -> tuple[str, tuple[int, ...] | None]:
-    return index.fqn, index.offset
-
-
-def _check_cast(tensor: torch.Tensor, stored: str) -> None:
-    own = dtype_name(tensor.dtype)
-    if not can_cast(own, stored):
-        raise TypeError(f"is {own}, which torch cannot cast to {stored}")
+        offsets = [o - s for o, s in zip(box.offsets, start, strict=True)]
+        view = box_view(shard, offsets, box.sizes)
+        return Window(view, data.chunk.sizes, item.axes).contents()
 
 
 def as_torch_load_planner(
@@ -333,6 +343,8 @@ class PipelineLoadPlanner(torch_plans.LoadPlanner):
         self._paths: Mapping[str, Any] = {}
         self._metadata = Metadata({})
         self._whole: frozenset[str] = frozenset()
+        self._held = SavePlan([])
+        self._framed = ReadItems.of(())
         self.report = KeyReport()
         self.tied: Mapping[str, str] = {}
 
@@ -351,10 +363,10 @@ class PipelineLoadPlanner(torch_plans.LoadPlanner):
 
     def create_local_plan(self) -> torch_plans.LoadPlan:
         """Plan this rank's reads, or return its plan if a pass needs those of all ranks first."""
-        local = local_plan(self._sd, whole=self._whole)
-        local = attrs.evolve(local, **attrs.asdict(_Place.of(self._group)))
+        local = _Place.of(self._group).mark(local_plan(self._sd, whole=self._whole))
         (plan,) = chain(*self._stages.own)((local,))
         self.tied = tied_names(plan, self._flat, self._metadata)
+        self._held = plan
         if self._stages.rest:
             data = (to_torch(plan), dict(self.tied))
             return torch_plans.LoadPlan([], planner_data=data)
@@ -362,8 +374,14 @@ class PipelineLoadPlanner(torch_plans.LoadPlanner):
 
     def _reads(self, plan: SavePlan, tied: Mapping[str, str]) -> torch_plans.LoadPlan:
         """Plan the reads of a rank."""
-        options: Any = {"strict": self._strict, "dtype": self._dtype, "shape": self._shape}
-        wanted = load_plan(self._metadata, plan, **options, optional=tied)
+        wanted = load_plan(
+            self._metadata,
+            plan,
+            strict=self._strict,
+            dtype=self._dtype,
+            shape=self._shape,
+            optional=tied,
+        )
         result: torch_plans.LoadPlan = to_torch(wanted)
         return result
 
@@ -378,15 +396,16 @@ class PipelineLoadPlanner(torch_plans.LoadPlanner):
         plans = tuple(from_torch(plan.planner_data[0]) for plan in global_plan)
         tied = [plan.planner_data[1] for plan in global_plan]
         _check_places(plans, self._stages)
-        done = with_replicas(chain(*self._stages.rest)(plans))
+        done = with_replicas(chain(*self._stages.rest)(plans), plans)
         return [self._reads(plan, names) for plan, names in zip(done, tied, strict=True)]
 
     def finish_plan(self, central_plan: torch_plans.LoadPlan) -> torch_plans.LoadPlan:
         """Refuse read-only tensors before any is filled; replace tensors on the meta device."""
         plan = from_torch(central_plan)
-        self.report = plan.report
-        made = blanks(self._flat, plan)
-        refuse_unfillable(self._sd, self._paths, plan, made)
+        self.report, self._framed = plan.report, framed_reads(central_plan)
+        made = blanks(self._flat, plan, self._held, self._metadata)
+        partly = partly_filled(self._held, plan.items)
+        refuse_unfillable(self._sd, self._paths, partly, made)
         self._flat |= made
         refused: dict[str, str] = {}
         for item in central_plan.items:
@@ -412,22 +431,26 @@ class PipelineLoadPlanner(torch_plans.LoadPlanner):
             raise ValueRefusedError({name: str(error)}) from None
 
     def resolve_tensor(self, read_item: torch_plans.ReadItem) -> torch.Tensor:
-        """Return the memory that a read fills: the state dict's, or a buffer if a cast follows."""
-        box = self._box(read_item)
+        """Return the memory that a read fills, or a buffer where `commit_tensor` has to copy."""
+        window = self._box(read_item)
         entry = self._metadata.entry(read_item.storage_index.fqn)
         assert isinstance(entry, TensorMetadata)
         stored = torch_dtype(entry.properties.dtype)
-        if stored == box.dtype:
-            return box
-        return torch.empty(box.shape, dtype=stored, device=box.device)  # `commit_tensor` casts
+        if stored == window.memory.dtype and window.tensor is not None:
+            return window.tensor
+        return torch.empty(window.sizes, dtype=stored, device=window.memory.device)
 
     def commit_tensor(self, read_item: torch_plans.ReadItem, tensor: torch.Tensor) -> None:
-        """Copy a buffer into the state dict if the tensor had to be cast."""
-        box = self._box(read_item)
-        if tensor.dtype != box.dtype:
-            box.copy_(tensor)
+        """Copy a buffer into the state dict, cast and with the axes that it has there."""
+        window = self._box(read_item)
+        if tensor.dtype != window.memory.dtype or window.tensor is None:
+            for mine, theirs in window.pairs((0,) * len(window.sizes), window.sizes, tensor):
+                mine.copy_(theirs)
 
-    def _box(self, item: torch_plans.ReadItem) -> torch.Tensor:
+    def _box(self, item: torch_plans.ReadItem) -> Window:
         """Return the memory of the state dict that a read fills."""
-        shard = find_shard(self._flat, from_torch(item.dest_index))
-        return box_view(as_tensor(shard, writable=True), item.dest_offsets, item.lengths)
+        number = framed_number(item)
+        read: ReadItem = from_torch(item) if number is None else self._framed[number]
+        shard = as_tensor(find_shard(self._flat, read.dest_index), writable=True)
+        box = read.dest_box
+        return Window(box_view(shard, box.offsets, box.sizes), read.lengths, read.axes)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, TypeGuard
 
 import attrs
+import numpy as np
 import torch
 from torch.distributed.checkpoint import filesystem as torch_files
 from torch.distributed.checkpoint import metadata as theirs
@@ -14,12 +16,15 @@ from torch.distributed.checkpoint import planner as torch_plans
 
 from shardplan.io import torch_dtype
 from shardplan.io.formats.dcp import OWN_EMPTY, OWN_PATHS, pack_path, unpack_path
-from shardplan.planning import Issue, RefusedError, empty_names, freeze, listed, tile
-from shardplan.planning.columns import WriteItems
+from shardplan.planning import Issue, Path, RefusedError, empty_names, listed, tile
+from shardplan.planning.columns import ReadItems, WriteItems
+from shardplan.planning.geometry import Axes
 
 from .. import planning as ours
 
-__all__ = ["StorageInfo", "StoragePrefix", "from_torch", "to_torch"]
+__all__ = [
+    "StorageInfo", "StoragePrefix", "framed_number", "framed_reads", "from_torch", "to_torch",
+]  # fmt: skip
 
 _OURS: Final = ("shardplan",)  # in torch's data: our original; no name is a tuple
 _THEIRS: Final = "torch"  # in our data: torch's original
@@ -33,7 +38,9 @@ class StorageInfo:
     relative_path: str
     offset: int
     length: int
-    transform_descriptors: tuple[str, ...] | None = None
+    transform_descriptors: tuple[str, ...] | None = attrs.field(
+        default=None, converter=attrs.converters.optional(tuple)
+    )
 
 
 @attrs.frozen
@@ -47,7 +54,7 @@ def to_torch(record: Any) -> Any:
     """Return a record of ours as torch's.
 
     Fields that torch's plans do not have are put into their ``planner_data``, so that the plan
-    comes back whole: its sources, its rank, what the rank holds, a load plan's report.
+    comes back whole: its sources and axes, its rank, what the rank holds, a load plan's report.
 
     Args:
         record: Any record of `shardplan.planning` that torch.distributed.checkpoint has as well.
@@ -87,21 +94,12 @@ def from_torch(record: Any) -> Any:
 
 
 def _inside(value: Any, table: Mapping[type, Callable[[Any], Any]]) -> Any:
-    """Convert all records inside plain data."""
+    """Convert all records inside plain data, whose mappings become dicts and lists tuples."""
     if type(value) in table:
         return table[type(value)](value)
     if isinstance(value, Mapping):
         return {_inside(k, table): _inside(v, table) for k, v in value.items()}
     return tuple(_inside(v, table) for v in value) if type(value) in (list, tuple) else value
-
-
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Add a tensor's name to the message if it cannot be converted."""
-    try:
-        yield
-    except ValueError as error:
-        raise RefusedError(f"`{name}`: {error}") from error
 
 
 # Ours to torch's
@@ -137,8 +135,22 @@ def _to_write_data(record: ours.TensorWriteData) -> torch_plans.TensorWriteData:
     return torch_plans.TensorWriteData(_to_chunk(record.chunk), properties, torch.Size(record.size))
 
 
+@attrs.frozen
+class _Origin:
+    """What a chunk is made of; see `WriteItem`."""
+
+    source: ours.MetadataIndex
+    source_box: ours.Chunk | None = None
+    axes: Axes | None = None
+    fill: float | None = None
+
+    @classmethod
+    def of(cls, item: ours.WriteItem) -> _Origin:
+        return cls(item.source, item.source_box, item.axes, item.fill)
+
+
 def _to_write_item(record: ours.WriteItem) -> torch_plans.WriteItem:
-    if record.source != record.index:
+    if _Origin.of(record) != _Origin(record.index):
         raise RefusedError(
             f"`{record.index.fqn}` comes from `{record.source.fqn}` at {record.source.offset}, "
             "which torch's WriteItem cannot express; convert the whole plan, which can"
@@ -153,6 +165,15 @@ def _without_source(record: ours.WriteItem) -> torch_plans.WriteItem:
 
 
 def _to_read_item(record: ours.ReadItem) -> torch_plans.ReadItem:
+    if record.dest_lengths is not None:
+        raise RefusedError(
+            f"`{record.dest_index.fqn}` has other axes than `{record.storage_index.fqn}`, which "
+            "torch's ReadItem cannot express; convert the whole plan, which can"
+        )
+    return _plain_read(record)
+
+
+def _plain_read(record: ours.ReadItem) -> torch_plans.ReadItem:
     return torch_plans.ReadItem(
         torch_plans.LoadItemType[record.type.name],
         _to_index(record.dest_index),
@@ -164,18 +185,20 @@ def _to_read_item(record: ours.ReadItem) -> torch_plans.ReadItem:
 
 
 def _to_save_plan(record: ours.SavePlan) -> torch_plans.SavePlan:
-    sources: dict[Any, Any] = {}
-    for item in record.items:
-        key, source = _key(item.index), _key(item.source)
-        if sources.setdefault(key, source) != source:
+    items, origins = list(record.items), dict[ours.MetadataIndex, _Origin]()
+    for item in items:
+        origin = _Origin.of(item)
+        if origins.setdefault(item.index, origin) != origin:
             raise RefusedError(f"`{item.index.fqn}` at {item.index.offset} comes from two places")
-    moved = {key: source for key, source in sources.items() if key != source}
+    moved = {index: origin for index, origin in origins.items() if origin != _Origin(index)}
     extra = _place(record) | ({"sources": moved} if moved else {})
     if record.held is not None and record.held is not record.items:
         extra["held"] = record.held.to_bytes()
-    names = {item.index.fqn for item in record.items}
+    if record.left_out is not None:
+        extra["left_out"] = record.left_out.to_bytes()
+    names = {item.index.fqn for item in items}
     return torch_plans.SavePlan(
-        [_without_source(item) for item in record.items],
+        [_without_source(item) for item in items],
         _inside(record.storage_data, _TO),
         data_to_torch(record.planner_data, names, extra),
     )
@@ -184,10 +207,6 @@ def _to_save_plan(record: ours.SavePlan) -> torch_plans.SavePlan:
 def _place(record: ours.SavePlan | ours.LoadPlan) -> dict[str, Any]:
     """Return a plan's rank and world size, for torch's plan to carry."""
     return {} if record.rank is None else {"rank": (record.rank, record.world_size)}
-
-
-def _key(index: ours.MetadataIndex) -> tuple[str, tuple[int, ...] | None]:
-    return index.fqn, index.offset
 
 
 def _to_load_plan(record: ours.LoadPlan) -> torch_plans.LoadPlan:
@@ -201,11 +220,47 @@ def _to_load_plan(record: ours.LoadPlan) -> torch_plans.LoadPlan:
     if report != ours.KeyReport():
         issues = tuple(attrs.astuple(i, recurse=False) for i in report.mismatched)
         extra["report"] = {name: getattr(report, name) for name in _KEYS} | {"not": issues}
+    items, framed = record.items, np.zeros(len(record.items), bool)
+    if items.frame is not None:
+        framed = np.array([item.dest_lengths is not None for item in items], bool)
+        extra["reads"] = items.take(framed).to_bytes()
+    number = (np.cumsum(framed) - 1).tolist()
     return torch_plans.LoadPlan(
-        [_to_read_item(item) for item in record.items],
+        [
+            _framed_read(item, number[row]) if framed[row] else _plain_read(item)
+            for row, item in enumerate(items)
+        ],
         _inside(record.storage_data, _TO),
         data_to_torch(record.planner_data, (), extra),
     )
+
+
+def _framed_read(record: ours.ReadItem, number: int) -> torch_plans.ReadItem:
+    """Return what torch has to know of a read with other axes; the plan carries the rest.
+
+    ``number`` is its place there: see `framed_number`.
+    """
+    kind, dest = torch_plans.LoadItemType.TENSOR, record.dest_index.fqn
+    return torch_plans.ReadItem(
+        kind,
+        theirs.MetadataIndex(dest, None, number),
+        torch.Size([0] * len(record.lengths)),
+        _to_index(record.storage_index),
+        torch.Size(record.storage_offsets),
+        torch.Size(record.lengths),
+    )
+
+
+def framed_number(item: torch_plans.ReadItem) -> int | None:
+    """Return the number of a read among those with other axes; None if it is not one of them."""
+    is_tensor = item.type is torch_plans.LoadItemType.TENSOR
+    return item.dest_index.index if is_tensor and item.dest_index.offset is None else None
+
+
+def framed_reads(plan: torch_plans.LoadPlan) -> ReadItems:
+    """Return the reads with other axes that a plan carries, by number."""
+    _, extra = data_from_torch(plan.planner_data, ())
+    return ReadItems.from_bytes(extra["reads"]) if "reads" in extra else ReadItems.of(())
 
 
 def _to_tensor(record: ours.TensorMetadata) -> theirs.TensorStorageMetadata:
@@ -220,18 +275,17 @@ def _to_storage_meta(record: ours.StorageMeta) -> theirs.StorageMeta:
 
 
 def _to_metadata(record: ours.Metadata) -> theirs.Metadata:
-    entries = record.state_dict_metadata
-    rest, empty = split_empty(record.planner_data, entries)
-    data, own = paths_to_torch(rest, [name for name in entries.names if name not in empty])
+    entries, meta = record.state_dict_metadata, record.storage_meta
+    nesting = _nesting_of(record.planner_data, entries)
     metadata = theirs.Metadata(
-        {name: to_torch(entry) for name, entry in entries.items() if name not in empty},
-        data,
+        {name: to_torch(entry) for name, entry in entries.items() if name not in nesting.empty},
+        data_to_torch(record.planner_data, entries, beside=True),
         _inside(record.storage_data, _TO),
-        None if record.storage_meta is None else _to_storage_meta(record.storage_meta),
+        None if meta is None else _to_storage_meta(meta),
         record.version,
     )
     # torch's readers ignore these attributes; those of DCP files here understand them.
-    for attribute, paths in ((OWN_PATHS, own), (OWN_EMPTY, empty)):
+    for attribute, paths in ((OWN_PATHS, nesting.own), (OWN_EMPTY, nesting.empty)):
         if paths:
             packed = {n: None if p is None else pack_path(n, p) for n, p in paths.items()}
             setattr(metadata, attribute, packed)
@@ -266,49 +320,47 @@ _TO: Final[dict[type, Callable[[Any], Any]]] = {
 
 # torch's to ours
 
-
-def _from_properties(record: theirs.TensorProperties) -> ours.TensorProperties:
-    return ours.TensorProperties(
-        record.dtype,
-        record.layout,
-        record.requires_grad,
-        record.memory_format,
-        record.pin_memory,
-    )
-
-
-def _from_chunk(record: theirs.ChunkStorageMetadata) -> ours.Chunk:
-    return ours.Chunk(record.offsets, record.sizes)
-
-
-def _from_index(record: theirs.MetadataIndex) -> ours.MetadataIndex:
-    return ours.MetadataIndex(record.fqn, record.offset, record.index)
+# Records with the same fields; ours convert values such as torch.Size themselves.
+_SAME: Final[dict[type, Callable[..., Any]]] = {
+    theirs.ChunkStorageMetadata: ours.Chunk,
+    theirs.TensorProperties: ours.TensorProperties,
+    theirs.BytesStorageMetadata: ours.BytesMetadata,
+    theirs.StorageMeta: ours.StorageMeta,
+    theirs.MetadataIndex: ours.MetadataIndex,
+    torch_plans.TensorWriteData: ours.TensorWriteData,
+    torch_plans.ReadItem: ours.ReadItem,
+    torch_files._StorageInfo: StorageInfo,
+    torch_files._StoragePrefix: StoragePrefix,
+}
+_FIELDS: Final = {kind: [field.name for field in dataclasses.fields(kind)] for kind in _SAME}
 
 
-def _from_write_data(record: torch_plans.TensorWriteData) -> ours.TensorWriteData:
-    properties = _from_properties(record.properties)
-    return ours.TensorWriteData(_from_chunk(record.chunk), properties, record.size)
+def _from_same(record: Any) -> Any:
+    kind = type(record)
+    values = [getattr(record, name) for name in _FIELDS[kind]]
+    return _SAME[kind](*[_FROM[type(v)](v) if type(v) in _FROM else v for v in values])
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Add a tensor's name to the message if it cannot be converted."""
+    try:
+        yield
+    except ValueError as error:
+        raise RefusedError(f"`{name}`: {error}") from error
 
 
 def _from_write_item(
-    record: torch_plans.WriteItem, source: ours.MetadataIndex | None = None
+    record: torch_plans.WriteItem, origins: Mapping[ours.MetadataIndex, _Origin] = {}
 ) -> ours.WriteItem:
-    index, data = _from_index(record.index), None
+    index, data = _from_same(record.index), None
     if record.tensor_data is not None:
         with _naming(index.fqn):
-            data = _from_write_data(record.tensor_data)
+            data = _from_same(record.tensor_data)
     kind = ours.WriteItemType[record.type.name]
-    return ours.WriteItem(index, kind, data, index if source is None else source)
-
-
-def _from_read_item(record: torch_plans.ReadItem) -> ours.ReadItem:
-    return ours.ReadItem(
-        ours.LoadItemType[record.type.name],
-        _from_index(record.dest_index),
-        record.dest_offsets,
-        _from_index(record.storage_index),
-        record.storage_offsets,
-        record.lengths,
+    origin = origins.get(index, _Origin(index))
+    return ours.WriteItem(
+        index, kind, data, origin.source, origin.source_box, origin.axes, origin.fill
     )
 
 
@@ -316,15 +368,15 @@ def _from_save_plan(record: torch_plans.SavePlan) -> ours.SavePlan:
     if not record.usable:
         raise RefusedError("this plan stands for a cached one of its rank; switch caching off")
     data, extra = data_from_torch(record.planner_data, {item.index.fqn for item in record.items})
-    sources = {k: ours.MetadataIndex(*v) for k, v in extra.get("sources", {}).items()}
-    items = []
-    for item in record.items:
-        at = None if item.index.offset is None else tuple(item.index.offset)
-        items.append(_from_write_item(item, sources.get((item.index.fqn, at))))
-    held = WriteItems.from_bytes(extra["held"]) if "held" in extra else None
+    origins = extra.get("sources", {})
+    items = [_from_write_item(item, origins) for item in record.items]
+    held, left_out = (
+        WriteItems.from_bytes(extra[name]) if name in extra else None
+        for name in ("held", "left_out")
+    )
     rank, world_size = extra.get("rank", (None, None))
     stored = _inside(record.storage_data, _FROM)
-    return ours.SavePlan(items, stored, data, rank, world_size, held)
+    return ours.SavePlan(items, stored, data, rank, world_size, held, left_out)
 
 
 def _from_load_plan(record: torch_plans.LoadPlan) -> ours.LoadPlan:
@@ -333,20 +385,18 @@ def _from_load_plan(record: torch_plans.LoadPlan) -> ours.LoadPlan:
     issues = [Issue(*fields) for fields in keys["not"]]
     report = ours.KeyReport(keys["missing"], keys["unexpected"], issues, keys["dropped"])
     rank, world_size = extra.get("rank", (None, None))
-    return ours.LoadPlan(
-        [_from_read_item(item) for item in record.items],
-        _inside(record.storage_data, _FROM),
-        data,
-        report,
-        rank=rank,
-        world_size=world_size,
-    )
+    framed, items = framed_reads(record), list[ours.ReadItem]()
+    for item in record.items:
+        number = framed_number(item) if len(framed) else None
+        items.append(_from_same(item) if number is None else framed[number])
+    stored = _inside(record.storage_data, _FROM)
+    return ours.LoadPlan(items, stored, data, report, rank=rank, world_size=world_size)
 
 
 def _from_tensor(record: theirs.TensorStorageMetadata) -> ours.TensorMetadata:
     boxes = [c.offsets for c in record.chunks], [c.sizes for c in record.chunks]
     chunks = tile(*boxes) if record.chunks else ()
-    return ours.TensorMetadata(_from_properties(record.properties), record.size, chunks)
+    return ours.TensorMetadata(_from_same(record.properties), record.size, chunks)
 
 
 def _from_metadata(record: theirs.Metadata) -> ours.Metadata:
@@ -354,7 +404,6 @@ def _from_metadata(record: theirs.Metadata) -> ours.Metadata:
     for name, entry in record.state_dict_metadata.items():
         with _naming(name):
             entries[name] = from_torch(entry)
-    data, _ = data_from_torch(record.planner_data, entries)
     own, empty = (
         {n: None if p is None else unpack_path(n, p) for n, p in getattr(record, where, {}).items()}
         for where in (OWN_PATHS, OWN_EMPTY)
@@ -362,60 +411,93 @@ def _from_metadata(record: theirs.Metadata) -> ours.Metadata:
     entries |= {name: ours.BytesMetadata() for name, path in empty.items() if path}
     return ours.Metadata(
         entries,
-        with_empty(with_own_paths(data, own), empty),
+        data_from_torch(record.planner_data, entries, own, empty)[0],
         _inside(record.storage_data, _FROM),
-        None if record.storage_meta is None else from_torch(record.storage_meta),
+        None if record.storage_meta is None else _from_same(record.storage_meta),
         record.version,
     )
 
 
-def _from_info(record: torch_files._StorageInfo) -> StorageInfo:
-    how = record.transform_descriptors
-    place = (record.relative_path, record.offset, record.length)
-    return StorageInfo(*place, None if how is None else tuple(how))
-
-
 _FROM: Final[dict[type, Callable[[Any], Any]]] = {
-    theirs.ChunkStorageMetadata: _from_chunk,
-    theirs.TensorProperties: _from_properties,
+    **dict.fromkeys(_SAME, _from_same),
     theirs.TensorStorageMetadata: _from_tensor,
-    theirs.BytesStorageMetadata: lambda record: ours.BytesMetadata(),
-    theirs.StorageMeta: lambda record: ours.StorageMeta(**vars(record)),  # the same fields
     theirs.Metadata: _from_metadata,
-    theirs.MetadataIndex: _from_index,
-    torch_plans.TensorWriteData: _from_write_data,
     torch_plans.WriteItem: _from_write_item,
-    torch_plans.ReadItem: _from_read_item,
     torch_plans.SavePlan: _from_save_plan,
     torch_plans.LoadPlan: _from_load_plan,
     torch_plans.WriteItemType: lambda record: ours.WriteItemType[record.name],
     torch_plans.LoadItemType: lambda record: ours.LoadItemType[record.name],
-    torch_files._StorageInfo: _from_info,
-    torch_files._StoragePrefix: lambda record: StoragePrefix(record.prefix),
 }
 
 
 # The ``planner_data`` of plans and metadata
 #
 # torch keeps the path of a nested key as ``{"a.0": ("a", 0)}``, with every key as text. Ours also
-# distinguishes dicts, lists and tuples and keeps keys as they are. Data is translated if that is
-# lossless; otherwise the original goes along under a separate key.
+# distinguishes dicts, lists and tuples, keeps keys as they are, and lists empty dicts. Metadata
+# carries what that loses beside it. Other data goes along under a key of its own.
 
 
-def data_to_torch(data: Any, names: Collection[str], extra: Mapping[str, Any] | None = None) -> Any:
+@attrs.frozen
+class _Nesting:
+    """The paths of nested keys as torch keeps them, and what these lose.
+
+    Attributes:
+        paths: The path of every name, in torch's form.
+        own: The paths that torch's form cannot express, in ours.
+        empty: The paths of empty dicts, in ours; None for one that is empty on this rank only.
+    """
+
+    paths: dict[str, tuple[str | int, ...]]
+    own: dict[str, Path] = attrs.field(factory=dict)
+    empty: dict[str, Path | None] = attrs.field(factory=dict)
+
+
+def _nesting_of(data: Any, names: Collection[str]) -> _Nesting:
+    """Return what our ``planner_data`` says about nested keys, and about names without a path."""
+    hollow = empty_names(data)
+    known = data.get("paths") if isinstance(data, Mapping) else None
+    every: dict[str, Path] = {name: (("dict", name),) for name in names}
+    every |= dict(known) if _are_paths(known) else {}
+    full = {name: path for name, path in every.items() if name not in hollow}
+    return _Nesting(
+        {name: _torch_path(path) for name, path in full.items()},
+        {name: path for name, path in full.items() if path != _our_path(_torch_path(path))},
+        {n: every.get(n, (("dict", n),)) if n in names else None for n in sorted(hollow)},
+    )
+
+
+def _nesting_data(nesting: _Nesting, names: Collection[str]) -> dict[str, Any]:
+    """Undo `_nesting_of`."""
+    paths = {name: _our_path(path) for name, path in nesting.paths.items()} | nesting.own
+    paths |= {name: path for name, path in nesting.empty.items() if path}
+    deep = {n: p for n, p in paths.items() if n not in names or p != (("dict", n),)}
+    if not nesting.empty:
+        return {"paths": deep}
+    return ({"paths": deep} if deep else {}) | {"empty": tuple(nesting.empty)}
+
+
+def data_to_torch(
+    data: Any, names: Collection[str], extra: Mapping[str, Any] = {}, *, beside: bool = False
+) -> Any:
     """Return our ``planner_data`` in torch's form; `data_from_torch` returns ``extra``.
 
+    ``beside`` says that what the paths lose is kept elsewhere.
+
     >>> data_to_torch({"paths": {"a.w": (("dict", "a"), ("dict", "w"))}}, ["a.w", "b"])
-    {'b': ('b',), 'a.w': ('a', 'w')}
+    {'a.w': ('a', 'w'), 'b': ('b',)}
     """
-    translated = _translated(data, names)
-    if not extra and data_from_torch(translated, names)[0] == data:
-        return translated
-    ours = {**(extra or {}), "planner_data": _thaw(data)}
-    return {**_torch_paths(_paths_in(data), names), _OURS: ours}
+    nesting = _nesting_of(data, names)
+    kept = (nesting.own, nesting.empty) if beside else ({}, {})
+    original = data[_THEIRS] if isinstance(data, Mapping) and data.keys() == {_THEIRS} else None
+    for form in () if extra else (nesting.paths, _inside(original, {})):
+        if data_from_torch(form, names, *kept)[0] == data:
+            return form
+    return {**nesting.paths, _OURS: {**extra, "planner_data": _inside(data, {})}}
 
 
-def data_from_torch(data: Any, names: Collection[str]) -> tuple[Any, Mapping[str, Any]]:
+def data_from_torch(
+    data: Any, names: Collection[str], own: Mapping[str, Any] = {}, empty: Mapping[str, Any] = {}
+) -> tuple[Any, Mapping[str, Any]]:
     """Return torch's ``planner_data`` in our form, and the ``extra`` of `data_to_torch`.
 
     >>> data_from_torch({"a.w": ("a", "w"), "b": ("b",)}, ["a.w", "b"])[0]
@@ -424,87 +506,15 @@ def data_from_torch(data: Any, names: Collection[str]) -> tuple[Any, Mapping[str
     mark = data.get(_OURS) if isinstance(data, Mapping) else None
     if isinstance(mark, Mapping) and "planner_data" in mark:
         return mark["planner_data"], {k: v for k, v in mark.items() if k != "planner_data"}
-    ours = data
-    if _is_torch_paths(data) and set(names) <= data.keys():
-        paths = {name: _path(steps) for name, steps in data.items()}
-        ours = {"paths": {n: p for n, p in paths.items() if n not in names or not _is_flat(n, p)}}
-    return (ours if _translated(ours, names) == data else {_THEIRS: data}), {}
+    if _are_torch_paths(data):
+        nesting = _Nesting(dict(data), dict(own), dict(empty))
+        translated = _nesting_data(nesting, names)
+        if _nesting_of(translated, names) == nesting:
+            return translated, {}
+    return (None if data is None else {_THEIRS: data}), {}
 
 
-def split_empty(data: Any, names: Collection[str]) -> tuple[Any, dict[str, Any]]:
-    """Return our ``planner_data`` without empty dicts, and the paths of these by name.
-
-    The path is None if the dict is empty on this rank only.
-
-    >>> split_empty({"paths": {"a.b": (("dict", "a"), ("dict", "b"))}, "empty": ("a.b",)}, ["a.b"])
-    (None, {'a.b': (('dict', 'a'), ('dict', 'b'))})
-    """
-    hollow = empty_names(data)
-    if not hollow:
-        return data, {}
-    known = _paths_in(data)
-    empty = {
-        name: tuple(known.get(name, (("dict", name),))) if name in names else None
-        for name in sorted(hollow)
-    }
-    paths = {name: path for name, path in known.items() if name not in hollow}
-    rest = {key: part for key, part in data.items() if key not in ("paths", "empty")}
-    return {**rest, **({"paths": paths} if paths else {})} or None, empty
-
-
-def with_empty(data: Any, empty: Mapping[str, Any]) -> Any:
-    """Undo `split_empty`."""
-    if not empty:
-        return data
-    rest = data if isinstance(data, Mapping) else {}
-    nested = {name: path for name, path in empty.items() if path and not _is_flat(name, path)}
-    paths = {**rest.get("paths", {}), **nested}
-    return {**rest, **({"paths": paths} if paths else {}), "empty": tuple(sorted(empty))}
-
-
-def with_own_paths(data: Any, own: Mapping[str, Any]) -> Any:
-    """Add paths that torch's form cannot express to our ``planner_data``."""
-    known = data.get("paths") if isinstance(data, Mapping) else {}
-    if not own or not _are_paths(known) or not _are_paths(own):
-        return data
-    return {**(data or {}), "paths": {**known, **own}}
-
-
-def paths_to_torch(data: Any, names: Collection[str]) -> tuple[Any, dict[str, Any]]:
-    """Return our ``planner_data`` in torch's form, and the paths that it cannot express.
-
-    >>> paths_to_torch({"paths": {"a.0": (("dict", "a"), ("tuple", 0))}}, ["a.0"])
-    ({'a.0': ('a', 0)}, {'a.0': (('dict', 'a'), ('tuple', 0))})
-    """
-    translated = _translated(data, names)
-    own = {name: path for name, path in _paths_in(data).items() if path != _path(_steps(path))}
-    if own and with_own_paths(data_from_torch(translated, names)[0], own) == data:
-        return translated, own
-    return data_to_torch(data, names), own
-
-
-def _translated(data: Any, names: Collection[str]) -> Any:
-    """Return our data in torch's form, even if that loses something."""
-    if isinstance(data, Mapping) and data.keys() == {"paths"} and _are_paths(data["paths"]):
-        return _torch_paths(data["paths"], names)
-    if isinstance(data, Mapping) and data.keys() == {_THEIRS}:
-        return _thaw(freeze(data[_THEIRS]))
-    return _thaw(freeze(data))
-
-
-def _thaw(value: Any) -> Any:
-    """Return frozen data as plain dicts."""
-    if isinstance(value, Mapping):
-        return {_thaw(key): _thaw(inner) for key, inner in value.items()}
-    return tuple(map(_thaw, value)) if type(value) is tuple else value
-
-
-def _paths_in(data: Any) -> Mapping[str, Any]:
-    paths = data.get("paths") if isinstance(data, Mapping) else None
-    return paths if _are_paths(paths) else {}
-
-
-def _are_paths(paths: Any) -> TypeGuard[Mapping[str, Any]]:
+def _are_paths(paths: Any) -> TypeGuard[Mapping[str, Path]]:
     """Return True for the paths that `flatten` returns."""
     return isinstance(paths, Mapping) and all(
         isinstance(path, tuple) and all(isinstance(s, tuple) and len(s) == 2 for s in path)
@@ -512,31 +522,18 @@ def _are_paths(paths: Any) -> TypeGuard[Mapping[str, Any]]:
     )
 
 
-def _is_torch_paths(data: Any) -> bool:
+def _are_torch_paths(data: Any) -> bool:
     """Return True for the paths that torch's planners keep."""
     return isinstance(data, Mapping) and all(
-        isinstance(name, str)
-        and isinstance(path, tuple)
-        and all(type(step) in (str, int) for step in path)
-        and name == ".".join(map(str, path))
-        for name, path in data.items()
+        isinstance(path, tuple) and path and all(type(step) in (str, int) for step in path)
+        for path in data.values()
     )
 
 
-def _torch_paths(paths: Mapping[str, Any], names: Collection[str]) -> dict[Any, Any]:
-    """Return every name's path as torch has it."""
-    known = {name: _steps(path) for name, path in paths.items()}
-    return {**{name: (name,) for name in names if name not in known}, **known}
-
-
-def _steps(path: tuple[tuple[str, Any], ...]) -> tuple[str | int, ...]:
+def _torch_path(path: Path) -> tuple[str | int, ...]:
     """Return a path as torch has it: text for keys of a dict, numbers for positions."""
     return tuple(str(key) if kind == "dict" else key for kind, key in path)
 
 
-def _path(steps: tuple[str | int, ...]) -> tuple[tuple[str, str | int], ...]:
+def _our_path(steps: tuple[str | int, ...]) -> Path:
     return tuple(("dict" if isinstance(step, str) else "list", step) for step in steps)
-
-
-def _is_flat(name: str, path: tuple[tuple[str, str | int], ...]) -> bool:
-    return path == (("dict", name),)

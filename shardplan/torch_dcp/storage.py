@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import planner as torch_plans
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from shardplan.io import Pool, ValueRefusedError
+from shardplan.io import Pool, ValueRefusedError, Window
 from shardplan.io.execute import Kept, Reader
 from shardplan.io.formats import CommitJob, WriteJob, find_writer, open_source
 from shardplan.io.stores import Store, open_store
@@ -33,7 +33,7 @@ from shardplan.planning import (
     ReadItem,
     SavePlan,
     TensorMetadata,
-    WriteItem,
+    TensorWriteData,
     fingerprint,
     global_plan,
 )
@@ -201,9 +201,7 @@ def _plan_of(plan: torch_plans.SavePlan) -> SavePlan:
 class _Tensor:
     """The chunks of one tensor that this rank writes."""
 
-    def __init__(self, item: WriteItem) -> None:
-        data = item.tensor_data
-        assert data is not None
+    def __init__(self, data: TensorWriteData) -> None:
         self.shape, self.dtype = data.size, data.properties.dtype
         self._chunks: dict[tuple[int, ...], tuple[Chunk, torch.Tensor]] = {}
 
@@ -226,34 +224,23 @@ def _resolved(
     for item, planned in zip(plan.items, ours.items, strict=True):
         name, data = planned.index.fqn, planned.tensor_data
         given = planner.resolve_data(item)
-        if data is None:
+        if data is None and isinstance(given, io.BytesIO):
             try:
-                sd[name] = Kept(_value(given))  # not flattened
-            except TypeError as error:
+                sd[name] = Kept(load_value(given))  # not flattened
+            except UnsafeValueError as error:
                 refused[name] = str(error)
-        elif not isinstance(given, torch.Tensor):
-            kind = type(given).__name__
-            refused[name] = f"is planned as a tensor, and its planner gives a {kind}"
+        elif data is not None and isinstance(given, torch.Tensor):
+            sd.setdefault(name, _Tensor(data)).add(data.chunk, given)
         else:
-            sd.setdefault(name, _Tensor(planned)).add(data.chunk, given)
+            kind = "bytes" if data is None else "a tensor"
+            refused[name] = f"is planned as {kind}, and its planner gives a {type(given).__name__}"
     if refused:
         raise ValueRefusedError(refused)
     return sd
 
 
-def _value(given: object) -> Any:
-    """Return the non-tensor value inside a planner's data."""
-    if isinstance(given, io.BytesIO):
-        return load_value(given)
-    raise UnsafeValueError(f"is planned as bytes, and its planner gives a {type(given).__name__}")
-
-
 def as_torch_storage_reader(
-    path: Place,
-    *,
-    format: str | None = None,
-    verify: bool = True,
-    pool: Pool | None = None,
+    path: Place, *, format: str | None = None, verify: bool = True, pool: Pool | None = None
 ) -> StorageReader:
     """Return a reader for ``torch.distributed.checkpoint.load`` of checkpoints of any known format.
 
@@ -285,13 +272,7 @@ def as_torch_storage_reader(
 
 
 class _StorageReader(_Located, StorageReader):
-    def __init__(
-        self,
-        path: Place,
-        format: str | None,
-        verify: bool,
-        pool: Pool | None,
-    ) -> None:
+    def __init__(self, path: Place, format: str | None, verify: bool, pool: Pool | None) -> None:
         self.checkpoint_id = path
         self._format, self._verify, self._pool = format, verify, pool
         self._reader: Reader | None = None
@@ -305,30 +286,30 @@ class _StorageReader(_Located, StorageReader):
 
     # Not named `kwargs`: torch would then ask for metadata per rank, which does not exist.
     def read_metadata(self, *_: Any, **ignored: Any) -> theirs.Metadata:
-        self._reader = self._open()
-        metadata: theirs.Metadata = to_torch(self._reader.metadata)
-        self._sign(metadata, self._reader)
+        self._reader = None  # it may have been overwritten since
+        reader = self._open()
+        metadata: theirs.Metadata = to_torch(reader.metadata)
         if metadata.planner_data is None:  # torch needs every path when it loads some keys only
             metadata.planner_data = {name: (name,) for name in metadata.state_dict_metadata}
-        return metadata
-
-    def _sign(self, metadata: theirs.Metadata, reader: Reader) -> None:
-        """Add what torch's own reader adds: the URL, the load's id, the version of torch."""
+        # What torch's own reader adds: the URL, the load's id, the version of torch.
         meta = metadata.storage_meta or theirs.StorageMeta()
         meta.checkpoint_id = meta.checkpoint_id or reader.store.url
         meta.load_id = self.load_id
         metadata.storage_meta = meta
         if reader.source.format != "dcp":
             metadata.version = getattr(torch_files, "CURRENT_DCP_VERSION", None)
+        return metadata
 
     def _open(self) -> Reader:
-        return Reader(open_source(self.checkpoint_id, format=self._format), self._pool)
+        if self._reader is None:
+            source = open_source(self.checkpoint_id, format=self._format)
+            self._reader = Reader(source, self._pool)
+        return self._reader
 
     def set_up_storage_reader(
         self, metadata: theirs.Metadata, is_coordinator: bool, *_: Any, **ignored: Any
     ) -> None:
-        if self._reader is None:
-            self._reader = self._open()
+        self._open()
 
     def prepare_local_plan(self, plan: torch_plans.LoadPlan) -> torch_plans.LoadPlan:
         return plan
@@ -339,7 +320,7 @@ class _StorageReader(_Located, StorageReader):
     def read_data(
         self, plan: torch_plans.LoadPlan, planner: torch_plans.LoadPlanner
     ) -> Future[None]:
-        reader = self._reader = self._reader or self._open()
+        reader = self._open()
         ours = LoadPlan([from_torch(item) for item in plan.items])
         _check_kinds(reader.metadata, ours.items)
         pairs = list(zip(plan.items, ours.items, strict=True))
@@ -348,7 +329,7 @@ class _StorageReader(_Located, StorageReader):
             for row, (item, read) in enumerate(pairs)
             if read.type is LoadItemType.TENSOR
         }
-        reader.fill(ours.items, tensors.__getitem__, verify=self._verify)
+        reader.fill(ours.items, lambda row: Window.of(tensors[row]), verify=self._verify)
         for row, tensor in tensors.items():
             planner.commit_tensor(plan.items[row], tensor)
         for item, read in pairs:
@@ -370,14 +351,18 @@ def _target(
     return tensor
 
 
+def _kind(is_tensor: bool) -> str:
+    return "tensor" if is_tensor else "non-tensor value"
+
+
 def _check_kinds(metadata: Metadata, items: Sequence[ReadItem]) -> None:
     """Refuse reads of a tensor as a value, and of a value as a tensor."""
     issues = []
     for item in items:
         name = item.storage_index.fqn
-        is_tensor = isinstance(metadata.entry(name), TensorMetadata)
-        if is_tensor is (item.type is LoadItemType.BYTE_IO):
-            was, wanted = ("tensor", "non-tensor value")[:: 1 if is_tensor else -1]
+        was = _kind(isinstance(metadata.entry(name), TensorMetadata))
+        wanted = _kind(item.type is LoadItemType.TENSOR)
+        if was != wanted:
             text = f"`{name}` was saved as a {was} and is wanted as a {wanted}"
             issues.append(Issue("type", name, text))
     if issues:

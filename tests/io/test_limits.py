@@ -207,6 +207,7 @@ def test_no_writer_writes_more_than_readers_read(tmp_path, monkeypatch, format, 
 
 def test_the_table_of_limits_is_complete():
     assert {*LIMITS} == {
-        *("manifest", "metadata", "index", "config", "header", "pickle", "directory")
+        *("manifest", "metadata", "index", "config", "companion"),
+        *("header", "pickle", "directory"),
     }
     assert limits.MAX_BYTES == 1 << 60

@@ -1,7 +1,10 @@
 """Plans and metadata travel as bytes: equal on arrival, or refused, never anything else."""
 
+import base64
 import json
 import math
+import zlib
+from pathlib import Path
 
 import attrs
 import pytest
@@ -35,7 +38,14 @@ from shardplan.planning import (
     local_plan,
 )
 from shardplan.planning.columns.arrays import pack, unpack
-from shardplan.planning.testing.strategies import save_plans, state_dicts, values
+from shardplan.planning.testing.frames import framed
+from shardplan.planning.testing.strategies import (
+    framings,
+    save_plans,
+    shapes,
+    state_dicts,
+    values,
+)
 from shardplan.planning.tree import from_json, to_json
 
 NOTES = st.recursive(
@@ -145,6 +155,20 @@ def test_a_thousand_layers_cut_alike_are_encoded_as_one_layout():
     assert (many - few) / 1_000 < 8  # a name of four letters, its length, two numbers
 
 
+ENCODINGS = json.loads(Path(__file__).with_name("encodings.json").read_text("utf-8"))
+
+
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_plans_are_encoded_as_they_always_were(name):
+    known = ENCODINGS[name]
+    blob = zlib.decompress(base64.b64decode(known["zlib"]))
+    plan = decode_plan(blob)
+    assert str(plan).splitlines() == known["text"]
+    assert fingerprint(plan) == known["fingerprint"]
+    assert encode_plan(plan) == blob
+    assert attrs.evolve(plan, items=tuple(plan.items)) == plan
+
+
 # Fingerprints
 
 
@@ -180,7 +204,14 @@ def test_a_changed_offset_dtype_name_or_note_changes_the_fingerprint():
 @st.composite
 def blobs(draw):
     """The bytes of something valid, and how to decode them."""
-    kind = draw(st.sampled_from(["save", "load", "metadata"]))
+    kind = draw(st.sampled_from(["save", "load", "metadata", "framed"]))
+    if kind == "framed":
+        shape = draw(shapes(min_dims=1, min_side=1))
+        plans = draw(save_plans(tensors={"w": TensorSpec(shape)}))
+        framing = draw(framings(shape))
+        after = [framed(plan, {"w": framing}) for plan in plans]
+        load = load_plan(global_plan(after)[1], after[0])
+        return encode_plan(draw(st.sampled_from([after[0], load]))), decode_plan
     if kind == "load":
         return encode_plan(draw(load_plans())), decode_plan
     plans = draw(save_plans())
@@ -344,7 +375,7 @@ def test_nonsense_is_refused(data):
             decode(data)
 
 
-def test_a_plan_is_no_metadata_and_the_reverse():
+def test_plans_do_not_decode_as_metadata_nor_the_reverse():
     plan, metadata = SavePlan([]), Metadata({"a": BytesMetadata()})
     with pytest.raises(CodecError, match="not metadata"):
         decode_metadata(encode_plan(plan))

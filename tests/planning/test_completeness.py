@@ -37,7 +37,7 @@ from shardplan.planning import (
     world_pass,
     world_plans,
 )
-from shardplan.planning.check import dropped_names, source_issues
+from shardplan.planning.sources import dropped_names, source_issues
 from shardplan.planning.testing.strategies import save_plans
 
 D = 4

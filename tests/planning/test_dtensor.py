@@ -315,7 +315,7 @@ def test_a_replicated_dtensor_is_held_whole_by_every_rank_and_written_once():
     assert sorted(len(p.items) for p in written) == [0, 0, 1]
 
 
-# ShardedTensor, and classes that tell their chunks themselves
+# ShardedTensor, and classes that list their own chunks
 
 
 def sharded_tensor(*shards, size):
@@ -392,7 +392,7 @@ def test_a_dtensor_around_several_local_shards_gives_each_of_them():
 
 
 def empty_and_real(kind):
-    """Return a tensor of which this rank holds an empty shard and a real one at the same offset."""
+    """Return a tensor whose shards here are an empty and a real one at the same offset."""
     shards = ((0, 0), torch.empty(0, 2)), ((0, 0), count_up(4, 2))
     return Pieces((4, 2), *shards) if kind == "pieces" else sharded_tensor(*shards, size=(4, 2))
 
@@ -407,7 +407,7 @@ def test_an_empty_shard_never_hides_a_real_one_at_the_same_offset(kind):
         assert torch.equal(shard_finder(sd)("w", (0, 0)), count_up(4, 2))
 
 
-def test_tensors_of_which_other_things_are_held_are_of_other_kinds():
+def test_tensors_that_hold_other_things_are_of_other_kinds():
     """Planning looks at one tensor of a kind, and takes all others for the same."""
     with as_rank(1, 4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -455,7 +455,7 @@ class Like:
 
 @pytest.mark.parametrize("more", [{}, {"_spec": "by rows"}])
 def test_what_only_looks_like_a_dtensor_is_planned_and_found_by_its_own_placements(more):
-    """Two such tensors that are told apart by nothing but their meshes."""
+    """Two such tensors that differ in nothing but their meshes."""
 
     def mesh(place):
         return SimpleNamespace(shape=(2,), get_coordinate=lambda: (place,))
@@ -511,8 +511,8 @@ def test_a_finder_finds_and_refuses_what_find_shard_does():
                 return str(error)
 
         for name, offset in product((*sd, "nope"), ((0,), (1,), (2,), (3,))):
-            told = outcome(partial(find_shard, sd, MetadataIndex(name, offset)))
-            assert outcome(partial(find, name, offset)) == told
+            expected = outcome(partial(find_shard, sd, MetadataIndex(name, offset)))
+            assert outcome(partial(find, name, offset)) == expected
 
 
 def test_columns_of_a_layout_s_key_are_not_mixed_up():
@@ -593,7 +593,7 @@ def state_dict():
 
 
 @pytest.mark.parametrize("find", [find_object, find_shard])
-def test_a_missing_name_is_told_with_the_nearest_ones(state_dict, find):
+def test_the_error_about_a_missing_name_lists_the_nearest(state_dict, find):
     with pytest.raises(NotFoundError, match=r"`layer\.wieght` is not in the state dict") as failure:
         find(state_dict, MetadataIndex("layer.wieght", (0, 0)))
     assert failure.value.nearest[0] == "layer.weight"
@@ -601,13 +601,13 @@ def test_a_missing_name_is_told_with_the_nearest_ones(state_dict, find):
 
 
 @pytest.mark.parametrize("find", [find_object, find_shard])
-def test_a_missing_offset_is_told_with_those_that_exist(state_dict, find):
+def test_the_error_about_a_missing_offset_lists_those_that_exist(state_dict, find):
     with pytest.raises(NotFoundError, match=r"no shard at \(1, 0\)") as failure:
         find(state_dict, MetadataIndex("layer.weight", (1, 0), 0))
     assert failure.value.nearest == ("(0, 0)", "(2, 0)", "(4, 0)", "(6, 0)")
 
 
-def test_a_missing_offset_of_a_dtensor_is_told_with_those_that_exist():
+def test_the_error_about_a_missing_offset_of_a_dtensor_lists_those_that_exist():
     with as_rank(1, 2):
         mesh = init_device_mesh("cpu", (2,))
         sd = {"w": distribute_tensor(count_up(4), mesh, [Shard(0)], src_data_rank=None)}
@@ -624,7 +624,7 @@ def test_a_plain_tensor_has_no_shard_but_at_its_origin(state_dict, find):
         find(state_dict, MetadataIndex("layer.bias", (1,)))
 
 
-def test_a_value_that_is_no_tensor_has_no_offset_and_no_shard(state_dict):
+def test_a_non_tensor_value_has_no_offset_and_no_shard(state_dict):
     assert find_object(state_dict, MetadataIndex("step")) == 7
     with pytest.raises(NotFoundError, match=r"`step` is a int, not a tensor"):
         find_object(state_dict, MetadataIndex("step", (0,)))
@@ -661,7 +661,7 @@ SCRIPT = Path(__file__).parents[1] / "ranks" / "hold.py"
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """Run the script once on four processes; return, per rank, what each case told."""
+    """Run the script once on four processes; return, per rank, the report of each case."""
     folder = tmp_path_factory.mktemp("ranks")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     logs = [(folder / f"log-{rank}").open("w+") for rank in range(WORLD)]
@@ -695,7 +695,7 @@ def ranks(tmp_path_factory):
     return [json.loads((folder / str(rank)).read_text()) for rank in range(WORLD)]
 
 
-def told(ranks, case):
+def reports(ranks, case):
     """Return, per rank, the plan and, per item, the values found."""
     return [
         (decode_plan(bytes.fromhex(rank[case]["plan"])), rank[case]["values"]) for rank in ranks
@@ -719,7 +719,7 @@ def as_tensor(values, sizes):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*MODELS, "linear_of_one", "submesh", "strided", "sharded_tensor"])
 def test_real_ranks_find_the_values_they_plan_and_together_they_are_the_tensors(ranks, case):
-    held = told(ranks, case)
+    held = reports(ranks, case)
     whole = {}
     for plan, values in held:
         for item, value in zip(plan.items, values, strict=True):
@@ -741,7 +741,7 @@ def test_real_ranks_find_the_values_they_plan_and_together_they_are_the_tensors(
 @pytest.mark.parametrize("source", MODELS)
 def test_what_real_ranks_save_in_one_layout_loads_in_another(ranks, source, target):
     """Write each chunk of the global plan down, follow the reads, and compare all values."""
-    saved = told(ranks, source)
+    saved = reports(ranks, source)
     written, metadata = global_plan([plan for plan, _ in saved])
     stored = {}
     for plan, (local, values) in zip(written, saved, strict=True):
@@ -751,7 +751,7 @@ def test_what_real_ranks_save_in_one_layout_loads_in_another(ranks, source, targ
                 assert item.index not in stored
                 stored[item.index] = as_tensor(mine[item.source], item.tensor_data.chunk.sizes)
 
-    for plan, values in told(ranks, target):
+    for plan, values in reports(ranks, target):
         model = [
             (i, v)
             for i, v in zip(plan.items, values, strict=True)
@@ -771,7 +771,7 @@ def test_what_real_ranks_save_in_one_layout_loads_in_another(ranks, source, targ
 @pytest.mark.slow
 def test_real_replicas_are_written_once_and_shared_out(ranks):
     """HSDP 2 × 2: each shard is on two ranks, and each of the four ranks writes something."""
-    plans = [plan for plan, _ in told(ranks, "hsdp")]
+    plans = [plan for plan, _ in reports(ranks, "hsdp")]
     assert plans[0] == plans[2]
     assert plans[1] == plans[3]
     written, _ = global_plan(plans)
@@ -781,13 +781,13 @@ def test_real_replicas_are_written_once_and_shared_out(ranks):
 
 @pytest.mark.slow
 def test_a_real_rank_outside_the_mesh_contributes_nothing(ranks):
-    assert [len(plan.items) for plan, _ in told(ranks, "submesh")] == [0, 1, 0, 1]
+    assert [len(plan.items) for plan, _ in reports(ranks, "submesh")] == [0, 1, 0, 1]
 
 
 @pytest.mark.slow
 def test_a_real_linear_of_one_lies_on_one_rank(ranks):
     """Linear(1, 1) under FSDP on four ranks (PT#132366)."""
-    assert [len(plan.items) for plan, _ in told(ranks, "linear_of_one")] == [2, 0, 0, 0]
+    assert [len(plan.items) for plan, _ in reports(ranks, "linear_of_one")] == [2, 0, 0, 0]
 
 
 @pytest.mark.slow
@@ -798,7 +798,7 @@ def test_a_real_partial_sum_is_refused_by_name_on_every_rank(ranks):
 
 @pytest.mark.slow
 def test_a_real_optimizer_s_values_and_scalar_steps_are_planned_once(ranks):
-    written, metadata = global_plan([plan for plan, _ in told(ranks, "fsdp")])
+    written, metadata = global_plan([plan for plan, _ in reports(ranks, "fsdp")])
     writers = [
         rank
         for rank, plan in enumerate(written)

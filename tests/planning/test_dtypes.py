@@ -19,7 +19,7 @@ INTEGERS = {8: torch.uint8, 16: torch.int16}
 
 
 def extreme_values(name):
-    """Every value of a narrow dtype; of a wide one the largest, the smallest and the odd ones."""
+    """Every value of a narrow dtype; the largest, smallest and odd values of a wide one."""
     dtype = getattr(torch, name)
     if name == "bool":
         return torch.tensor([False, True])
@@ -99,7 +99,7 @@ def test_numpy_dtypes_and_their_classes_have_the_same_name(kind):
     )
 
 
-def test_a_lost_digit_is_no_exact_cast():
+def test_a_cast_that_loses_a_digit_is_not_exact():
     assert torch.tensor(16777217, dtype=torch.int32).to(torch.float32).item() != 16777217
     assert not is_exact_cast("int32", "float32")
     assert is_exact_cast("int32", "float64")

@@ -10,16 +10,31 @@ from hypothesis import strategies as st
 from shardplan.planning import (
     BytesMetadata,
     Chunk,
+    Mesh,
     Metadata,
     MetadataIndex,
     PlanError,
+    Shard,
     TensorMetadata,
     TensorProperties,
     TensorSpec,
+    cast,
+    chain,
+    concat,
+    dedup_replicas,
+    drop,
     global_plan,
     load_plan,
+    loads_into,
     local_plan,
+    on_ranks,
+    pad,
+    permute,
+    rename,
+    reshape,
     resolve_overlaps,
+    trim,
+    world_plans,
 )
 from shardplan.planning.testing.strategies import (
     assert_read_once,
@@ -311,3 +326,68 @@ def test_what_is_no_dict_here_and_one_in_the_checkpoint_is_told_with_both_remedi
     told = r"more below \(opt.state.w, .*nest it alike.*get_state_dict"
     with pytest.raises(PlanError, match=told):
         load_plan(metadata, wanted)
+
+
+# What passes need of a checkpoint that they are to change
+
+
+def read_boxes(loads):
+    return [
+        [(r.storage_index.fqn, r.storage_offsets, r.lengths) for r in load.items] for load in loads
+    ]
+
+
+def test_passes_need_what_they_leave_of_a_checkpoint_as_it_lies_there():
+    mesh = Mesh(dp=2)
+    specs = {"w": TensorSpec((4, 2), "float32", [Shard(0)]), "b": TensorSpec((2,)), "tmp": None}
+    plans = world_plans(specs, mesh)
+    _, metadata = global_plan(plans)
+    whole = [("b", (0,), (2,)), ("w", (0, 0), (2, 2))]
+    for passes in (
+        [drop("tmp"), rename({"w": "v"}), cast("float16")],
+        [drop("tmp"), permute("w", (1, 0)), dedup_replicas()],
+        [drop("tmp"), pad("w", axis=0, to=9)],
+    ):
+        assert read_boxes(loads_into(passes, plans, metadata)) == [whole, whole]
+    rows = [drop("tmp", "b"), trim("w", axis=0, to=3)]
+    assert read_boxes(loads_into(rows, plans, metadata)) == [
+        [("w", (0, 0), (2, 2))],
+        [("w", (0, 0), (1, 2))],
+    ]
+    one = on_ranks([1], drop("b", "tmp"))
+    assert [len(load.items) for load in loads_into(one, plans, metadata)] == [3, 1]
+
+
+@pytest.mark.parametrize(
+    ("saved_shape", "state", "planner"),
+    [
+        ((2, 6), {"a": (2, 4), "b": (2, 4)}, concat({"a": 4, "b": 4}, into="w", axis=1)),
+        ((2, 6), {"a": (2, 4)}, pad("a", to=8, of=4, axis=1)),
+        ((5, 4), {"w": (4, 6)}, permute("w", (1, 0))),
+        ((3, 5), {"w": (4, 3)}, reshape("w", (2, 6))),
+    ],
+)
+def test_an_overlap_is_refused_where_passes_move_elements(saved_shape, state, planner):
+    metadata = saved(w=TensorSpec(saved_shape), other=TensorSpec((2,)))
+    specs = {name: TensorSpec(shape) for name, shape in state.items()}
+    target = local_plan(specs | {"other": TensorSpec((3,))})
+    (plan,) = chain(planner, rename({"a": "w"}, required=False))((target,))
+    error = refused(metadata, plan, shape="overlap")
+    assert [(i.kind, i.fqn) for i in error.issues] == [("shape", "w")]
+    assert "would misplace them" in str(error)
+    left = load_plan(metadata, plan, shape="overlap", strict=False)
+    assert {read.storage_index.fqn for read in left.items} == {"other"}
+    assert [(i.kind, i.fqn) for i in left.report.mismatched] == [("shape", "w"), ("shape", "other")]
+
+
+def test_an_overlap_is_refused_on_a_rank_that_holds_only_the_first_of_joined_tensors():
+    joined = concat({"a": 4, "b": 4}, into="w", axis=1, required=False)
+    (plan,) = joined((local_plan({"a": TensorSpec((2, 4))}),))
+    error = refused(saved(w=TensorSpec((2, 6))), plan, shape="overlap")
+    assert [(i.kind, i.fqn) for i in error.issues] == [("shape", "w")]
+
+
+def test_an_overlap_goes_through_passes_that_leave_elements_in_place():
+    metadata = saved(w=TensorSpec((6, 2)))
+    (plan,) = chain(rename({"v": "w"}))((local_plan({"v": TensorSpec((8, 2))}),))
+    assert [read.lengths for read in load_plan(metadata, plan, shape="overlap").items] == [(6, 2)]

@@ -108,7 +108,7 @@ class ToyFormat(Format):
     def writer(self):
         return ToyWriter()
 
-    def verify(self, store, name="", *, tell=None, pool=None):
+    def verify(self, store, name="", *, progress=None, pool=None):
         source = self.open(store)
         faults = tuple(source.faults())
         count = len(source.files)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import shardplan
 from shardplan import _read
 from shardplan import _save as saving  # noqa: F401  # imported once, before the forks
-from shardplan.dist import CheckpointError, torch_comm
+from shardplan.dist import CheckpointError, Comm, torch_comm
 from shardplan.io.stores.base import open_store
 from shardplan.io.stores.testing import CountingStore
 
@@ -96,22 +96,37 @@ class State:
         pass
 
 
-class Comm:
+class FaultyComm(Comm):
     """The comm of a group, on which sending and receiving may strike."""
 
-    def __init__(self, inner, fault):
-        self.inner, self.fault = inner, fault
+    rank = ranks = coordinator = lost = None
 
-    def __getattr__(self, name):
-        if name in ("send", "receive"):
-            self.fault.at(name)
-        return getattr(self.inner, name)
+    def __init__(self, inner, fault):
+        self.inner, self.fault, self.lost = inner, fault, False
+        self.rank, self.ranks, self.coordinator = inner.rank, inner.ranks, inner.coordinator
+
+    def send(self, place, data):
+        self.fault.at("send")
+        return self.inner.send(place, data)
+
+    def receive(self, place, into):
+        self.fault.at("receive")
+        return self.inner.receive(place, into)
+
+    def meet(self, data, topic):
+        return self.inner.meet(data, topic)
+
+    def answer(self, parts, topic):
+        return self.inner.answer(parts, topic)
+
+    def leave(self, reason):
+        self.inner.leave(reason)
 
 
 def take(case, rank, comm, path):
     phase, victim, how, _ = case.split(":")
     fault = Fault("read" if phase == "rounds" else phase, how, rank == int(victim))
-    store, comm = Store(open_store(path), fault), Comm(comm, fault)
+    store, comm = Store(open_store(path), fault), FaultyComm(comm, fault)
 
     def planner(plans):
         fault.at("plan")

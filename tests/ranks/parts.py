@@ -2,8 +2,10 @@
 
 import math
 
+import attrs
 import torch
 
+from shardplan.dist import Comm
 from shardplan.planning import Chunk, Replicate, Shard, StridedShard
 from shardplan.planning.mesh import local_chunks
 
@@ -134,59 +136,43 @@ def same(state, whole):
     return wrong
 
 
-def _size(data):
-    return sum(map(len, data)) if isinstance(data, list) else len(data or b"")
-
-
-class SpyComm:
+class SpyComm(Comm):
     """A comm that notes what this rank gives, and can fail.
 
     Attributes:
         given: Per call: the method, and how many bytes this rank gave.
-        taken: How many bytes this rank was given in collectives.
+        taken: How many bytes this rank was given in meetings.
         fail: Called before each call with the method's name; it may raise.
     """
 
+    rank = ranks = coordinator = lost = None
+
     def __init__(self, inner, fail=lambda name: None):
         self.inner, self.fail, self.given, self.taken = inner, fail, [], 0
-        self.rank, self.world_size = inner.rank, inner.world_size
-        self.coordinator, self.ranks = inner.coordinator, inner.ranks
+        self.rank, self.ranks, self.coordinator = inner.rank, inner.ranks, inner.coordinator
+        self.lost = False
 
-    def _call(self, name, data, *args):
+    def note(self, name, *data):
         self.fail(name)
-        self.given.append((name, _size(data)))
-        found = getattr(self.inner, name)(*args)
-        self.taken += _size(found) if isinstance(found, (list, bytes)) else 0
-        return found
+        self.given.append((name, sum(map(len, data))))
 
-    def gather(self, data, topic="gather"):
-        return self._call("gather", data, data, topic)
+    def meet(self, data, topic):
+        self.note("meet", data)
+        meeting = self.inner.meet(data, topic)
+        self.taken += sum(map(len, meeting.gathered or [meeting.reply]))
+        return attrs.evolve(meeting, comm=self)
 
-    def scatter(self, parts, topic="scatter"):
-        return self._call("scatter", parts, parts, topic)
-
-    def broadcast(self, data, topic="broadcast"):
-        return self._call("broadcast", data, data, topic)
-
-    def all_gather(self, data, topic="all_gather"):
-        return self._call("all_gather", data, data, topic)
-
-    def reduce(self, data, work, topic="reduce"):
-        def reduced(parts):
-            result = work(parts)
-            self.fail("reduced")
-            return result
-
-        return self._call("reduce", data, data, reduced, topic)
-
-    def barrier(self):
-        return self._call("barrier", b"")
+    def answer(self, parts, topic):
+        self.note("answer", *parts)
+        return self.inner.answer(parts, topic)
 
     def send(self, place, data):
-        return self._call("send", data, place, data)
+        self.note("send", data)
+        return self.inner.send(place, data)
 
     def receive(self, place, into):
-        return self._call("receive", b"", place, into)
+        self.note("receive")
+        return self.inner.receive(place, into)
 
     def leave(self, reason):
         self.inner.leave(reason)

@@ -21,8 +21,6 @@ from shardplan.dist import (
     all_keys,
     all_reduce,
     broadcast,
-    decode_json,
-    encode_json,
     reduce_scatter,
     torch_comm,
 )
@@ -34,10 +32,8 @@ FAULTS = (
     "map_on_all_but_the_first",
     "map_on_the_coordinator",
     "reduce",
-    "encode_on_the_last",
-    "encode_to_text",
-    "decode_on_the_last",
-    "undecodable",
+    "unsendable_on_the_last",
+    "unsendable_result",
 )
 SIZES = (0, 1, 4095, 4096, 4097, 1 << 20, (64 << 20) + 1)
 COLLECTIVES = ("gather", "scatter", "broadcast", "all_gather", "reduce", "barrier")
@@ -66,28 +62,20 @@ def take(comm, step, fault):
         fail_if(fault == "map_on_the_last" and here == last, "map")
         fail_if(fault == "map_on_all_but_the_first" and here > 0, "map")
         fail_if(fault == "map_on_the_coordinator" and here == comm.coordinator, "map")
-        return here + 1
+        return object() if fault == "unsendable_on_the_last" and here == last else here + 1
 
     def reduce(values):
         fail_if(fault == "reduce", "reduce")
+        if fault == "unsendable_result":
+            values = [object() for _ in values]
+            return values if step == "reduce_scatter" else values[0]
         return [10 * v for v in values] if step == "reduce_scatter" else sum(values)
 
-    def encode(value):
-        fail_if(fault == "encode_on_the_last" and here == last, "encode")
-        if fault == "encode_to_text":
-            return "text"
-        return b"\xff" if fault == "undecodable" else encode_json(value)
-
-    def decode(data):
-        fail_if(fault == "decode_on_the_last" and here == last, "decode")
-        return decode_json(data)
-
-    codec = {"encode": encode, "decode": decode}
     taken = {
-        "reduce_scatter": lambda: reduce_scatter(comm, "a step", map, reduce, **codec),
-        "all_reduce": lambda: all_reduce(comm, "a step", map, reduce, **codec),
-        "all_gather": lambda: all_gather(comm, "a step", map, **codec),
-        "broadcast": lambda: broadcast(comm, "a step", map, **codec),
+        "reduce_scatter": lambda: reduce_scatter(comm, "a step", map, reduce),
+        "all_reduce": lambda: all_reduce(comm, "a step", map, reduce),
+        "all_gather": lambda: all_gather(comm, "a step", map),
+        "broadcast": lambda: broadcast(comm, "a step", map),
     }
     told = outcome(taken[step])
     return told | {"after": all_reduce(comm, "after", lambda: 1, sum)}

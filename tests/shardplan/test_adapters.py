@@ -251,7 +251,7 @@ def test_torch_finds_nested_keys_in_the_metadata_we_give_it():
 
 
 @pytest.mark.parametrize(
-    ("record", "told"),
+    ("record", "message"),
     [
         (
             WriteItem(MetadataIndex("b"), WriteItemType.BYTE_IO, source=MetadataIndex("a")),
@@ -260,8 +260,8 @@ def test_torch_finds_nested_keys_in_the_metadata_we_give_it():
         (TensorProperties(memory_format="spiral"), "'spiral'"),
     ],
 )
-def test_what_torch_s_record_cannot_say_is_refused_by_name(record, told):
-    with pytest.raises(RefusedError, match=told):
+def test_what_torch_s_record_cannot_say_is_refused_by_name(record, message):
+    with pytest.raises(RefusedError, match=message):
         to_torch(record)
 
 
@@ -395,7 +395,7 @@ def test_a_tensor_that_needs_grad_is_filled_in_place(tmp_path):
     assert got["weight"] is other.weight
 
 
-def test_keys_that_are_no_text_tuples_and_arrays_keep_their_places(tmp_path):
+def test_keys_that_are_not_text_tuples_and_arrays_keep_their_places(tmp_path):
     sd = {"a": {3: {"x": 1, None: torch.ones(2)}, "t": (torch.ones(1), {"y": 2})}, "e": {}}
     sd["array"] = np.arange(4, dtype=np.float32)
     dcp.save(sd, checkpoint_id=tmp_path, planner=as_torch_save_planner())
@@ -549,8 +549,8 @@ def test_another_dtype_is_a_mistake_unless_a_cast_is_asked_for(tmp_path):
 
 def test_the_storage_says_of_itself_what_torch_s_own_does(tmp_path):
     writer = as_torch_storage_writer(tmp_path / "a")
-    told = dcp.save({"w": torch.zeros(4)}, storage_writer=writer).storage_meta
-    assert (told.save_id, told.checkpoint_id) == (writer.save_id, str(tmp_path / "a"))
+    meta = dcp.save({"w": torch.zeros(4)}, storage_writer=writer).storage_meta
+    assert (meta.save_id, meta.checkpoint_id) == (writer.save_id, str(tmp_path / "a"))
     reader = as_torch_storage_reader(tmp_path / "a")
     found = reader.read_metadata()
     expected = torch_metadata.StorageMeta(str(tmp_path / "a"), writer.save_id, reader.load_id)
@@ -598,7 +598,7 @@ class Custom:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "told"),
+    ("wanted", "message"),
     [
         ({"gone": torch.zeros(2)}, "`gone` is not in the checkpoint"),
         ({"w": 1}, "`w` was saved as a tensor and is wanted as a non-tensor value"),
@@ -608,7 +608,7 @@ class Custom:
 )
 @pytest.mark.parametrize("storage", ["torch", "ours"])
 def test_a_load_that_cannot_be_right_is_one_error_that_names_the_key(
-    tmp_path, storage, wanted, told
+    tmp_path, storage, wanted, message
 ):
     planner = as_torch_save_planner(drop("gone"))
     sd = {"w": torch.ones(2), "step": 1, "gone": torch.ones(2)}
@@ -626,7 +626,7 @@ def test_a_load_that_cannot_be_right_is_one_error_that_names_the_key(
     )
     error = only_failure(dcp.load, wanted, planner=as_torch_load_planner(), **where)
     assert isinstance(error, PlanError)
-    with pytest.raises(PlanError, match=told):
+    with pytest.raises(PlanError, match=message):
         raise error
 
 
@@ -777,7 +777,7 @@ def test_damage_is_noticed_through_torch_s_load(tmp_path):
     assert "checksums do not fit: `w`" in str(error)
 
 
-def test_no_checkpoint_is_told_as_such(tmp_path):
+def test_a_missing_checkpoint_is_an_error_that_says_so(tmp_path):
     error = only_failure(
         dcp.load, {"w": torch.zeros(1)}, storage_reader=as_torch_storage_reader(tmp_path)
     )
@@ -830,7 +830,7 @@ class WrongData(dcp.DefaultSavePlanner):
         return torch.ones(1) if is_bytes else io.BytesIO()
 
 
-def test_a_planner_that_gives_the_wrong_kind_of_data_is_told_which_keys(tmp_path):
+def test_a_planner_that_gives_the_wrong_kind_of_data_gets_an_error_with_the_keys(tmp_path):
     sd = {"w": torch.ones(2), "step": 1}
     writer = as_torch_storage_writer(tmp_path)
     error = only_failure(dcp.save, sd, storage_writer=writer, planner=WrongData())
@@ -854,7 +854,7 @@ def swapped(kind):
 
 
 @pytest.mark.parametrize("kind", list(torch_plans.LoadItemType), ids=lambda kind: kind.name)
-def test_a_planner_that_asks_for_the_wrong_kind_of_data_is_told_which_key(tmp_path, kind):
+def test_a_planner_that_asks_for_the_wrong_kind_of_data_gets_an_error_with_the_key(tmp_path, kind):
     shardplan.save({"w": torch.ones(2), "step": 1}, tmp_path)
     reader, got = as_torch_storage_reader(tmp_path), {"w": torch.zeros(2)}
     error = only_failure(dcp.load, got, storage_reader=reader, planner=swapped(kind))
@@ -986,8 +986,8 @@ def test_the_front_door_has_what_planning_has():
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    """Return, per case, what each of four processes told."""
+def reports(tmp_path_factory):
+    """Return, per case, what each of four processes reported."""
     folder = tmp_path_factory.mktemp("adapt")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-P", RANKS / "adapt.py"]
@@ -1024,53 +1024,53 @@ def test_torch_saves_in_another_process_through_our_planner(tmp_path):
 
 
 @pytest.mark.slow
-def test_on_four_ranks_our_pipeline_writes_torch_s_files(told):
-    for rank in told["our_planners"]:
+def test_on_four_ranks_our_pipeline_writes_torch_s_files(reports):
+    for rank in reports["our_planners"]:
         assert (rank["loaded"], rank["optim"], rank["plain"]) == ([], [], [])
         assert rank["dtype"] == "torch.float64"
         assert rank["chunks"] > 1  # replicas were split
 
 
 @pytest.mark.slow
-def test_on_four_ranks_torch_s_planners_use_our_files(told):
-    for rank in told["our_storage"]:
+def test_on_four_ranks_torch_s_planners_use_our_files(reports):
+    for rank in reports["our_storage"]:
         assert rank["loaded"] == rank["resharded"] == rank["restored"] == rank["our load"] == []
         assert rank["verified"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["both", "from_torch_s_own"])
-def test_on_four_ranks_everything_comes_back(told, case):
-    assert [rank["loaded"] for rank in told[case]] == [[]] * 4
+def test_on_four_ranks_everything_comes_back(reports, case):
+    assert [rank["loaded"] for rank in reports[case]] == [[]] * 4
 
 
 @pytest.mark.slow
-def test_what_four_ranks_saved_each_by_itself_is_read_as_one_and_rank_by_rank(told):
+def test_what_four_ranks_saved_each_by_itself_is_read_as_one_and_rank_by_rank(reports):
     right = {"loaded": [], "resharded": [], "own": True, "verified": True}
-    assert told["each_alone"] == [right] * 4
+    assert reports["each_alone"] == [right] * 4
 
 
 @pytest.mark.slow
-def test_some_of_the_ranks_can_save_and_load_by_themselves(told):
-    assert told["some_ranks"] == [{}, {"loaded": []}, {}, {"loaded": []}]
+def test_some_of_the_ranks_can_save_and_load_by_themselves(reports):
+    assert reports["some_ranks"] == [{}, {"loaded": []}, {}, {"loaded": []}]
 
 
 @pytest.mark.slow
-def test_on_four_ranks_a_planner_means_the_same_to_torch_and_to_us(told):
+def test_on_four_ranks_a_planner_means_the_same_to_torch_and_to_us(reports):
     names = {
         "captured": [f"own.{rank}" for rank in range(4)],
         "numbered": [f"own@{rank}of4" for rank in range(4)],
         "counted": ["allx4", *(f"own{rank}x1" for rank in range(4)), "wx4"],
     }
-    for rank in told["scopes"]:
+    for rank in reports["scopes"]:
         for case, expected in names.items():
             assert rank[case] == {"names": [expected] * 2, "wrong": [[], []], "missing": []}
 
 
 @pytest.mark.slow
-def test_passes_see_their_rank_in_the_process_group_that_the_planner_is_given(told):
+def test_passes_see_their_rank_in_the_process_group_that_the_planner_is_given(reports):
     for rank in (1, 3):
-        names, refused = told["scopes"][rank]["some"]
+        names, refused = reports["scopes"][rank]["some"]
         assert names == ["w@0of2", "w@1of2"]
         ((error, text),) = refused.values()
         assert error == "ValueError"
@@ -1078,8 +1078,8 @@ def test_passes_see_their_rank_in_the_process_group_that_the_planner_is_given(to
 
 
 @pytest.mark.slow
-def test_every_rank_learns_what_went_wrong_and_where(told):
-    first, *others = told["failures"]
+def test_every_rank_learns_what_went_wrong_and_where(reports):
+    first, *others = reports["failures"]
     assert others == [first] * 3
     assert first["dropped, planner"].keys() == set("0123")
     assert {tuple(e) for e in first["dropped, planner"].values()} == {

@@ -53,9 +53,9 @@ class Saves:
                 overwrite=True,
                 **options,
             )
-            planning = [n for name, n in spy.given if name != "broadcast"]
-            # What ranks give before they write: all but the last gather and the last agreement.
-            return report.how, sum(planning[:-2]), spy.given
+            meets, answers = ([n for name, n in spy.given if name == m] for m in ("meet", "answer"))
+            # What ranks give before they write: all but the last meeting.
+            return report.how, sum(meets[:-1]) + sum(answers[:-1]), spy.given
 
         told = run_ranks(self.world, fn)
         (how,) = {how for how, _, _ in told}
@@ -293,19 +293,16 @@ def test_objects_are_found_wherever_they_are_though_the_plan_is_known(state_of):
 
 
 def test_errors_of_a_plan_tell_ranks_by_their_numbers_in_the_job():
-    class Group:
-        """A comm of ranks 4 and 6 of a job."""
-
-        def __init__(self, comm):
-            self._comm, self.ranks = comm, (4, 6)
-
-        def __getattr__(self, name):
-            return getattr(self._comm, name)
+    def group(comm):
+        """Return a comm of ranks 4 and 6 of a job."""
+        spy = parts.SpyComm(comm)
+        spy.ranks = (4, 6)
+        return spy
 
     def fn(comm):
         sd = {"w": torch.zeros(2 + comm.rank)}
         with pytest.raises(CheckpointError) as raised:
-            shardplan.save(sd, "memory://agreement/numbers", comm=Group(comm))
+            shardplan.save(sd, "memory://agreement/numbers", comm=group(comm))
         return raised.value.failures
 
     for failures in run_ranks(2, fn):

@@ -1,11 +1,13 @@
 """The demo runs, all it claims holds, and it leaves what it says it leaves."""
 
+import os
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
+import time
 
 import pytest
+import torch
 
 from shardplan import demo
 from shardplan.demo import Demo
@@ -18,15 +20,26 @@ def test_a_folder_of_somebody_s_files_is_left_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_an_interrupt_ends_the_ranks_too(monkeypatch):
-    def interrupted(_):
+def wait_to_be_killed(rank, folder):
+    (folder / str(rank)).write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+def test_an_interrupt_ends_the_ranks_too(tmp_path, monkeypatch):
+    def interrupted(jobs):
+        while not all((tmp_path / str(rank)).exists() for rank in range(demo.RANKS)):
+            time.sleep(0.01)
+        started.extend(jobs.processes)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo, "time", SimpleNamespace(sleep=interrupted))
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as job:
-        with pytest.raises(KeyboardInterrupt):
-            demo._wait([job])
-        assert job.wait(timeout=30) < 0
+    started = []
+    monkeypatch.setattr(torch.multiprocessing.ProcessContext, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        demo.run_processes(wait_to_be_killed, tmp_path)
+    for process in started:
+        process.join(timeout=30)
+        assert process.exitcode < 0
+    assert len(started) == demo.RANKS
 
 
 @pytest.mark.slow

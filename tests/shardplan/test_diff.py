@@ -25,7 +25,6 @@ from shardplan.io.pool import Pool
 from shardplan.io.stores.base import open_store
 from shardplan.io.stores.testing import CountingStore
 from shardplan.planning import (
-    Chunk,
     Mesh,
     Replicate,
     Shard,
@@ -36,6 +35,7 @@ from shardplan.planning import (
     world_plans,
 )
 from shardplan.planning.dtypes import ITEMSIZE
+from shardplan.planning.storage import Box, ComparePlan
 from shardplan.planning.testing.strategies import save_plans, tensor_specs
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
@@ -319,11 +319,12 @@ def test_a_chunk_that_is_compared_in_many_pieces_counts_once(monkeypatch):
 
 
 def test_pieces_are_added_up_in_time_and_memory_that_grow_with_their_number():
-    found = compare.TensorDiff(1, 1, (0,))
-    box = compare.Box("w", Chunk((0,), (1,)), 4, 0)
-    pieces = [(attrs.evolve(box, number=n), attrs.evolve(found, first=(n,))) for n in range(20_000)]
+    count = 20_000
+    boxes = tuple(Box("w", (n,), (1,)) for n in range(count))
+    plan = ComparePlan(boxes, tuple(range(count)), (4,) * count, (range(count),))
+    diffs = {n: compare.TensorDiff(1, 1, (n,)) for n in range(count)}
     tracemalloc.start()
-    assert compare._merge(pieces)["w"].chunks == 20_000
+    assert compare._merge(plan, diffs)["w"].chunks == count
     assert tracemalloc.get_traced_memory()[1] < 10_000_000
     tracemalloc.stop()
 

@@ -206,6 +206,20 @@ def test_a_dtensor_without_memory_gets_that_of_this_rank_s_part(tmp_path):
             assert torch.equal(sd["w"].to_local(), whole[2 * rank : 2 * rank + rows])
 
 
+def test_a_rank_without_a_part_of_a_dtensor_is_not_left_with_one_on_the_meta_device(tmp_path):
+    shardplan.save({"w": torch.ones(1, 2), "none": torch.empty(0, 2)}, tmp_path)
+    with as_rank(2, 3):
+        mesh = init_device_mesh("cpu", (3,))
+        options = {"run_check": False, "shape": (1, 2), "stride": (2, 1)}
+        sd = {"none": meta(0, 2)}
+        for name in ("w", "missing"):
+            sd[name] = DTensor.from_local(meta(0, 2), mesh, [Shard(0)], **options)
+        shardplan.load(sd, tmp_path, comm=solo(), strict=False)
+        assert isinstance(sd["w"], DTensor)
+        found = {name: (tensor.is_meta, tensor.shape) for name, tensor in sd.items()}
+    assert found == {"none": (False, (0, 2)), "w": (False, (1, 2)), "missing": (True, (1, 2))}
+
+
 def test_as_torch_does_a_meta_model_is_filled_by_assigning_what_was_loaded(tmp_path):
     shardplan.save(Tied(1).state_dict(), tmp_path)
     with torch.device("meta"):

@@ -425,8 +425,8 @@ def test_loads_into_plain_memory_reserve_none_beside_it(tmp_path):
 def test_a_large_transposed_tensor_is_filled_by_several_threads(tmp_path, monkeypatch):
     tensor = torch.randn(4096, 4096)  # four blocks
     shardplan.save({"w": tensor}, tmp_path)
-    both, store = threading.Barrier(2, timeout=60), reading.fill_from_bytes
-    monkeypatch.setattr(reading, "fill_from_bytes", lambda *args: (both.wait(), store(*args)))
+    both, store = threading.Barrier(2, timeout=60), reading.Window.fill
+    monkeypatch.setattr(reading.Window, "fill", lambda *args: (both.wait(), store(*args)))
     target = torch.zeros(4096, 4096).t()
     assert shardplan.load({"w": target}, tmp_path).verified == 1
     assert torch.equal(target, tensor)

@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import assume, event, example, given
+from hypothesis import assume, event, example, given, reject
 from hypothesis import strategies as st
 
 import shardplan
+from shardplan import _restore
 from shardplan._agree import agree
+from shardplan._comm import Place
 from shardplan._offers import Begun, PlanCache
 from shardplan._replicas import COMPARED_BYTES
 from shardplan._report import Stopwatch
@@ -23,7 +25,9 @@ from shardplan.io.execute import stored_chunks
 from shardplan.io.formats.registry import find_format, open_source
 from shardplan.io.stores.base import open_store
 from shardplan.planning import (
+    Chunk,
     Mesh,
+    MetadataIndex,
     PlanError,
     Replicate,
     SavePlan,
@@ -43,6 +47,7 @@ from shardplan.planning import (
     load_plan,
     local_plan,
     named_chain,
+    on_ranks,
     partition,
     read_on,
     rename,
@@ -51,11 +56,12 @@ from shardplan.planning import (
     split_chunks,
     split_reads,
     split_replicas,
+    stack,
     world_pass,
     world_plans,
 )
-from shardplan.planning.check import dropped_names, with_replicas
 from shardplan.planning.passes.base import Stages, scope_of
+from shardplan.planning.sources import dropped_names, with_replicas
 from shardplan.planning.storage import plan_target
 from shardplan.planning.testing.strategies import save_plans
 from shardplan.torch_dcp import from_torch, planners, to_torch
@@ -250,7 +256,7 @@ def test_what_a_planner_saved_the_same_planner_loads(names, world, layout):
         try:
             report = shardplan.load(state, store, comm=comm, planner=planner)
         except CheckpointError as error:
-            return "each must be filled once" in str(error)
+            return "fill each element once" in str(error)
         kept = {name: value for name, value in state.items() if name not in dropped}
         assert parts.same(kept, {name: whole_state()[name] for name in kept}) == []
         return set(report.dropped) <= dropped
@@ -633,6 +639,69 @@ def test_what_world_passes_gave_to_one_holder_all_holders_fill(plans, steps):
         assert wanted.report.dropped == ()
         assert_read_once(metadata, plan, wanted)
         assert assert_all_saved(plans[rank : rank + 1], [plan]) == ()
+
+
+@pytest.mark.parametrize("count", [None, 2])
+def test_a_rank_does_not_get_back_what_its_own_pass_left_out(tmp_path, count):
+    saved = {"a": torch.full((8,), 5.0), "e": torch.arange(8.0).reshape(2, 4)}
+    shardplan.save(saved, tmp_path)
+    planner = [on_ranks([1], drop("a")), stack("e.#", "e", count=count)]
+
+    def load(comm):
+        state = {"a": torch.zeros(8), "e.0": torch.zeros(4), "e.1": torch.zeros(4)}
+        shardplan.load(state, tmp_path, planner=planner, comm=comm)
+        return state["a"][0].item(), state["e.1"][0].item()
+
+    assert run_ranks(2, load, timeout=60) == [(5, 4), (0, 4)]
+
+
+@given(save_plans(), st.sampled_from([split_replicas(1), dedup_replicas(), spare_first]), st.data())
+def test_world_passes_leave_out_of_a_load_what_came_out_of_rank_passes(plans, step, data):
+    own = on_ranks([0], data.draw(st.sampled_from([drop("*a*", required=False), split_chunks(16)])))
+    before = chain(own)(plans)
+    try:  # a planner that cuts one of several replicas cannot save them, and so has nothing to load
+        global_plan(plans, [own, step, dedup_replicas()])
+    except PlanError:
+        reject()
+    _, metadata = global_plan(plans)
+    for plan, wanted in zip(with_replicas(chain(step)(before), before), before, strict=True):
+        fills = [load_plan(metadata, p) for p in (plan, wanted)]
+        names = [{read.dest_index.fqn for read in fill.items} for fill in fills]
+        assert names[0] == names[1]
+        totals = [sum(fill.items.numel.tolist()) for fill in fills]
+        assert totals[0] == totals[1]
+
+
+def test_an_empty_shard_gets_nothing_of_what_another_rank_writes():
+    """The first rank holds every row, the second none, and a pass lets the first write alone."""
+
+    @world_pass
+    def first_writes(plans):
+        return plans[0], attrs.evolve(plans[1], items=[])
+
+    whole = local_plan({"w": TensorSpec((4, 2))})
+    (item,) = whole.items
+    data = attrs.evolve(item.tensor_data, chunk=Chunk((4, 0), (0, 2)))
+    at = MetadataIndex("w", (4, 0))
+    nothing = SavePlan([attrs.evolve(item, index=at, tensor_data=data, source=at)])
+    before = (whole, nothing)
+    for entering in (None, before):
+        first, second = with_replicas(chain(first_writes)(before), entering)
+        assert list(first.items) == [item]
+        assert list(second.items) == []
+
+
+def test_a_restore_of_several_ranks_refuses_passes_over_all_plans(tmp_path, monkeypatch):
+    shardplan.save({"e": torch.arange(8.0).reshape(2, 4)}, tmp_path)
+    target = {"e.0": torch.zeros(4), "e.1": torch.zeros(4)}
+    assert shardplan.restore(tmp_path, target, planner=stack("e.#", "e"))["e.1"][0] == 4
+    monkeypatch.setattr(_restore, "own_place", lambda: Place(1, 2))
+    with pytest.raises(
+        ValueError, match=r"restore plans each rank alone, and stack .*use load\(\)"
+    ):
+        shardplan.restore(tmp_path, target, planner=stack("e.#", "e"))
+    for planner in (stack("e.#", "e", count=2), [stack("e.#", "e", count=2), dedup_replicas()]):
+        assert shardplan.restore(tmp_path, target, planner=planner)["e.1"][0] == 4
 
 
 def test_a_load_that_cannot_know_which_of_two_tensors_is_meant_is_refused():

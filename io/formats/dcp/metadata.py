@@ -29,11 +29,12 @@ from shardplan.planning import (
     TensorProperties,
     empty_names,
     from_json,
+    listed,
     nesting_issues,
     to_json,
 )
 from shardplan.planning.columns import DAMAGE, column
-from shardplan.planning.geometry import Tiling, shape_fault, tile, tile_chunks
+from shardplan.planning.geometry import shape_fault, tile, tile_chunks
 
 from ...errors import FormatError, ValueRefusedError
 from ...stores.base import StoreError, check_path
@@ -54,6 +55,7 @@ METADATA: Final = ".metadata"
 """The file that makes a folder a checkpoint of torch.distributed.checkpoint."""
 FIRST_RANK: Final = "__0.metadata"
 """The file that makes a folder a checkpoint whose ranks saved independently; see `merge_ranks`."""
+_FLATTENED: Final = "nd_reformulated_orig_global_shape"
 _RANK_FILE: Final = re.compile(r"__(\d{1,9})\.metadata")
 OWN_PATHS: Final = "_shardplan_paths"
 """An attribute of the pickled metadata: nested keys that torch's own paths do not describe."""
@@ -82,8 +84,8 @@ class Described:
     metadata: Metadata
     files: tuple[str, ...]
     places: Mapping[Item, Place]
-    old: bool
     copies: Mapping[Item, tuple[Place, ...]] = {}
+    notes: tuple[str, ...] = ()
 
 
 class Record(Stateful):
@@ -120,7 +122,12 @@ def _path(*parts: Any) -> str:
 
 _HOME: Final = "torch.distributed.checkpoint"
 _SHARDED: Final = "torch.distributed._shard.sharded_tensor.metadata"
-_ENUMS: Final = (f"{_HOME}.metadata._MEM_FORMAT_ENCODING", f"{_SHARDED}.MEM_FORMAT_ENCODING")
+_MEGATRON: Final = "megatron.core.dist_checkpointing.strategies.torch"
+_ENUMS: Final = (
+    f"{_HOME}.metadata._MEM_FORMAT_ENCODING",
+    f"{_SHARDED}.MEM_FORMAT_ENCODING",
+    f"{_HOME}.planner.WriteItemType",
+)
 _PATHS: Final = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
 _CLASSES: Final[Mapping[str, Call]] = {
     **calls(
@@ -129,7 +136,12 @@ _CLASSES: Final[Mapping[str, Call]] = {
             **_records(f"{_HOME}.metadata", "TensorStorageMetadata", "BytesStorageMetadata"),
             **_records(f"{_HOME}.metadata", "ChunkStorageMetadata", "TensorProperties"),
             **_records(_SHARDED, "TensorProperties"),
-            **_records(f"{_HOME}.filesystem", "_StorageInfo"),
+            **_records(f"{_HOME}.filesystem", "_StorageInfo", "_StoragePrefix"),
+            # What Megatron-core keeps of the plans that it saved by; nothing here looks at it.
+            **_records(f"{_HOME}.planner", "SavePlan", "WriteItem", "TensorWriteData"),
+            **_records(f"{_HOME}.planner", "BytesIOWriteData"),
+            f"{_MEGATRON}.MCoreSavePlan": partial(Record, "SavePlan"),
+            f"{_MEGATRON}.MCoreMetadata": partial(Record, "Metadata"),
             **dict.fromkeys(_ENUMS, lambda *_: None),
             "torch.serialization._get_layout": lambda name: _text(name),
             "builtins.getattr": _member,
@@ -167,89 +179,89 @@ def parse_metadata(data: bytes, file: str = METADATA) -> Described:
 
 
 def _describe(fields: Mapping[str, Any]) -> Described:
-    entries, known = _Columns(), fields["state_dict_metadata"]
-    for name, entry in known.items():
-        entries.add(_text(name), entry)
+    known = fields["state_dict_metadata"]
     empty = _dict(fields.get(OWN_EMPTY))
     bare = {_text(name): path for name, path in empty.items() if path and name not in known}
-    for name in bare:
-        entries.add(name, None)
+    entries = _entries(
+        {**{_text(name): entry for name, entry in known.items()}, **dict.fromkeys(bare)}
+    )
     files: dict[str, int] = {}
     places: dict[Item, Place] = {}
     for index, info in (fields.get("storage_data") or {}).items():
         item = _fields(index, "MetadataIndex")
         name, offset = _text(item["fqn"]), item.get("offset")
-        place = _place(name, info, files)
+        stored = _fields(info, "_StorageInfo")
+        file = _text(stored["relative_path"])
+        if file not in files:
+            files[_inside(file, name)] = len(files)
+        place = _place(name, files[file], stored)
         places[name, None if offset is None else whole_numbers(offset)] = place
     own = {**_dict(fields.get(OWN_PATHS)), **bare}
     paths = _paths(entries.names, _dict(fields.get("planner_data")), own)
     data = {"paths": paths, "empty": tuple(sorted(map(_text, empty)))}
     meta = fields.get("storage_meta")
     metadata = Metadata(
-        entries.done(),
+        entries,
         planner_data={key: part for key, part in data.items() if part} or None,
         storage_meta=None if meta is None else _storage_meta(_fields(meta, "StorageMeta")),
         version=_text(fields["version"]) if fields.get("version") else None,
     )
-    return Described(metadata, tuple(files), places, "storage_meta" not in fields)
+    return Described(metadata, tuple(files), places, notes=_notes(fields))
 
 
-class _Columns:
-    """Collects entries; properties and tilings that many have in common are looked at once."""
+def _notes(fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Name the tensors whose stored shape is not that of the model, as older Megatron-core did."""
+    known = _dict(fields.get("mcore_data")).items()
+    flattened = sorted(_text(name) for name, data in known if _FLATTENED in _dict(data))
+    if not flattened:
+        return ()
+    more = "are read in the shape that Megatron-core flattened them to, as its metadata says"
+    return (f"{listed(flattened)} {more}",)
 
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self._rows: list[tuple[int, int]] = []
-        self._props: dict[Any, int] = {}
-        self._layouts: dict[Any, int] = {}
-        self._made: list[TensorProperties] = []
-        self._cut: list[Layout] = []
 
-    def add(self, name: str, entry: Any) -> None:
-        """Add a tensor or a value; None for a value without a record."""
-        self.names.append(name)
+def _entries(described: Mapping[str, Any]) -> Entries:
+    """Return the entries, given torch's record of each; None for a value without a record.
+
+    Properties and tilings that many have in common are looked at once.
+    """
+    props: dict[Any, tuple[int, TensorProperties]] = {}
+    layouts: dict[Any, tuple[int, Layout]] = {}
+    rows = []
+    for name, entry in described.items():
         if entry is None or (type(entry) is Record and entry.kind == "BytesStorageMetadata"):
-            self._rows.append((-1, -1))
-            return
+            rows.append((-1, -1))
+            continue
         try:
             fields = _fields(entry, "TensorStorageMetadata")
+            state = fields["properties"].state if type(fields["properties"]) is Record else None
+            if type(state) is not tuple or not _PLAIN.issuperset(map(type, state)):
+                raise ValueError("its properties are of an unknown kind")
+            if state not in props:
+                props[state] = len(props), _properties(*state)
             size = whole_numbers(fields["size"])
-            prop = self._property(fields["properties"])
-            self._rows.append((prop, self._layout(size, fields["chunks"])))
+            boxes = tuple(
+                [_box(_fields(chunk, "ChunkStorageMetadata")) for chunk in fields["chunks"]]
+            )
+            if (size, boxes) not in layouts:
+                layouts[size, boxes] = len(layouts), _layout(size, boxes)
+            rows.append((props[state][0], layouts[size, boxes][0]))
         except (ValueError, TypeError) as error:
             raise PickleError(f"`{name}`: {error}") from None
+    columns = column(rows, len(rows), 2)
+    return Entries(
+        tuple(described),
+        tuple(made for _, made in props.values()),
+        columns[:, 0],
+        tuple(made for _, made in layouts.values()),
+        columns[:, 1],
+    )
 
-    def _property(self, properties: Any) -> int:
-        state = properties.state if type(properties) is Record else None
-        if type(state) is not tuple or not _PLAIN.issuperset(map(type, state)):
-            raise ValueError("its properties are of an unknown kind")
-        if state not in self._props:
-            dtype, layout, grad, _, pinned = state
-            require(dtype in ITEMSIZE, f"it is of the unknown dtype {dtype}")
-            layout = str(layout).removeprefix("torch.")
-            require(layout == "strided", f"it is a {layout} tensor; only dense ones can be read")
-            flags = {"requires_grad": grad is True, "pin_memory": pinned is True}
-            self._made.append(TensorProperties(dtype, **flags))
-            self._props[state] = len(self._props)
-        return self._props[state]
 
-    def _layout(self, size: tuple[int, ...], chunks: Sequence[Any]) -> int:
-        key = size, tuple([_box(_fields(chunk, "ChunkStorageMetadata")) for chunk in chunks])
-        number = self._layouts.get(key)
-        if number is None:
-            fault = shape_fault(size)
-            if fault is not None:
-                raise ValueError(f"it {fault}")
-            self._cut.append(Layout(size, _tiling(size, key[1])))
-            number = self._layouts[key] = len(self._layouts)
-        return number
-
-    def done(self) -> Entries:
-        """Return the entries."""
-        rows = column(self._rows, len(self._rows), 2)
-        return Entries(
-            tuple(self.names), tuple(self._made), rows[:, 0], tuple(self._cut), rows[:, 1]
-        )
+def _properties(dtype: Any, layout: Any, grad: Any, _: Any, pinned: Any) -> TensorProperties:
+    require(dtype in ITEMSIZE, f"it is of the unknown dtype {dtype}")
+    kind = str(layout).removeprefix("torch.")
+    require(kind == "strided", f"it is a {kind} tensor; only dense ones can be read")
+    return TensorProperties(dtype, requires_grad=grad is True, pin_memory=pinned is True)
 
 
 _PLAIN: Final = frozenset((str, bool, int, type(None)))
@@ -257,7 +269,9 @@ _PLAIN_KEYS: Final = (str, int, float, bool, bytes, type(None))
 
 
 def _box(chunk: Mapping[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return whole_numbers(chunk["offsets"]), whole_numbers(chunk["sizes"])
+    """Return offsets and sizes; Megatron-core may leave out sizes of one, of the first axes."""
+    offsets, sizes = whole_numbers(chunk["offsets"]), whole_numbers(chunk["sizes"])
+    return offsets, (1,) * (len(offsets) - len(sizes)) + sizes
 
 
 def _text(name: Any) -> str:
@@ -270,7 +284,10 @@ def _dict(value: Any) -> dict[Any, Any]:
     return value if type(value) is dict else {}
 
 
-def _tiling(size: tuple[int, ...], chunks: Sequence[tuple[Any, Any]]) -> Tiling:
+def _layout(size: tuple[int, ...], chunks: Sequence[tuple[Any, Any]]) -> Layout:
+    fault = shape_fault(size)
+    if fault is not None:
+        raise ValueError(f"it {fault}")
     axes, count = len(size), len(chunks)
     boxes = np.array(chunks)
     if boxes.size and (boxes.dtype.kind != "i" or boxes.shape != (count, 2, axes)):
@@ -282,23 +299,24 @@ def _tiling(size: tuple[int, ...], chunks: Sequence[tuple[Any, Any]]) -> Tiling:
         boxes = np.array([[[0] * axes, list(size)]], np.int64)
     else:
         boxes = boxes[boxes[:, 1].all(axis=1)]  # an empty shard may share a real one's offset
-    return tile(boxes[:, 0], boxes[:, 1])
+    return Layout(size, tile(boxes[:, 0], boxes[:, 1]))
 
 
-def _place(name: str, info: Any, files: dict[str, int]) -> Place:
-    """Return the position of an item; a file that is new gets the next number."""
-    fields = _fields(info, "_StorageInfo")
-    file, offset, length = _text(fields["relative_path"]), fields["offset"], fields["length"]
+def _inside(file: str, name: str) -> str:
+    """Return the path of an item's file, which must lie inside the checkpoint."""
+    try:
+        return check_path(file)
+    except StoreError as error:
+        raise PickleError(f"`{name}` lies in {file!r}: {error.reason}") from None
+
+
+def _place(name: str, file: int, stored: Mapping[str, Any]) -> Place:
+    offset, length = stored["offset"], stored["length"]
     numbers = type(offset) is int and type(length) is int
     if not numbers or not (min(offset, length) >= 0 and max(offset, length) < MAX_BYTES):
         raise PickleError(f"the position of `{name}` is not given by whole numbers below 2^60")
-    if file not in files:
-        try:
-            files[check_path(file)] = len(files)
-        except StoreError as error:
-            raise PickleError(f"`{name}` lies in {file!r}: {error.reason}") from None
-    transforms = fields.get("transform_descriptors") or ()
-    return Place(files[file], offset, length, tuple(map(_text, transforms)))
+    transforms = stored.get("transform_descriptors") or ()
+    return Place(file, offset, length, tuple(map(_text, transforms)))
 
 
 def _storage_meta(fields: Mapping[str, Any]) -> StorageMeta:
@@ -405,7 +423,6 @@ def merge_ranks(parts: Mapping[str, Described]) -> Described:
         metadata,
         tuple(files),
         {key: found[0] for key, found in places.items()},
-        first.old,
         {key: tuple(found[1:]) for key, found in places.items() if len(found) > 1},
     )
 

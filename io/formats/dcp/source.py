@@ -10,31 +10,29 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
-from shardplan.planning import BytesMetadata, TensorMetadata, flatten
+from shardplan.planning import TensorMetadata
 
-from ...checksums import CRC32, sum_crc
+from ...checksums import CRC32
 from ...errors import FormatError
 from ...pool import Pool, ProgressCallback, default_pool
-from ...stores.base import MissingFileError, Store
-from ..base import ChunkPlace, Fault, Findings, Format, Source, read_whole
-from ..headers import Header, parse_header, read_header
+from ...stores.base import MissingFileError, Store, StoreError
+from ..base import ChunkPlace, Fault, Findings, Format, Source, read_ranges, read_whole
 from ..torch_save.archive import (
     DESCRIPTOR,
     Window,
     described_crc,
     in_memory,
     read_archive,
-    read_ranges,
 )
 from ..torch_save.names import load_archive, load_summed, load_tensor
-from ..torch_save.source import Overlay, Stored, check_archives, file_size
-from ..torch_save.standins import StorageRef, StoredTensor, row_major
+from ..torch_save.source import place_view
+from ..torch_save.standins import StoredTensor
 from ..torch_save.unpickler import PickleError
+from ..torch_save.verify import Stored, check_archives
 from .metadata import (
     FIRST_RANK,
     METADATA,
@@ -55,7 +53,6 @@ Chunk = tuple[str, int]
 _OURS: Final = re.compile(r"__\d+_\d+-([0-9a-f]{12})\.distcp")  # torch's names have no save id
 _HEAD: Final = 1024  # bytes of an archive before its tensor's elements, and some to spare
 _MAX_PICKLE: Final = 1 << 20
-_STEP: Final = 4 << 20
 _DECODED: Final = 5  # how many times its own size a value takes while it is decoded
 
 
@@ -75,21 +72,15 @@ class DcpFormat(Format):
         """Open a checkpoint; only its metadata is read. See `Format.open`.
 
         That is `.metadata`, or, where each rank saved by itself, one file a rank. The name of such
-        a file stands for what that rank saved.
+        a file stands for what that rank saved. Where Megatron-core wrote the folder, `common.pt` is
+        a part of it, and `.metadata` stands for the rest.
         """
-        if is_rank_metadata(name):
-            described = _read(store, name)
-        elif store.exists(METADATA):
-            described = _read(store, METADATA)
-        else:
-            names = rank_metadata(store.list(recursive=False))
-            if not names:
-                raise FormatError(METADATA, f"there is none in {store.url}: no checkpoint")
-            described = merge_ranks({name: _read(store, name) for name in names})
-        found = DcpSource(store, described, pool)
-        if described.old:
-            found.open_old_values()
-        return found
+        described = _describe(store, name)
+        if _has_common(store, name):
+            from .megatron import MegatronSource  # which is built on this module
+
+            return MegatronSource(store, described, pool)
+        return DcpSource(store, described, pool)
 
     def writer(self) -> DcpWriter:
         """Return what writes this format; see `Format.writer`."""
@@ -102,17 +93,31 @@ class DcpFormat(Format):
         store: Store,
         name: str = "",
         *,
-        tell: ProgressCallback | None = None,
+        progress: ProgressCallback | None = None,
         pool: Pool | None = None,
     ) -> Findings:
         """Compare every archive with its checksums; see `Format.verify`."""
-        opened = self.open(store, name, pool)
-        lacking = opened.missing()
-        found = check_archives(store, opened.archives(), tell, pool)
-        order = {file: number for number, file in enumerate(opened.files)}
+        opened = DcpSource(store, _describe(store, name), pool)
+        lacking, archives, notes = [*opened.missing()], [*opened.archives()], opened.notes
+        files = opened.files
+        if _has_common(store, name):
+            from .megatron import COMMON, find_common
+
+            common, files = find_common(store), (*files, COMMON)
+            if isinstance(common, Fault):
+                lacking.append(common)
+            else:
+                archives.append(common[0])
+                notes += common[1]
+        found = check_archives(store, archives, progress, pool)
+        order = {file: number for number, file in enumerate(files)}
         faults = sorted((*lacking, *found.faults), key=lambda f: (order.get(f.file, -1), f.begin))
         return attrs.evolve(
-            found, faults=tuple(faults), files=len(opened.files), save_id=opened.save_id
+            found,
+            faults=tuple(faults),
+            files=len(files),
+            notes=found.notes + notes,
+            save_id=opened.save_id,
         )
 
     def made(self, store: Store) -> float | None:
@@ -125,6 +130,25 @@ class DcpFormat(Format):
         """Return which save of ours wrote a file; see `Format.save_of`."""
         match = _OURS.fullmatch(file)
         return match[1] if match else None
+
+
+def _describe(store: Store, name: str) -> Described:
+    """Read what the metadata in a folder says, or what a file of metadata does."""
+    if is_rank_metadata(name):
+        return _read(store, name)
+    if store.exists(METADATA):
+        return _read(store, METADATA)
+    names = rank_metadata(store.list(recursive=False))
+    if not names:
+        raise FormatError(METADATA, f"there is none in {store.url}: no checkpoint")
+    return merge_ranks({name: _read(store, name) for name in names})
+
+
+def _has_common(store: Store, name: str) -> bool:
+    """Return whether Megatron-core wrote a folder; its `.metadata` alone stands for itself."""
+    from .megatron import is_there
+
+    return not name and is_there(store)
 
 
 def _read(store: Store, name: str) -> Described:
@@ -164,15 +188,11 @@ class DcpSource(Source):
     def __init__(self, store: Store, described: Described, pool: Pool | None = None) -> None:
         self.described = described
         self.metadata = described.metadata
-        self.inner = store
-        self.store = self._overlay = Overlay(store, described.files)
-        self.files = self._overlay.files
+        self.store, self.files, self.notes = store, described.files, described.notes
         self._pool = pool or default_pool()
         self._sizes: dict[int, int] = {}
         self._found: dict[Chunk, ChunkPlace] = {}
         self._known: dict[int, dict[bytes, _Layout]] = defaultdict(dict)  # by `begin`
-        self._shared: dict[tuple[int, int], Header] = {}  # headers of safetensors
-        self._inline: dict[str, Any] = {}
         self._sums: dict[Chunk, int | None] = {}
         self._summed_values: set[str] = set()  # those whose archives have checksums
         self._boxes: dict[int, Any] = {}  # by layout: offsets and sizes of its chunks
@@ -210,7 +230,7 @@ class DcpSource(Source):
             raise FormatError(METADATA, f"it does not say where `{name}`{which} lies")
         if place.transforms:
             raise FormatError(
-                self.described.files[place.file],
+                self.files[place.file],
                 f"`{name}` was written through the extension {', '.join(place.transforms)}, which "
                 "is not known here; load it with torch.distributed.checkpoint and save it without",
             )
@@ -218,10 +238,10 @@ class DcpSource(Source):
 
     def _window(self, name: str, place: Place, head: bytes = b"") -> Window:
         """Return the bytes of an item, having checked that its file has them."""
-        file = self.described.files[place.file]
+        file = self.files[place.file]
         if place.file not in self._sizes:
             try:
-                self._sizes[place.file] = self.inner.size(file)
+                self._sizes[place.file] = self.store.size(file)
             except MissingFileError:
                 raise FormatError(file, f"it is missing; `{name}` lies in it") from None
         size, end = self._sizes[place.file], place.offset + place.length
@@ -231,15 +251,14 @@ class DcpSource(Source):
                 f"`{name}` should be at bytes {place.offset:,} to {end:,}, but the file has "
                 f"{size:,}: it was cut short, or {METADATA} is of another save",
             )
-        return Window(self.inner, file, place.offset, place.length, head)
+        return Window(self.store, file, place.offset, place.length, head)
 
     def _locate(self, items: Sequence[_Item]) -> dict[Chunk, ChunkPlace]:
-        """Find some chunks of one file."""
         windows = [self._window(item.name, item.place) for item in items]
         heads = [bytearray(min(_HEAD, window.length)) for window in windows]
         file = windows[0].file
         pairs = zip(windows, heads, strict=True)
-        read_ranges(self.inner, file, [(w.offset, memoryview(head)) for w, head in pairs])
+        read_ranges(self.store, file, [(w.offset, memoryview(head)) for w, head in pairs])
         found = {}
         for item, head in zip(items, heads, strict=True):
             try:
@@ -251,15 +270,16 @@ class DcpSource(Source):
         return found
 
     def _chunk_place(self, item: _Item, head: bytes) -> ChunkPlace:
-        is_zip = head[:4] == b"PK\3\4"
-        layout = self._in_archive(item, head) if is_zip else self._in_safetensors(item)
-        tensor, place = layout.tensor, item.place
+        if head[8:9] == b"{":
+            raise PickleError("it was written as safetensors, which torch cannot load here either")
+        layout = self._in_archive(item, head)
+        place, tensor = item.place, _with_first_axes(layout.tensor, item.sizes)
         if (tensor.dtype, tensor.size) != (item.dtype, item.sizes):
             raise PickleError(
                 f"it is {tensor.dtype} of shape {list(tensor.size)}, and {METADATA} says "
                 f"{item.dtype} of shape {list(item.sizes)}"
             )
-        return self._overlay.chunk_place(place.file, place.offset + layout.begin, tensor)
+        return place_view(place.file, place.offset + layout.begin, tensor)
 
     def _in_archive(self, item: _Item, head: bytes) -> _Layout:
         """Find the elements in an archive: as in one that begins with the same bytes, if any."""
@@ -268,30 +288,13 @@ class DcpSource(Source):
             if layout is not None and layout.length == item.place.length:
                 return layout
         archive = read_archive(self._window(item.name, item.place, head))
-        if not archive.is_little:
-            raise PickleError("it was written on a machine of another byte order")
-        tensor = load_tensor(archive.read("data.pkl", _MAX_PICKLE))
+        tensor = load_tensor(archive.pickle(_MAX_PICKLE))
         archive.check_storages({tensor.storage.key: tensor.storage.nbytes})
         begin = archive.begin(f"data/{tensor.storage.key}")
         layout = _Layout(item.place.length, begin, tensor)
         if archive.begin("data.pkl") < begin <= len(head):
             self._known[begin][head[:begin]] = layout
         return layout
-
-    def _in_safetensors(self, item: _Item) -> _Layout:
-        """Find the elements where the tensors of a file are one block of safetensors."""
-        number, at = item.place.file, item.place.offset
-        if (number, at) not in self._shared:
-            file = self.described.files[number]
-            window = Window(self.inner, file, at, self._sizes[number] - at)
-            data = read_header(window.read, file, window.length)
-            self._shared[number, at] = parse_header(data, file, window.length)
-        slot = self._shared[number, at].slots.get(item.name)
-        if slot is None or slot.offsets != item.offsets:
-            raise PickleError("its safetensors header describes another chunk")
-        storage = StorageRef("", "uint8", slot.nbytes)
-        tensor = StoredTensor(storage, slot.dtype, 0, slot.shape, row_major(slot.shape))
-        return _Layout(item.place.length, slot.begin, tensor)
 
     # Checksums
 
@@ -302,20 +305,19 @@ class DcpSource(Source):
         """
         groups: dict[int, list[tuple[Chunk, ChunkPlace]]] = defaultdict(list)
         for chunk, place in zip(chunks, self.find_chunks(chunks), strict=True):
-            if chunk not in self._sums and place.file < len(self.described.files):
+            if chunk not in self._sums:
                 groups[place.file].append((chunk, place))
         for found in self._pool.map(self._read_sums, groups.values()):
             self._sums.update(found)
         return [self._sums.get(chunk) for chunk in chunks]
 
     def _read_sums(self, items: Sequence[tuple[Chunk, ChunkPlace]]) -> dict[Chunk, int | None]:
-        """Read the descriptors after some chunks of one file."""
         number = items[0][1].file
         ends = [place.begin + place.nbytes for _, place in items]
         room = [max(min(self._sizes[number] - end, DESCRIPTOR), 0) for end in ends]
         views = [memoryview(bytearray(nbytes)) for nbytes in room]
-        file = self.described.files[number]
-        read_ranges(self.inner, file, list(zip(ends, views, strict=True)))
+        file = self.files[number]
+        read_ranges(self.store, file, list(zip(ends, views, strict=True)))
         pairs = zip(items, views, strict=True)
         return {chunk: described_crc(bytes(view), place.nbytes) for (chunk, place), view in pairs}
 
@@ -339,7 +341,7 @@ class DcpSource(Source):
     def _stored(self) -> Iterator[Stored | Fault]:
         """Yield every archive that the metadata names, or why it is not all there."""
         described = self.described
-        sizes = {file: file_size(self.inner, file) for file in described.files}
+        sizes = {file: _file_size(self.store, file) for file in described.files}
         copies = [(key, place) for key, found in described.copies.items() for place in found]
         for (name, _), place in [*described.places.items(), *copies]:
             file = described.files[place.file]
@@ -360,31 +362,25 @@ class DcpSource(Source):
         mine = self._content(item.name, item.place) if copies else None
         for copy in copies:
             if self._content(item.name, copy) != mine:
-                raise FormatError(self.described.files[copy.file], _differs(item.name))
+                raise FormatError(self.files[copy.file], _differs(item.name))
 
     def _content(self, name: str, place: Place) -> tuple[bytes, int]:
         """Return a key that identifies an archive's content: its pickle and its checksum."""
         archive = read_archive(self._window(name, place))
-        pickled = archive.read("data.pkl", _MAX_PICKLE)
+        pickled = archive.pickle(_MAX_PICKLE)
         inner = f"data/{load_tensor(pickled).storage.key}"
-        begin, record = archive.begin(inner), archive.records[inner]
-        crc = record.crc
-        if not crc:  # torch was asked to compute none
-            for at in range(0, record.nbytes, _STEP):
-                nbytes = min(_STEP, record.nbytes - at)
-                crc = sum_crc(archive.window.read(begin + at, nbytes), crc)
-        return pickled, crc
+        if not archive.is_summed:
+            raise PickleError("several ranks saved it, and without checksums they are not compared")
+        return pickled, archive.records[inner].crc
 
     # Values
 
     def has_value_sum(self, name: str) -> bool:
-        """Return True if a value that was read has a checksum; see `Source.has_value_sum`."""
-        return name in self._inline or name in self._summed_values
+        """Return whether the archive of a value that was read has sums; see `Source`."""
+        return name in self._summed_values
 
     def value(self, name: str, *, verify: bool = True) -> Any:
         """Return a non-tensor value; see `Source.value`."""
-        if name in self._inline:
-            return deepcopy(self._inline[name])
         file, data = self._value(name)
         value, is_summed = load_summed(data, file, name)
         if is_summed:
@@ -393,11 +389,12 @@ class DcpSource(Source):
 
     def plain_value(self, name: str) -> Any:
         """Return a non-tensor value that needs no torch; see `Source.plain_value`."""
-        return self._inline[name] if name in self._inline else _plain(*self._value(name))
+        file, data = self._value(name)
+        return load_archive(read_archive(in_memory(data, file)), plain=True)
 
     def value_bytes(self, name: str) -> int:
         """Return how many bytes `value` reads; see `Source.value_bytes`."""
-        return 0 if name in self._inline else self._place(name, None).length
+        return self._place(name, None).length
 
     def value_cost(self, name: str) -> int:
         """Return how many bytes of memory it takes to read a value; see `Source.value_cost`."""
@@ -416,30 +413,20 @@ class DcpSource(Source):
         window = self._window(name, place)
         return window.file, window.read(0, place.length)
 
-    def open_old_values(self) -> None:
-        """Open dicts that torch 2.3 kept whole, so that their values have today's names."""
-        entries = dict(self.metadata.state_dict_metadata)
-        data = self.metadata.planner_data
-        paths = dict(data.get("paths", {})) if data else {}
-        for name, entry in list(entries.items()):
-            place = self.described.places.get((name, None))
-            if not isinstance(entry, BytesMetadata) or place is None or place.transforms:
-                continue
-            try:
-                flat, inner = flatten({name: _plain(*self._bytes(name, place))})
-            except ValueError:
-                continue  # whoever asks for it learns why
-            if name in flat or flat.keys() & entries.keys():
-                continue
-            del entries[name]
-            entries |= dict.fromkeys(flat, BytesMetadata())
-            self._inline |= flat
-            above = paths.pop(name, (("dict", name),))
-            paths |= {leaf: (*above, *inner[leaf][1:]) for leaf in flat}
-        planner = {"paths": paths} if paths else None
-        self.metadata = attrs.evolve(
-            self.metadata, state_dict_metadata=entries, planner_data=planner
-        )
+
+def _with_first_axes(tensor: StoredTensor, sizes: tuple[int, ...]) -> StoredTensor:
+    """Return a tensor with the first axes of size one that Megatron-core does not store."""
+    ones = (1,) * (len(sizes) - len(tensor.size))
+    return attrs.evolve(tensor, size=ones + tensor.size, stride=ones + tensor.stride)
+
+
+def _file_size(store: Store, file: str) -> int | Fault:
+    try:
+        return store.size(file)
+    except MissingFileError:
+        return Fault("missing", file, "it is missing")
+    except StoreError as error:
+        return Fault("unreadable", file, error.reason)
 
 
 def _differs(name: str) -> str:
@@ -447,8 +434,3 @@ def _differs(name: str) -> str:
         f"`{name}` differs between ranks, which saved it independently; open one rank's metadata "
         f"file, such as {FIRST_RANK}, instead of the folder, to read what that rank saved"
     )
-
-
-def _plain(file: str, data: bytes) -> Any:
-    """Return a value that needs no torch."""
-    return load_archive(read_archive(in_memory(data, file)), plain=True)

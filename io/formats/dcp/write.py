@@ -28,7 +28,7 @@ from shardplan.planning import (
 from shardplan.planning.columns import DAMAGE, column
 from shardplan.planning.storage import pack_files
 
-from ...errors import FormatError, ValueRefusedError
+from ...errors import ExistsError, FormatError, ValueRefusedError
 from ...execute.commit import FolderWriter, put_in_place, remove, tidy, write_all
 from ...execute.copying import (
     STAGED,
@@ -42,8 +42,9 @@ from ...execute.copying import (
 from ...execute.pieces import Piece, blocks_of, collect
 from ...stores.base import Store
 from ..base import CommitJob, Part, WriteJob, check_size, read_whole
-from ..torch_save.archive import ALIGNMENT, Frame, frame_of
+from ..torch_save.archive import ALIGNMENT, ArchiveLayout, frame_of
 from ..torch_save.write import dump_values, pickle_tensor
+from .megatron import is_there
 from .metadata import (
     FIRST_RANK,
     METADATA,
@@ -61,6 +62,18 @@ class DcpWriter(FolderWriter):
     """Writes checkpoints that `torch.distributed.checkpoint.load` reads."""
 
     format = "dcp"
+
+    def refuse(self, store: Store, overwrite: bool) -> None:
+        """Refuse to save where a checkpoint is; see `Writer.refuse`.
+
+        One of Megatron-core has files that cannot be replaced together with `.metadata`.
+        """
+        super().refuse(store, overwrite)
+        if store.exists(METADATA) and is_there(store):
+            raise ExistsError(
+                f"{store.url} holds a checkpoint of Megatron-core, which is not replaced; choose "
+                "another folder, or remove that checkpoint first"
+            )
 
     def write(self, job: WriteJob) -> Part:
         """Write one rank's ``.distcp`` files; see `Writer.write`."""
@@ -132,7 +145,7 @@ class _Archive:
     number: int
     nbytes: int
     data: bytes = b""
-    frame: Frame | None = None
+    frame: ArchiveLayout | None = None
     piece: Piece | None = None
 
 
@@ -146,16 +159,13 @@ class _File:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it has."""
         return self.begins[-1] + self.archives[-1].nbytes
 
     def written(self) -> Iterator[_Written]:
-        """Yield the place of each archive."""
         for own, begin in zip(self.archives, self.begins, strict=True):
             yield _Written(own.name, own.offset, own.number, self.name, begin, own.nbytes)
 
     def write(self, store: Store, threads: int) -> None:
-        """Write it."""
         contents = FileContents(self._contents, threads)
         write_file(store, self.name, contents, nbytes=self.nbytes)
 
@@ -176,8 +186,8 @@ class _File:
         return found
 
 
-def _tail(frame: Frame, number: int) -> Seal:
-    return Seal(frame.tail, [number], lambda sums: frame.make_tail(sums[0]))
+def _tail(frame: ArchiveLayout, number: int) -> Seal:
+    return Seal(frame.tail_size, [number], lambda sums: frame.tail(sums[0]))
 
 
 def _values(values: Mapping[str, Any], refused: dict[str, str]) -> list[_Archive]:
@@ -192,7 +202,6 @@ def _values(values: Mapping[str, Any], refused: dict[str, str]) -> list[_Archive
 
 
 def _tensors(plan: SavePlan, pieces: Mapping[int, Piece]) -> Iterator[_Archive]:
-    """Yield the archives of a plan's chunks."""
     hints = np.zeros(len(plan.items), np.int64) if plan.items.hint is None else plan.items.hint
     for row, piece in pieces.items():
         frame = frame_of(pickle_tensor(piece.dtype, piece.shape), piece.nbytes)
@@ -222,7 +231,6 @@ def _check_all(metadata: Metadata, written: Mapping[Item, _Written]) -> None:
 def _torch_metadata(
     metadata: Metadata, written: Mapping[Item, _Written], url: str, save_id: str
 ) -> Any:
-    """Return the metadata in torch's own records."""
     from torch.distributed.checkpoint import filesystem
     from torch.distributed.checkpoint import metadata as records
 

@@ -12,7 +12,6 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import attrs
@@ -31,8 +30,9 @@ from shardplan.planning.storage import MAX_SHARD_SIZE, save_id_of
 from ...errors import FormatError, listed
 from ...pool import Pool, Progress, ProgressCallback, default_pool
 from ...stores.base import MissingFileError, Store, StoreError, check_path
-from ..base import ChunkPlace, Fault, Findings, Format, Source, read_bytes, read_whole
-from ..headers import Header, Slot, parse_header, read_header
+from ..base import ChunkPlace, ExtraFiles, Fault, Findings, Format, Source, read_whole
+from ..headers import Header, Slot, read_header, read_header_text
+from .companions import find_companions
 
 if TYPE_CHECKING:
     from .write import HfWriter
@@ -77,23 +77,28 @@ class HfFormat(Format):
         return HfSource(store, name, pool)
 
     def writer(
-        self, *, max_shard_size: int | str = MAX_SHARD_SIZE, leave_out: bool = False
+        self,
+        *,
+        max_shard_size: int | str = MAX_SHARD_SIZE,
+        leave_out: bool = False,
+        extra_files: ExtraFiles | None = None,
     ) -> HfWriter:
         """Return what writes this format; see `HfWriter`."""
         from .write import HfWriter  # which needs torch
 
-        return HfWriter(max_shard_size=max_shard_size, leave_out=leave_out)
+        extra = () if extra_files is None else (extra_files,)
+        return HfWriter(max_shard_size=max_shard_size, leave_out=leave_out, extra=extra)
 
     def verify(
         self,
         store: Store,
         name: str = "",
         *,
-        tell: ProgressCallback | None = None,
+        progress: ProgressCallback | None = None,
         pool: Pool | None = None,
     ) -> Findings:
         """Check headers and sizes: there are no checksums. See `Format.verify`."""
-        Progress(0, tell)
+        Progress(0, progress)
         try:
             found = self.open(store, name, pool)
         except FormatError as error:
@@ -115,7 +120,7 @@ def _find_faults(store: Store, name: str, error: FormatError, pool: Pool) -> Fin
         return Findings((Fault("header", damage.file, damage.reason),))
     lacking = () if chosen.index or name else missing_parts(chosen.files)
     faults = [Fault("missing", file, reason) for file, reason in lacking]
-    found = pool.map(lambda file: _try_header(store, file, chosen.index), chosen.files)
+    found = pool.map(lambda file: _look(store, file, chosen.index), chosen.files)
     faults += [one for one in found if isinstance(one, Fault)]
     bad = {fault.file for fault in faults}
     return Findings(
@@ -126,23 +131,19 @@ def _find_faults(store: Store, name: str, error: FormatError, pool: Pool) -> Fin
     )
 
 
-def _try_header(store: Store, file: str, index: str | None) -> Header | Fault:
+def _look(store: Store, file: str, index: str | None) -> Header | Fault:
+    """Read and check one header, which an index may have named; or return what is wrong."""
     try:
-        store.size(file)
-        return open_header(store, file, index)
+        return read_header(store, file)
     except MissingFileError:
         named = f", and {index} names it" if index else ""
-        return Fault("missing", file, f"it is missing{named}")
+        return Fault("missing", file, f"it is missing{named}; was all of it downloaded?")
     except FormatError as error:
         return Fault("header", file, error.reason)
-    except StoreError as error:
-        return Fault("unreadable", file, error.reason)
 
 
 @attrs.frozen
 class _Place:
-    """A chunk in the file of some number."""
-
     file: int
     slot: Slot
 
@@ -164,27 +165,29 @@ class HfSource(Source):
         lost = next(missing_parts(chosen.files), None) if loose else None
         if lost is not None:
             raise FormatError(*lost)
-        headers = (pool or default_pool()).map(
-            lambda file: open_header(store, file, chosen.index), chosen.files
+        found = (pool or default_pool()).map(
+            lambda file: _look(store, file, chosen.index), chosen.files
         )
+        for fault in found:
+            if isinstance(fault, Fault):
+                raise FormatError(fault.file, fault.reason)
+        headers = [header for header in found if isinstance(header, Header)]
         if loose:
             headers = [header for header in headers if not is_part(header.metadata)]
         if not headers:
             raise FormatError(name or store.url, "there are no safetensors files to read")
         self.store, self.files = store, tuple(header.file for header in headers)
+        self.beside = store if find_companions(store) else None
         self.header_bytes = sum(header.length for header in headers)
         self.data_bytes = sum(slot.nbytes for h in headers for slot in h.slots.values())
         self._places = _gather(headers, chosen.weights)
-        self.tied, doubtful = _find_ties(headers, self._places, chosen.weights)
+        self.tied = _find_ties(headers, self._places, chosen.weights)
         self._places |= {name: self._places[kept] for name, kept in self.tied.items()}
         self.remarks = _remarks(headers, self.tied)
-        notes = []
-        if doubtful:
-            notes.append(f"taken for remarks, not for tied weights: {listed(doubtful, quote='')}")
         absent = sorted(name for name in chosen.weights if name not in self._places)
         if absent and chosen.index is not None:
-            notes.append(_excuse(store, absent, chosen.weights, chosen.index))
-        self.notes = tuple(f"{store.url}: {note}" for note in notes)
+            note = _excuse(store, absent, chosen.weights, chosen.index)
+            self.notes = (f"{store.url}: {note}",)
         self.metadata = Metadata(
             {name: _entry(name, held, self.files) for name, held in self._places.items()}
         )
@@ -222,15 +225,14 @@ def _ordered(held: list[_Place]) -> list[_Place]:
 
 def _find_ties(
     headers: Iterable[Header], places: Mapping[str, object], weights: Mapping[str, str]
-) -> tuple[dict[str, str], list[str]]:
-    """Find names that are tied to tensors, among all that headers say by name; and doubtful ones.
+) -> dict[str, str]:
+    """Find names that are tied to tensors, among all that headers say by name.
 
     ``safetensors.torch.save_model`` notes there which tensor stands for one that it left out,
     beside whatever its caller noted. So a note alone proves nothing: it counts if we wrote it, if
     the index has the name, or if both are the same parameter, of two modules.
     """
     tied: dict[str, str] = {}
-    doubtful = []
     for header in headers:
         ours = own_words(header.metadata).get(TIED)
         ours = ours if isinstance(ours, list) else []
@@ -239,9 +241,7 @@ def _find_ties(
                 continue
             if name in ours or name in weights or _parameter(name) == _parameter(kept):
                 tied[name] = kept
-            else:
-                doubtful.append(f"`{name}`: `{kept}`")
-    return tied, doubtful
+    return tied
 
 
 def _parameter(name: str) -> str:
@@ -268,7 +268,6 @@ def _excuse(store: Store, absent: Sequence[str], weights: Mapping[str, str], ind
 
 
 def _ties_weights(store: Store) -> bool:
-    """Return whether the model's own configuration ties its embeddings."""
     try:
         config = json.loads(read_whole(store, "config.json", "config"))
     except (StoreError, ValueError, RecursionError):
@@ -381,7 +380,7 @@ def uncommitted(store: Store, file: str) -> bool:
 
 def _peek(store: Store, file: str) -> Mapping[str, str]:
     """Return the ``__metadata__`` of a file's header; the file may well be cut short."""
-    data = read_header(partial(read_bytes, store, file), file, store.size(file))
+    data = read_header_text(store, file, store.size(file))
     try:
         found = json.loads(data[8:]).get("__metadata__", {})
     except (ValueError, AttributeError, RecursionError):
@@ -401,17 +400,6 @@ def own_words(metadata: Mapping[str, str]) -> Mapping[str, Any]:
     except (ValueError, TypeError, RecursionError):
         return {}
     return own if isinstance(own, dict) else {}
-
-
-def open_header(store: Store, file: str, index: str | None = None) -> Header:
-    """Read and check one header; an index may have named the file."""
-    try:
-        size = store.size(file)
-        data = read_header(partial(read_bytes, store, file), file, size)
-    except MissingFileError:
-        named = f", and {index} names it" if index else ""
-        raise FormatError(file, f"it is missing{named}; was all of it downloaded?") from None
-    return parse_header(data, file, size)
 
 
 def read_index(store: Store, index: str) -> dict[str, str]:

@@ -1,7 +1,15 @@
 """Safetensors files as Hugging Face tools want them: whole tensors, sharded by size, an index.
 
+Several ranks write the same files, each its ranges of them, into a store whose files can be shared:
+the files follow from the metadata, so one rank makes them, with headers and in full size, and tells
+the others where tensors begin (`lay_out`). Elsewhere one process writes a file from end to end.
+
 A model that fits into one file becomes ``model.safetensors``; a larger one becomes
 ``model-00001-of-00003.safetensors`` and so on, with ``model.safetensors.index.json``.
+
+Files that belong beside tensors (a config, a tokenizer) are put there by the commit: those that are
+new just before it, so that tools which find the tensors find them, too; those that replace others
+just after it.
 
 Commit. Files are written under names that carry the save id, so that two saves into one folder do
 not meet. Several files count only together with the index, which is written last and replaced
@@ -19,7 +27,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
@@ -28,12 +36,20 @@ import attrs
 
 from shardplan.planning import CodecError, RefusedError, SavePlan, flatten
 from shardplan.planning.storage import (
+    BLOCK_BYTES,
     MAX_SHARD_SIZE,
+    FileTensor,
+    SharedPlan,
+    Spot,
     assign_shards,
-    number_shards,
+    boxes_of,
+    common_ties,
+    lay_out_files,
     parse_size,
+    place_tensors,
     refuse_split,
     shards_of,
+    shared_plan,
     widest_first,
 )
 
@@ -48,20 +64,56 @@ from ...execute.commit import (
     write_all,
 )
 from ...execute.copying import STAGED, Content, FileContents, literal, threads_for, write_file
-from ...execute.pieces import Piece, blocks_of, collect, tied_pieces
+from ...execute.pieces import (
+    Piece,
+    blocks_of,
+    collect,
+    joined_pieces,
+    tied_pieces,
+    tied_tensors,
+)
 from ...pool import Progress
 from ...stores.base import Store
 from ...stores.local_files import TEMPORARY
-from ..base import CommitJob, Part, WriteJob, check_size
+from ..base import CommitJob, ExtraFiles, Part, WriteJob, check_size
 from ..headers import file_entry, framed, refused_name
+from .companions import read_extra
 from .source import INDEX, OWN_NAME, PART_OF, RESERVED, SINGLE, TIED, read_index, uncommitted
 
 _STRAY: Final = re.compile(rf"model\.safetensors\.[0-9a-f]+{re.escape(TEMPORARY)}")
 
 
+@attrs.frozen
+class _SharedFiles:
+    """Files that ranks write together.
+
+    Attributes:
+        names: Their names.
+        heads: How many bytes the header of each has.
+        nbytes: How many bytes the tensors of all files have.
+        spots: Where each tensor begins.
+    """
+
+    names: tuple[str, ...]
+    heads: tuple[int, ...]
+    nbytes: int
+    spots: Mapping[str, Spot]
+
+    def encode(self) -> bytes:
+        """Return it as bytes."""
+        return json.dumps(attrs.asdict(self), separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> _SharedFiles:
+        """Return what `encode` made bytes of."""
+        found = json.loads(data)
+        spots = {name: Spot(**spot) for name, spot in found["spots"].items()}
+        return cls(tuple(found["names"]), tuple(found["heads"]), found["nbytes"], spots)
+
+
 @attrs.frozen(eq=False)
 class _File:
-    """One file to write; tensors with the widest elements come first, so that all are aligned."""
+    """One file to write from end to end."""
 
     name: str
     pieces: Sequence[Piece]
@@ -69,11 +121,9 @@ class _File:
 
     @property
     def size(self) -> int:
-        """How many bytes it has."""
         return len(self.header) + sum(piece.nbytes for piece in self.pieces)
 
     def write(self, store: Store, threads: int) -> None:
-        """Write it."""
         contents = FileContents(
             lambda local: [literal(self.header), *map(Content, blocks_of(self.pieces, local))],
             threads,
@@ -87,32 +137,55 @@ class HfWriter(FolderWriter):
     Args:
         max_shard_size: How many bytes of tensors a file holds, as a number or as ``"5GB"``.
         leave_out: Whether non-tensor values are left out; else they are refused.
+        tied: Names that share another's elements, and those others: they are stored once.
+        remarks: Text for the headers, by key.
+        extra: Files to put beside the tensors; later ones count before earlier ones.
     """
 
     format = "hf"
-    max_ranks = 1
+    shares_files = True
 
     def __init__(
-        self, *, max_shard_size: int | str = MAX_SHARD_SIZE, leave_out: bool = False
+        self,
+        *,
+        max_shard_size: int | str = MAX_SHARD_SIZE,
+        leave_out: bool = False,
+        tied: Mapping[str, str] | None = None,
+        remarks: Mapping[str, str] | None = None,
+        extra: Sequence[ExtraFiles] = (),
     ) -> None:
         super().__init__()
         self.max_shard_size, self.leave_out = parse_size(max_shard_size), leave_out
-        self._tied: Mapping[str, str] = {}
-        self._remarks: Mapping[str, str] = {}
+        self._tied, self._remarks, self._extra = tied or {}, remarks or {}, tuple(extra)
 
     def refuse(self, store: Store, overwrite: bool) -> None:
         """Refuse to save where a checkpoint is; see `Writer.refuse`."""
         if store.url.endswith(".safetensors"):
             raise ValueError(f"an `hf` checkpoint is a folder; {store.url} is the name of a file")
+        read_extra(self._extra)
         super().refuse(store, overwrite)
 
-    def prepare(self, plans: Sequence[SavePlan]) -> tuple[SavePlan, ...]:
-        """Number the files of all ranks; see `number_shards`."""
-        return number_shards(plans, self.max_shard_size, self._tied)
+    def carrying(self, tied: Mapping[str, str], remarks: Mapping[str, str]) -> HfWriter:
+        """Return a writer that stores tied names once, keeps remarks, and leaves out values."""
+        return self._with(leave_out=True, tied=tied, remarks=remarks)
 
-    def carry_over(self, tied: Mapping[str, str], remarks: Mapping[str, str]) -> None:
-        """Store tied names once, keep remarks, and leave out values; see `Writer.carry_over`."""
-        self._tied, self._remarks, self.leave_out = tied, remarks, True
+    def with_files(self, files: ExtraFiles) -> HfWriter:
+        """Return a writer that puts files beside the tensors; see `Writer.with_files`."""
+        return self._with(extra=(files, *self._extra))
+
+    def extra_names(self) -> tuple[str, ...]:
+        """Name the files beside the tensors; see `Writer.extra_names`."""
+        return tuple(sorted(read_extra(self._extra)))
+
+    def _with(self, **changes: Any) -> HfWriter:
+        now: dict[str, Any] = {
+            "max_shard_size": self.max_shard_size,
+            "leave_out": self.leave_out,
+            "tied": self._tied,
+            "remarks": self._remarks,
+            "extra": self._extra,
+        }
+        return HfWriter(**now | changes)
 
     def write_order(self, plan: SavePlan, rank: int) -> Iterable[int]:
         """Return the widest elements first, then by name; see `Writer.write_order`."""
@@ -120,34 +193,34 @@ class HfWriter(FolderWriter):
         return order
 
     def write(self, job: WriteJob) -> Part:
-        """Write one rank's files; see `Writer.write`.
+        """Write one rank's files, or its ranges of shared ones; see `Writer.write`.
 
-        Several ranks need plans that `prepare` has numbered.
+        Without shared files, several ranks need plans that `number_shards` has numbered.
         """
+        if job.layout is not None:
+            return self._write_ranges(job, _SharedFiles.decode(job.layout))
         plan, store, save_id = job.plan, job.store, job.save_id
         shards = shards_of(plan)
         if shards is None:
             refuse_split((plan,))
             if job.rank:
                 raise RefusedError(
-                    "several ranks write an `hf` checkpoint only from plans that "
-                    "`HfWriter.prepare` has numbered"
+                    "several ranks write an `hf` checkpoint only from plans that `number_shards` "
+                    "has numbered"
                 )
         pieces, ties = self._collect(job.sd, plan, job.progress)
         if shards is None:
             sizes = {name: pieces[name].nbytes for name in sorted(pieces)}
             (shards,) = assign_shards([sizes], self.max_shard_size)
         own = shards.count > 1 or store.can_rename
-        names = [plan.items.catalog.names[row] for row in plan.items.row[widest_first(plan.items)]]
-        place = {name: at for at, name in enumerate(names)}
         files = []
         for number, held in enumerate(shards.names, shards.first):
             name = _name(number, shards.count)
             name = _own_name(name, save_id) if own else name
-            kept = [pieces[n] for n in held if n in pieces]
-            kept.sort(key=lambda piece: place[piece.name])
-            part = {"file": name, "save_id": save_id, PART_OF: INDEX} if shards.count > 1 else {}
-            files.append(_File(name, kept, _header(name, kept, ties, self._remarks, part)))
+            kept = (FileTensor(n, pieces[n].dtype, pieces[n].shape) for n in held if n in pieces)
+            tensors = place_tensors(kept)
+            header = self._header(name, tensors, ties, save_id if shards.count > 1 else None)
+            files.append(_File(name, [pieces[tensor.name] for tensor in tensors], header))
         threads, cost = threads_for(job.pool, len(files)), STAGED + store.staging
         write = partial(_File.write, store=store, threads=threads)
         if own:
@@ -161,20 +234,88 @@ class HfWriter(FolderWriter):
         }
         return Part(len(files), sum(file.size for file in files), json.dumps(report).encode())
 
+    def describe(self, job: WriteJob) -> bytes:
+        """Return which tensors of a rank are the same memory as others; see `Writer.describe`."""
+        flat = flatten(job.sd)[0]
+        self._pieces(flat, job.plan, None)
+        ties = tied_tensors(flat) if job.plan.items.frame is None else {}
+        return json.dumps(ties, separators=(",", ":")).encode()
+
+    def lay_out(self, job: CommitJob) -> bytes:
+        """Make files with their headers, in full size; see `Writer.lay_out`."""
+        held = [json.loads(report) for report in job.reports]
+        ties = common_ties(job.metadata, job.plans, held, RESERVED)
+        layout = lay_out_files(job.metadata, self.max_shard_size, ties)
+        names = tuple(_own_name(_name(n, len(layout)), job.save_id) for n, _ in enumerate(layout))
+        save_id = job.save_id if len(layout) > 1 else None
+        heads = [self._header(*one, ties, save_id) for one in zip(names, layout, strict=True)]
+        sizes = [max((tensor.end for tensor in tensors), default=0) for tensors in layout]
+        spots = {
+            tensor.name: Spot(number, len(head) + tensor.begin)
+            for number, (head, tensors) in enumerate(zip(heads, layout, strict=True))
+            for tensor in tensors
+        }
+        files = _SharedFiles(names, tuple(map(len, heads)), sum(sizes), spots).encode()
+        try:
+            for name, head, size in zip(names, heads, sizes, strict=True):
+                job.store.make_file(name, head, len(head) + size)
+            job.store.sync()
+        except BaseException:
+            self.clear(job.store, job.save_id)
+            raise
+        return files
+
+    def clear(self, store: Store, save_id: str) -> None:
+        """Remove the files of a save that was not committed; see `Writer.clear`."""
+        if save_id not in self.unsure:
+            with suppress(Exception):
+                found = set(store.list(recursive=False)) - _files_of(store)
+                store.delete(name for name in found if save_id in name and _is_own(name))
+
+    def _write_ranges(self, job: WriteJob, files: _SharedFiles) -> Part:
+        """Write one rank's ranges of shared files, which belong to the coordinator's part."""
+        own = files.names if job.is_coordinator else ()
+        report = {
+            "files": own,
+            "weights": {n: files.names[s.file] for n, s in files.spots.items() if own},
+            "nbytes": files.nbytes if own else 0,
+        }
+        pieces = self._pieces(flatten(job.sd)[0], job.plan, job.progress)
+        plan = shared_plan(job.plan, files.spots, job.rank)
+
+        def write(number: int) -> int:
+            ranges = _ranges_of(plan, pieces, number)
+            return job.store.write_ranges(files.names[number], ranges)
+
+        written = job.pool.map(write, plan.files, nbytes=2 * BLOCK_BYTES)
+        heads = sum(files.heads) if own else 0
+        return Part(len(own), sum(written) + heads, json.dumps(report).encode())
+
     def _collect(
         self, sd: Mapping[Any, Any], plan: SavePlan, progress: Progress | None
     ) -> tuple[dict[str, Piece], dict[str, str]]:
         """Return the tensors to write by name, and those that need not be: names tied to others."""
         flat = flatten(sd)[0]
-        found, values, refused = collect(flat, plan, refused_name, progress)
+        found = self._pieces(flat, plan, progress)
         order = {source: place for place, source in enumerate(flat)}
         heads, row = plan.items.catalog.heads, plan.items.row
         # In the order of the state dict, as the first of tied weights is the one that stays.
         rows = sorted(found, key=lambda item: order[heads[row[item]][1]])
-        pieces = {found[item].name: found[item] for item in rows}
-        for name, piece in pieces.items():
+        pieces = joined_pieces({item: found[item] for item in rows})
+        free = {name: piece for name, piece in pieces.items() if name not in RESERVED}
+        ties = tied_pieces(free) | {n: k for n, k in self._tied.items() if k in pieces}
+        return {n: p for n, p in pieces.items() if n not in ties}, ties
+
+    def _pieces(
+        self, flat: Mapping[str, Any], plan: SavePlan, progress: Progress | None
+    ) -> dict[int, Piece]:
+        """Return the chunks to write, by item of the plan; refuse what files cannot hold."""
+        found, values, refused = collect(flat, plan, refused_name, progress)
+        for piece in found.values():
             if file_entry(piece.dtype, piece.shape) is None:
-                refused[name] = f"is {piece.dtype}, which safetensors has no name for; cast it"
+                refused[piece.name] = (
+                    f"is {piece.dtype}, which safetensors has no name for; cast it"
+                )
         if not self.leave_out:
             why = (
                 "is not a tensor, and an `hf` checkpoint holds only tensors; leave it out with drop"
@@ -182,12 +323,42 @@ class HfWriter(FolderWriter):
             refused.update(dict.fromkeys(values, why))
         if refused:
             raise ValueRefusedError(refused)
-        free = {name: piece for name, piece in pieces.items() if name not in RESERVED}
-        ties = tied_pieces(free) | {n: k for n, k in self._tied.items() if k in pieces}
-        return {n: p for n, p in pieces.items() if n not in ties}, ties
+        return found
+
+    def _header(
+        self,
+        file: str,
+        tensors: Sequence[FileTensor],
+        ties: Mapping[str, str],
+        save_id: str | None,
+    ) -> bytes:
+        """Return the bytes of a file before its tensors; only one of several has a save id."""
+        own = {} if save_id is None else {"file": file, "save_id": save_id, PART_OF: INDEX}
+        return _header(file, tensors, ties, self._remarks, own)
 
     def commit(self, job: CommitJob) -> tuple[str, ...]:
-        """Put the index, or the single file, in place; then tidy up. See `Writer.commit`."""
+        """Put the tensors in place, and what belongs beside them; see `Writer.commit`."""
+        store, extra = job.store, read_extra(self._extra)
+        new = [name for name in extra if not store.exists(name)]
+        try:
+            for name in new:
+                _put_beside(store, name, extra[name])
+            left = self._put_tensors(job)
+        except Exception:
+            if job.save_id not in self.unsure:
+                with suppress(Exception):
+                    store.delete(new)
+            raise
+        for name in extra.keys() - set(new):
+            try:
+                _put_beside(store, name, extra[name])
+            except Exception as error:
+                doing = f"{name} was put beside a checkpoint that is there by now"
+                raise unsure_commit(store, error, doing) from error
+        return left
+
+    def _put_tensors(self, job: CommitJob) -> tuple[str, ...]:
+        """Put the index, or the single file, in place; then tidy up."""
         store, save_id, overwrite = job.store, job.save_id, job.overwrite
         parts = [_decode(report) for report in job.reports]
         new = {name for part in parts for name in part["files"]}
@@ -247,26 +418,40 @@ class HfWriter(FolderWriter):
 
 def _header(
     file: str,
-    pieces: Sequence[Piece],
+    tensors: Sequence[FileTensor],
     ties: Mapping[str, str],
     remarks: Mapping[str, str],
     own: Mapping[str, Any],
 ) -> bytes:
     """Return the bytes of a file before its tensors; ``own`` is what we say of the file."""
-    names = {piece.name for piece in pieces}
+    names = {tensor.name for tensor in tensors}
     tied = {name: kept for name, kept in ties.items() if kept in names}
     own = {**own, TIED: sorted(tied)} if tied else own
     metadata = {"format": "pt", **remarks, **tied}
     if own:
         metadata["shardplan"] = json.dumps({"version": 1, **own}, separators=(",", ":"))
     table: dict[str, Any] = {"__metadata__": metadata}
-    at = 0
-    for piece in pieces:
-        entry = file_entry(piece.dtype, piece.shape)
+    for tensor in tensors:
+        entry = file_entry(tensor.dtype, tensor.shape)
         assert entry is not None
-        span = [at, at := at + piece.nbytes]
-        table[piece.name] = {"dtype": entry[0], "shape": entry[1], "data_offsets": span}
+        span = [tensor.begin, tensor.end]
+        table[tensor.name] = {"dtype": entry[0], "shape": entry[1], "data_offsets": span}
     return framed(json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode(), file)
+
+
+def _ranges_of(
+    plan: SharedPlan, pieces: Mapping[int, Piece], number: int
+) -> Iterator[tuple[int, memoryview]]:
+    """Yield what a rank writes into one shared file, and where."""
+    for item in plan.rows(number):
+        piece, most = pieces[item], plan.block_bytes(item)
+        boxes = boxes_of(piece.shape, piece.dtype, most) if piece.nbytes else ()
+        blocks = piece.blocks(most) if piece.nbytes else ()
+        for (offsets, sizes), view in zip(boxes, blocks, strict=True):
+            found = plan.ranges(item, offsets, sizes)
+            columns = (found.start.tolist(), found.into.tolist(), found.length.tolist())
+            for start, into, length in zip(*columns, strict=True):
+                yield start, view[into : into + length]
 
 
 def _name(number: int, count: int) -> str:
@@ -278,6 +463,11 @@ def _own_name(name: str, save_id: str) -> str:
     if name == SINGLE:
         return f"{SINGLE}.{save_id}{TEMPORARY}"
     return name.replace("model-", f"model-{save_id}-", 1)
+
+
+def _is_own(name: str) -> bool:
+    """Return whether a file is called as only a save calls it that was not committed yet."""
+    return bool(_STRAY.fullmatch(name) or OWN_NAME.fullmatch(name))
 
 
 def _check_there(store: Store, files: set[str]) -> None:
@@ -296,6 +486,10 @@ def _is_taken(store: Store, count: int) -> bool:
         return True
     names = (_name(number, count) for number in range(count))
     return any(store.exists(name) and not uncommitted(store, name) for name in names)
+
+
+def _put_beside(store: Store, name: str, data: bytes) -> None:
+    store.write(name, [data], nbytes=len(data), atomic=True)
 
 
 def _decode(report: bytes) -> dict[str, Any]:
@@ -339,7 +533,6 @@ def _tidy(store: Store, old: set[str], new: set[str]) -> tuple[str, ...]:
 
 
 def _strays(store: Store) -> set[str]:
-    """Name what killed saves left."""
     return {
         name
         for name in store.list(recursive=False)

@@ -46,12 +46,14 @@ _MISFIT: Final = "its checksum does not fit its text: it was damaged or edited"
 _USUAL: Final = 64 << 20  # up to here a manifest is read before anything is known of it
 _PIECE: Final = 16 << 20  # bytes of a larger one that are looked at, at a time
 _HEAD_BYTES: Final = 128  # at the beginning: format, version, checksum
+_TEXT: Final = bytes(range(32, 127))  # what its text is made of
 _FORMAT: Final = "shardplan"
 _LAST_SECOND: Final = 1 << 36  # in the year 4147
 _KINDS: Final = ("dict", "list", "tuple")
 _EMPTY_SEATS: Final = 1 << 20  # entries that lists may have in all, beyond those that are saved
-_HEAD: Final = re.compile(rb'\{"format":"shardplan","version":(\d+),"xxh3_64":"([0-9a-f]{16})",')
-_TEXT: Final = bytes(range(32, 127))  # what its text is made of
+_HEAD: Final = re.compile(
+    rb'\{"format":"shardplan","version":(\d{1,9}),"xxh3_64":"([0-9a-f]{16})",'
+)
 _FILE: Final = re.compile(r"[^/]+\.safetensors")
 
 
@@ -228,85 +230,64 @@ def read_manifest(store: Store) -> Manifest:
 
 
 def find_manifest(store: Store) -> bytes | None:
-    """Return the text of a checkpoint's manifest, all of it of one version; None if there is none.
+    """Return the text of a checkpoint's manifest; None if there is none.
 
-    An unusually large one is validated before it is read in full.
+    An unusually large one is validated in pieces before it is read in full.
     """
     try:
-        try:
-            return store.read_all(MANIFEST, limit=min(_USUAL, LIMITS["manifest"]))
-        except StoreError as error:
-            if error.kind != "long":
-                raise
-        size = store.size(MANIFEST)
-        check_size(MANIFEST, size, "manifest")
-        _validate(store, size)
-        return read_whole(store, MANIFEST, "manifest")
+        return store.read_all(MANIFEST, limit=min(_USUAL, LIMITS["manifest"]))
     except MissingFileError:
         return None
     except StoreError as error:
-        if error.kind in ("long", "path"):
-            raise FormatError(MANIFEST, error.reason) from None
-        raise
+        if error.kind not in ("long", "path"):
+            raise
+        if error.kind == "long":
+            _validate(store, store.size(MANIFEST))
+    return read_whole(store, MANIFEST, "manifest")
 
 
 def _validate(store: Store, size: int) -> None:
     """Refuse a large file that is not a manifest, or damaged, before all of it is in memory."""
-    head = read_bytes(store, MANIFEST, 0, _HEAD_BYTES)
-    found = _HEAD.match(head)
-    if found is None:
-        raise FormatError(MANIFEST, "it is not a manifest: it does not begin as one")
-    _check_version(int(found[1]), MANIFEST)
+    check_size(MANIFEST, size, "manifest")
+    start = read_bytes(store, MANIFEST, 0, _HEAD_BYTES)
+    head, state = _read_head(start, MANIFEST), xxhash.xxh3_64()
     try:
-        if _has_digest(store, size, found):
-            return
+        for at in range(head.end(), size, _PIECE):
+            piece = read_bytes(store, MANIFEST, at, min(_PIECE, size - at))
+            if piece.translate(None, _TEXT):  # no manifest has such characters
+                break
+            state.update(piece)
+        else:
+            if state.hexdigest() == head[2].decode():
+                return
     except StoreError as error:
         if error.kind != "short":
             raise
-    if (
-        read_bytes(store, MANIFEST, 0, _HEAD_BYTES) == head
-    ):  # else another save has just replaced it
+    if read_bytes(store, MANIFEST, 0, _HEAD_BYTES) == start:  # else another save has replaced it
         raise FormatError(MANIFEST, _MISFIT)
 
 
-def _has_digest(store: Store, size: int, head: re.Match[bytes]) -> bool:
-    """Return whether the text after its head has the checksum that the head says."""
-    state = xxhash.xxh3_64()
-    for at in range(head.end(), size, _PIECE):
-        piece = read_bytes(store, MANIFEST, at, min(_PIECE, size - at))
-        if piece.translate(None, _TEXT):  # no manifest has such characters
-            return False
-        state.update(piece)
-    return state.hexdigest() == head[2].decode()
+def _read_head(data: bytes, file: str) -> re.Match[bytes]:
+    """Return the version and the checksum that a manifest begins with."""
+    head = _HEAD.match(data)
+    if head is None:
+        raise FormatError(file, "it is not a manifest: it does not begin as one")
+    if int(head[1]) not in VERSIONS:
+        known = f"{VERSIONS[0]} to {VERSIONS[-1]}"
+        reason = f"it has version {int(head[1])}, and this program reads {known}"
+        raise FormatError(file, f"{reason}; upgrade shardplan")
+    return head
 
 
 def decode_manifest(data: bytes, file: str = MANIFEST) -> Manifest:
-    """Read a manifest's text; see `encode_manifest`."""
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(file, f"it is not JSON: {error}") from None
-    if not isinstance(body, dict) or body.get("format") != _FORMAT:
-        raise FormatError(file, f'it is not a manifest: it does not say "format":"{_FORMAT}"')
-    _check_version(body.get("version"), file)
-    head = _HEAD.match(data)
-    if head is None or xxhash.xxh3_64_hexdigest(memoryview(data)[head.end() :]) != head[2].decode():
+    """Read a manifest's text; see `encode_manifest`. Nothing is parsed unless its checksum fits."""
+    head = _read_head(data, file)
+    if xxhash.xxh3_64_hexdigest(memoryview(data)[head.end() :]) != head[2].decode():
         raise FormatError(file, _MISFIT)
     try:
-        return _decode(body)
+        return _decode(json.loads(data))
     except (ArithmeticError, CodecError, MemoryError, RecursionError, StoreError, *DAMAGE) as error:
         raise FormatError(file, f"it is damaged: {str(error)[:300]}") from None
-
-
-def _check_version(version: Any, file: str) -> None:
-    if type(version) is not int or version < 1:
-        text = json.dumps(version)[:20]
-        raise FormatError(file, f"its version should be a whole number from 1 on, and is {text}")
-    if version not in VERSIONS:
-        known = f"{VERSIONS[0]} to {VERSIONS[-1]}"
-        raise FormatError(
-            file, f"it has version {version}, and this program reads {known}; upgrade shardplan"
-        )
 
 
 def _decode(body: dict[str, Any]) -> Manifest:

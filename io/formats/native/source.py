@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
@@ -21,7 +21,7 @@ from ...pool import Pool, ProgressCallback, default_pool
 from ...stores.base import MissingFileError, Store
 from ...values import RAW, StoredValue, load_value
 from ..base import ChunkPlace, Fault, FileColumns, Findings, Format, Source, read_bytes
-from ..headers import MAX_HEADER, Header, Slot, parse_header, read_header
+from ..headers import MAX_HEADER, Header, Slot, parse_header, read_header_text
 from .manifest import MANIFEST, Manifest, decode_manifest, find_manifest, read_manifest
 
 if TYPE_CHECKING:
@@ -65,13 +65,13 @@ class NativeFormat(Format):
         store: Store,
         name: str = "",
         *,
-        tell: ProgressCallback | None = None,
+        progress: ProgressCallback | None = None,
         pool: Pool | None = None,
     ) -> Findings:
         """Check every byte; see `Format.verify`."""
         from .verify import verify_native
 
-        return verify_native(store, tell, pool)
+        return verify_native(store, progress, pool)
 
     def made(self, store: Store) -> float | None:
         """Return when the checkpoint was made, as its manifest says; see `Format.made`."""
@@ -135,7 +135,6 @@ class Expected:
             return Opened(0, None, (size_fault(name, size, None),))
 
     def _check(self, store: Store, number: int, name: str, found: int) -> Opened:
-        """Check a file of so many bytes."""
         files = self._manifest.files
         size, length = int(files.sizes[number]), int(files.headers[number])
         data = read_bytes(store, name, 0, min(length, MAX_HEADER + 8, found))
@@ -143,7 +142,7 @@ class Expected:
         faults = [] if found == size else [size_fault(name, size, found)]
         try:
             if not genuine:
-                data = read_header(partial(read_bytes, store, name), name, found)
+                data = read_header_text(store, name, found)
             header = parse_header(data, name, size if genuine else found)
         except FormatError as error:
             if found >= length:  # else it is cut short, and no more can be said

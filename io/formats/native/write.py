@@ -181,7 +181,6 @@ class _File:
         return min(_COPIES * rough, _STAGED) + min(2 * nbytes, by_store)
 
     def described(self, header: bytes) -> WrittenFile:
-        """Return what is known of the file once it was written."""
         size = len(header) + sum(slot.nbytes for slot in self.slots)
         digest = hash_views([memoryview(header)])
         return WrittenFile(self.number, self.name, size, len(header), digest)
@@ -209,7 +208,6 @@ class _File:
 
 
 def _blocks(content: Piece | bytes, block_bytes: int) -> Iterator[memoryview]:
-    """Yield the bytes of one item, block by block."""
     if isinstance(content, Piece):
         yield from content.blocks(block_bytes)
         return

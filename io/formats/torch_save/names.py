@@ -21,9 +21,11 @@ from .archive import Archive, in_memory, read_archive
 from .standins import (
     Array,
     DType,
+    Fields,
     Later,
     Named,
     OddTensor,
+    Simple,
     StorageRef,
     StoredTensor,
     Stream,
@@ -33,7 +35,16 @@ from .standins import (
     needs_torch,
     whole_numbers,
 )
-from .unpickler import Call, PickleError, RefusedName, calls, check_alike, load_pickle, require
+from .unpickler import (
+    Call,
+    PickleError,
+    RefusedName,
+    Sealed,
+    calls,
+    check_alike,
+    load_pickle,
+    require,
+)
 
 _DANGEROUS: Final = frozenset(
     (
@@ -69,7 +80,7 @@ class _Storages:
 
 def _tensor(
     storage: Any, offset: Any, size: Any, stride: Any, grad: Any = None, *rest: Any
-) -> TensorLeaf:
+) -> TensorLeaf | OddTensor:
     hooks, extra = (*rest, None, None)[:2]
     return _typed_tensor(storage, offset, size, stride, grad, hooks, storage, extra)
 
@@ -83,17 +94,17 @@ def _typed_tensor(
     hooks: Any,
     dtype: Any,
     extra: Any = None,
-) -> TensorLeaf:
+) -> TensorLeaf | OddTensor:
     if type(storage) is not StorageRef or type(dtype) not in (StorageRef, Named):
         raise PickleError("a tensor is made of something else than a storage")
     require(dtype.dtype in ITEMSIZE, "a tensor is of an unknown dtype")
     require(type(extra) in (dict, type(None)), "a tensor's flags are not a dict")
-    flags = {k: bool(v) for k, v in (extra or {}).items() if k in ("conj", "neg")}
-    require(len(flags) == len(extra or ()), "a tensor has unknown flags")
     (start,) = whole_numbers((offset,))
     shape, strides = whole_numbers(size), whole_numbers(stride)
-    made = StoredTensor(storage, dtype.dtype, start, shape, strides, **flags)
+    made = StoredTensor(storage, dtype.dtype, start, shape, strides)
     made.check()
+    if extra:
+        return OddTensor("is a view that conjugates or negates; save its resolve_conj() instead")
     return TensorLeaf(made, grad is True)
 
 
@@ -160,6 +171,20 @@ def _distinct(items: Any, first: Callable[[Any], Any] = lambda item: item) -> An
         raise PickleError(f"it makes a collection of a {type(items).__name__}")
     check_alike(map(first, items))
     return items
+
+
+def _member(value: Any) -> Any:
+    require(type(value) in (int, str), "an enum has a member that is neither a number nor text")
+    return value
+
+
+def _signal(number: Any) -> Simple:
+    return Simple("signal", "Signals", (_member(number),))
+
+
+def _path(*parts: Any) -> str:
+    require(all(type(part) is str for part in parts), "a path is made of something else than text")
+    return "/".join(parts).replace("//", "/")
 
 
 def _counter(counts: Any = None) -> Counter[Any]:
@@ -233,6 +258,9 @@ _CALLS: Final = calls(
         "torch.Size": lambda sizes=(): Later("torch.Size", None, False, whole_numbers(sizes)),
         "torch.device": partial(Later, "torch.device", None, False),
         "_io.BytesIO": Stream,
+        "argparse.Namespace": partial(Fields, "argparse", "Namespace"),
+        "types.SimpleNamespace": partial(Fields, "types", "SimpleNamespace"),
+        "signal.Signals": _signal,
         "numpy.dtype": DType,
         **{f"numpy.core.{name}": make for name, make in _NUMPY.items()},
         **{f"numpy._core.{name}": make for name, make in _NUMPY.items()},
@@ -253,20 +281,41 @@ NAMES: Final[Mapping[str, Any]] = {
 }
 """Names in pickles of state dicts and of values, besides those that the user allows."""
 
+_KINDS: Final = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+_SIMPLIFIED: Final = calls(
+    {
+        "megatron.core.enums.ModelType": _member,
+        "megatron.core.rerun_state_machine.RerunMode": _member,
+        "megatron.core.rerun_state_machine.RerunState": _member,
+        "megatron.core.transformer.enums.AttnBackend": _member,
+        "megatron.core.transformer.enums.CudaGraphScope": _member,
+        **{f"{lib}.{kind}": _path for lib in ("pathlib", "pathlib._local") for kind in _KINDS},
+    }
+)
+"""Names in the values of Megatron-core: an enum's member becomes its value, and a path text."""
+
 _OWN_OF_TORCH: Final = ("torch.distributed.", "torch.nested.", "torch._dynamo.")
 
 
 class _Allowed(dict[str, Any]):
-    """`NAMES` and the names that the user allowed; ``seen`` lists those that were looked up."""
+    """`NAMES` and the names that the user allowed; ``seen`` lists those that were looked up.
 
-    def __init__(self) -> None:
+    With ``sealed``, all others are there too: some as plain values, most for their names alone.
+    """
+
+    def __init__(self, sealed: bool) -> None:
         super().__init__()
         self.seen: list[str] = []
+        self.sealed = sealed
 
     def get(self, key: str, default: Any = None) -> Any:
         self.seen.append(key)
         found = NAMES.get(key)
-        return _user_names().get(key) if found is None else found
+        if found is None:
+            found = _user_names().get(key)
+        if found is None and self.sealed:
+            found = _SIMPLIFIED.get(key) or Call(key, partial(Sealed, key))
+        return found
 
 
 def _user_names() -> dict[str, Call]:
@@ -303,9 +352,13 @@ class Nested:
     names: tuple[str, ...]
 
 
-def load_nested(data: bytes) -> Nested:
-    """Read the pickle of a state dict or of a value."""
-    names, storages = _Allowed(), _Storages()
+def load_nested(data: bytes, *, sealed: bool = False) -> Nested:
+    """Read the pickle of a state dict or of a value.
+
+    With ``sealed``, objects that are not allowed are refused when they are built, not before, and
+    some become plain values.
+    """
+    names, storages = _Allowed(sealed), _Storages()
     value = load_pickle(data, names, storages.refer)
     return Nested(value, storages.nbytes, tuple(names.seen))
 
@@ -313,6 +366,8 @@ def load_nested(data: bytes) -> Nested:
 def load_tensor(data: bytes) -> StoredTensor:
     """Read the pickle of an archive that holds one tensor."""
     found = load_nested(data).value
+    if type(found) is OddTensor:
+        raise PickleError(f"it {found.why}")
     if type(found) is not TensorLeaf:
         raise PickleError(f"it holds a {type(found).__name__}, not a tensor")
     return found.stored
@@ -320,12 +375,8 @@ def load_tensor(data: bytes) -> StoredTensor:
 
 def load_archive(archive: Archive, *, plain: bool = False) -> Any:
     """Return the value that an archive of `torch.save` holds; ``plain`` if torch is not there."""
-    if archive.packed:
-        raise PickleError("its records are compressed, which torch.save never does")
-    if not archive.is_little:
-        raise PickleError("it was written on a machine of another byte order")
     limit = archive.window.length
-    nested = load_nested(archive.read("data.pkl", limit))
+    nested = load_nested(archive.pickle(limit))
     if plain and needs_torch(nested.value):
         raise PickleError("it needs torch")
     archive.check_storages(nested.storages)

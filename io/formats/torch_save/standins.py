@@ -12,7 +12,8 @@ import io
 import math
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
 from typing import Any, Final
 
 import attrs
@@ -21,7 +22,7 @@ import numpy as np
 from shardplan.planning import ITEMSIZE
 from shardplan.planning.geometry import MAX_NUMEL, shape_fault
 
-from .unpickler import PickleError, StandIn, Stateful, require
+from .unpickler import Call, PickleError, Sealed, StandIn, Stateful, require
 
 _WHOLE: Final = frozenset((int,))
 _FIXED: Final = frozenset((bool, int, float, complex, str, bytes, type(None)))
@@ -73,7 +74,6 @@ class StoredTensor:
     Attributes:
         offset: Where in the storage it starts, in elements.
         size, stride: Its shape and its strides, in elements.
-        conj, neg: Whether its elements are the conjugates, or the negatives, of the stored ones.
     """
 
     storage: StorageRef
@@ -81,8 +81,6 @@ class StoredTensor:
     offset: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    conj: bool = False
-    neg: bool = False
 
     def check(self) -> None:
         """Refuse a tensor that cannot be."""
@@ -124,8 +122,6 @@ class TensorLeaf(StandIn):
         made = torch.empty(0, dtype=getattr(torch, stored.dtype))
         storage = builder.storage(stored.storage)
         made = made.set_(storage, stored.offset, stored.size, stored.stride)
-        made = made.conj() if stored.conj else made
-        made = torch._neg_view(made) if stored.neg else made
         if self.parameter:
             return torch.nn.Parameter(made, self.requires_grad)
         return made.requires_grad_(self.requires_grad)
@@ -198,6 +194,38 @@ class Later(Stateful):
         return made
 
 
+@attrs.frozen(eq=False)
+class Simple(StandIn):
+    """An object of the standard library, whose class `names` lists; `args` are numbers or text."""
+
+    module: str
+    kind: str
+    args: tuple[Any, ...]
+
+    def build(self, builder: Builder) -> Any:
+        """Return the object."""
+        return getattr(import_module(self.module), self.kind)(*self.args)
+
+
+class Fields(Stateful):
+    """A plain namespace of the standard library; its state is its attributes."""
+
+    __slots__ = ("kind", "module")
+
+    def __init__(self, module: str, kind: str) -> None:
+        super().__init__()
+        self.module, self.kind = module, kind
+
+    def build(self, builder: Builder) -> Any:
+        """Return the namespace."""
+        made = getattr(import_module(self.module), self.kind)()
+        if self.state is not None:
+            if type(self.state) is not dict or not all(type(name) is str for name in self.state):
+                raise PickleError("it holds a namespace whose attributes have no names")
+            vars(made).update(builder.build(self.state))
+        return made
+
+
 class Stream(Stateful):
     """A BytesIO; its state is its bytes, its position, and attributes, which are dropped."""
 
@@ -258,10 +286,26 @@ def make_array(data: Any, dtype: Any, shape: Any, order: Any = "C") -> Any:
 def needs_torch(value: Any) -> bool:
     """Return True if torch is needed to build a value."""
     if isinstance(value, StandIn):
-        return value.needs_torch
+        return value.needs_torch or any(map(needs_torch, value.parts))
     if isinstance(value, Mapping):
         return any(needs_torch(k) or needs_torch(v) for k, v in value.items())
     return isinstance(value, (list, tuple, set, frozenset)) and any(map(needs_torch, value))
+
+
+def sealed_names(value: Any) -> Iterator[str]:
+    """Yield the refused classes and functions that a value needs."""
+    if isinstance(value, (Sealed, Call)):
+        yield value.name
+        return
+    parts: Iterable[Any] = ()
+    if isinstance(value, StandIn):
+        parts = value.parts
+    elif isinstance(value, Mapping):
+        parts = (*value, *value.values())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        parts = value
+    for part in parts:
+        yield from sealed_names(part)
 
 
 def build_value(value: Any, read: Callable[[str], memoryview]) -> Any:

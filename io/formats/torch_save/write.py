@@ -8,9 +8,12 @@ from __future__ import annotations
 import io
 import math
 import pickle
+from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from enum import Enum
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any, Final
 
 import attrs
@@ -18,11 +21,12 @@ import torch
 from torch import _weights_only_unpickler
 
 from shardplan.planning import RefusedError, SavePlan, flatten, listed, unflatten
+from shardplan.planning.storage import split_tensors
 
 from ...errors import ExistsError, ValueRefusedError
 from ...execute.commit import tidy
 from ...execute.copying import FileContents, threads_for, write_file
-from ...execute.pieces import Piece, blocks_of, collect, tied_pieces
+from ...execute.pieces import Origin, Piece, blocks_of, collect, joined_pieces, tied_pieces
 from ...stores.base import Store
 from ..base import CommitJob, Part, WriteJob, Writer, check_size
 from ..registry import known_formats
@@ -44,13 +48,14 @@ class TorchWriter(Writer):
 
     Attributes:
         file: The file's name in the store; see `open_target`.
+        tied: Names that share another's elements, and those others.
     """
 
     max_ranks = 1
 
-    def __init__(self) -> None:
-        self.file: str = ""
-        self.tied: Mapping[str, str] = {}
+    def __init__(self, file: str, tied: Mapping[str, str] | None = None) -> None:
+        self.file: str = file
+        self.tied: Mapping[str, str] = tied or {}
 
     def refuse(self, store: Store, overwrite: bool) -> None:
         """Refuse to save where a file is; see `Writer.refuse`."""
@@ -65,15 +70,9 @@ class TorchWriter(Writer):
         if not overwrite and store.exists(self.file):
             raise ExistsError(f"{store.url} holds a file {self.file}", can_overwrite=True)
 
-    def prepare(self, plans: Sequence[SavePlan]) -> tuple[SavePlan, ...]:
-        """Return the plan as it is, if there is but one; see `Writer.prepare`."""
-        if len(plans) != 1:
-            raise _too_many()
-        return tuple(plans)
-
-    def carry_over(self, tied: Mapping[str, str], remarks: Mapping[str, str]) -> None:
-        """Store tied names once; see `Writer.carry_over`."""
-        self.tied = tied
+    def carrying(self, tied: Mapping[str, str], remarks: Mapping[str, str]) -> TorchWriter:
+        """Return a writer that stores tied names once; see `Writer.carrying`."""
+        return TorchWriter(self.file, tied)
 
     def write_order(self, plan: SavePlan, rank: int) -> Iterable[int]:
         """Return the items in order, without names that are tied; see `Writer.write_order`."""
@@ -86,18 +85,19 @@ class TorchWriter(Writer):
             raise _too_many()
         plan, (flat, _) = job.plan, flatten(job.sd)
         pieces, values, refused = collect(flat, plan, progress=job.progress)
-        tensors = {piece.name: piece for piece in pieces.values()}
-        cut = sorted({piece.name for piece in pieces.values() if piece.shape != piece.size})
+        cut = sorted({*split_tensors(plan)})
         if cut:
             raise RefusedError(
                 f"a torch checkpoint holds tensors whole, and {listed(cut)} would be split; leave "
                 "out the pass that splits, or save in another format and `convert` that to a file"
             )
+        tensors = joined_pieces(pieces)
         ties = tied_pieces(tensors) | {n: k for n, k in self.tied.items() if k in tensors}
         stored = {name: piece for name, piece in tensors.items() if name not in ties}
         number = {name: at for at, name in enumerate(stored)}
         number |= {name: number[kept] for name, kept in ties.items()}
         leaves = _leaves(flat, plan, tensors, number)
+        values = {name: _without_namespaces(value) for name, value in values.items()}
         pickle, hidden = _pickle(flat, plan, leaves, values, refused)
         held = [*stored.values(), *map(_storage_piece, hidden)]
         layout = lay_out(pickle, [piece.nbytes for piece in held])
@@ -139,7 +139,7 @@ def _leaves(
     leaves = {}
     for name, source, _, properties, _ in plan.items.catalog.heads:
         if name in tensors and properties is not None:
-            piece, is_parameter = tensors[name], isinstance(flat[source], torch.nn.Parameter)
+            piece, is_parameter = tensors[name], isinstance(flat.get(source), torch.nn.Parameter)
             grad = properties.requires_grad
             leaves[name] = Leaf(str(number[name]), piece.dtype, piece.shape, grad, is_parameter)
     return leaves
@@ -185,10 +185,9 @@ def _safe_pickle(
 
 
 def _storage_piece(storage: Any) -> Piece:
-    """Return a storage as a tensor of its bytes."""
     data = torch.empty(0, dtype=torch.uint8).set_(storage.cpu())
     size = (data.numel(),)
-    return Piece("", "uint8", (0,), size, size, data, (0,))
+    return Piece("", "uint8", (0,), size, size, (Origin.whole(data),))
 
 
 # Values
@@ -206,6 +205,21 @@ def dump_values(values: Mapping[str, Any]) -> dict[str, bytes]:
     if refused:
         raise ValueRefusedError(refused)
     return dumped
+
+
+def _without_namespaces(value: Any) -> Any:
+    """Return a namespace as a dict of plain values, for torch loads no other; all else as it is."""
+    if type(value) in (Namespace, SimpleNamespace):
+        return _plain(value)
+    return value
+
+
+def _plain(value: Any) -> Any:
+    if type(value) in (Namespace, SimpleNamespace):
+        return {name: _plain(part) for name, part in vars(value).items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
+    return value.value if isinstance(value, Enum) else value
 
 
 def _explain_value(value: Any, why: str) -> str:

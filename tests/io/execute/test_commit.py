@@ -131,7 +131,7 @@ def test_a_commit_that_surely_failed_leaves_nothing(store, kind):
     assert store.list() == ()
 
 
-def test_a_folder_that_cannot_be_synced_after_the_commit_is_told_as_that(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_synced_after_the_commit_is_reported_as_that(tmp_path, monkeypatch):
     shardplan.save(state(1), tmp_path)
     real = shardplan.io.stores.local_files.sync_folder
     renamed = []
@@ -189,7 +189,7 @@ def test_a_manifest_in_the_way_that_cannot_be_read_may_be_our_own(store, kind):
     assert held(store) == 1
 
 
-def test_a_folder_in_the_manifests_place_is_told_and_nothing_is_left(tmp_path):
+def test_a_folder_in_the_manifests_place_is_refused_and_nothing_is_left(tmp_path):
     (tmp_path / MANIFEST).mkdir()
     for overwrite in (False, True):
         with pytest.raises((StoreError, FormatError), match="folder"):
@@ -210,21 +210,21 @@ def test_of_two_saves_at_once_one_succeeds_and_the_other_leaves_nothing(store):
             both.wait()
             super().replace(path, data, overwrite=overwrite)
 
-    told = {}
+    outcome = {}
 
     def save(value):
         try:
-            told[value] = shardplan.save(state(value), Together(store)).save_id
+            outcome[value] = shardplan.save(state(value), Together(store)).save_id
         except ExistsError as error:
-            told[value] = error
+            outcome[value] = error
 
     threads = [threading.Thread(target=save, args=(value,)) for value in (1, 2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    (winner,) = (value for value, save_id in told.items() if isinstance(save_id, str))
-    assert isinstance(told[3 - winner], ExistsError)
+    (winner,) = (value for value, save_id in outcome.items() if isinstance(save_id, str))
+    assert isinstance(outcome[3 - winner], ExistsError)
     assert held(store) == winner
     assert set(store.list()) == {MANIFEST, *read_manifest(store).files.names}
 
@@ -331,7 +331,7 @@ def test_a_manifest_that_is_larger_than_any_is_not_read(tmp_path):
     tracemalloc.stop()
 
 
-def test_a_large_file_that_is_no_manifest_is_not_read(tmp_path):
+def test_a_large_file_that_is_not_a_manifest_is_not_read(tmp_path):
     (tmp_path / MANIFEST).write_bytes(b'{"format":"shardplan","version":1,')
     os.truncate(tmp_path / MANIFEST, 1 << 29)
     tracemalloc.start()
@@ -407,7 +407,7 @@ def test_a_small_file_is_read_into_memory_once(tmp_path):
     tracemalloc.stop()
 
 
-def test_a_pipe_in_the_manifests_place_is_told(tmp_path):
+def test_a_pipe_in_the_manifests_place_is_refused(tmp_path):
     os.mkfifo(tmp_path / MANIFEST)
     with pytest.raises(FormatError, match="a pipe, a socket or a device"):
         read_manifest(open_store(tmp_path))

@@ -33,6 +33,7 @@ from shardplan.io.pool import Pool
 from shardplan.io.stores.base import StoreError
 from shardplan.io.stores.testing import CountingStore
 from shardplan.planning import Mesh, Shard, cast
+from shardplan.planning.storage import blocks
 
 SD = {
     "big": torch.arange(3 << 18, dtype=torch.int32).reshape(1 << 10, -1),
@@ -46,8 +47,8 @@ SD = {
 @pytest.fixture
 def small_tasks(monkeypatch):
     """As if all were large: a task is some kilobytes."""
-    monkeypatch.setattr(copying, "_TASK", 5000)
-    monkeypatch.setattr(copying, "_SMALL", 0)
+    monkeypatch.setattr(blocks, "_WRITTEN", 5000)
+    monkeypatch.setattr(blocks, "_SMALL", 0)
     monkeypatch.setattr(copying, "processors", lambda: 4)
 
 
@@ -152,7 +153,7 @@ def test_damage_that_is_copied_is_noticed_and_nothing_is_left(tmp_path, small_ta
 
 
 @pytest.mark.parametrize("harm", ["cut", "gone"])
-def test_a_source_that_is_not_all_there_is_told_by_name(tmp_path, harm):
+def test_a_source_that_is_not_all_there_is_named(tmp_path, harm):
     store = open_store(tmp_path)
     (tmp_path / "a").write_bytes(bytes(3 * PIECE))
     name = "a" if harm == "cut" else "b"
@@ -192,8 +193,8 @@ def test_any_contents_arrive_in_order(tmp_path_factory, data, kind):
             )
             expected += b"".join(sums[n].to_bytes(4, "big") for n in wanted)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copying, "_TASK", data.draw(st.sampled_from([1, 700, 1 << 20])))
-        patch.setattr(copying, "_SMALL", 0)
+        patch.setattr(blocks, "_WRITTEN", data.draw(st.sampled_from([1, 700, 1 << 20])))
+        patch.setattr(blocks, "_SMALL", 0)
         write_direct(store, "out", contents, nbytes=len(expected), threads=3)
     assert (folder / "out").read_bytes() == expected
     if kind != "stretches":
@@ -218,7 +219,8 @@ def test_what_is_made_of_another_size_than_announced_is_refused(tmp_path, length
 
 
 def test_what_one_thread_raises_stops_all_and_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(copying, "_TASK", 10)
+    monkeypatch.setattr(blocks, "_WRITTEN", 10)
+    monkeypatch.setattr(blocks, "_SMALL", 0)
     store, done = open_store(tmp_path), []
 
     def fail():
@@ -235,7 +237,7 @@ def test_what_one_thread_raises_stops_all_and_leaves_nothing(tmp_path, monkeypat
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_copy_ends_early_when_what_it_is_a_part_of_fails(tmp_path, monkeypatch, threads):
-    monkeypatch.setattr(copying, "_TASK", 1 << 20)
+    monkeypatch.setattr(blocks, "_WRITTEN", 1 << 20)
     store, done, begun = open_store(tmp_path), [], threading.Event()
     (tmp_path / "a").write_bytes(bytes(1 << 20))
 
@@ -244,13 +246,13 @@ def test_a_copy_ends_early_when_what_it_is_a_part_of_fails(tmp_path, monkeypatch
         begun.set()
         time.sleep(0.005)
 
-    blocks = [Block([Stretch(store.locate("a"), "a", 0, 1 << 20)], tell) for _ in range(400)]
+    copied = [Block([Stretch(store.locate("a"), "a", 0, 1 << 20)], tell) for _ in range(400)]
 
     def work(name):
         if name == "fails":
             assert begun.wait(10)
             raise KeyError("sibling")
-        write_direct(store, "out", [Content(blocks)], nbytes=400 << 20, threads=threads)
+        write_direct(store, "out", [Content(copied)], nbytes=400 << 20, threads=threads)
 
     with Pool(max_workers=2) as pool, pytest.raises(KeyError, match="sibling"):
         pool.map(work, ["copies", "fails"])

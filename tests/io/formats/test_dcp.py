@@ -21,7 +21,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.checkpoint import _version
 from torch.distributed.checkpoint import metadata as records
 from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
@@ -149,8 +148,6 @@ NESTED = {
         "w": torch.arange(12.0).reshape(4, 3),
         "transposed": torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1),
         "columns": torch.arange(24).reshape(4, 6)[:, ::2],
-        "conjugate": torch.tensor([1 + 2j, 3 - 4j]).conj(),
-        "imaginary": torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
         "scalar": torch.tensor(3, dtype=torch.int16),
         "empty": torch.zeros(0, 3),
         "parameter": torch.nn.Parameter(torch.ones(2)),
@@ -211,41 +208,9 @@ def test_every_dtype_is_exchanged_both_ways(tmp_path, dtype):
     assert raw(shardplan.restore(tmp_path / "ours")) == raw(sd)
 
 
-def test_safetensors_items_are_read(tmp_path):
-    sd = {"a": torch.rand(3, 4), "b": torch.arange(5, dtype=torch.int16), "s": torch.tensor(2.0)}
-    sd |= {"step": 3, "h": torch.rand(4).bfloat16()}
-    torch_save(sd, tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
-    assert raw(shardplan.restore(tmp_path)) == raw(sd)
-
-
-@pytest.mark.parametrize("dtype", ["float8_e4m3fnuz", "float8_e5m2fnuz", "complex64"])
-def test_safetensors_items_may_be_of_any_dtype(tmp_path, dtype):
-    sd = {"w": torch.arange(64, dtype=torch.uint8).view(getattr(torch, dtype))}
-    torch_save(sd, tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
-    assert raw(shardplan.restore(tmp_path)) == raw(sd)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda table: table["a"].update(data_offsets=[0.0, 24.0]),
-        lambda table: table["a"].update(data_offsets=[True, 25]),
-        lambda table: table["a"].update(shape=[6, 1, 1]),
-        lambda table: table["a"].update(dtype="F7"),
-        lambda table: table["__metadata__"].update(DCP_SHARDING_INFO="[" * 100_000),
-        lambda table: "[" * 100_000,
-    ],
-)
-def test_damaged_headers_of_safetensors_items_are_refused(tmp_path, damage):
-    sd = {"a": torch.arange(6.0), "b": torch.ones(4)}
-    torch_save(sd, tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
-    (file,) = tmp_path.glob("*.distcp")
-    data = file.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    table = json.loads(data[8 : 8 + length])
-    text = (damage(table) or json.dumps(table)).encode().ljust(length)
-    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
-    with pytest.raises(FormatError, match=file.name):
+def test_safetensors_items_which_torch_cannot_load_are_refused(tmp_path):
+    torch_save({"a": torch.ones(3)}, tmp_path, serialization_format=SerializationFormat.SAFETENSORS)
+    with pytest.raises(FormatError, match="`a`: it was written as safetensors"):
         shardplan.restore(tmp_path)
 
 
@@ -266,30 +231,6 @@ def test_a_pickle_that_copies_one_object_again_and_again_is_refused(read, name, 
     data = b"\x80\x04" + shared + b"\x940c" + name + b"\x940](" + again + b"e."
     with pytest.raises(ValueError, match="copies or hashes more than its own length"):
         read(data)
-
-
-def test_torch_2_3_kept_dicts_whole_and_they_are_opened(tmp_path, monkeypatch):
-    sd = {"model": {"w": torch.ones(2)}, "extra": {"lr": 0.1, "seen": {"a": 1}}, "list": [1, 2]}
-    monkeypatch.setattr(_version, "_derived_version", "2_3")
-    torch_save(sd, tmp_path)
-    file = tmp_path / METADATA
-    old = pickle.loads(file.read_bytes())
-    assert "extra" in old.state_dict_metadata
-    for field in ("storage_meta", "version"):
-        delattr(old, field) if field in vars(old) else None
-    file.write_bytes(pickle.dumps(old))
-    assert sorted(shardplan.open_checkpoint(tmp_path)) == [
-        *("extra.lr", "extra.seen.a", "list", "model.w")
-    ]
-    assert raw(shardplan.restore(tmp_path)) == raw(sd)
-    blank = {"model": {"w": torch.zeros(2)}, "extra": {"lr": 0, "seen": {"a": 0}}, "list": 0}
-    shardplan.load(blank, tmp_path)
-    assert raw(blank) == raw(sd)
-    for reader in (dcp.FileSystemReader, shardplan.as_torch_storage_reader):
-        blank = {"model": {"w": torch.zeros(2)}, "extra": {"lr": 0, "seen": {"a": 0}}, "list": 0}
-        planner = shardplan.as_torch_load_planner()
-        dcp.load(blank, storage_reader=reader(tmp_path), planner=planner)
-        assert raw(blank) == raw(sd)
 
 
 class Alone(dcp.FileSystemWriter):
@@ -322,7 +263,7 @@ def test_chunks_of_many_ranks_are_tiled_once_when_their_files_are_merged(monkeyp
     for rank in range(50):
         chunks = [Chunk((0,), (2,)), Chunk((2 + rank,), (1,))]
         entry = TensorMetadata(TensorProperties(), (52,), chunks)
-        parts[f"__{rank}.metadata"] = Described(Metadata({"w": entry}), (), {}, False)
+        parts[f"__{rank}.metadata"] = Described(Metadata({"w": entry}), (), {})
     merged = rank_module.merge_ranks(parts).metadata.state_dict_metadata["w"]
     assert tiled == [51]
     assert [c.offsets for c in merged.chunks] == [(0,), *((i,) for i in range(2, 52))]
@@ -367,17 +308,15 @@ def test_what_ranks_saved_each_by_itself_and_differs_is_never_chosen_from(tmp_pa
         assert raw(got) == raw(mine | {"w": torch.ones(2)})
 
 
-def test_replicas_without_checksums_are_compared_by_their_bytes(tmp_path):
+def test_replicas_without_checksums_are_refused(tmp_path):
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
-        save_alone(tmp_path / "a", {"w": torch.ones(3)}, {"w": torch.ones(3)})
-        save_alone(tmp_path / "b", {"w": torch.ones(3)}, {"w": torch.zeros(3)})
+        save_alone(tmp_path, {"w": torch.ones(3)}, {"w": torch.ones(3)})
     finally:
         torch.serialization.set_crc32_options(before)
-    assert shardplan.restore(tmp_path / "a")["w"].tolist() == [1, 1, 1]
-    with pytest.raises(FormatError, match="`w` differs between ranks"):
-        shardplan.restore(tmp_path / "b")
+    with pytest.raises(FormatError, match=r"`w`.*without checksums"):
+        shardplan.restore(tmp_path)
 
 
 def test_a_rank_that_never_finished_its_own_part_is_named(tmp_path):
@@ -453,7 +392,7 @@ print(source.find_chunks([("model.w", 0)])[0].extents)
     done = subprocess.run(
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False
     )
-    assert done.stdout.split("\n")[:2] == ["dcp 21 (0.9, 0.999)", "(4, 3)"], done.stderr
+    assert done.stdout.split("\n")[:2] == ["dcp 19 (0.9, 0.999)", "(4, 3)"], done.stderr
 
 
 # To torch
@@ -838,7 +777,7 @@ def test_keys_that_cannot_be_kept_are_refused_and_nothing_is_written(tmp_path, k
 
 
 @pytest.mark.parametrize("fault", BAD_METADATA)
-def test_metadata_that_disagrees_with_the_files_is_told_by_file_and_key(damaged, fault):
+def test_metadata_that_disagrees_with_the_files_is_reported_by_file_and_key(damaged, fault):
     folder = damaged(BAD_METADATA[fault])
     blank = torch.empty(4, 16) if "sizes" in fault else torch.empty(8, 8)
     blank = blank.int() if fault == "another dtype" else blank
@@ -846,7 +785,7 @@ def test_metadata_that_disagrees_with_the_files_is_told_by_file_and_key(damaged,
         load({"w": blank}, folder)
 
 
-def test_another_long_length_is_told(damaged):
+def test_another_long_length_is_reported(damaged):
     folder = damaged(lambda f: set_info(f, "v", length=info(f, "v").length + 7))
     with pytest.raises(FormatError, match="`v`"):
         load({"w": torch.empty(8, 8), "v": torch.empty(8, 8)}, folder)
@@ -857,7 +796,7 @@ def test_extensions_are_refused_by_name(damaged):
         load({"w": torch.empty(8, 8)}, damaged(BAD_METADATA["a compressed item"]))
 
 
-def test_gaps_are_told_and_nothing_is_touched(damaged):
+def test_gaps_are_reported_and_nothing_is_touched(damaged):
     half = [CHUNK(torch.Size([0, 0]), torch.Size([4, 8]))]
     folder = damaged(lambda f: set_entry(f, "w", chunks=half))
     with pytest.raises(PlanError, match="`w`"):
@@ -896,7 +835,7 @@ def test_values_and_tensors_are_not_taken_for_each_other(damaged):
         load({"w": torch.empty(8, 8)}, folder)
 
 
-def test_truncated_files_are_told(tmp_path):
+def test_truncated_files_are_reported(tmp_path):
     torch_save({"w": torch.ones(64), "v": 1}, tmp_path)
     file = tmp_path / "__0_0.distcp"
     data = file.read_bytes()
@@ -906,7 +845,7 @@ def test_truncated_files_are_told(tmp_path):
             shardplan.restore(tmp_path)
 
 
-def test_values_of_other_classes_are_told_with_the_way_to_allow_them(tmp_path):
+def test_values_of_other_classes_are_reported_with_the_way_to_allow_them(tmp_path):
     torch_save({"w": torch.ones(1), "deep": {"path": Path("a/b")}}, tmp_path)
     with pytest.raises(FormatError, match=r"`deep\.path`.*pathlib.*add_safe_globals"):
         shardplan.restore(tmp_path)

@@ -231,7 +231,8 @@ def test_a_refusal_names_the_part_and_says_it_in_our_own_words(tmp_path):
     sd = {"one": Secret(), "two": [1, {"x": (Secret(), 2)}], "three": np.array([object()])}
     _, refused = sort_values(sd)
     kind = f"{Secret.__module__}.{Secret.__qualname__}"
-    tail = "which cannot be loaded without running code; save plain values or tensors instead"
+    tail = "which cannot be loaded without running code; save plain values or tensors instead, or "
+    tail += "open it with register_node"
     assert refused == {
         "one": f"is a {kind}, {tail}",
         "two": f"holds a {kind} at [1]['x'][0], {tail}",
@@ -239,7 +240,7 @@ def test_a_refusal_names_the_part_and_says_it_in_our_own_words(tmp_path):
     }
 
 
-def test_all_that_is_refused_is_told_at_once_whatever_the_reason(tmp_path):
+def test_all_that_is_refused_is_reported_at_once_whatever_the_reason(tmp_path):
     sd = {"__metadata__": torch.float32, "odd": object(), "meta": torch.ones(2, device="meta")}
     with pytest.raises(ValueRefusedError) as caught:
         shardplan.save(sd, tmp_path / "c")
@@ -323,7 +324,7 @@ def golden_of(version):
     return golden_state() | (raw if version == "v2" else {})
 
 
-@pytest.mark.parametrize("version", sorted(p.name for p in GOLDEN.iterdir() if p.is_dir()))
+@pytest.mark.parametrize("version", sorted(p.name for p in GOLDEN.glob("v*") if p.is_dir()))
 def test_checkpoints_of_every_version_are_read_for_ever(version):
     assert same_state(golden_of(version), shardplan.restore(GOLDEN / version))
     assert shardplan.verify(GOLDEN / version).ok

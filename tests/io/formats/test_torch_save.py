@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import fractions
 import io
 import os
 import pickle
@@ -108,12 +109,6 @@ NESTED = {
         "transposed": BASE.t(),
         "inner": BASE[1:3, 2:5],
         "turned": BASE[1:3, 2:5].t(),
-        "columns": BASE[:, ::2],
-        "told often": torch.arange(3.0).expand(4, 3),
-        "overlapping": torch.arange(8.0).as_strided((3, 4), (2, 1)),
-        "diagonal": BASE[:4, :4].diagonal(),
-        "conjugate": torch.tensor([1 + 2j, 3 - 4j]).conj(),
-        "imaginary": torch.tensor([1 + 2j, 3 - 4j]).conj().imag,
         "scalar": torch.tensor(3, dtype=torch.int16),
         "empty": torch.zeros(0, 3),
         "parameter": torch.nn.Parameter(torch.ones(2)),
@@ -251,7 +246,7 @@ except FormatError as error:
 
 def test_looking_into_a_file_needs_no_torch(tmp_path):
     torch_save(NESTED, tmp_path / "x.pt")
-    torch_save({"args": argparse.Namespace()}, tmp_path / "odd.pt")
+    torch_save({"args": fractions.Fraction(1, 2)}, tmp_path / "odd.pt")
     files = [str(tmp_path / name) for name in ("x.pt", "odd.pt")]
     command = [sys.executable, "-P", "-c", WITHOUT_TORCH, *files]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -263,7 +258,7 @@ def test_looking_into_a_file_needs_no_torch(tmp_path):
         for name in sorted(flat)
     ]
     assert (values, faults) == (r"(0.9, 0.999) b'\x00\xff' 7", "()")
-    assert "argparse.Namespace" in refused
+    assert "fractions.Fraction" in refused
 
 
 # To torch
@@ -354,11 +349,9 @@ def views(draw):
     tensor = random_tensor(spec.shape, spec.dtype, draw(st.integers(0, 9)))
     tensor = tensor.permute(draw(st.permutations(range(tensor.ndim))))
     for axis in range(tensor.ndim):
-        if tensor.shape[axis] > 1 and draw(st.booleans()):
-            tensor = tensor[(slice(None),) * axis + (slice(1, None, draw(st.integers(1, 2))),)]
-    if draw(st.booleans()):
-        tensor = tensor.unsqueeze(0).expand(draw(st.integers(1, 3)), *tensor.shape)
-    return tensor
+        if tensor.shape[axis] > 2 and draw(st.booleans()):
+            tensor = tensor[(slice(None),) * axis + (slice(1, None),)]
+    return tensor.unsqueeze(0) if draw(st.booleans()) else tensor
 
 
 def nested(leaves):
@@ -520,7 +513,7 @@ def test_pickles_that_name_other_things_are_refused_and_nothing_runs(tmp_path):
     assert not marker.exists()
 
 
-def test_other_classes_are_told_with_the_way_to_allow_them(tmp_path):
+def test_other_classes_are_reported_with_the_way_to_allow_them(tmp_path):
     torch_save({"w": torch.ones(1), "path": Path("a/b")}, tmp_path / "x.pt")
     with pytest.raises(FormatError, match=r"pathlib.*add_safe_globals"):
         open_source(tmp_path / "x.pt")
@@ -543,8 +536,10 @@ class Special(torch.Tensor):
         ),
         (lambda: torch.ones(2).as_subclass(Special), "Special"),
         (lambda: torch.ones(2, device="meta"), "without elements"),
+        (lambda: torch.tensor([1 + 2j]).conj(), r"resolve_conj\(\)"),
+        (lambda: torch.tensor([1 + 2j]).conj().imag, r"resolve_conj\(\)"),
     ],
-    ids=["sparse", "csr", "quantized", "subclass", "meta"],
+    ids=["sparse", "csr", "quantized", "subclass", "meta", "conjugate", "negated"],
 )
 def test_tensors_that_are_not_plain_are_refused_by_name(tmp_path, value, reason):
     torch_save({"odd": value()}, tmp_path / "x.pt")
@@ -555,13 +550,13 @@ def test_tensors_that_are_not_plain_are_refused_by_name(tmp_path, value, reason)
 
 
 @pytest.mark.parametrize("value", [torch.ones(2), [1, 2], 3])
-def test_what_is_no_state_dict_is_told(tmp_path, value):
+def test_what_is_not_a_state_dict_is_reported(tmp_path, value):
     torch_save(value, tmp_path / "x.pt")
     with pytest.raises(FormatError, match=r"x\.pt: it holds a .*not a state dict"):
         open_source(tmp_path / "x.pt")
 
 
-def test_torchscript_is_told(tmp_path):
+def test_torchscript_is_reported(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), tmp_path / "x.pt")
@@ -569,7 +564,7 @@ def test_torchscript_is_told(tmp_path):
         open_source(tmp_path / "x.pt")
 
 
-def test_truncated_files_are_told(tmp_path):
+def test_truncated_files_are_reported(tmp_path):
     torch_save({"w": torch.ones(64), "v": 1}, tmp_path / "x.pt")
     data = (tmp_path / "x.pt").read_bytes()
     for length in (20, 100, len(data) // 2, len(data) - 1):
@@ -584,37 +579,23 @@ def test_a_file_of_the_older_kind_is_refused_with_the_way_out(tmp_path):
         shardplan.restore(tmp_path / "x.pt")
 
 
-ROWS = torch.arange(600.0 * 512).reshape(600, 512)
 VIEWS = {
-    "columns": ROWS[:, ::2],
-    "rows and columns": ROWS[::3, 1::2].t(),
-    "conjugates": torch.view_as_complex(ROWS.clone().reshape(600, 256, 2)).conj(),
-    "repeated": ROWS[5].expand(7, 512),
-    "windows": ROWS.flatten()[:900].unfold(0, 60, 3),
-    "one in many": ROWS.reshape(-1)[:: 512 * 50],
-    "deep": ROWS.reshape(6, 100, 32, 16).permute(2, 0, 3, 1)[::3, :, ::5, ::7],
+    "columns": BASE[:, ::2],
+    "repeated": BASE[1].expand(7, 6),
+    "windows": BASE.flatten().unfold(0, 6, 3),
+    "diagonal": BASE[:4, :4].diagonal(),
 }
 
 
-@pytest.mark.parametrize("step", [4 << 20, 3000, 64])
-def test_views_that_do_not_nest_are_read_a_little_at_a_time(tmp_path, monkeypatch, step):
-    monkeypatch.setattr(torchsave, "_STEP", step)
-    torch_save(VIEWS, tmp_path / "x.pt")
-    store = CountingStore(open_store(tmp_path))
-    found = Checkpoint(Reader(torchsave.TorchFormat().open(store, "x.pt")))
-    for name, view in VIEWS.items():
-        plain = view.resolve_conj()
-        store.clear()
-        assert torch.equal(found[name][2:5], plain[2:5]), name
-        if name in ("columns", "conjugates") and step > 1 << 20:
-            assert store.bytes_read() <= 3 * 512 * 4 + 256
-        assert torch.equal(found[name][:], plain), name
-        if name != "deep":  # which has long rows
-            row = 512 * 4 * 2
-            assert max(n for op in store.operations for _, n in op.ranges) <= step + row
+def test_views_that_are_not_boxes_are_refused_by_name_once_they_are_asked_for(tmp_path):
+    torch_save({**VIEWS, "w": BASE}, tmp_path / "x.pt")
+    assert torch.equal(shardplan.open_checkpoint(tmp_path / "x.pt")["w"][:], BASE)
+    with pytest.raises(FormatError, match=r"x\.pt: .*contiguous\(\)") as caught:
+        shardplan.restore(tmp_path / "x.pt")
+    assert all(f"`{name}`" in str(caught.value) for name in VIEWS)
 
 
-def test_a_tensor_larger_than_its_storage_is_told_and_takes_no_memory(tmp_path):
+def test_a_tensor_larger_than_its_storage_is_reported_and_takes_no_memory(tmp_path):
     from shardplan.io.formats.torch_save.write import Leaf, pickle_nested
 
     for nbytes in (0, 16):

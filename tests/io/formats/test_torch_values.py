@@ -29,7 +29,6 @@ VALUES = {
     "tuple of tensors": lambda: (torch.ones(2), 3),
     "a view": lambda: (torch.arange(6).reshape(2, 3).t(),),
     "a parameter": lambda: (torch.nn.Parameter(torch.ones(2)),),
-    "conjugates": lambda: (torch.tensor([1 + 2j]).conj(),),
     "a set": lambda: {1, 2, frozenset((3, b"x"))},
     "a dtype": lambda: [torch.bfloat16, torch.Size([1, 2]), torch.device("cpu")],
 }  # fmt: skip

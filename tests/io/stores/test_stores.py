@@ -445,7 +445,8 @@ class Ten(Store):
         return len(self.files[path])
 
     def read_all(self, path, *, limit):
-        return self.files[path][: self.size(path)]
+        size = self.size(path)
+        return self.files[path][:size]
 
     def replace(self, path, data, *, overwrite=True):
         self.files[path] = data
@@ -547,7 +548,7 @@ def test_an_empty_path_is_not_the_current_folder(nowhere):
         locate(nowhere)
 
 
-def test_what_is_no_store_is_told_what_it_lacks():
+def test_what_is_not_a_store_is_refused_with_what_it_lacks():
     class Half:
         def read(self, path, ranges):
             return 0
@@ -728,7 +729,7 @@ def test_a_disk_without_links_looks_first(tmp_path, monkeypatch, code):
     assert (whole(store, "m"), store.list()) == (b"one", ("m",))
 
 
-def test_a_link_whose_answer_was_lost_is_no_conflict(tmp_path, monkeypatch):
+def test_a_link_whose_answer_was_lost_is_not_a_conflict(tmp_path, monkeypatch):
     link = os.link
 
     def twice(*args):
@@ -954,7 +955,7 @@ def test_a_listing_that_is_refused_is_reported_as_permission(s3):
         lambda store: shardplan.verify(store),
     ],
 )
-def test_a_bucket_that_is_not_there_is_told_in_the_services_own_words(s3, ask):
+def test_a_bucket_that_is_not_there_is_reported_in_the_services_own_words(s3, ask):
     store = open_store("s3://no-such-bucket/run", **s3.options)
     with pytest.raises(MissingFileError) as info:
         ask(store)
@@ -1142,3 +1143,13 @@ def test_no_code_asks_what_class_a_store_is_of():
     files = [file for folder in ("io", "shardplan") for file in (root / folder).rglob("*.py")]
     asks = re.compile(r"isinstance\([^)]*\b(Local|Object|Folder|Wrapped)Store\b")
     assert [str(file) for file in files if asks.search(file.read_text())] == []
+
+
+def test_a_folder_of_a_disk_can_all_that_the_disk_can(tmp_path):
+    inside = LocalStore(tmp_path).folder("run/step-1")
+    assert inside.write("a", [b"abc"]) == 3
+    assert (tmp_path / "run" / "step-1" / "a").read_bytes() == b"abc"
+    assert inside.can_rename
+    assert inside.locate("a") == str(tmp_path / "run" / "step-1" / "a")
+    with pytest.raises(StoreError, match="leaves the folder"):
+        LocalStore(tmp_path).folder("../other")

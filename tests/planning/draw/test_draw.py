@@ -439,7 +439,7 @@ def test_an_unknown_name_is_answered_with_the_nearest():
         draw_tiling(SAVED, "ww")
 
 
-def test_a_value_that_is_no_tensor_is_refused():
+def test_a_non_tensor_value_is_refused():
     with pytest.raises(ValueError, match="non-tensor value"):
         draw_tiling(Metadata({"step": BytesMetadata()}), "step")
     with pytest.raises(ValueError, match="non-tensor value"):
@@ -523,6 +523,13 @@ def test_another_number_of_axes_is_refused():
         draw_reshard(SAVED, [Chunk((0,), (4,))], "w")
 
 
+def test_load_plans_in_place_of_save_plans_are_refused():
+    loads = [load_plan(SAVED, plan) for plan in THREE]
+    for draw in (lambda: draw_reshard(SAVED, loads, "w"), lambda: draw_tiling(loads, "w")):
+        with pytest.raises(TypeError, match=r"expected the save plans .* not \['LoadPlan'\]"):
+            draw()
+
+
 def test_resharding_a_thousand_ranks_is_drawn_in_blocks():
     picture = shown("reshard on 1,024")
     assert "in 1,382 pieces" in picture.caption
@@ -593,7 +600,7 @@ def test_files_are_named():
 
 
 @pytest.mark.parametrize("matrix", [[], [1, 2], [[1], [-1]], np.zeros((0, 3))])
-def test_what_is_no_matrix_of_bytes_is_refused(matrix):
+def test_anything_but_a_matrix_of_bytes_is_refused(matrix):
     with pytest.raises(ValueError, match="one row a source and one column a reader"):
         draw_traffic(matrix)
 

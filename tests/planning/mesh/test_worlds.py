@@ -49,7 +49,7 @@ from shardplan.planning import (
     local_plan,
 )
 from shardplan.planning.mesh import worlds as topology
-from shardplan.planning.mesh.placements import Only, axis_runs, shard_runs
+from shardplan.planning.mesh.placements import Cut, Only, axis_runs, shard_runs
 from shardplan.planning.mesh.presets import (
     LLAMA_TP,
     adam,
@@ -192,18 +192,29 @@ def test_every_rank_holds_the_elements_that_torch_gives_it(layout):
             assert tuple(offset) == tuple(layout.offsets[mine][0].tolist())
 
 
+def part(indices, parts, ours):
+    """Cut as ``torch.chunk`` does."""
+    size = -(-len(indices) // parts)
+    return indices[size * ours : size * (ours + 1)]
+
+
 @given(
     st.integers(0, 40),
     st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4)), max_size=3),
 )
-def test_axis_runs_say_of_all_combinations_what_shard_runs_says_of_each(length, cuts):
+def test_runs_hold_the_indices_that_cutting_a_list_leaves(length, cuts):
     runs = axis_runs(length, cuts)
-    combinations = itertools.product(*(range(parts) for parts, _ in cuts))
-    for number, coordinate in enumerate(combinations):
+    for number, coordinate in enumerate(itertools.product(*(range(p) for p, _ in cuts))):
+        held = list(range(length))
+        for (parts, factor), ours in zip(cuts, coordinate, strict=True):
+            pieces = [part(held, factor, piece) for piece in range(factor)]
+            held = [index for piece in pieces for index in part(piece, parts, ours)]
         rows = slice(*runs.first[number : number + 2].tolist())
-        found = zip(runs.start[rows].tolist(), runs.length[rows].tolist(), strict=True)
-        steps = [(p, at, f) for (p, f), at in zip(cuts, coordinate, strict=True)]
-        assert tuple(found) == shard_runs(length, steps)
+        found = tuple(zip(runs.start[rows].tolist(), runs.length[rows].tolist(), strict=True))
+        assert [i for start, n in found for i in range(start, start + n)] == held
+        assert all(b != a + n for (a, n), (b, _) in itertools.pairwise(found)), "not joined"
+        steps = [Cut(p, at, f) for (p, f), at in zip(cuts, coordinate, strict=True)]
+        assert shard_runs(length, tuple(steps)) == found
     assert runs.first[-1] == len(runs.start)
 
 
@@ -291,7 +302,7 @@ def made(monkeypatch):
         return count
 
     monkeypatch.setattr(topology, "SavePlan", counting("plans", topology.SavePlan))
-    columns = SpecLayout.__dict__["_columns"]
+    columns = SpecLayout.__dict__["_boxes"]
     monkeypatch.setattr(columns, "func", counting("columns", columns.func))
     return counts
 
@@ -390,7 +401,7 @@ def test_tensors_without_elements_or_axes_are_known_to_every_rank():
 # What has no plan
 
 
-def test_all_that_does_not_fit_is_told_at_once():
+def test_all_that_does_not_fit_is_reported_at_once():
     specs = {
         "count": TensorSpec((4,), "float32", [Shard(0), Shard(0)]),
         "axis": TensorSpec((4,), "float32", [Shard(1)]),
@@ -452,7 +463,7 @@ def params_of(module):
 
 
 def placements_on(mesh, tensor):
-    """Return a DTensor's placements on the whole mesh, of which its own may be a part."""
+    """Return the placements on the whole mesh of a DTensor that may be on a part of it."""
     names = tensor.device_mesh.mesh_dim_names if hasattr(tensor, "device_mesh") else ()
     own = dict(zip(names, getattr(tensor, "placements", ()), strict=True))
     return [own.get(name, torch_placements.Replicate()) for name in mesh.names]

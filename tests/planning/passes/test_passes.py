@@ -24,6 +24,7 @@ from shardplan.planning import (
     encode_plan,
     find_issues,
     global_plan,
+    inverse,
     load_plan,
     local_plan,
     named_chain,
@@ -153,7 +154,7 @@ def test_planners_print_as_they_were_written():
         partition(has_a, {"a": split_chunks(8), "b": chain()}),
     )
     assert repr(planner) == (
-        "chain(select('model.*'), [rename({'a': 'b'}, required=False), rename(upper)], "
+        "chain(select('model.*'), [rename({'a': 'b'}, required=False), rename(str.upper)], "
         "cast('bfloat16'), split_replicas(min_bytes=8), dedup_replicas(), "
         "partition(has_a, {'a': split_chunks(8), 'b': chain()}))"
     )
@@ -209,6 +210,71 @@ def test_a_pass_for_loads_can_be_sent_to_another_process():
     loads = (load_plan(metadata, plan),) * 2
     for step in share_reads(metadata, min_bytes=1), split_reads(metadata, 8), read_on(1):
         assert pickle.loads(pickle.dumps(step))(loads) == step(loads)
+
+
+def test_a_pass_cannot_change_after_it_was_made():
+    how, pairs = {"a": "b"}, [("^a", "b")]
+    made = rename(how), rename(pairs), cast({"a": "int8"})
+    before = list(map(repr, made))
+    how["c"] = "d"
+    pairs.append(("x", "y"))
+    assert list(map(repr, made)) == before
+    with pytest.raises(TypeError):
+        made[0].args[0]["c"] = "d"
+
+
+@pytest.mark.parametrize("step", sorted({*SENT} - {"named"}))
+def test_passes_compare_hash_and_print_alike_after_pickling(step):
+    again = pickle.loads(pickle.dumps(SENT[step]))
+    assert again == SENT[step]
+    assert hash(again) == hash(SENT[step])
+    assert repr(again) == repr(SENT[step])
+
+
+def test_the_order_of_patterns_counts_as_it_does_when_a_cast_runs():
+    first, second = {"a*": "int8", "*": "int16"}, {"*": "int16", "a*": "int8"}
+    assert cast(first) != cast(second)
+    assert cast(first) == cast(dict(first))
+
+
+# --- inverses
+
+letters = st.sampled_from(["a", "b", "ab", "c"])
+one_to_one = st.lists(st.tuples(letters, st.sampled_from("vwxyz")), unique_by=lambda p: p[0]).map(
+    lambda pairs: {old: f"{old}{new}" for old, new in pairs}
+)
+
+
+@given(st.lists(one_to_one, max_size=3))
+def test_what_a_chain_renames_its_inverse_renames_back(maps):
+    planner = chain(*(rename(how, required=False) for how in maps))
+    plans = (plan_of(a=((4,),), ab=((2, 3),), b=((3,),)),) * 2
+    assert chain(planner, inverse(planner))(plans) == plans
+    assert inverse(inverse(planner)) == chain(*planner.args)
+    assert inverse(list(planner.args)) == inverse(planner)
+
+
+def test_the_inverse_of_nothing_is_nothing():
+    assert inverse(chain()) == chain()
+    assert inverse(rename({"a": "b", "c": "d"})) == rename({"b": "a", "d": "c"})
+
+
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [
+        (rename(str.upper), "if it is given a mapping"),
+        (rename([("a", "b")]), "if it is given a mapping"),
+        (rename({"a": "w", "b": "w"}), "`a`, `b` become `w`"),
+        (cast("int8"), "does not state the dtypes"),
+        (select("a"), "select has no inverse: what it leaves out is lost"),
+        (chain(rename({"a": "b"}), drop("c")), "drop has no inverse: what it leaves out is lost"),
+        (dedup_replicas(), r"dedup_replicas\(\) has no inverse"),
+        (shorter, "shorter is a function"),
+    ],
+)
+def test_a_pass_without_inverse_says_why(step, reason):
+    with pytest.raises(ValueError, match=reason):
+        inverse(step)
 
 
 def test_named_chain_shows_the_plans_after_each_step():

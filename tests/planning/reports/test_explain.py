@@ -325,7 +325,7 @@ def test_rows_read_as_columns_by_twelve_thousand_ranks_are_not_looked_at_one_by_
     assert report.totals.whole_chunk_amplification == 12_288
 
 
-def test_a_cast_is_staged_where_the_plans_tell_of_it():
+def test_a_cast_is_staged_where_the_plans_show_it():
     mesh = Mesh(dp=2)
     metadata = world_metadata(world_plans({"w": TensorSpec((4, 4), "float32", [Shard(0)])}, mesh))
     wanted = world_plans({"w": TensorSpec((4, 4), "bfloat16", [Shard(0)])}, mesh)
@@ -404,7 +404,7 @@ def test_equal_columns_of_writers_are_held_once():
     assert len(writers_of(*global_plan(world_plans(sd, Mesh(dp=4)))).columns) == 1
 
 
-def test_chunks_that_nobody_writes_and_writes_that_nobody_lists_are_told():
+def test_unwritten_chunks_and_unlisted_writes_are_reported():
     sd = {"w": TensorSpec((4,), "float32", [Shard(0)])}
     saved, metadata = global_plan(world_plans(sd, Mesh(dp=2)))
     with pytest.raises(PlanError, match="no plan writes some chunks of `w`"):
@@ -646,7 +646,7 @@ def test_why_names_the_ranks_that_write_an_element(world):
         assert why(report, name, element).reads == ()
 
 
-def test_why_tells_of_the_rank_that_passes_an_element_on():
+def test_why_names_the_rank_that_passes_an_element_on():
     plan = local_plan({"w": TensorSpec((4,)), "step": 7})
     saved, metadata = global_plan([plan])
     loads = share_reads(metadata, min_bytes=1)((load_plan(metadata, plan),) * 2)
@@ -727,7 +727,7 @@ def test_fields_ranks_and_order_are_differences_too():
     assert {d.part for d in plan_diff(loads, shared).removed} == {"items"}
 
 
-def test_sides_that_differ_only_in_what_the_short_form_leaves_out_are_told_apart():
+def test_sides_that_differ_only_in_what_the_short_form_leaves_out_print_differently():
     a, b = (global_plan([local_plan({"w": np.zeros(2, np.float32)})])[1] for _ in range(2))
     entry = attrs.evolve(b.entry("w"), properties=TensorProperties(requires_grad=True))
     assert "requires_grad=True" in repr(plan_diff(a, Metadata({"w": entry})))

@@ -1,6 +1,7 @@
 """Write plans and copy plans, against enumerating every byte of small tensors and files."""
 
 import json
+from itertools import product
 
 import attrs
 import numpy as np
@@ -25,7 +26,14 @@ from shardplan.planning import (
     split_chunks,
     write_plan,
 )
-from shardplan.planning.storage import plan_target, share_plans, tensor_bytes
+from shardplan.planning.storage import (
+    begun_chunks,
+    compare_plan,
+    cut_blocks,
+    plan_target,
+    share_plans,
+    tensor_bytes,
+)
 from shardplan.planning.testing.strategies import shapes, tilings
 
 DTYPES = {"uint8": 1, "int16": 2, "float64": 8}
@@ -278,6 +286,54 @@ def test_batches_hold_boxes_in_order_and_only_so_many_bytes(case):
         for batch in plan.batches:
             assert plan.nbytes[batch].sum() <= 16 << 20 or len(batch) == 1
             assert len(batch) <= 2048
+
+
+@given(conversions(), st.sampled_from([1, 10, 1 << 24]))
+def test_a_copied_block_is_named_by_its_number_and_every_chunk_is_begun_once(case, limit):
+    saved, plans = case
+    stored = attrs.evolve(saved.stored, block_bytes=limit)
+    begun = []
+    for target in plans:
+        plan = copy_plan(saved.metadata, target, None, stored)
+        begun += begun_chunks(plan.reads)
+        for row, read in enumerate(plan.reads):
+            chunk = stored.first[read.storage_index.fqn] + read.storage_index.index
+            extents, width = stored.places.extents[chunk], stored.places.itemsize[chunk]
+            cut = cut_blocks(extents[None], width[None], limit)
+            blocks = [*zip(cut.offsets.tolist(), cut.sizes.tolist(), strict=True)]
+            more = len(extents) - len(read.lengths)
+            own = ([*read.storage_offsets, *[0] * more], [*read.lengths, *[1] * more])
+            assert plan.block[row] == (blocks.index(own) if own in blocks else -1)
+            assert plan.blocks[row] == len(blocks)
+    assert len(begun) == len(set(begun))
+
+
+@given(checkpoints(), st.sampled_from([1, 50, 1 << 24]), st.randoms(use_true_random=False))
+def test_what_is_compared_are_all_elements_of_the_chunks_once_in_small_batches(saved, limit, rng):
+    entries = saved.metadata.state_dict_metadata
+    chunks = {
+        name: np.array([n for n in range(len(entry.chunks)) if rng.random() < 0.7], np.int64)
+        for name, entry in entries.items()
+    }
+    plan = compare_plan(saved.metadata, chunks, limit)
+    found, wanted = set(), set()
+    for box, number in zip(plan.boxes, plan.chunk, strict=True):
+        cells = {(box.name, number, *at) for at in cells_of(box.offsets, box.sizes)}
+        assert cells
+        assert not cells & found
+        found |= cells
+    for name, numbers in chunks.items():
+        for number in numbers.tolist():
+            chunk = entries[name].chunks[number]
+            wanted |= {(name, number, *at) for at in cells_of(chunk.offsets, chunk.sizes)}
+    assert found == wanted
+    assert [row for batch in plan.batches for row in batch] == list(range(len(plan.boxes)))
+    for batch in plan.batches:
+        assert sum(plan.nbytes[row] for row in batch) <= limit or len(batch) == 1
+
+
+def cells_of(offsets, sizes):
+    return product(*(range(low, low + size) for low, size in zip(offsets, sizes, strict=True)))
 
 
 @given(checkpoints(), st.integers(1, 60), st.integers(1, 3))

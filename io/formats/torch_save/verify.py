@@ -1,0 +1,85 @@
+"""Comparing archives with the CRC-32 of each record, which torch writes and never looks at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import attrs
+
+from shardplan.planning.storage import BLOCK_BYTES
+
+from ...checksums import CRC32
+from ...errors import FormatError
+from ...pool import Pool, Progress, ProgressCallback, default_pool
+from ...stores.base import Store, StoreError
+from ..base import Fault, Findings
+from ..checks import Region, check_regions
+from .archive import Window, read_archive
+
+
+@attrs.frozen(eq=False)
+class Stored:
+    """An archive: its bytes of a file, and what they hold.
+
+    Attributes:
+        offset, length: Its bytes there.
+        key: The tensor or value that it holds; None if it holds a whole state dict.
+        tensors: The tensors of a whole state dict that lie in each record, by the record's name.
+    """
+
+    file: str
+    offset: int
+    length: int
+    key: str | None = None
+    tensors: Mapping[str, Sequence[str]] = {}
+
+
+def check_archives(
+    store: Store,
+    archives: Sequence[Stored],
+    callback: ProgressCallback | None = None,
+    pool: Pool | None = None,
+) -> Findings:
+    """Compare every record of some archives with its checksum."""
+    pool = pool or default_pool()
+    archives = sorted(archives, key=lambda archive: (archive.file, archive.offset))
+    opened = pool.map(lambda archive: _regions(store, archive), archives)
+    unreadable = [found for found in opened if isinstance(found, Fault)]
+    regions = [region for found in opened if not isinstance(found, Fault) for region in found]
+    bare = [archive for archive, found in zip(archives, opened, strict=True) if not found]
+    progress = Progress(sum(sum(region.blocks) for region in regions), callback)
+    checked = check_regions(store, regions, CRC32, progress, pool)
+    progress.finish()
+    note = f"{len(bare):,} of {len(archives):,} archives have no checksums"
+    return Findings(
+        (*unreadable, *checked.faults),
+        chunks=checked.sound,
+        nbytes=checked.nbytes,
+        notes=(note,) if bare else (),
+        unchecked=sum(archive.length for archive in bare),
+    )
+
+
+def _regions(store: Store, archive: Stored) -> list[Region] | Fault:
+    """Return the records of an archive that have checksums, or what is wrong with it."""
+    file, offset, end = archive.file, archive.offset, archive.offset + archive.length
+    try:
+        found = read_archive(Window(store, file, offset, archive.length))
+        begins = {name: found.begin(name) for name in found.records}
+    except FormatError as error:
+        return Fault("header", file, error.reason, archive.key, offset, end)
+    except StoreError as error:
+        return Fault("unreadable", file, error.reason, archive.key, offset)
+    if not found.is_summed:
+        return []
+    return [
+        Region(
+            file,
+            offset + begins[name],
+            [min(BLOCK_BYTES, record.nbytes - at) for at in range(0, record.nbytes, BLOCK_BYTES)],
+            record.crc,
+            archive.tensors.get(name) or (archive.key,),
+            f"the bytes of its record {name}",
+        )
+        for name, record in sorted(found.records.items(), key=lambda pair: pair[1].header)
+    ]

@@ -1,0 +1,524 @@
+"""What each pass of a planner does to the items of all ranks: `show`.
+
+1. Run the planner pass by pass, as `global_plan` does (`traced`).
+2. Put the items before and after a pass into columns (`_Rows`): the box of the state dict that each
+   is made of, and its name, dtype and box in the checkpoint.
+3. Pair items that are made of the same box, then, since they were cut, those of the same shard
+   (`_Matches`). What remains was dropped, left to other ranks, or added.
+4. Compare the names, dtypes and shapes of each pair, and sum up (`_changes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, Final
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from ..columns.arrays import Ints, column, distinct, numbered
+from ..columns.items import Head, WriteItems
+from ..errors import span
+from ..geometry.axes import Axes
+from ..geometry.tilings import pad
+from ..passes.base import Passes, Scope, as_steps, ranked, run_pass, scope_of, shown
+from ..plans import SavePlan
+from ..text import Printed, Sheet, Table, as_names, counted, human_bytes
+from .names import few
+
+__all__ = ["Amount", "Change", "PlannerTrace", "StepTrace", "show", "traced"]
+
+_NESTING: Final = frozenset(
+    ["paths", "empty", "nodes"]
+)  # data of plans that passes keep up to date
+
+
+@attrs.frozen
+class Amount:
+    """Some items of the ranks: how many, of how many names, and their bytes in the checkpoint."""
+
+    items: int = 0
+    tensors: int = 0
+    nbytes: int = 0
+
+
+@attrs.frozen
+class Change:
+    """What a pass does to some items.
+
+    Attributes:
+        kind: ``renamed``, ``split`` (one name becomes several), ``fused`` (several become one),
+            ``cast``, ``reshaped``, ``cut``, ``dropped``, ``left to others`` (ranks that hold the
+            same), ``filled`` (padding), ``added``, or ``left alone``. An item may be changed in
+            several ways.
+        before: The items that are changed.
+        after: What becomes of them.
+        names: A line per name, sorted: its name in the checkpoint, and what becomes of it.
+    """
+
+    kind: str
+    before: Amount
+    after: Amount
+    names: tuple[str, ...] = attrs.field(converter=as_names)
+
+
+@attrs.frozen(repr=False)
+class StepTrace(Printed):
+    """What one pass does.
+
+    Attributes:
+        step: The pass, as it prints.
+        scope: Whether it sees the plan of one rank or of all.
+        ranks: The ranks whose plans it ran on.
+        before, after: All items.
+        changes: What it does to them, by kind, and which it leaves alone.
+        notes: The names of data that it adds to plans.
+    """
+
+    step: str
+    scope: Scope
+    ranks: tuple[int, ...]
+    before: Amount
+    after: Amount
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def table(self) -> Table:
+        """What went in, what changed, and what came out."""
+        rows = [_row("in", self.before, self.before)]
+        rows += [_row(c.kind, c.before, c.after, c.names) for c in self.changes]
+        if self.notes:
+            rows.append(("notes", "", "", "", few(self.notes)))
+        rows.append(_row("out", self.after, self.after))
+        where = "all plans at once" if self.scope == "world" else "each plan"
+        return Table(("", "items", "tensors", "bytes", "names"), rows, f"{self.step}: {where}")
+
+    @property
+    def _sheet(self) -> Sheet:
+        return Sheet(span(self.ranks) if self.ranks else "no ranks", [self.table])
+
+
+@attrs.frozen(repr=False)
+class PlannerTrace(Printed):
+    """What each pass of a planner does, in order; printed as one table per pass."""
+
+    steps: tuple[StepTrace, ...] = ()
+
+    def __add__(self, other: PlannerTrace) -> PlannerTrace:
+        return PlannerTrace(self.steps + other.steps)
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """One numbered table per pass."""
+        return tuple(
+            attrs.evolve(step.table, caption=f"{number}. {step.table.caption}, {span(step.ranks)}")
+            for number, step in enumerate(self.steps, 1)
+        )
+
+    @property
+    def _sheet(self) -> Sheet:
+        if not self.steps:
+            return Sheet("No passes: plans stay as they are")
+        first, last = self.steps[0].before, self.steps[-1].after
+        ends = (f"{counted(a.items, 'item')}, {human_bytes(a.nbytes)}" for a in (first, last))
+        count = "1 pass" if len(self.steps) == 1 else f"{len(self.steps)} passes"
+        return Sheet(f"{count}: {' → '.join(ends)}", self.tables)
+
+
+def show(planner: Passes[SavePlan], plans: Iterable[SavePlan]) -> PlannerTrace:
+    """Run a planner pass by pass over the plans of all ranks, and say what each pass does.
+
+    Args:
+        planner: A pass, or several.
+        plans: One plan per rank, in rank order.
+
+    >>> from shardplan.planning import TensorSpec, cast, drop, local_plan
+    >>> plan = local_plan({"a": TensorSpec((4,)), "b": TensorSpec((2,), "int64"), "tmp": 1})
+    >>> show([drop("tmp"), cast("bfloat16")], [plan])
+    2 passes: 3 items, 32 B → 2 items, 24 B
+    1. drop('tmp'): each plan, rank 0
+                items  tensors  bytes  names
+    in              3        3   32 B
+    dropped         1        1    0 B  tmp
+    left alone      2        2   32 B  a, b
+    out             2        2   32 B
+    2. cast('bfloat16'): each plan, rank 0
+                items  tensors       bytes  names
+    in              2        2        32 B
+    cast            1        1  16 B → 8 B  a: float32 → bfloat16
+    left alone      1        1        16 B  b
+    out             2        2        24 B
+
+    Raises:
+        PlanError: A pass refuses the plans; a note says which.
+    """
+    if isinstance(plans, (SavePlan, Mapping)):
+        raise TypeError("show takes one plan per rank; for one rank: show(planner, [plan])")
+    return traced(planner, plans)[1]
+
+
+def traced(
+    planner: Passes[SavePlan], plans: Iterable[SavePlan]
+) -> tuple[tuple[SavePlan, ...], PlannerTrace]:
+    """Run passes in their scopes; return the plans that result, and what each pass did."""
+    now = ranked(tuple(plans))
+    if not all(isinstance(plan, SavePlan) for plan in now):
+        raise TypeError("show takes save plans; plan_diff compares load plans")
+    steps, traces = as_steps(planner), []
+    for number, step in enumerate(steps, 1):
+        try:
+            after = run_pass(step, now)
+        except Exception as error:
+            error.add_note(f"in pass {number} of {len(steps)}: {shown(step)}")
+            raise
+        traces.append(_trace(shown(step), scope_of(step), now, after))
+        now = after
+    return now, PlannerTrace(tuple(traces))
+
+
+def _trace(
+    step: str, scope: Scope, before: tuple[SavePlan, ...], after: tuple[SavePlan, ...]
+) -> StepTrace:
+    numbers = _Numbers.of([plan.items for plan in (*before, *after)])
+    old, new = (_Rows.of(plans, numbers) for plans in (before, after))
+    matches = _Matches.of(old, new)
+    added = {key for a, b in zip(before, after, strict=True) for key in _keys(b) - _keys(a)}
+    return StepTrace(
+        step,
+        scope,
+        tuple(at if plan.rank is None else plan.rank for at, plan in enumerate(before)),
+        old.amount(np.arange(len(old))),
+        new.amount(np.arange(len(new))),
+        tuple(change for change in _changes(old, new, matches) if change.names),
+        tuple(sorted(added - _NESTING)),
+    )
+
+
+def _keys(plan: SavePlan) -> frozenset[str]:
+    return frozenset(plan.planner_data) if isinstance(plan.planner_data, Mapping) else frozenset()
+
+
+@attrs.frozen(eq=False)
+class _Numbers:
+    """The distinct names, dtypes, shapes and correspondences of axes of some items.
+
+    Attributes:
+        names: The names in the state dict and in the checkpoint.
+        dtypes: The names of dtypes; empty for a non-tensor value.
+        shapes: The global shapes.
+        axes: The numbers of correspondences.
+        width: The largest number of axes.
+        of_row: By the identity of a catalog: the numbers of each row's source, name, dtype, shape.
+    """
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    axes: Mapping[Axes, int]
+    width: int
+    of_row: Mapping[int, Ints]
+
+    @classmethod
+    def of(cls, every: Sequence[WriteItems]) -> _Numbers:
+        """Number what is in some items; equal catalogs are looked at once."""
+        by_identity = {id(items.catalog): items.catalog for items in every}
+        alike = {catalog.content: catalog for catalog in by_identity.values()}
+        fields = {at: [_fields(head) for head in c.heads] for at, c in alike.items()}
+        rows_of_all = [row for rows in fields.values() for row in rows]
+        texts, dtypes, shapes = (
+            _numbered(chain.from_iterable(row[part] for row in rows_of_all))
+            for part in (slice(0, 2), slice(2, 3), slice(3, 4))
+        )
+        of_content = {
+            at: column([(texts[s], texts[n], dtypes[d], shapes[z]) for s, n, d, z in rows], -1, 4)
+            for at, rows in fields.items()
+        }
+        of_row = {at: of_content[catalog.content] for at, catalog in by_identity.items()}
+        frames = [items.frame for items in every if items.frame is not None]
+        axes = _numbered(value for frame in frames for value in frame.axes.values)
+        widths = (max(i.offsets.shape[1], i.box_offsets.shape[1]) for i in every)
+        width = max(widths, default=0)
+        return cls(tuple(texts), tuple(dtypes), tuple(shapes), axes, width, of_row)
+
+
+def _fields(head: Head) -> tuple[Any, ...]:
+    dtype = "" if head.properties is None else head.properties.dtype
+    return head.source, head.name, dtype, head.size
+
+
+def _numbered(values: Iterable[Any]) -> dict[Any, int]:
+    return {value: number for number, value in enumerate(dict.fromkeys(values))}
+
+
+@attrs.frozen(eq=False)
+class _Rows:
+    """Items of all ranks.
+
+    Attributes:
+        numbers: The names, dtypes and shapes.
+        rank: The position of each item's plan.
+        source, name, dtype, shape: Their numbers.
+        fill: 1 if the item is padding, 0 if it is made of a box.
+        shard: The start of the shard, in the state dict's frame.
+        box: The box in it: offsets, then sizes; of padding, the chunk.
+        chunk: The box in the checkpoint, and the number of the axes' correspondence.
+        nbytes: Bytes in the checkpoint.
+    """
+
+    numbers: _Numbers
+    rank: Ints
+    source: Ints
+    name: Ints
+    dtype: Ints
+    shape: Ints
+    fill: Ints
+    shard: Ints
+    box: Ints
+    chunk: Ints
+    nbytes: Ints
+
+    @classmethod
+    def of(cls, plans: Sequence[SavePlan], numbers: _Numbers) -> _Rows:
+        """Return the items of all plans, in order."""
+        every, width = [plan.items for plan in plans], numbers.width
+        boxes = [_padded(items.box_offsets, items.box_sizes, width) for items in every]
+        chunk = _joined([_padded(items.offsets, items.sizes, width) for items in every], 2 * width)
+        fill = _joined([items.is_fill[:, None].astype(np.int64) for items in every], 1)[:, 0]
+        axes = _joined([_axes(items, numbers.axes)[:, None] for items in every], 1)[:, 0]
+        heads = _joined([numbers.of_row[id(items.catalog)][items.row] for items in every], 4)
+        source, name, dtype, shape = heads.T
+        return cls(
+            numbers,
+            np.repeat(np.arange(len(every)), [len(items) for items in every]),
+            source,
+            name,
+            dtype,
+            shape,
+            fill,
+            _joined([pad(items.shard_offsets, width, 0) for items in every], width),
+            np.where(fill[:, None] == 1, chunk, _joined(boxes, 2 * width)),
+            np.column_stack([chunk, axes]),
+            _joined([items.nbytes[:, None] for items in every], 1)[:, 0],
+        )
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    def take(self, rows: Ints) -> _Rows:
+        """Return the given rows."""
+        columns = (values[rows] for values in attrs.astuple(self, recurse=False)[1:])
+        return _Rows(self.numbers, *columns)
+
+    def amount(self, rows: Ints) -> Amount:
+        """Return how much the given rows are."""
+        names = distinct(self.name[rows])
+        return Amount(len(rows), len(names), int(self.nbytes[rows].sum()))
+
+
+def _padded(offsets: Ints, sizes: Ints, width: int) -> Ints:
+    return np.hstack([pad(offsets, width, 0), pad(sizes, width, 1)])
+
+
+def _axes(items: WriteItems, numbers: Mapping[Axes, int]) -> Ints:
+    """Return the number of each item's correspondence of axes; -1 if both sides have the same."""
+    if items.frame is None:
+        return np.full(len(items), -1)
+    coded = items.frame.axes
+    return np.array([*(numbers[value] for value in coded.values), -1])[coded.number]
+
+
+def _joined(parts: Sequence[Ints], width: int) -> Ints:
+    return np.concatenate([np.zeros((0, width), np.int64), *parts])
+
+
+@attrs.frozen(eq=False)
+class _Matches:
+    """Items before a pass, and what became of them.
+
+    Attributes:
+        before, after: Pairs of items. If an item was cut, each part is paired.
+        exact: Which pairs are made of the same box; the others share a shard.
+        gone: The items before the pass that became nothing.
+        added: The items after the pass that were nothing.
+    """
+
+    before: Ints
+    after: Ints
+    exact: npt.NDArray[np.bool_]
+    gone: Ints
+    added: Ints
+
+    @classmethod
+    def of(cls, old: _Rows, new: _Rows) -> _Matches:
+        """Pair items."""
+        a, b = (np.column_stack([r.rank, r.source, r.fill, r.shard, r.box]) for r in (old, new))
+        before, after = _equal_rows(a, b)
+        gone, added = (
+            np.setdiff1d(np.arange(len(rows)), paired, assume_unique=True)
+            for rows, paired in ((old, before), (new, after))
+        )
+        shard = 3 + old.shard.shape[1]  # columns that say of which shard
+        into, made = (
+            _first_equal(x, y)
+            for x, y in ((a[gone, :shard], b[added, :shard]), (b[added, :shard], a[gone, :shard]))
+        )
+        cut, part = into >= 0, made >= 0
+        return cls(
+            np.concatenate([before, gone[cut], gone[made[part]]]),
+            np.concatenate([after, added[into[cut]], added[part]]),
+            np.arange(len(before) + cut.sum() + part.sum()) < len(before),
+            gone[~cut],
+            added[~part],
+        )
+
+
+def _equal_rows(a: Ints, b: Ints) -> tuple[Ints, Ints]:
+    """Pair equal rows of two tables; of rows that repeat, the first with the first, and so on."""
+    if a.shape == b.shape and (a == b).all():
+        return np.arange(len(a)), np.arange(len(b))
+    left, right = (_hash(np.column_stack([key, _repeats(key)])) for key in (_hash(a), _hash(b)))
+    _, before, after = np.intersect1d(left, right, assume_unique=True, return_indices=True)
+    same = (a[before] == b[after]).all(axis=1)
+    return before[same], after[same]
+
+
+def _first_equal(rows: Ints, others: Ints) -> Ints:
+    """Return, per row, the first equal row of a second table; -1 if there is none."""
+    if not len(others):
+        return np.full(len(rows), -1)
+    key, other = _hash(rows), _hash(others)
+    order = np.argsort(other, kind="stable")
+    at = order[np.minimum(np.searchsorted(other[order], key), len(other) - 1)]
+    return np.where((rows == others[at]).all(axis=1), at, -1)
+
+
+def _hash(rows: Ints) -> Ints:
+    """Return a number per row: the same for equal rows, and hardly ever for others."""
+    done = np.zeros(len(rows), np.uint64)
+    for values in rows.T:
+        done = (done ^ values.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+        done ^= done >> np.uint64(29)
+    return done.view(np.int64)
+
+
+def _repeats(values: Ints) -> Ints:
+    """Return how many equal values come before each.
+
+    >>> _repeats(np.array([5, 3, 5, 5])).tolist()
+    [0, 0, 1, 2]
+    """
+    _, _, which = numbered(values)
+    order = np.argsort(which, kind="stable")
+    count = np.bincount(which)
+    done = np.empty(len(values), np.int64)
+    done[order] = np.arange(len(values)) - np.repeat(np.cumsum(count) - count, count)
+    return done
+
+
+def _changes(old: _Rows, new: _Rows, matches: _Matches) -> Iterator[Change]:
+    """Yield what happened to the items, kind by kind."""
+    before, after = matches.before, matches.after
+    a, b = old.take(before), new.take(after)
+    links = np.unique(np.column_stack([a.name, b.name])[_firsts(a.name, b.name)], axis=0)
+    ways, parts = (np.bincount(of, minlength=len(old.numbers.names)) for of in links.T)
+    is_fused = parts[b.name] > 1
+    is_split = (ways[a.name] > 1) & ~is_fused
+    alone = ~is_fused & ~is_split
+    moved = (a.shape != b.shape) | (matches.exact & (a.chunk != b.chunk).any(axis=1))
+    kinds = {
+        "renamed": alone & (a.name != b.name),
+        "split": is_split,
+        "fused": is_fused,
+        "cast": a.dtype != b.dtype,
+        "reshaped": alone & moved,
+        "cut": ~matches.exact & ~is_split,
+    }
+    for kind, which in kinds.items():
+        sides = distinct(before[which]), distinct(after[which])
+        yield Change(kind, old.amount(sides[0]), new.amount(sides[1]), _lines(kind, a, b, which))
+    spared = _is_elsewhere(old, new, matches.gone)
+    for kind, rows in (
+        ("left to others", matches.gone[spared]),
+        ("dropped", matches.gone[~spared]),
+    ):
+        yield Change(kind, old.amount(rows), Amount(), _names(old, rows))
+    is_fill = new.fill[matches.added] == 1
+    for kind, rows in (("filled", matches.added[is_fill]), ("added", matches.added[~is_fill])):
+        yield Change(kind, Amount(), new.amount(rows), _names(new, rows))
+    rest = before[~np.any(list(kinds.values()), axis=0)]
+    yield Change("left alone", old.amount(rest), old.amount(rest), _names(old, rest))
+
+
+def _firsts(*columns: Ints) -> Ints:
+    """Return the first of each distinct row, ascending."""
+    return np.sort(numbered(_hash(np.column_stack(columns))).first)
+
+
+def _names(rows: _Rows, which: Ints) -> tuple[str, ...]:
+    return tuple(sorted(rows.numbers.names[name] for name in distinct(rows.name[which]).tolist()))
+
+
+def _lines(kind: str, a: _Rows, b: _Rows, which: npt.NDArray[np.bool_]) -> tuple[str, ...]:
+    """Describe changed items: a line per name, and what became of it."""
+    names, dtypes, shapes = a.numbers.names, a.numbers.dtypes, a.numbers.shapes
+    rows = np.flatnonzero(which)
+    columns = [getattr(side, f)[rows] for f in ("name", "dtype", "shape") for side in (a, b)]
+    distinct_rows = np.column_stack(columns)[_firsts(*columns)].tolist()
+    lines = set()
+    for name, new_name, dtype, new_dtype, shape, new_shape in distinct_rows:
+        if kind == "cast":
+            lines.add(f"{names[name]}: {dtypes[dtype]} → {dtypes[new_dtype]}")
+        elif kind == "reshaped" and shape != new_shape:
+            lines.add(f"{names[name]}: {list(shapes[shape])} → {list(shapes[new_shape])}")
+        elif kind in ("renamed", "split", "fused"):
+            lines.add(f"{names[name]} → {names[new_name]}")
+        else:
+            lines.add(names[name])
+    return tuple(sorted(lines))
+
+
+def _is_elsewhere(old: _Rows, new: _Rows, gone: Ints) -> npt.NDArray[np.bool_]:
+    """Return which boxes that a rank no longer writes are written by others, also in parts."""
+    boxes = old.take(gone)
+    places, others = (np.column_stack([r.source, r.fill, r.box]) for r in (boxes, new))
+    done = _first_equal(places, others) >= 0
+    left = np.flatnonzero(~done)
+    if not len(left):
+        return done
+    which = left[_firsts(*places[left].T)]  # a few distinct ones
+    made = np.flatnonzero(new.fill == 0)
+    order = made[np.argsort(new.source[made], kind="stable")]
+    starts = np.searchsorted(new.source[order], [boxes.source[which], boxes.source[which] + 1])
+    covered = [
+        place
+        for place, low, high in zip(places[which], *starts.tolist(), strict=True)
+        if _is_covered(place[2:], new.box[order[low:high]])
+    ]
+    if covered:
+        done[left] = _first_equal(places[left], np.stack(covered)) >= 0
+    return done
+
+
+def _is_covered(box: Ints, parts: Ints) -> bool:
+    """Return True if the parts inside a box, which do not overlap each other, fill it."""
+    (low, size), width = np.split(box, 2), len(box) // 2
+    starts, sizes = parts[:, :width], parts[:, width:]
+    inside = ((starts >= low) & (starts + sizes <= low + size)).all(axis=1)
+    return int(np.unique(parts[inside], axis=0)[:, width:].prod(axis=1).sum()) == int(size.prod())
+
+
+def _row(what: str, before: Amount, after: Amount, names: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return a line of a table: "3 → 6" if it changed, one number if it did not."""
+    pairs = [
+        (f"{before.items:,}", f"{after.items:,}"),
+        (f"{before.tensors:,}", f"{after.tensors:,}"),
+        (human_bytes(before.nbytes), human_bytes(after.nbytes)),
+    ]
+    if not before.items or not after.items:
+        cells = [old if before.items else new for old, new in pairs]
+    else:
+        cells = [old if old == new else f"{old} → {new}" for old, new in pairs]
+    return what, *cells, few(names)
