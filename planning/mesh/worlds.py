@@ -9,7 +9,7 @@ axes that cut that axis.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, Final
 
@@ -102,7 +102,7 @@ class SpecLayout:
 
     @cached_property
     def _boxes(self) -> _Boxes:
-        at = np.indices(self.mesh.shape).reshape(len(self.mesh.shape), len(self.mesh))
+        at = self.mesh.coordinates(np.arange(len(self.mesh)))
         count = np.ones(len(self.mesh), np.int64)
         for place, placement in zip(at, self.placements, strict=False):
             if isinstance(placement, Only):
@@ -157,6 +157,21 @@ def _text(placement: object) -> str:
     return f"{type(placement).__name__}({', '.join(map(str, values))})"
 
 
+def catalog_of(leaves: Iterable[tuple[str, TensorSpec | None]]) -> Catalog:
+    """Return the catalog of tensors and values, which have no spec, in order of names."""
+    properties: dict[tuple[str, bool], TensorProperties] = {}
+    heads = []
+    for name, spec in sorted(leaves, key=lambda leaf: leaf[0]):
+        if spec is None:
+            heads.append(Head.value(name))
+            continue
+        kind = WriteItemType.SHARD if spec.placements else WriteItemType.TENSOR
+        how = spec.dtype, spec.requires_grad
+        stored = properties.get(how) or TensorProperties(how[0], requires_grad=how[1])
+        heads.append(Head(name, name, kind, properties.setdefault(how, stored), spec.shape))
+    return Catalog.of(heads)
+
+
 @attrs.frozen(eq=False, repr=False, slots=False)
 class WorldPlans(Printed, Columns[SavePlan]):
     """One plan per rank of a mesh, made on demand. Compares and hashes like a tuple.
@@ -179,24 +194,20 @@ class WorldPlans(Printed, Columns[SavePlan]):
     @cached_property
     def layouts(self) -> tuple[SpecLayout, ...]:
         """The distinct shapes and placements."""
-        distinct = dict.fromkeys((s.shape, s.placements) for s in self.specs.values())
-        return tuple(SpecLayout(shape, placed, self.mesh) for shape, placed in distinct)
+        distinct = dict.fromkeys((s.shape, s.placements, s.mesh) for s in self.specs.values())
+        return tuple(SpecLayout(size, placed, own or self.mesh) for size, placed, own in distinct)
 
     @cached_property
     def layout_of(self) -> FrozenDict[str, int]:
         """The layout number of each tensor."""
-        number = {(layout.size, layout.placements): n for n, layout in enumerate(self.layouts)}
-        return FrozenDict({k: number[s.shape, s.placements] for k, s in self.specs.items()})
+        number: dict[tuple[Any, ...], int] = {}
+        keys = {name: (s.shape, s.placements, s.mesh) for name, s in self.specs.items()}
+        return FrozenDict({k: number.setdefault(key, len(number)) for k, key in keys.items()})
 
     @cached_property
     def catalog(self) -> Catalog:
         """The tensors and values of all plans."""
-        heads = [Head.value(name) for name in self.values]
-        properties = {d: TensorProperties(d) for d in {s.dtype for s in self.specs.values()}}
-        for name, spec in self.specs.items():
-            kind = WriteItemType.SHARD if spec.placements else WriteItemType.TENSOR
-            heads.append(Head(name, name, kind, properties[spec.dtype], spec.shape))
-        return Catalog.of(sorted(heads, key=lambda head: head.name))
+        return catalog_of([*self.specs.items(), *((name, None) for name in self.values)])
 
     @cached_property
     def layout_numbers(self) -> Ints:
@@ -283,7 +294,7 @@ def world_plans(specs: Mapping[Any, Any], mesh: Mesh) -> WorldPlans:
     issues = [
         Issue(kind, name, f"`{name}` {text}")
         for name, spec in tensors.items()
-        for kind, text in _misfits(spec, mesh)
+        for kind, text in _misfits(spec, spec.mesh or mesh)
     ]
     if issues:
         raise PlanError(issues)
