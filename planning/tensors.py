@@ -265,8 +265,9 @@ def is_nested(
 ) -> bool:
     """Return True if a local tensor is as large as FSDP2 would have made it; see `nested_cuts`."""
     nested = nested_cuts(cuts)
-    fits = nested is not None and local is not None
-    return fits and _fits(local, tuple(map(shard_runs, shape, nested)))
+    if nested is None or local is None:
+        return False
+    return _fits(local, tuple(map(shard_runs, shape, nested)))
 
 
 def _fits(local: tuple[int, ...], runs: Sequence[Sequence[Run]]) -> bool:

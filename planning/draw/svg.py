@@ -238,7 +238,7 @@ def card(title: str, subtitle: str, body: str, caption: str, size: tuple[float, 
     ]
     for i, words in enumerate(lines, 1):
         parts.append(text(MARGIN, bottom + _LINE * i, words, font_size=12, fill=MUTED))
-    look = {
+    look: dict[str, float | str] = {
         "xmlns": "http://www.w3.org/2000/svg",
         "width": width,
         "height": height,

@@ -155,8 +155,9 @@ class Description:
         for rank in ranks:
             for name, leaf in self.own_names(rank).items():
                 empty += [name] * leaf.is_empty
-                if len(leaf.path) > 1 or leaf.path[0][1] != name:
-                    paths[name] = leaf.path_of(rank)
+                path = leaf.path_of(rank)
+                if path != (("dict", name),):
+                    paths[name] = path
         return {"paths": paths, "empty": empty}
 
     def data_of(self, rank: int) -> Any:
@@ -228,7 +229,7 @@ def _spec(
         Replicate() if dim is None else StridedShard(dim, factor) if factor else Shard(dim)
         for dim, factor in cuts
     ]
-    on = None if mesh is None else Mesh.strided(*mesh, ranks)
+    on = None if mesh is None else Mesh.strided(mesh[0], mesh[1], ranks)
     return TensorSpec(shape, dtype, placements, on, requires_grad)
 
 
@@ -327,22 +328,26 @@ def _mesh(numbers: Ints, places: Mapping[int, int]) -> Mesh:
     """Return the layout of a mesh, given the numbers of its ranks."""
     at = np.array([places.get(number, -1) for number in numbers.ravel().tolist()])
     at = at.reshape(numbers.shape)
-    first = at[(0,) * at.ndim]
-    strides = [
-        int(np.take(at, 1, axis).flat[0] - first) if size > 1 else 1
-        for axis, size in enumerate(at.shape)
+    sizes: tuple[int, ...] = at.shape
+    strides = [  # from the first rank to the next one along each axis
+        int(np.diff(at, axis=axis).flat[0]) if size > 1 else 1 for axis, size in enumerate(sizes)
     ]
     if min(strides, default=1) < 1 or at.min() < 0:
         raise _UnknownLayoutError
-    mesh = Mesh.strided(at.shape, strides, len(places))
+    mesh = Mesh.strided(sizes, strides, len(places))
     if not all(
-        (c == i).all() for c, i in zip(mesh.coordinates(at), np.indices(at.shape), strict=True)
+        (c == i).all() for c, i in zip(mesh.coordinates(at), np.indices(sizes), strict=True)
     ):
         raise _UnknownLayoutError  # its axes have no strides, or it is not aligned to them
     return mesh
 
 
 # The plans of all ranks
+
+
+def as_parts(parts: Iterable[Description]) -> tuple[Description, ...]:
+    """Return descriptions as a tuple."""
+    return tuple(parts)
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -354,12 +359,13 @@ class JoinedPlans(Columns[SavePlan]):
         part: Which of them each rank has.
     """
 
-    parts: tuple[Description, ...]
+    parts: tuple[Description, ...] = attrs.field(converter=as_parts)
     part: Ints = attrs.field(converter=column)
 
     def record(self, row: int) -> SavePlan:
         """Make the plan of one rank."""
-        return self.parts[self.part[row]].plan_of(row)
+        part: Description = self.parts[self.part[row]]
+        return part.plan_of(row)
 
     def __len__(self) -> int:
         return len(self.part)
@@ -395,39 +401,36 @@ class JoinedPlans(Columns[SavePlan]):
         """Who holds which boxes of what; raises `PlanError` if descriptions contradict."""
         specs: dict[str, TensorSpec | None] = {}
         holders: dict[str, list[int]] = {}
-        for number, part in enumerate(self.parts):
+        for at, part in enumerate(self.parts):
             for name, spec in chain(part.specs.items(), dict.fromkeys(part.values).items()):
                 if specs.setdefault(name, spec) != spec:
                     raise PlanError([_conflict(name)])
-                holders.setdefault(name, []).append(number)
+                holders.setdefault(name, []).append(at)
         own = self._own
         if specs.keys() & own.keys():
             raise PlanError([_conflict(min(specs.keys() & own.keys()))])
         specs |= {name: leaf.spec for name, (_, leaf) in own.items()}
         catalog = catalog_of(specs.items())
-        layouts: dict[Hashable, Held | SpecLayout] = {}
         number: list[int] = []
-        numbers: dict[Hashable, int] = {}
+        layouts: dict[Hashable, tuple[int, Held | SpecLayout]] = {}
         for name in catalog.names:
-            spec, who = specs[name], tuple(holders.get(name, ()))
-            placed = spec and (spec.shape, spec.placements, spec.mesh)
-            key = placed, who
-            if key not in numbers:
-                numbers[key] = len(numbers)
-                layouts[key] = self._held(spec, who)
-            number.append(numbers[key])
+            placed, who = specs[name], tuple(holders.get(name, ()))
+            key = placed and (placed.shape, placed.placements, placed.mesh), who
+            if key not in layouts:
+                layouts[key] = len(layouts), self._held(placed, who)
+            number.append(layouts[key][0])
         owner = column([own[n][0] if n in own else -1 for n in catalog.names]) if own else None
-        return Holdings(catalog, tuple(layouts[key] for key in numbers), column(number), owner)
+        return Holdings(catalog, [held for _, held in layouts.values()], column(number), owner)
 
     def _held(self, spec: TensorSpec | None, parts: tuple[int, ...]) -> Held | SpecLayout:
         """Return what ranks with some descriptions hold; without any, what a rank holds alone."""
-        size = None if spec is None else spec.shape
-        if not parts:
-            sizes = column(size or (), 1, len(size or ()))
-            return Held(size, column([-1]), sizes * 0, sizes)
         ranks = np.isin(self.part, parts)
         if spec is None:
-            return Held.value(np.flatnonzero(ranks))
+            return Held.value(np.flatnonzero(ranks) if parts else column([-1]))
+        size = spec.shape
+        if not parts:
+            whole = column(size, 1, len(size))
+            return Held(size, column([-1]), whole * 0, whole)
         every = SpecLayout(spec.shape, spec.placements, spec.mesh or Mesh(rank=len(self)))
         if ranks.all():
             return every

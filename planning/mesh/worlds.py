@@ -9,7 +9,7 @@ axes that cut that axis.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final
 
@@ -202,7 +202,7 @@ class Holdings:
     """Who holds what: boxes by layout, and the layout of each row of a catalog."""
 
     catalog: Catalog
-    layouts: tuple[Held | SpecLayout, ...]
+    layouts: Sequence[Held | SpecLayout]
     number: Ints  # the layout of each row
     # The only rank that holds all of a row, as of state of its own; -1 for all other rows. The
     # layout of such rows counts for metadata alone.
@@ -213,7 +213,7 @@ class Holdings:
         described = [None if h.size is None else Layout(h.size, _tiling(h)) for h in self.layouts]
         layouts = [layout for layout in described if layout is not None]
         faulty = {n for n, layout in enumerate(described) if layout and not _is_whole(layout)}
-        issues = []
+        issues: list[Issue] = []
         for name, number in zip(self.catalog.names, self.number.tolist(), strict=True):
             layout = described[number]
             if number in faulty and layout is not None:
@@ -272,8 +272,8 @@ class WorldPlans(Printed, Columns[SavePlan]):
     @cached_property
     def holdings(self) -> Holdings:
         """Who holds which boxes of what."""
-        layouts = (*self.layouts, Held.value(np.arange(len(self))))
-        return Holdings(self.catalog, layouts, self._numbers)
+        value = Held.value(np.arange(len(self)))
+        return Holdings(self.catalog, [*self.layouts, value], self._numbers)
 
     @cached_property
     def _numbers(self) -> Ints:

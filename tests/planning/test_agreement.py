@@ -31,7 +31,8 @@ def test_a_plan_is_gathered_unless_all_ranks_have_the_same_one(offers, coordinat
     verdict = compare_saves(offers, range(len(offers)), coordinator)
     pairs = list(combinations(offers, 2))
     cached = all(o.cached for o in offers) and all(a.cached == b.cached for a, b in pairs)
-    derived = all(o.derived for o in offers) and all(a.derived == b.derived for a, b in pairs)
+    tags = [offer.described for offer in offers]
+    derived = "" not in tags and (len({*tags}) == 1 or 2 * len({*tags}) <= len(tags))
     assert verdict.how == ("cached" if cached else "derived" if derived else "gathered")
     assert verdict.save_id == offers[coordinator].save_id
     same = all((a.target, a.passes) == (b.target, b.passes) for a, b in pairs)
