@@ -42,6 +42,7 @@ class SaveOffer:
         save_id: A name for the save.
         cached: The tag of the complete plan that it has in its cache; empty if there is none.
         described: The tag of the description of what it holds; empty if there is none.
+        templated: Likewise, with templates for names that carry the rank's number.
         target: The destination, as text.
         passes: The passes over the plans of all ranks, as text.
         held: The `table_tag` of the values that must be equal on all ranks that hold them.
@@ -50,6 +51,7 @@ class SaveOffer:
     save_id: str
     cached: str
     described: str
+    templated: str
     target: str
     passes: str
     held: str
@@ -66,6 +68,7 @@ class SaveVerdict:
         speakers: If ranks hold different values: one rank per distinct table, by position.
         parts: If plans are derived: which description each rank has, numbered from 0 in order of
             first use; empty if all have the same.
+        by_template: Whether these are the descriptions with templates.
     """
 
     save_id: str
@@ -73,6 +76,7 @@ class SaveVerdict:
     conflict: str
     speakers: tuple[int, ...]
     parts: tuple[int, ...] = ()
+    by_template: bool = False
 
 
 def compare_saves(
@@ -83,11 +87,14 @@ def compare_saves(
     A plan is derived if descriptions are few: with more than half as many as there are ranks,
     exchanging them costs as much as gathering plans.
 
-    >>> a = SaveOffer("x", "", "plan 1", "folder", "", "values 1")
-    >>> compare_saves([a, attrs.evolve(a, held="values 2")], (0, 1), 0)
-    SaveVerdict(save_id='x', how='derived', conflict='', speakers=(0, 1), parts=())
+    >>> a = SaveOffer("x", "", "plan 1", "plan 1", "folder", "", "values 1")
+    >>> verdict = compare_saves([a, attrs.evolve(a, held="values 2")], (0, 1), 0)
+    >>> verdict.how, verdict.speakers
+    ('derived', (0, 1))
     """
-    tags = [offer.described for offer in offers]
+    plain, templated = [o.described for o in offers], [o.templated for o in offers]
+    by_template = len({*templated}) < len({*plain})
+    tags = templated if by_template else plain
     number = {tag: n for n, tag in enumerate(dict.fromkeys(tags))}
     few = len(number) == 1 or 2 * len(number) <= len(offers)
     ways: dict[How, bool] = {
@@ -112,6 +119,7 @@ def compare_saves(
         "".join(differing[:1]),
         tuple(first.values()) if len(first) > 1 else (),
         parts,
+        by_template,
     )
 
 

@@ -190,7 +190,7 @@ class _Planning:
     def _derive(self, offer: Offer[T], verdict: SaveVerdict) -> Agreement | None:
         """Derive the complete plan; None, on all ranks, if that is impossible after all."""
         with self.watch.phase("exchange"):
-            world = self._joined(offer, verdict.parts)
+            world = self._joined(offer, verdict)
         if offer.local.planner is None:  # the same for the same descriptions
             with self.watch.phase("plan"):
                 return offer.derived(world)
@@ -206,10 +206,12 @@ class _Planning:
             )
         return taken.mine if taken.reply else None
 
-    def _joined(self, offer: Offer[T], parts: Sequence[int]) -> JoinedPlans:
+    def _joined(self, offer: Offer[T], verdict: SaveVerdict) -> JoinedPlans:
         """Return what all ranks hold; each distinct description is sent once."""
-        mine = offer.described
+        mine, parts = offer.described, verdict.parts
         assert mine is not None
+        if not verdict.by_template:
+            mine = mine.on(self.comm.rank)
         if not parts:
             return JoinedPlans([mine], [0] * self.comm.world_size)
         is_first = parts.index(parts[self.comm.rank]) == self.comm.rank

@@ -202,7 +202,8 @@ class Offer(Generic[T]):
         passed: The result of `run_together`, if there are world passes.
         key: The cache key of the plan; None if it cannot be cached.
         cached: The plan found in the cache.
-        described: What determines the plans of this rank, and of all that hold the same.
+        described: What determines the plans of this rank, and of all that hold the same; perhaps
+            with templates for names that carry the rank's number.
         table: The digests of everything that must be equal on all ranks that hold it.
     """
 
@@ -297,6 +298,7 @@ class Offer(Generic[T]):
         return SaveOffer(
             secrets.token_hex(6),
             "" if self.cached is None else self.cached.tag,
+            "" if self.described is None else self.described.on(self.local.comm.rank).tag,
             "" if self.described is None else self.described.tag,
             str(self.local.begun.target),
             self.local.stages.rest_text,

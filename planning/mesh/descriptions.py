@@ -86,9 +86,9 @@ class OwnLeaf:
 
 
 def _own_paths(paths: Mapping[str, Path], names: Iterable[str], rank: int) -> dict[str, Path]:
-    """Return the templates of those names that carry a rank's number, and differ from all others.
+    """Return the templates of those names that carry a rank's number, by name.
 
-    A layer's number is none: other layers have the same name but for it.
+    The number of a layer does not count: other layers have the same name but for it.
 
     >>> paths = {name: (("dict", name),) for name in ("a.3.w", "a.4.w", "seed.3")}
     >>> [*_own_paths(paths, paths, 3)]
@@ -169,13 +169,20 @@ class Description:
         data["empty"] = sorted([*data.get("empty", ()), *mine["empty"]])
         return FrozenDict({key: part for key, part in data.items() if part}) or None
 
+    def on(self, rank: int) -> Description:
+        """Return the same for one rank: its own leaves are like all others."""
+        if not self.own:
+            return self
+        own, specs = self.own_names(rank), dict(self.specs)
+        specs |= {name: leaf.spec for name, leaf in own.items() if leaf.spec is not None}
+        values = sorted([*self.values, *(name for name, leaf in own.items() if leaf.spec is None)])
+        named = FrozenDict({name: specs[name] for name in sorted(specs)})
+        return Description(self.ranks, named, tuple(values), self.data_of(rank))
+
     def plan_of(self, rank: int) -> SavePlan:
         """Return the local plan of a rank that has this description."""
-        own = self.own_names(rank)
-        specs = {**self.specs, **{n: leaf.spec for n, leaf in own.items() if leaf.spec is not None}}
-        values = (*self.values, *(name for name, leaf in own.items() if leaf.spec is None))
-        world = WorldPlans(Mesh(rank=self.ranks), FrozenDict(specs), values, self.data_of(rank))
-        return world[rank]
+        here = self.on(rank)
+        return WorldPlans(Mesh(rank=self.ranks), here.specs, here.values, here.data)[rank]
 
     @cached_property
     def encoded(self) -> bytes:
@@ -313,12 +320,12 @@ def _spec_of(
     mesh = meshes[id(device_mesh)]
     placements = [placement_of(name, placement) for placement in value.placements]
     cuts = local_cuts(shape, mesh.shape, mesh.coordinate(rank), placements)
-    strided = [n for n, placed in enumerate(placements) if isinstance(placed, StridedShard)]
+    strided = [n for n, placed in enumerate(placements) if getattr(placed, "split_factor", 1) > 1]
     if strided and is_nested(shape, cuts, None if local is None else tuple(local.shape)):
         # FSDP2 cuts what others have cut: its axes come last.
         order = [n for n in range(len(placements)) if n not in strided] + strided
-        placements = [Shard(p.dim) if isinstance(p, StridedShard) else p for p in placements]
         placements = [placements[n] for n in order]
+        placements = [Shard(p.dim) if isinstance(p, StridedShard) else p for p in placements]
         sizes, strides = ([of[n] for n in order] for of in (mesh.shape, mesh.strides))
         mesh = Mesh.strided(sizes, strides, mesh.ranks)
     return TensorSpec(shape, dtype, placements, mesh, grad)
@@ -407,24 +414,34 @@ class JoinedPlans(Columns[SavePlan]):
                     raise PlanError([_conflict(name)])
                 holders.setdefault(name, []).append(at)
         own = self._own
-        if specs.keys() & own.keys():
-            raise PlanError([_conflict(min(specs.keys() & own.keys()))])
-        specs |= {name: leaf.spec for name, (_, leaf) in own.items()}
+        for name, (_, leaf) in own.items():
+            if specs.setdefault(name, leaf.spec) != leaf.spec:
+                raise PlanError([_conflict(name)])
         catalog = catalog_of(specs.items())
         number: list[int] = []
         layouts: dict[Hashable, tuple[int, Held | SpecLayout]] = {}
         for name in catalog.names:
             placed, who = specs[name], tuple(holders.get(name, ()))
-            key = placed and (placed.shape, placed.placements, placed.mesh), who
+            also = own[name][0] if who and name in own else None
+            key = placed and (placed.shape, placed.placements, placed.mesh), who, also
             if key not in layouts:
-                layouts[key] = len(layouts), self._held(placed, who)
+                layouts[key] = len(layouts), self._held(placed, who, also)
             number.append(layouts[key][0])
-        owner = column([own[n][0] if n in own else -1 for n in catalog.names]) if own else None
-        return Holdings(catalog, [held for _, held in layouts.values()], column(number), owner)
+        alone = own.keys() - holders.keys()
+        owner = column([own[n][0] if n in alone else -1 for n in catalog.names]) if alone else None
+        every = [*(held for _, held in layouts.values()), Held.value(column([]))]
+        return Holdings(catalog, every, column(number), owner)
 
-    def _held(self, spec: TensorSpec | None, parts: tuple[int, ...]) -> Held | SpecLayout:
-        """Return what ranks with some descriptions hold; without any, what a rank holds alone."""
+    def _held(
+        self, spec: TensorSpec | None, parts: tuple[int, ...], also: int | None
+    ) -> Held | SpecLayout:
+        """Return what ranks with some descriptions hold, and perhaps one more.
+
+        Without any, return what a rank holds alone.
+        """
         ranks = np.isin(self.part, parts)
+        if also is not None:
+            ranks[also] = True
         if spec is None:
             return Held.value(np.flatnonzero(ranks) if parts else column([-1]))
         size = spec.shape
