@@ -80,9 +80,22 @@ class OwnLeaf:
     spec: TensorSpec | None  # None for a value
     is_empty: bool  # whether it is an empty dict
 
-    def path_of(self, rank: int) -> Path:
-        """Return the path on a rank."""
-        return tuple((kind, k.of(rank) if isinstance(k, OwnKey) else k) for kind, k in self.path)
+    def on(self, rank: int) -> OwnLeaf:
+        """Return the leaf of a rank, with its own path."""
+        path = tuple((kind, k.of(rank) if isinstance(k, OwnKey) else k) for kind, k in self.path)
+        return OwnLeaf(path, self.spec, self.is_empty)
+
+    @property
+    def name(self) -> str:
+        """The flattened key."""
+        return ".".join([str(key) for _, key in self.path])
+
+
+def _nesting(leaves: Mapping[str, OwnLeaf]) -> FrozenDict[str, Any]:
+    """Return the ``planner_data`` of leaves, by name."""
+    nested = {n: leaf.path for n, leaf in leaves.items() if leaf.path != (("dict", n),)}
+    empty = tuple(sorted(name for name, leaf in leaves.items() if leaf.is_empty))
+    return FrozenDict.of_frozen({"paths": FrozenDict.of_frozen(nested), "empty": empty})
 
 
 def _own_paths(paths: Mapping[str, Path], names: Iterable[str], rank: int) -> dict[str, Path]:
@@ -143,28 +156,15 @@ class Description:
         """How many tensors and values there are."""
         return len(self.specs) + len(self.values) + len(self.own)
 
-    def own_names(self, rank: int) -> dict[str, OwnLeaf]:
-        """Return the rank's own leaves, by their names."""
-        paths = ((leaf, leaf.path_of(rank)) for leaf in self.own)
-        return {".".join(str(key) for _, key in path): leaf for leaf, path in paths}
-
-    def own_data(self, ranks: Iterable[int]) -> dict[str, Any]:
-        """Return the ``planner_data`` of the own leaves of some ranks."""
-        paths = {}
-        empty = []
-        for rank in ranks:
-            for name, leaf in self.own_names(rank).items():
-                empty += [name] * leaf.is_empty
-                path = leaf.path_of(rank)
-                if path != (("dict", name),):
-                    paths[name] = path
-        return {"paths": paths, "empty": empty}
+    def own_on(self, rank: int) -> dict[str, OwnLeaf]:
+        """Return the own leaves of a rank, by name."""
+        return {leaf.name: leaf for leaf in (leaf.on(rank) for leaf in self.own)}
 
     def data_of(self, rank: int) -> Any:
         """Return the ``planner_data`` of one rank's plan."""
         if not self.own:
             return self.data
-        data, mine = dict(self.data or {}), self.own_data([rank])
+        data, mine = dict(self.data or {}), _nesting(self.own_on(rank))
         data["paths"] = {**data.get("paths", {}), **mine["paths"]}
         data["empty"] = sorted([*data.get("empty", ()), *mine["empty"]])
         return FrozenDict({key: part for key, part in data.items() if part}) or None
@@ -173,7 +173,7 @@ class Description:
         """Return the same for one rank: its own leaves are like all others."""
         if not self.own:
             return self
-        own, specs = self.own_names(rank), dict(self.specs)
+        own, specs = self.own_on(rank), dict(self.specs)
         specs |= {name: leaf.spec for name, leaf in own.items() if leaf.spec is not None}
         values = sorted([*self.values, *(name for name, leaf in own.items() if leaf.spec is None)])
         named = FrozenDict({name: specs[name] for name in sorted(specs)})
@@ -398,7 +398,7 @@ class JoinedPlans(Columns[SavePlan]):
         """By name: the state that ranks have under names of their own."""
         found: dict[str, tuple[int, OwnLeaf]] = {}
         for rank, part in enumerate(self.part.tolist()):
-            for name, leaf in self.parts[part].own_names(rank).items():
+            for name, leaf in self.parts[part].own_on(rank).items():
                 if found.setdefault(name, (rank, leaf))[0] != rank:
                     raise PlanError([_conflict(name)])
         return found
@@ -460,10 +460,8 @@ class JoinedPlans(Columns[SavePlan]):
         if len(self.parts) == 1 and not self._own:
             return self.parts[0].data
         plans = [_names_alone([*p.specs, *p.values], p.data) for p in self.parts]
-        for number, part in enumerate(self.parts):
-            ranks = np.flatnonzero(self.part == number).tolist() if part.own else []
-            names = [name for rank in ranks for name in part.own_names(rank)]
-            plans.append(_names_alone(names, FrozenDict(part.own_data(ranks))))
+        own = {name: leaf for name, (_, leaf) in self._own.items()}
+        plans.append(_names_alone(own, _nesting(own)))
         merged = merge_nesting(World(plans))
         if merged.issues or merged.filled:
             raise PlanError(merged.issues or [_conflict(name) for name in sorted(merged.filled)])
