@@ -41,44 +41,30 @@ class Amount:
 
 @attrs.frozen
 class Change:
-    """What a pass does to some items.
+    """What a pass does to some items; an item may be changed in several ways.
 
-    Attributes:
-        kind: ``renamed``, ``split`` (one name becomes several), ``fused`` (several become one),
-            ``cast``, ``reshaped``, ``cut``, ``dropped``, ``left to others`` (ranks that hold the
-            same), ``filled`` (padding), ``added``, or ``left alone``. An item may be changed in
-            several ways.
-        before: The items that are changed.
-        after: What becomes of them.
-        names: A line per name, sorted: its name in the checkpoint, and what becomes of it.
+    Kinds are ``renamed``, ``split`` (one name becomes several), ``fused`` (several become one),
+    ``cast``, ``reshaped``, ``cut``, ``dropped``, ``left to others`` (ranks that hold the same),
+    ``filled`` (padding), ``added`` and ``left alone``.
     """
 
     kind: str
-    before: Amount
-    after: Amount
-    names: tuple[str, ...] = attrs.field(converter=as_names)
+    before: Amount  # the items that are changed
+    after: Amount  # what becomes of them
+    names: tuple[str, ...] = attrs.field(converter=as_names)  # of each name, what becomes of it
 
 
 @attrs.frozen(repr=False)
 class StepTrace(Printed):
-    """What one pass does.
+    """What one pass does."""
 
-    Attributes:
-        step: The pass, as it prints.
-        scope: Whether it sees the plan of one rank or of all.
-        ranks: The ranks whose plans it ran on.
-        before, after: All items.
-        changes: What it does to them, by kind, and which it leaves alone.
-        notes: The names of data that it adds to plans.
-    """
-
-    step: str
+    step: str  # the pass, as it prints
     scope: Scope
-    ranks: tuple[int, ...]
-    before: Amount
+    ranks: tuple[int, ...]  # the ranks whose plans it ran on
+    before: Amount  # all items
     after: Amount
-    changes: tuple[Change, ...]
-    notes: tuple[str, ...] = ()
+    changes: tuple[Change, ...]  # what it does to them, by kind, and which it leaves alone
+    notes: tuple[str, ...] = ()  # the names of data that it adds to plans
 
     @property
     def table(self) -> Table:

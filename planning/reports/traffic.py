@@ -38,46 +38,28 @@ _RELAYED: Final = -2  # in place of a sender: read from storage, for other ranks
 
 @attrs.frozen
 class RankCost:
-    """What one rank does.
-
-    Attributes:
-        rank: Which rank.
-        nbytes, elements: What it moves from storage, or, in a save, to storage.
-        requests: Contiguous runs of bytes that it asks for, before neighbours are merged.
-        peers: From how many files it reads; None in a save, or if the writers are unknown.
-        peak_buffer: Bytes of the largest piece that must be staged: it is not contiguous in the
-            tensor it goes to (or comes from), or it is known to be cast. A shard that no plan
-            describes is taken to be the box that its pieces span.
-        sent, received: Bytes that it sends to other ranks, and receives from them.
-        seconds: How long it takes, by the model.
-    """
+    """What one rank does."""
 
     rank: int
-    nbytes: int
-    requests: int
+    nbytes: int  # what it moves from storage, or, in a save, to storage
+    requests: int  # contiguous runs of bytes that it asks for, before neighbours are merged
     elements: int
-    peers: int | None
+    peers: int | None  # the files it reads; None in a save, or if the writers are unknown
+    # Bytes of the largest piece that is staged: it is not contiguous in its shard, or is cast.
     peak_buffer: int
-    sent: int
+    sent: int  # bytes to other ranks
     received: int
-    seconds: float
+    seconds: float  # by the model
 
 
 @attrs.frozen
 class FileCost:
-    """What happens to one file.
+    """What happens to one file."""
 
-    Attributes:
-        file: The rank that wrote it.
-        nbytes: Bytes that are read from it, or, in a save, written to it.
-        requests: How many requests it gets.
-        readers: How many ranks read it; 0 in a save.
-    """
-
-    file: int
-    nbytes: int
+    file: int  # the rank that wrote it
+    nbytes: int  # bytes that are read from it, or, in a save, written to it
     requests: int
-    readers: int
+    readers: int  # how many ranks read it; 0 in a save
 
 
 class _Figures(Columns[T]):
