@@ -36,47 +36,30 @@ _REMEDY: Final = (
 
 @attrs.frozen
 class SaveOffer:
-    """What one rank offers before a save: fingerprints, and a name for the save.
+    """What one rank offers before a save: fingerprints, and a name for the save."""
 
-    Attributes:
-        save_id: A name for the save.
-        cached: The tag of the complete plan that it has in its cache; empty if there is none.
-        described: The tag of the description of what it holds; empty if there is none.
-        templated: Likewise, with templates for names that carry the rank's number.
-        target: The destination, as text.
-        passes: The passes over the plans of all ranks, as text.
-        held: The `table_tag` of the values that must be equal on all ranks that hold them.
-    """
-
-    save_id: str
-    cached: str
-    described: str
-    templated: str
-    target: str
-    passes: str
-    held: str
+    save_id: str  # a name for the save
+    cached: str  # the tag of the complete plan that it has in its cache; empty if there is none
+    described: str  # the tag of the description of what it holds; empty if there is none
+    templated: str  # likewise, with templates for names that carry the rank's number
+    target: str  # the destination, as text
+    passes: str  # the passes over the plans of all ranks, as text
+    held: str  # the `table_tag` of the values that must be equal on all ranks that hold them
 
 
 @attrs.frozen
 class SaveVerdict:
-    """The coordinator's decision about all offers.
-
-    Attributes:
-        save_id: The name of the save.
-        how: How ranks get their plan.
-        conflict: Arguments that differ between ranks and must not; empty if there are none.
-        speakers: If ranks hold different values: one rank per distinct table, by position.
-        parts: If plans are derived: which description each rank has, numbered from 0 in order of
-            first use; empty if all have the same.
-        by_template: Whether these are the descriptions with templates.
-    """
+    """The coordinator's decision about all offers."""
 
     save_id: str
     how: How
-    conflict: str
+    conflict: str  # arguments that differ between ranks and must not; empty if there are none
+    # If ranks hold different values: one rank per distinct table, by position.
     speakers: tuple[int, ...]
+    # If plans are derived: which description each rank has, numbered from 0 in order of first use;
+    # empty if all have the same.
     parts: tuple[int, ...] = ()
-    by_template: bool = False
+    by_template: bool = False  # whether these are the descriptions with templates
 
 
 def compare_saves(
@@ -187,17 +170,11 @@ def _conflict(name: str, where: str, sides: Iterable[list[int]]) -> Issue:
 
 @attrs.frozen
 class LoadOffer:
-    """What one rank wants of a load.
+    """What one rank wants of a load."""
 
-    Attributes:
-        save: The name or the fingerprint of the checkpoint it has opened.
-        place: Where that is, as text.
-        unmatched: Patterns of ``strict`` that match no name on this rank.
-    """
-
-    save: str
-    place: str
-    unmatched: tuple[str, ...]
+    save: str  # the name or the fingerprint of the checkpoint it has opened
+    place: str  # where that is, as text
+    unmatched: tuple[str, ...]  # patterns of `strict` that match no name on this rank
 
 
 def differing_loads(offers: Sequence[LoadOffer], ranks: Sequence[int]) -> str:

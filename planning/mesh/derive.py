@@ -89,13 +89,9 @@ class _Writers:
 
 @attrs.frozen(eq=False, slots=False)
 class DerivedPlans(Columns[SavePlan]):
-    """One plan per rank, made on demand; each replica has one writer. Compares like a tuple.
+    """One plan per rank, made on demand; each replica has one writer. Compares like a tuple."""
 
-    Attributes:
-        plans: What each rank holds.
-    """
-
-    plans: HeldPlans
+    plans: HeldPlans  # what each rank holds
 
     @cached_property
     def _chunks(self) -> tuple[_Chunks, ...]:

@@ -135,21 +135,13 @@ def _own_key(key: Any, rank: int) -> Any:
 
 @attrs.frozen(slots=False)
 class Description:
-    """What a rank holds, and, with their own coordinates, all ranks that have the same.
+    """What a rank holds, and, with their own coordinates, all ranks that have the same."""
 
-    Attributes:
-        ranks: How many ranks there are.
-        specs: The tensors by name, each with the mesh of its placements.
-        values: The names of all non-tensor values.
-        data: The ``planner_data`` of the plan, without the rank's own leaves.
-        own: What each rank has under a name of its own.
-    """
-
-    ranks: int
-    specs: FrozenDict[str, TensorSpec]
-    values: tuple[str, ...]
-    data: Any
-    own: tuple[OwnLeaf, ...] = ()
+    ranks: int  # how many ranks there are
+    specs: FrozenDict[str, TensorSpec]  # the tensors by name, each with the mesh of its placements
+    values: tuple[str, ...]  # the names of all non-tensor values
+    data: Any  # the `planner_data` of the plan, without the rank's own leaves
+    own: tuple[OwnLeaf, ...] = ()  # what each rank has under a name of its own
 
     @property
     def items(self) -> int:
@@ -359,15 +351,10 @@ def as_parts(parts: Iterable[Description]) -> tuple[Description, ...]:
 
 @attrs.frozen(eq=False, slots=False)
 class JoinedPlans(Columns[SavePlan]):
-    """The local plans of all ranks, from a few descriptions; compares like a tuple.
+    """The local plans of all ranks, from a few descriptions; compares like a tuple."""
 
-    Attributes:
-        parts: The distinct descriptions.
-        part: Which of them each rank has.
-    """
-
-    parts: tuple[Description, ...] = attrs.field(converter=as_parts)
-    part: Ints = attrs.field(converter=column)
+    parts: tuple[Description, ...] = attrs.field(converter=as_parts)  # the distinct descriptions
+    part: Ints = attrs.field(converter=column)  # which of them each rank has
 
     def record(self, row: int) -> SavePlan:
         """Make the plan of one rank."""

@@ -64,17 +64,13 @@ class _Boxes:
 class SpecLayout:
     """A shape placed on a mesh, and the boxes of every rank; worked out on demand.
 
-    Attributes:
-        size: The global shape, in elements.
-        placements: One placement per mesh axis; empty means that every rank holds all of it.
-        mesh: The mesh.
-
     >>> layout = SpecLayout((5, 2), (Shard(0), Replicate()), Mesh(dp=3, tp=2))
     >>> layout.rank, layout.offsets[:, 0], layout.sizes[:, 0]
     (array([0, 1, 2, 3, 4, 5]), array([0, 0, 2, 2, 4, 4]), array([2, 2, 2, 2, 1, 1]))
     """
 
-    size: tuple[int, ...]
+    size: tuple[int, ...]  # the global shape, in elements
+    # One placement per mesh axis; empty means that every rank holds all of it.
     placements: tuple[Placement, ...]
     mesh: Mesh
 
@@ -238,18 +234,12 @@ class WorldPlans(Printed, Columns[SavePlan]):
 
     Plans are not kept once made. Hashing makes every plan; ``(plans.mesh, plans.specs)`` is a
     cheaper key.
-
-    Attributes:
-        mesh: The ranks.
-        specs: The tensors by name, in order of names.
-        values: The names of all non-tensor values; every rank holds them.
-        planner_data: The ``planner_data`` of each plan: the paths of nested keys.
     """
 
-    mesh: Mesh
-    specs: FrozenDict[str, TensorSpec]
-    values: tuple[str, ...] = ()
-    planner_data: Any = None
+    mesh: Mesh  # the ranks
+    specs: FrozenDict[str, TensorSpec]  # the tensors by name, in order of names
+    values: tuple[str, ...] = ()  # the names of all non-tensor values; every rank holds them
+    planner_data: Any = None  # the `planner_data` of each plan: the paths of nested keys
 
     @cached_property
     def layouts(self) -> tuple[SpecLayout, ...]:

@@ -121,26 +121,16 @@ def _count(items: Iterable[WriteItem]) -> dict[str, Counter[Any]]:
 
 @attrs.frozen
 class Framing:
-    """What becomes of a tensor of the state dict: parted, turned and merged axes, cut in two.
+    """What becomes of a tensor of the state dict: parted, turned and merged axes, cut in two."""
 
-    Attributes:
-        shape: The tensor's shape.
-        split, order: How its axes are parted and turned, as in `Axes`.
-        merged: Its shape after that.
-        axis: The axis along which it is then cut in two, padded and trimmed.
-        at: The length of the first part, which is called ``name.0``, the second ``name.1``.
-        keeps: Whether the second part is saved, or left out.
-        pads: The length of the padding that follows the first part.
-    """
-
-    shape: tuple[int, ...]
-    split: tuple[int, ...]
+    shape: tuple[int, ...]  # the tensor's shape
+    split: tuple[int, ...]  # how its axes are parted and turned, as in `Axes`
     order: tuple[int, ...]
-    merged: tuple[int, ...]
-    axis: int
-    at: int
-    keeps: bool
-    pads: int
+    merged: tuple[int, ...]  # its shape after that
+    axis: int  # the axis along which it is then cut in two, padded and trimmed
+    at: int  # the length of the first part, which is called `name.0`, the second `name.1`
+    keeps: bool  # whether the second part is saved, or left out
+    pads: int  # the length of the padding that follows the first part
 
     def passes(self, name: str) -> Step[SavePlan]:
         """Return the passes that change a tensor so, where a rank holds any of it."""
