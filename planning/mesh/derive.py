@@ -20,8 +20,9 @@ from ..geometry.tilings import pad
 from ..metadata import Metadata
 from ..passes.chunks import Shared, share_out
 from ..plans import SavePlan
+from .layouts import Held, Holdings, SpecLayout, chunks_of
 from .placements import spread
-from .worlds import Held, Holdings, SpecLayout, WorldPlans, chunks_of, world_metadata
+from .worlds import WorldPlans, world_metadata
 
 __all__ = ["DerivedPlans", "derive_plans"]
 

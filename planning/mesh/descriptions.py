@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import zlib
-from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
-from typing import Any, Final
+from typing import Any
 
 import attrs
 import numpy as np
@@ -31,10 +29,11 @@ from ..errors import CodecError, Issue, PlanError, RefusedError
 from ..frozen import FrozenDict, from_json, to_json
 from ..metadata import Metadata
 from ..plans import SavePlan
-from ..save import merge_nesting
 from ..tensors import is_dtensor, is_nested, kind_of, placement_of
 from ..tree import Path, is_tensor
 from .derive import DerivedPlans
+from .layouts import Held, Holdings, SpecLayout
+from .own import OwnKey, OwnLeaf, nesting_of, own_paths
 from .placements import (
     Mesh,
     Placement,
@@ -44,90 +43,13 @@ from .placements import (
     TensorSpec,
     local_cuts,
 )
-from .worlds import Held, Holdings, SpecLayout, WorldPlans, catalog_of
+from .worlds import WorldPlans, catalog_of
 
 __all__ = ["Description", "JoinedPlans", "derive_joined", "describe"]
-
-_RUN: Final = re.compile("[0-9]+")
 
 
 class _UnknownLayoutError(Exception):
     """The layout of a value cannot be determined without planning it."""
-
-
-# Names that carry the rank's number
-
-
-@attrs.frozen
-class OwnKey:
-    """A key with a rank's number in it: text, or, without text around it, perhaps a number."""
-
-    before: str
-    width: int  # digits, with zeros in front
-    after: str
-    is_text: bool
-
-    def of(self, rank: int) -> Any:
-        """Return the key of a rank."""
-        return f"{self.before}{rank:0{self.width}}{self.after}" if self.is_text else rank
-
-
-@attrs.frozen
-class OwnLeaf:
-    """A tensor or a value that each rank has under a name of its own."""
-
-    path: tuple[tuple[str, Any], ...]  # with an `OwnKey`
-    spec: TensorSpec | None  # None for a value
-    is_empty: bool  # whether it is an empty dict
-
-    def on(self, rank: int) -> OwnLeaf:
-        """Return the leaf of a rank, with its own path."""
-        path = tuple((kind, k.of(rank) if isinstance(k, OwnKey) else k) for kind, k in self.path)
-        return OwnLeaf(path, self.spec, self.is_empty)
-
-    @property
-    def name(self) -> str:
-        """The flattened key."""
-        return ".".join([str(key) for _, key in self.path])
-
-
-def _nesting(leaves: Mapping[str, OwnLeaf]) -> FrozenDict[str, Any]:
-    """Return the ``planner_data`` of leaves, by name."""
-    nested = {n: leaf.path for n, leaf in leaves.items() if leaf.path != (("dict", n),)}
-    empty = tuple(sorted(name for name, leaf in leaves.items() if leaf.is_empty))
-    return FrozenDict.of_frozen({"paths": FrozenDict.of_frozen(nested), "empty": empty})
-
-
-def _own_paths(paths: Mapping[str, Path], names: Iterable[str], rank: int) -> dict[str, Path]:
-    """Return the templates of those names that carry a rank's number, by name.
-
-    The number of a layer does not count: other layers have the same name but for it.
-
-    >>> paths = {name: (("dict", name),) for name in ("a.3.w", "a.4.w", "seed.3")}
-    >>> [*_own_paths(paths, paths, 3)]
-    ['seed.3']
-    """
-    alike = Counter(chain.from_iterable(map(_skeletons, paths)))
-    found = {}
-    for name in names:
-        runs = [run for run in _RUN.finditer(name) if int(run[0]) == rank]
-        if len(runs) == 1 and alike[name[: runs[0].start()], name[runs[0].end() :]] == 1:
-            found[name] = tuple((kind, _own_key(key, rank)) for kind, key in paths[name])
-    return found
-
-
-def _skeletons(name: str) -> Iterator[tuple[str, str]]:
-    """Yield what stands around each number in a name."""
-    return ((name[: run.start()], name[run.end() :]) for run in _RUN.finditer(name))
-
-
-def _own_key(key: Any, rank: int) -> Any:
-    text = str(key)
-    run = next((run for run in _RUN.finditer(text) if int(run[0]) == rank), None)
-    if run is None or type(key) not in (int, str):
-        return key
-    width = len(run[0]) if run[0].startswith("0") else 1
-    return OwnKey(text[: run.start()], width, text[run.end() :], isinstance(key, str))
 
 
 # Descriptions
@@ -156,7 +78,7 @@ class Description:
         """Return the ``planner_data`` of one rank's plan."""
         if not self.own:
             return self.data
-        data, mine = dict(self.data or {}), _nesting(self.own_on(rank))
+        data, mine = dict(self.data or {}), nesting_of(self.own_on(rank))
         data["paths"] = {**data.get("paths", {}), **mine["paths"]}
         data["empty"] = sorted([*data.get("empty", ()), *mine["empty"]])
         return FrozenDict({key: part for key, part in data.items() if part}) or None
@@ -257,7 +179,7 @@ def describe(
         data = local.planner_data or FrozenDict()
         paths = {name: data.get("paths", {}).get(name, (("dict", name),)) for name in flat}
         plain = [name for name in flat if not (name in specs and specs[name].placements)]
-        own = _own_paths(paths, plain, rank)
+        own = own_paths(paths, plain, rank)
         empty = set(data.get("empty", ()))
         leaves = tuple(OwnLeaf(own[name], specs.get(name), name in empty) for name in sorted(own))
         rest = dict(data) | {
@@ -448,7 +370,7 @@ class JoinedPlans(Columns[SavePlan]):
             return self.parts[0].data
         plans = [_names_alone([*p.specs, *p.values], p.data) for p in self.parts]
         own = {name: leaf for name, (_, leaf) in self._own.items()}
-        plans.append(_names_alone(own, _nesting(own)))
+        plans.append(_names_alone(own, nesting_of(own)))
         merged = merge_nesting(World(plans))
         if merged.issues or merged.filled:
             raise PlanError(merged.issues or [_conflict(name) for name in sorted(merged.filled)])

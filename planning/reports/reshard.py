@@ -26,7 +26,8 @@ from ..geometry.overlap import overlap_many
 from ..geometry.tilings import Grid, Tiling, tile
 from ..load import load_plan
 from ..matching import match_entries
-from ..mesh.worlds import SpecLayout, WorldPlans
+from ..mesh.layouts import SpecLayout
+from ..mesh.worlds import WorldPlans
 from ..metadata import Metadata
 from ..plans import LoadPlan, SavePlan
 from .origins import Writers, writers_by_plans
