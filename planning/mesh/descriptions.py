@@ -29,6 +29,7 @@ from ..errors import CodecError, Issue, PlanError, RefusedError
 from ..frozen import FrozenDict, from_json, to_json
 from ..metadata import Metadata
 from ..plans import SavePlan
+from ..save import merge_nesting
 from ..tensors import is_dtensor, is_nested, kind_of, placement_of
 from ..tree import Path, is_tensor
 from .derive import DerivedPlans
