@@ -96,8 +96,19 @@ class Description:
 
     def plan_of(self, rank: int) -> SavePlan:
         """Return the local plan of a rank that has this description."""
-        here = self.on(rank)
-        return WorldPlans(Mesh(rank=self.ranks), here.specs, here.values, here.data)[rank]
+        plan = self._common[rank]
+        if not self.own:
+            return plan
+        catalog = catalog_of((name, leaf.spec) for name, leaf in self.own_on(rank).items())
+        whole = WriteItems(catalog, column(range(len(catalog))), catalog.size * 0, catalog.size)
+        items = WriteItems.concat([plan.items, whole])
+        items = items.take(np.argsort(items.catalog.name_order[items.row], kind="stable"))
+        return SavePlan(items, None, self.data_of(rank), rank, self.ranks, items)
+
+    @cached_property
+    def _common(self) -> WorldPlans:
+        """The plans of ranks without leaves of their own."""
+        return WorldPlans(Mesh(rank=self.ranks), self.specs, self.values, self.data)
 
     @cached_property
     def encoded(self) -> bytes:
