@@ -56,9 +56,8 @@ class SaveVerdict:
     conflict: str  # arguments that differ between ranks and must not; empty if there are none
     # If ranks hold different values: one rank per distinct table, by position.
     speakers: tuple[int, ...]
-    # If plans are derived: which description each rank has, numbered from 0 in order of first use;
-    # empty if all have the same.
-    parts: tuple[int, ...] = ()
+    # If plans are derived from several descriptions: one rank per distinct one, by position.
+    describers: tuple[int, ...] = ()
     by_template: bool = False  # whether these are the descriptions with templates
 
 
@@ -78,15 +77,16 @@ def compare_saves(
     plain, templated = [o.described for o in offers], [o.templated for o in offers]
     by_template = len({*templated}) < len({*plain})
     tags = templated if by_template else plain
-    number = {tag: n for n, tag in enumerate(dict.fromkeys(tags))}
-    few = len(number) == 1 or 2 * len(number) <= len(offers)
+    describers = tuple(map(tags.index, dict.fromkeys(tags)))
+    few = len(describers) == 1 or 2 * len(describers) <= len(offers)
     ways: dict[How, bool] = {
         "cached": all(offer.cached == offers[0].cached != "" for offer in offers),
-        "derived": few and "" not in number,
+        "derived": few and "" not in tags,
         "gathered": True,
     }
     how = next(how for how, is_possible in ways.items() if is_possible)
-    parts = tuple(number[tag] for tag in tags) if how == "derived" and len(number) > 1 else ()
+    if how != "derived" or len(describers) == 1:
+        describers = ()
     first: dict[str, int] = {}
     for place, offer in enumerate(offers):
         first.setdefault(offer.held, place)
@@ -101,7 +101,7 @@ def compare_saves(
         how,
         "".join(differing[:1]),
         tuple(first.values()) if len(first) > 1 else (),
-        parts,
+        describers,
         by_template,
     )
 

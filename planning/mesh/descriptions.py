@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import zlib
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
@@ -122,15 +121,13 @@ class Description:
         named = [number[spec] for spec in self.specs.values()]
         parts = (self.ranks, [*map(_plain, number)], [*self.specs], named, self.values, self.data)
         text = json.dumps(to_json((*parts, own)), separators=(",", ":"), sort_keys=True)
-        return zlib.compress(text.encode(), 1)
+        return text.encode()
 
     @classmethod
     def decoded(cls, data: bytes) -> Description:
         """Decode what `encoded` returned, or raise `CodecError`."""
         try:
-            ranks, table, names, named, values, rest, own = from_json(
-                json.loads(zlib.decompress(data))
-            )
+            ranks, table, names, named, values, rest, own = from_json(json.loads(data))
             specs = [_spec(*row, ranks=ranks) for row in table]
             leaves = [
                 OwnLeaf(_own_path(path), None if n is None else specs[n], is_empty)
@@ -138,10 +135,10 @@ class Description:
             ]
             by_name = FrozenDict({k: specs[n] for k, n in zip(names, named, strict=True)})
             return cls(ranks, by_name, values, rest, tuple(leaves))
-        except (*DAMAGE, zlib.error) as error:
+        except DAMAGE as error:
             raise CodecError(f"a description of what a rank holds is damaged: {error}") from error
 
-    @property
+    @cached_property
     def tag(self) -> str:
         """A fingerprint."""
         return hashlib.blake2b(self.encoded, digest_size=16).hexdigest()
