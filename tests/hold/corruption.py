@@ -2,7 +2,8 @@
 
 Run as ``corruption.py MUTATIONS [FORMAT ...]``. A checkpoint is made of several files in each format;
 each mutation harms a copy of it in one place. Then `verify` must find a fault, or `restore` must give
-the very bits that were saved; and `restore` must give these bits or raise a documented error.
+the very bits that were saved; and `restore` must give these bits or raise a documented error. Hugging
+Face files have no checksums: there, elements that changed in place are counted apart.
 """
 
 import os
@@ -118,6 +119,19 @@ def same(found, wanted):
     )
 
 
+def only_elements(path, before):
+    """Say whether nothing but bytes of tensors changed in a safetensors file."""
+    after = {file.name: file.read_bytes() for file in files_of(path)}
+    if after.keys() != before.keys():
+        return False
+    for name, data in after.items():
+        old = before[name]
+        header = 8 + int.from_bytes(old[:8], "little") if name.endswith(".safetensors") else len(old)
+        if len(data) != len(old) or data[:header] != old[:header]:
+            return False
+    return True
+
+
 def judge(path, wanted):
     """Return what is wrong about how a damaged checkpoint is taken, if anything."""
     try:
@@ -134,41 +148,40 @@ def judge(path, wanted):
 
 
 def hold(mutations, formats=FORMATS, seed=0):
-    """Damage that often; return rows of (format, mutations, found, what went wrong)."""
+    """Damage that often; return rows of (format, mutations, unseen by design, what went wrong)."""
     rows = []
     with tempfile.TemporaryDirectory(prefix="harm-") as root:
         for form in formats:
-            chance, wrong, found = random.Random(f"{seed} {form}"), [], 0
+            chance, wrong, unseen = random.Random(f"{seed} {form}"), [], 0
             sound = Path(root) / form
             sound.mkdir()
             made, wanted = make(sound, form), state()
             assert judge(made, wanted) == ""
-            for _ in range(mutations // len(formats)):
+            done = mutations // len(formats)
+            for _ in range(done):
                 folder = Path(root) / "harmed"
                 shutil.copytree(sound, folder)
                 path = folder / made.name
-                before = {p.name: p.read_bytes() for p in files_of(path)}
+                before = {file.name: file.read_bytes() for file in files_of(path)}
                 what = harm(chance, path)
-                after = {p.name: p.stat().st_size for p in files_of(path)}
-                found += after != {n: len(b) for n, b in before.items()} or any(
-                    (path if path.is_file() else path / n).read_bytes() != b
-                    for n, b in before.items()
-                )
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     fault = judge(path, wanted)
-                if fault:
+                if fault and form == "hf" and only_elements(path, before):
+                    unseen += 1
+                elif fault:
                     wrong.append(f"{form}, {what}: {fault}")
                 shutil.rmtree(folder)
-            rows.append((form, mutations // len(formats), found, wrong))
+            rows.append((form, done, unseen, wrong))
     return rows
 
 
 def main(mutations, *formats):
     """Print a line per format; end with an error if damage was taken for something else."""
     rows = hold(int(mutations), formats or FORMATS)
-    for form, done, changed, wrong in rows:
-        print(f"{form:12} {done:6,} mutations, {changed:,} changed a byte, {len(wrong)} wrong")
+    for form, done, unseen, wrong in rows:
+        apart = f" ({unseen} of elements without checksums)" * bool(unseen)
+        print(f"{form:12} {done:6,} mutations{apart}, {len(wrong)} wrong")
     faults = [fault for *_, wrong in rows for fault in wrong]
     print(*faults[:20], sep="\n")
     return bool(faults)
