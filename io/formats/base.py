@@ -409,6 +409,7 @@ class Writer(Protocol):
 
         Call it on no rank after an `UnsureCommitError` of any.
         """
+        return
 
     # What follows need not be written for a new format.
 

@@ -64,14 +64,7 @@ from ...execute.commit import (
     write_all,
 )
 from ...execute.copying import STAGED, Content, FileContents, literal, threads_for, write_file
-from ...execute.pieces import (
-    Piece,
-    blocks_of,
-    collect,
-    joined_pieces,
-    tied_pieces,
-    tied_tensors,
-)
+from ...execute.pieces import Piece, blocks_of, collect, joined_pieces, tied_pieces, tied_tensors
 from ...pool import Progress
 from ...stores.base import Store
 from ...stores.local_files import TEMPORARY
@@ -326,11 +319,7 @@ class HfWriter(FolderWriter):
         return found
 
     def _header(
-        self,
-        file: str,
-        tensors: Sequence[FileTensor],
-        ties: Mapping[str, str],
-        save_id: str | None,
+        self, file: str, tensors: Sequence[FileTensor], ties: Mapping[str, str], save_id: str | None
     ) -> bytes:
         """Return the bytes of a file before its tensors; only one of several has a save id."""
         own = {} if save_id is None else {"file": file, "save_id": save_id, PART_OF: INDEX}
