@@ -1,12 +1,8 @@
 """Safetensors headers: eight bytes with a length, then JSON that says what lies where.
 
-Each file says in its own header what is local to it: which bytes are which chunk, where the chunk
-starts in its tensor (in torch's own words, ``DCP_SHARDING_INFO``), and which save wrote it under
-which name. Checksums are not here but in the manifest: so a header is known before any data is, and
-a file is written in one pass, straight through, on any store.
-
-Dtypes that safetensors has no name for are stored as bytes, ``U8``, with one more axis: that of an
-element's bytes. The header says so, under ``encoded``.
+Each file says which bytes are which chunk, where the chunk starts in its tensor (in torch's own
+words, ``DCP_SHARDING_INFO``), and which save wrote it under which name. Dtypes that safetensors has
+no name for are stored as ``U8`` with one more axis; the header says so, under ``encoded``.
 """
 
 from __future__ import annotations
@@ -26,7 +22,6 @@ from ..stores.base import Store
 from .base import LIMITS, read_bytes
 
 MAX_HEADER: Final = LIMITS["header"]
-"""The longest header in bytes; the safetensors library refuses longer ones, too."""
 
 # safetensors' name of a dtype to ours.
 TORCH_NAMES: Final[dict[str, str]] = {
@@ -62,13 +57,7 @@ _RESERVED: Final = "__metadata__"
 
 @attrs.frozen
 class Slot:
-    """One chunk in a file.
-
-    Attributes:
-        shape: The chunk's sizes, in elements.
-        offsets: Where the chunk starts in the global tensor, in elements.
-        begin: Where its bytes begin, counted from the file's start.
-    """
+    """One chunk in a file: its place in the global tensor, and its first byte in the file."""
 
     name: str
     dtype: str
@@ -89,20 +78,13 @@ class Slot:
 
 @attrs.frozen
 class Header:
-    """What a file says about itself.
-
-    Attributes:
-        slots: Its chunks by name, in order of their bytes.
-        length: Where data begins, in bytes from the file's start.
-        save_id: The save that wrote it; None for files of other programs.
-        name: The name under which it was written; None for files of other programs.
-    """
+    """What a file says about itself."""
 
     file: str
-    slots: Mapping[str, Slot]
-    length: int
-    save_id: str | None
-    name: str | None
+    slots: Mapping[str, Slot]  # its chunks by name, in order of their bytes
+    length: int  # where data begins, in bytes from the file's start
+    save_id: str | None  # the save that wrote it; None for files of other programs
+    name: str | None  # the name under which that save wrote it
     metadata: Mapping[str, str]
 
 

@@ -19,13 +19,7 @@ from .archive import Window, read_archive
 
 @attrs.frozen(eq=False)
 class Stored:
-    """An archive: its bytes of a file, and what they hold.
-
-    Attributes:
-        offset, length: Its bytes there.
-        key: The tensor or value that it holds; None if it holds a whole state dict.
-        tensors: The tensors of a whole state dict that lie in each record, by the record's name.
-    """
+    """An archive: its bytes of a file, and the key that they hold, or the tensors by record."""
 
     file: str
     offset: int
@@ -37,7 +31,7 @@ class Stored:
 def check_archives(
     store: Store,
     archives: Sequence[Stored],
-    callback: ProgressCallback | None = None,
+    progress: ProgressCallback | None = None,
     pool: Pool | None = None,
 ) -> Findings:
     """Compare every record of some archives with its checksum."""
@@ -47,9 +41,9 @@ def check_archives(
     unreadable = [found for found in opened if isinstance(found, Fault)]
     regions = [region for found in opened if not isinstance(found, Fault) for region in found]
     bare = [archive for archive, found in zip(archives, opened, strict=True) if not found]
-    progress = Progress(sum(sum(region.blocks) for region in regions), callback)
-    checked = check_regions(store, regions, CRC32, progress, pool)
-    progress.finish()
+    done = Progress(sum(sum(region.blocks) for region in regions), progress)
+    checked = check_regions(store, regions, CRC32, done, pool)
+    done.finish()
     note = f"{len(bare):,} of {len(archives):,} archives have no checksums"
     return Findings(
         (*unreadable, *checked.faults),
