@@ -1,9 +1,9 @@
 """Damage checkpoints in every way: the damage is found, or what is read is what was saved.
 
-Run as ``corruption.py MUTATIONS [FORMAT ...]``. A checkpoint is made of several files in each format;
-each mutation harms a copy of it in one place. Then `verify` must find a fault, or `restore` must give
-the very bits that were saved; and `restore` must give these bits or raise a documented error. Hugging
-Face files have no checksums: there, elements that changed in place are counted apart.
+Run as ``corruption.py MUTATIONS [FORMAT ...]``. Each mutation harms a copy of a checkpoint in one
+place. Then `verify` must find a fault, or `restore` must give the very bits that were saved; and
+`restore` must give these bits or raise a documented error. Hugging Face files have no checksums:
+there, elements that changed in place are counted apart.
 """
 
 import os
@@ -61,7 +61,7 @@ def files_of(path):
 
 
 def place(chance, size):
-    """Choose a byte of a file: its ends and its header are chosen more often than their size says."""
+    """Choose a byte of a file, its ends and its header more often than their size says."""
     match chance.choice(WHERE):
         case "start":
             return chance.randrange(min(16, size))
@@ -126,7 +126,9 @@ def only_elements(path, before):
         return False
     for name, data in after.items():
         old = before[name]
-        header = 8 + int.from_bytes(old[:8], "little") if name.endswith(".safetensors") else len(old)
+        header = (
+            8 + int.from_bytes(old[:8], "little") if name.endswith(".safetensors") else len(old)
+        )
         if len(data) != len(old) or data[:header] != old[:header]:
             return False
     return True
@@ -144,7 +146,9 @@ def judge(path, wanted):
         return f"verify finds it sound, restore says: {error}" if is_sound else ""
     if is_same:
         return ""
-    return "verify finds it sound, and its values are others" if is_sound else "restore gives others"
+    return (
+        "verify finds it sound, and its values are others" if is_sound else "restore gives others"
+    )
 
 
 def hold(mutations, formats=FORMATS, seed=0):

@@ -298,7 +298,7 @@ def in_child(work, *args, seconds=None):
         try:
             work(*args)
             status = 0
-        except BaseException:  # noqa: BLE001: the parent is told
+        except BaseException:  # the parent is told
             os.write(writer, traceback.format_exc().encode()[-8000:])
         os._exit(status)
     os.close(writer)
