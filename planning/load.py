@@ -36,10 +36,6 @@ from .records import (
 from .sources import dropped_names, in_source_frame, source_issues, with_replicas
 from .tree import empty_names
 
-__all__ = [
-    "Strict", "global_load_plan", "load_plan", "loads_into", "resolve_overlaps", "strict_patterns",
-]  # fmt: skip
-
 Strict = bool | str | Sequence[str]
 _TENSOR: Final = LoadItemType.TENSOR.value
 _BYTES: Final = LoadItemType.BYTE_IO.value

@@ -33,8 +33,6 @@ from .geometry.tilings import Chunk, Tiling, meet, pad, tile
 from .plans import SavePlan
 from .records import MetadataIndex, WriteItem
 
-__all__ = ["dropped_names", "in_source_frame", "source_issues", "with_replicas"]
-
 Source = tuple[str, tuple[int, ...] | None]  # the name and the shape; None for other values
 
 

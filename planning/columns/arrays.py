@@ -17,11 +17,6 @@ import numpy.typing as npt
 
 from ..errors import CodecError
 
-__all__ = [
-    "DAMAGE", "Columns", "Index", "Ints", "column", "distinct", "flat", "group_rows", "numbered",
-    "pack", "pack_names", "padded", "readonly", "unpack", "unpack_names", "within",
-]  # fmt: skip
-
 Ints = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
 Index = npt.NDArray[Any]

@@ -18,8 +18,6 @@ from .frames import Coded, SourceFrame, TargetFrame
 from .items import WriteItems
 from .reads import ReadItems
 
-__all__ = ["CutItems", "CutReads", "cut_items", "cut_reads"]
-
 
 class CutItems(NamedTuple):
     """Parts of items."""

@@ -17,8 +17,6 @@ from ..geometry.tilings import MAX_AXES, pad
 from ..records import fill_value, fitting_axes
 from .arrays import Index, Ints, column, flat, group_rows, numbered, readonly, within
 
-__all__ = ["Coded", "SourceFrame", "TargetFrame", "check_boxes"]
-
 T = TypeVar("T")
 
 

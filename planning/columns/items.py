@@ -36,8 +36,6 @@ from .arrays import (
 )
 from .frames import Coded, SourceFrame, check_boxes
 
-__all__ = ["NO_CHUNK", "Catalog", "Head", "WriteItems", "merge_catalogs"]
-
 NO_CHUNK: Final = Chunk((), ())  # the chunk of a non-tensor value
 _TYPES: Final = {t.value: t for t in WriteItemType}
 _BYTES: Final = WriteItemType.BYTE_IO.value

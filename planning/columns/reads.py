@@ -29,8 +29,6 @@ from .arrays import (
 )
 from .frames import Coded, TargetFrame
 
-__all__ = ["ReadItems", "Transfers"]
-
 _TYPES: Final = {t.value: t for t in LoadItemType}
 _BYTES: Final = LoadItemType.BYTE_IO.value
 

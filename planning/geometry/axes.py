@@ -24,11 +24,6 @@ import attrs
 
 from .tilings import as_ints
 
-__all__ = [
-    "MAX_CUTS", "Axes", "Cut", "Digits", "canonical", "cut", "cut_source", "digits_of", "inverted",
-    "joined", "parts", "permuted", "reshaped",
-]  # fmt: skip
-
 MAX_CUTS: Final = 1 << 16
 """The most boxes that one box is cut into."""
 

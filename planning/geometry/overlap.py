@@ -17,8 +17,6 @@ import numpy.typing as npt
 from ..columns.arrays import Ints, distinct, numbered
 from .tilings import Chunk, Grid, Tiling, pad, tile_chunks
 
-__all__ = ["Overlap", "fills", "gaps", "overlap", "overlap_many", "self_overlaps"]
-
 # Pairs that a sweep tests at a time: bounds its memory to a few hundred MiB.
 _BLOCK: Final = 1 << 21
 _FAR: Final = 1 << 61  # cuts laid end to end must stay below what 64 bits hold

@@ -21,11 +21,6 @@ import numpy.typing as npt
 
 from ..columns.arrays import Columns, Index, Ints, readonly
 
-__all__ = [
-    "MAX_AXES", "MAX_NUMEL", "Boxes", "Chunk", "Grid", "Tiling", "meet", "shape_fault", "tile",
-    "tile_chunks",
-]  # fmt: skip
-
 MAX_AXES: Final = 63
 """The most axes of a tensor; numpy's arrays have 64, and one is needed for an element's bytes."""
 MAX_NUMEL: Final = 1 << 59

@@ -21,28 +21,6 @@ import attrs
 from ..plans import LoadPlan, SavePlan
 from ..tree import FrozenDict, freeze
 
-__all__ = [
-    "Pass",
-    "Passes",
-    "Stages",
-    "Step",
-    "as_steps",
-    "chain",
-    "combined",
-    "inverse",
-    "keeps_names",
-    "may_see_rank",
-    "named_chain",
-    "no_inverse",
-    "only_assigns",
-    "positioned",
-    "ranked",
-    "run_pass",
-    "scope_of",
-    "shown",
-    "world_pass",
-]
-
 _HINT: Final = "mark it with @world_pass to be given all plans"
 
 P = TypeVar("P", SavePlan, LoadPlan)

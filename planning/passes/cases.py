@@ -28,8 +28,6 @@ from ..geometry.overlap import overlap_many
 from ..geometry.tilings import Tiling, pad, tile
 from .moves import Move, Piece
 
-__all__ = ["CaseError", "Cases", "Numbered", "Results", "move_cases"]
-
 Sizes = tuple[int, ...]
 
 

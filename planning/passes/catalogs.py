@@ -21,8 +21,6 @@ from .cases import CaseError, Cases, Results, move_cases
 from .keys import catalogs_of, renest
 from .moves import Move, Moved
 
-__all__ = ["apply_moves"]
-
 Sizes = tuple[int, ...]
 
 

@@ -18,8 +18,6 @@ from ..geometry.overlap import expand
 from ..plans import SavePlan
 from .base import Step
 
-__all__ = ["Shared", "assign", "dedup_replicas", "share_out", "split_chunks", "split_replicas"]
-
 _EVEN: Final = 1.05  # max over mean: search for a better assignment above this
 _GOOD: Final = 1.001  # max over mean: stop the search below this
 _FEW: Final = 256  # search only with at most this many shared chunks

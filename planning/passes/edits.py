@@ -18,8 +18,6 @@ from .keys import catalogs_of, refuse_unmatched
 from .moves import Moved
 from .patterns import Match, matched
 
-__all__ = ["Edit", "Misfit", "run_edits"]
-
 Plans = tuple[SavePlan, ...]
 Edit = Callable[[Head, Match], Moved]
 

@@ -22,11 +22,6 @@ from ..plans import SavePlan
 from ..tree import FrozenDict, empty_names
 from .base import Step, no_inverse
 
-__all__ = [
-    "Pattern", "annotate", "cast", "catalogs_of", "check_patterns", "drop", "matcher",
-    "refuse_unmatched", "rename", "renest", "select",
-]  # fmt: skip
-
 Renaming = Callable[[str], str] | Mapping[str, str] | Sequence[tuple[str, str]]
 Test = Callable[[str], bool]
 Pattern = str | Test

@@ -13,11 +13,6 @@ import attrs
 from ..columns.items import Head
 from ..geometry.axes import Cut, canonical, permuted, reshaped
 
-__all__ = [
-    "Move", "Moved", "Padding", "Piece", "concat_move", "pad_move", "permute_move", "replaced",
-    "reshape_move", "split_move", "stack_move", "trim_move", "unstack_move",
-]  # fmt: skip
-
 Sizes = tuple[int, ...]
 
 

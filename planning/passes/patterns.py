@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 from ..errors import listed
 
-__all__ = ["Match", "check_names", "filled", "matched", "numbered"]
-
 
 class Match(NamedTuple):
     """What the wildcards of a pattern matched."""

@@ -17,8 +17,6 @@ from ..dtypes import Dtype, dtype_name
 from ..plans import SavePlan
 from .base import Passes, Step, as_steps, no_inverse
 
-__all__ = ["Reading", "dequantize", "reading_of"]
-
 
 def dequantize(dtype: Dtype = "bfloat16", *, block: Sequence[int] | None = None) -> Step[SavePlan]:
     """Read tensors that are quantised in blocks as what they stand for.

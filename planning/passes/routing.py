@@ -29,8 +29,6 @@ from .base import (
 )
 from .keys import Pattern, catalogs_of, check_patterns, matcher
 
-__all__ = ["on_ranks", "partition", "where"]
-
 P = TypeVar("P", SavePlan, LoadPlan)
 Ranks = Collection[int] | Callable[[int], bool]
 Labels = Mapping[int, npt.NDArray[Any]]  # of each row of a catalog, by the catalog's identity
@@ -77,9 +75,7 @@ def _undo(what: str, step: Passes[SavePlan]) -> Step[SavePlan]:
 
 
 def _partition(
-    plans: tuple[SavePlan, ...],
-    label: Callable[[str], str],
-    passes: Mapping[str, Passes[SavePlan]],
+    plans: tuple[SavePlan, ...], label: Callable[[str], str], passes: Mapping[str, Passes[SavePlan]]
 ) -> tuple[SavePlan, ...]:
     labels = _labels(plans, label)
     _refuse_strays(plans, labels, passes)
@@ -176,9 +172,7 @@ def _on_ranks(plans: tuple[P, ...], ranks: Ranks, step: Passes[P]) -> tuple[P, .
 
 
 def _on_some(
-    plans: tuple[P, ...],
-    chosen: Callable[[P], bool],
-    run: Callable[[tuple[P, ...]], tuple[P, ...]],
+    plans: tuple[P, ...], chosen: Callable[[P], bool], run: Callable[[tuple[P, ...]], tuple[P, ...]]
 ) -> tuple[P, ...]:
     """Run a function over the chosen plans, and put the others back in between."""
     which = [chosen(plan) for plan in plans]

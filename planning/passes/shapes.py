@@ -38,8 +38,6 @@ from .moves import (
 )
 from .patterns import Match, check_names, filled, matched, numbered
 
-__all__ = ["concat", "pad", "permute", "reshape", "split", "stack", "trim", "unstack"]
-
 _NAMED: Final = 8  # missing tensors to name
 
 Plans = tuple[SavePlan, ...]
@@ -83,11 +81,7 @@ def _undo_split(
 
 
 def _split(
-    plans: Plans,
-    pattern: str,
-    into: Mapping[str, int] | Sequence[str],
-    axis: int,
-    required: bool,
+    plans: Plans, pattern: str, into: Mapping[str, int] | Sequence[str], axis: int, required: bool
 ) -> Plans:
     names = _names(into)
     lengths = tuple(into.values()) if isinstance(into, Mapping) else None
@@ -145,11 +139,7 @@ def _undo_concat(
 
 
 def _concat(
-    plans: Plans,
-    names: Mapping[str, int] | Sequence[str],
-    into: str,
-    axis: int,
-    required: bool,
+    plans: Plans, names: Mapping[str, int] | Sequence[str], into: str, axis: int, required: bool
 ) -> Plans:
     lengths = tuple(names.values()) if isinstance(names, Mapping) else None
     patterns = _names(names)
@@ -170,12 +160,7 @@ def _concat(
 
 
 def stack(
-    pattern: str,
-    into: str,
-    axis: int = 0,
-    *,
-    count: int | None = None,
-    required: bool = True,
+    pattern: str, into: str, axis: int = 0, *, count: int | None = None, required: bool = True
 ) -> Step[SavePlan]:
     """Join numbered tensors into one, along a new axis; they may be held by different ranks.
 
@@ -233,12 +218,7 @@ def _stack(
 
 
 def unstack(
-    pattern: str,
-    into: str,
-    axis: int = 0,
-    *,
-    count: int | None = None,
-    required: bool = True,
+    pattern: str, into: str, axis: int = 0, *, count: int | None = None, required: bool = True
 ) -> Step[SavePlan]:
     """Cut a tensor into numbered ones along an axis, which they do not have.
 
@@ -311,13 +291,7 @@ def permute(pattern: str, order: Sequence[int], *, required: bool = True) -> Ste
         raise ValueError(f"permute: {axes} must name each axis from 0 to {len(axes) - 1} once")
     options = {"required": required}
     return Step(
-        permute,
-        (pattern, axes),
-        options,
-        "rank",
-        _permute,
-        keeps_names=True,
-        inverse=_undo_permute,
+        permute, (pattern, axes), options, "rank", _permute, keeps_names=True, inverse=_undo_permute
     )
 
 

@@ -24,8 +24,6 @@ from ..storage.ranges import fetched, has_narrow_gaps, lies_together
 from .base import Step
 from .chunks import assign
 
-__all__ = ["read_on", "share_reads", "split_reads"]
-
 
 def share_reads(
     metadata: Metadata,

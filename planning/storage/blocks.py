@@ -27,25 +27,6 @@ from ..metadata import Layout, Metadata
 if TYPE_CHECKING:
     from ..columns.reads import ReadItems
 
-__all__ = [
-    "BLOCK_BYTES",
-    "Blocks",
-    "ChunkTable",
-    "Located",
-    "block_numbers",
-    "blocks_along",
-    "boxes_of",
-    "cut_blocks",
-    "cut_within",
-    "entries_of",
-    "find_chunks",
-    "group_blocks",
-    "locate_reads",
-    "look_up",
-    "reach_of",
-    "reads_of",
-    "write_tasks",
-]
 
 BLOCK_BYTES: Final = 16 << 20
 """The most bytes of a block; a checkpoint says which limit it was made with."""

@@ -35,23 +35,6 @@ from .blocks import BLOCK_BYTES, block_numbers, boxes_of, cut_blocks, cut_within
 from .fetch import ChunkPlaces
 from .ranges import Flags, lies_together, steps
 
-__all__ = [
-    "BATCH_BYTES",
-    "Box",
-    "ComparePlan",
-    "CopyBudget",
-    "CopyPlan",
-    "StoredChunks",
-    "begun_chunks",
-    "compare_plan",
-    "copy_budget",
-    "copy_plan",
-    "file_bytes",
-    "read_boxes",
-    "share_plans",
-    "tensor_bytes",
-]
-
 BATCH_BYTES: Final = BLOCK_BYTES
 """How many bytes of boxes are read at a time."""
 

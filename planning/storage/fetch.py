@@ -35,17 +35,6 @@ from .ranges import (
     whole_blocks,
 )
 
-__all__ = [
-    "FAR_GAP",
-    "PIECE_BYTES",
-    "Access",
-    "BoxReads",
-    "ChunkPlaces",
-    "FetchPlan",
-    "Requested",
-    "fetch_plan",
-]
-
 FAR_GAP: Final = 1 << 17
 """Bytes that are cheaper to read over than to leave out, where every range is a request."""
 PIECE_BYTES: Final = 1 << 18

@@ -16,16 +16,6 @@ from ..load import Strict, strict_patterns
 from ..metadata import Metadata
 from ..plans import SavePlan
 
-__all__ = [
-    "SavedElsewhere",
-    "is_folded",
-    "is_needed",
-    "meeting",
-    "partly_filled",
-    "saved_elsewhere",
-    "without_other_ranks",
-]
-
 _LABEL: Final = re.compile(r"(?:^|\.)rank_(\d+)_of_(\d+)(?=\.|$)")
 
 K = TypeVar("K")

@@ -16,21 +16,6 @@ from ..columns.arrays import Ints
 from ..geometry.overlap import expand
 from .blocks import reach_of
 
-__all__ = [
-    "ByteRanges",
-    "Requests",
-    "byte_ranges",
-    "coalesce",
-    "fetched",
-    "filled",
-    "has_narrow_gaps",
-    "lies_together",
-    "range_axis",
-    "spread",
-    "steps",
-    "whole_blocks",
-]
-
 Flags = npt.NDArray[np.bool_]
 
 SMALL: Final = 1 << 12

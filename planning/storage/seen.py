@@ -13,8 +13,6 @@ from ..plans import SavePlan
 from ..save import global_plan
 from .target import held_tensors
 
-__all__ = ["Seen", "seen_through"]
-
 
 @attrs.frozen(eq=False)
 class Seen:

@@ -26,16 +26,6 @@ from .blocks import BLOCK_BYTES
 from .ranges import ByteRanges, byte_ranges
 from .write import MAX_SHARD_SIZE, assign_shards
 
-__all__ = [
-    "FileTensor",
-    "Spot",
-    "SharedPlan",
-    "common_ties",
-    "lay_out_files",
-    "place_tensors",
-    "shared_plan",
-]
-
 _SHOWN: Final = 20  # rows of a printed plan
 _MOST_RANGES: Final = 1 << 16  # of a block
 
@@ -77,9 +67,7 @@ def place_tensors(tensors: Iterable[FileTensor]) -> tuple[FileTensor, ...]:
 
 
 def lay_out_files(
-    metadata: Metadata,
-    max_shard_size: int = MAX_SHARD_SIZE,
-    tied: Mapping[str, str] | None = None,
+    metadata: Metadata, max_shard_size: int = MAX_SHARD_SIZE, tied: Mapping[str, str] | None = None
 ) -> tuple[tuple[FileTensor, ...], ...]:
     """Return the tensors of each file of a checkpoint that holds tensors whole.
 

@@ -12,8 +12,6 @@ from ..columns import ReadItems
 from ..plans import LoadPlan
 from ..records import LoadItemType
 
-__all__ = ["ValueExchange", "ValueRead", "value_exchange", "value_reads"]
-
 
 class ValueRead(NamedTuple):
     """A value, by its name in the state dict and its name in the checkpoint."""

@@ -29,7 +29,6 @@ from .write import MAX_SHARD_SIZE, refuse_split, shard_plans
 if TYPE_CHECKING:
     from ..reports.show import PlannerTrace
 
-__all__ = ["Placements", "Target", "Traits", "held_tensors", "plan_target"]
 
 Placements = (
     Mapping[str, Sequence[Placement]]
@@ -249,11 +248,7 @@ def _tie_names(
 
 
 def _split_by_file(
-    plan: SavePlan,
-    metadata: Metadata,
-    stored: StoredChunks,
-    max_bytes: int | None,
-    processes: int,
+    plan: SavePlan, metadata: Metadata, stored: StoredChunks, max_bytes: int | None, processes: int
 ) -> tuple[SavePlan, ...]:
     """Divide a plan by the files that its bytes come from, and these by size."""
     items = plan.items

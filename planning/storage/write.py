@@ -31,24 +31,6 @@ if TYPE_CHECKING:
     from ..columns.items import WriteItems
     from ..plans import SavePlan
 
-__all__ = [
-    "MAX_SHARD_SIZE",
-    "Shards",
-    "WritePlan",
-    "assign_shards",
-    "file_name",
-    "file_numbers",
-    "number_shards",
-    "pack_files",
-    "parse_size",
-    "refuse_split",
-    "save_id_of",
-    "shard_plans",
-    "shards_of",
-    "split_tensors",
-    "widest_first",
-    "write_plan",
-]
 
 _SUFFIX: Final = ".safetensors"
 _FILE: Final = re.compile(rf"shard-[0-9]+-model-[0-9]+-of-[0-9]+-([^-]+){re.escape(_SUFFIX)}")
