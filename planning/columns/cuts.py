@@ -12,8 +12,7 @@ import attrs
 import numpy as np
 
 from ..geometry.axes import Axes, Cut, cut
-from ..geometry.tilings import pad
-from .arrays import Ints, column, group_rows, padded, readonly
+from .arrays import Ints, column, group_rows, pad, padded, readonly
 from .frames import Coded, SourceFrame, TargetFrame
 from .items import WriteItems
 from .reads import ReadItems

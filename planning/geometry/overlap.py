@@ -14,8 +14,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Ints, distinct, numbered
-from .tilings import Chunk, Grid, Tiling, pad, tile_chunks
+from ..columns.arrays import Ints, distinct, numbered, pad
+from .tilings import Chunk, Grid, Tiling, tile_chunks
 
 # Pairs that a sweep tests at a time: bounds its memory to a few hundred MiB.
 _BLOCK: Final = 1 << 21

@@ -283,11 +283,3 @@ def _as_grid(offsets: Ints, sizes: Ints) -> Grid | None:
         if not fits.all() or not (extents > 0).all():
             return None
     return Grid(tuple(cuts))
-
-
-def pad(columns: Ints, axes: int, value: int) -> Ints:
-    """Return ``columns`` with columns of ``value`` added, up to ``axes`` columns."""
-    missing = axes - columns.shape[1]
-    if missing <= 0:
-        return columns
-    return np.concatenate([columns, np.full((len(columns), missing), value, np.int64)], axis=1)

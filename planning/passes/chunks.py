@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from functools import partial
 from typing import Final, Literal
 
 import attrs
@@ -43,11 +44,11 @@ def dedup_replicas(*, prefer: Literal["balance", "lowest_rank"] = "balance") -> 
     """
     if prefer not in ("balance", "lowest_rank"):
         raise ValueError(f'prefer must be "balance" or "lowest_rank", not {prefer!r}')
-    options = {"prefer": prefer}
-    return Step(dedup_replicas, (), options, "world", _dedup_replicas, assigns=True)
+    run = partial(_dedup_replicas, prefer)
+    return Step(dedup_replicas, (), {"prefer": prefer}, "world", run, assigns=True)
 
 
-def _dedup_replicas(plans: tuple[SavePlan, ...], prefer: str) -> tuple[SavePlan, ...]:
+def _dedup_replicas(prefer: str, plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
     world = World.of(plans)
     rows = world.rows
     if rows.faulty or not rows.repeats.any():
@@ -80,11 +81,11 @@ def split_replicas(min_bytes: int = 1 << 20) -> Step[SavePlan]:
     """
     if min_bytes < 1:
         raise ValueError(f"min_bytes must be at least 1, not {min_bytes}")
-    options = {"min_bytes": min_bytes}
-    return Step(split_replicas, (), options, "world", _split_replicas, assigns=True)
+    run = partial(_split_replicas, min_bytes)
+    return Step(split_replicas, (), {"min_bytes": min_bytes}, "world", run, assigns=True)
 
 
-def _split_replicas(plans: tuple[SavePlan, ...], min_bytes: int) -> tuple[SavePlan, ...]:
+def _split_replicas(min_bytes: int, plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
     world = World.of(plans)
     rows = world.rows
     if rows.faulty or not rows.repeats.any():
@@ -147,16 +148,15 @@ def split_chunks(max_bytes: int) -> Step[SavePlan]:
     """
     if max_bytes < 1:
         raise ValueError(f"max_bytes must be at least 1, not {max_bytes}")
-    return Step(split_chunks, (max_bytes,), {}, "rank", _split_chunks)
 
+    def run(plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
+        large = [bool((plan.items.nbytes > max_bytes).any()) for plan in plans]
+        return tuple(
+            attrs.evolve(plan, items=_split_items(plan.items, max_bytes)) if cut else plan
+            for plan, cut in zip(plans, large, strict=True)
+        )
 
-def _split_chunks(plans: tuple[SavePlan, ...], max_bytes: int) -> tuple[SavePlan, ...]:
-    return tuple(
-        attrs.evolve(plan, items=_split_items(plan.items, max_bytes))
-        if (plan.items.nbytes > max_bytes).any()
-        else plan
-        for plan in plans
-    )
+    return Step(split_chunks, (max_bytes,), {}, "rank", run)
 
 
 def _split_items(items: WriteItems, max_bytes: int) -> WriteItems:

@@ -16,12 +16,12 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Ints, column, distinct, group_rows, numbered, readonly
+from ..columns.arrays import Ints, column, distinct, group_rows, numbered, pad, readonly
 from ..dtypes import itemsize
 from ..errors import Issue, PlanError
 from ..geometry.axes import Cut, joined
 from ..geometry.overlap import expand
-from ..geometry.tilings import Boxes, pad
+from ..geometry.tilings import Boxes
 from ..metadata import Layout, Metadata
 
 if TYPE_CHECKING:

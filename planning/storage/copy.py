@@ -21,11 +21,10 @@ from typing import Final
 import attrs
 import numpy as np
 
-from ..columns.arrays import Ints, column, padded
+from ..columns.arrays import Ints, column, pad, padded
 from ..columns.items import Catalog, Head, WriteItems
 from ..columns.reads import ReadItems
 from ..geometry.axes import Cut
-from ..geometry.tilings import pad
 from ..load import load_plan
 from ..metadata import Metadata, TensorMetadata
 from ..plans import SavePlan

@@ -20,9 +20,8 @@ from typing import Final
 import attrs
 import numpy as np
 
-from ..columns.arrays import Ints, column, distinct, group_rows, padded, readonly
+from ..columns.arrays import Ints, column, distinct, group_rows, pad, padded, readonly
 from ..columns.reads import ReadItems
-from ..geometry.tilings import pad
 from ..metadata import Entries, Metadata
 from ..plans import LoadPlan
 from ..records import LoadItemType

@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Final
 import attrs
 import numpy as np
 
-from ..columns.arrays import Ints, column, distinct, readonly
+from ..columns.arrays import Ints, column, distinct, pad, readonly
 from ..errors import RefusedError, listed
-from ..geometry.tilings import pad
 from ..text import Printed, Sheet, human_bytes, listing
 from .blocks import BLOCK_BYTES, Blocks, cut_blocks
 
