@@ -24,17 +24,13 @@ T = TypeVar("T")
 class Coded(Table, Generic[T]):
     """A column with few distinct values.
 
-    Attributes:
-        number: The position in ``values`` of each row's value; -1 for None.
-        values: The distinct values.
-
     >>> coded = Coded.of(["a", None, "a"])
     >>> coded.number.tolist(), coded.values, coded[1]
     ([0, -1, 0], ('a',), None)
     """
 
-    number: Ints
-    values: tuple[T, ...] = ()
+    number: Ints  # the position in ``values`` of each row's value; -1 for None
+    values: tuple[T, ...] = ()  # the distinct values
 
     @classmethod
     def of(cls, values: Iterable[T | None]) -> Coded[T]:
@@ -85,20 +81,13 @@ class Coded(Table, Generic[T]):
 
 @attrs.frozen(eq=False)
 class SourceFrame(Table):
-    """The source box of each item. Fills and non-tensor values have none.
+    """The source box of each item. Fills and non-tensor values have none."""
 
-    Attributes:
-        ndim: The number of axes of the source's tensor.
-        offsets, sizes: The box, in the global frame of the source's tensor, padded with 0 and 1.
-        axes: How its axes become those of the chunk; None if they are the same.
-        fill: The value of padding; None for all other items.
-    """
-
-    ndim: Ints
-    offsets: Ints
+    ndim: Ints  # the number of axes of the source's tensor
+    offsets: Ints  # the box, in the global frame of the source's tensor, padded with 0 and 1
     sizes: Ints
-    axes: Coded[Axes]
-    fill: Coded[float]
+    axes: Coded[Axes]  # how its axes become those of the chunk; None if they are the same
+    fill: Coded[float]  # the value of padding; None for all other items
 
     @classmethod
     def of_chunks(cls, ndim: Ints, offsets: Ints, sizes: Ints) -> SourceFrame:
@@ -177,16 +166,11 @@ class SourceFrame(Table):
 
 @attrs.frozen(eq=False)
 class TargetFrame(Table):
-    """Which box of the state dict each read fills; one row per read.
+    """Which box of the state dict each read fills; one row per read."""
 
-    Attributes:
-        ndim: The number of axes of the tensor in the state dict.
-        lengths: The size of the box that is filled, padded with 1.
-        axes: How its axes become those of the box that is read; None if they are the same.
-    """
-
-    ndim: Ints
-    lengths: Ints
+    ndim: Ints  # the number of axes of the tensor in the state dict
+    lengths: Ints  # the size of the box that is filled, padded with 1
+    # How its axes become those of the box that is read; None if they are the same.
     axes: Coded[Axes]
 
     def pack(self) -> tuple[dict[str, Any], dict[str, Ints]]:

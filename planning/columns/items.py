@@ -171,25 +171,18 @@ def merge_catalogs(*catalogs: Catalog) -> Merged:
 
 @attrs.frozen(eq=False, repr=False, slots=False)
 class WriteItems(Table, Columns[WriteItem]):
-    """A plan's `WriteItem`s.
+    """A plan's `WriteItem`s."""
 
-    Attributes:
-        catalog: Their tensors.
-        row: The row of the catalog of each item.
-        offsets, sizes: Each item's chunk, in the global frame of the checkpoint's tensor.
-        source_offsets: The start of the shard that holds it, in the global frame of the state
-            dict's tensor; None if every box starts where its shard does.
-        hint: The look-up hints; None if there are none.
-        frame: The boxes of the state dict that become the chunks; None if they are the chunks.
-            If there is a frame, ``source_offsets`` is as wide as its boxes.
-    """
-
-    catalog: Catalog
-    row: Ints
-    offsets: Ints
+    catalog: Catalog  # their tensors
+    row: Ints  # the row of the catalog of each item
+    offsets: Ints  # each item's chunk, in the global frame of the checkpoint's tensor
     sizes: Ints
+    # The start of the shard that holds it, in the global frame of the state dict's tensor; None if
+    # every box starts where its shard does.
     source_offsets: Ints | None = None
-    hint: Ints | None = None
+    hint: Ints | None = None  # the look-up hints; None if there are none
+    # The boxes of the state dict that become the chunks; None if they are the chunks. If there is a
+    # frame, ``source_offsets`` is as wide as its boxes.
     frame: SourceFrame | None = None
 
     @classmethod

@@ -25,33 +25,22 @@ _BYTES: Final = LoadItemType.BYTE_IO.value
 
 @attrs.frozen(eq=False, repr=False, slots=False)
 class ReadItems(Table, Columns[ReadItem]):
-    """A plan's `ReadItem`s; one row per read.
+    """A plan's `ReadItem`s; one row per read."""
 
-    Attributes:
-        names: The names that ``dest`` and ``storage`` number.
-        type: `LoadItemType` values.
-        ndim: The number of axes of each read, in the checkpoint.
-        dest, dest_anchor, dest_hint: The shard of the state dict: name, start, hint.
-        dest_offsets: Where the read goes, relative to that shard.
-        storage, storage_anchor, storage_hint: The saved chunk, likewise.
-        storage_offsets: Where the read comes from, relative to that chunk.
-        lengths: The size of the read, in elements.
-        frame: The boxes of the state dict that are filled, if they differ from what is read; then
-            the ``dest_`` columns, too, have their axes. All boxes are padded to the same width.
-    """
-
-    names: tuple[str, ...]
-    type: Ints
-    ndim: Ints
-    dest: Ints
+    names: tuple[str, ...]  # the names that ``dest`` and ``storage`` number
+    type: Ints  # `LoadItemType` values
+    ndim: Ints  # the number of axes of each read, in the checkpoint
+    dest: Ints  # the shard of the state dict: name, start, hint
     dest_anchor: Ints
     dest_hint: Ints
-    dest_offsets: Ints
-    storage: Ints
+    dest_offsets: Ints  # where the read goes, relative to that shard
+    storage: Ints  # the saved chunk, likewise
     storage_anchor: Ints
     storage_hint: Ints
-    storage_offsets: Ints
-    lengths: Ints
+    storage_offsets: Ints  # where the read comes from, relative to that chunk
+    lengths: Ints  # the size of the read, in elements
+    # The boxes of the state dict that are filled, if they differ from what is read; then the
+    # ``dest_`` columns, too, have their axes. All boxes are padded to the same width.
     frame: TargetFrame | None = None
 
     @classmethod

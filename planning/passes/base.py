@@ -55,32 +55,27 @@ def _ordered(value: Any) -> Any:
 
 @attrs.frozen(repr=False)
 class Step(Generic[P]):
-    """A pass that ships with shardplan: a value that knows its scope and prints as it was written.
+    """A pass of shardplan: a value that knows its scope and prints as it was written."""
 
-    Attributes:
-        factory: The function that made it.
-        args, options: The arguments of that function, frozen.
-        scope: ``"rank"`` or ``"world"``.
-        run: From plans to plans. A rank pass may get several plans at once, and treats each as if
-            it were alone.
-        undo: A function that returns the pass that undoes this one, or raises a ValueError; or a
-            text that says why there is none. See `inverse`.
-        assigns: Whether the pass only decides which holder of a replica writes it. Such a pass
-            means nothing for a load and cannot lose data.
-        shows_rank: Whether the pass shows plans, which know their rank, to a user's function.
-        keeps_names: Whether a pass that has an inverse leaves all names as they are.
-    """
-
-    factory: Callable[..., Any]
+    factory: Callable[..., Any]  # the function that made it
+    # The arguments of that function, frozen.
     args: tuple[Any, ...] = attrs.field(converter=frozen, eq=_ordered)
     options: Mapping[str, Any] = attrs.field(converter=frozen, eq=_ordered)
-    scope: Scope
+    scope: Scope  # ``"rank"`` or ``"world"``
+    # From plans to plans. A rank pass may get several plans at once, and treats each as if it were
+    # alone.
     run: Callable[[tuple[P, ...]], tuple[P, ...]] = attrs.field(eq=False)
+    # A function that returns the pass that undoes this one, or raises a ValueError; or a text that
+    # says why there is none. See `inverse`.
     undo: Callable[[], Step[P]] | str = attrs.field(
         default="the plans before it cannot be known after it", eq=False
     )
+    # Whether the pass only decides which holder of a replica writes it. Such a pass means nothing
+    # for a load and cannot lose data.
     assigns: bool = attrs.field(default=False, eq=False)
+    # Whether the pass shows plans, which know their rank, to a user's function.
     shows_rank: bool = attrs.field(default=False, eq=False)
+    # Whether a pass that has an inverse leaves all names as they are.
     keeps_names: bool = attrs.field(default=False, eq=False)
 
     def __call__(self, plans: tuple[P, ...]) -> tuple[P, ...]:
@@ -230,14 +225,11 @@ def _steps(passes: object) -> tuple[Any, ...]:
 
 @attrs.frozen
 class Stages(Generic[P]):
-    """A planner, cut at its first world pass.
+    """A planner, cut at its first world pass."""
 
-    Attributes:
-        own: The rank passes before the cut; each rank runs them over its own plan.
-        rest: The first world pass and all passes after it; run where all plans are known.
-    """
-
+    # The rank passes before the cut; each rank runs them over its own plan.
     own: tuple[Pass[P], ...]
+    # The first world pass and all passes after it; run where all plans are known.
     rest: tuple[Pass[P], ...]
 
     @classmethod

@@ -207,17 +207,11 @@ def assign(group: Ints, rank: Ints, weight: Ints, ranks: int) -> Ints:
 
 @attrs.frozen(eq=False)
 class Shared:
-    """Chunks with the same number of holders; one row per chunk.
+    """Chunks with the same number of holders; one row per chunk."""
 
-    Attributes:
-        number: The chunk's number among all chunks; ascending.
-        weight: Its bytes.
-        holders: The ranks that hold it, ascending; one column per holder.
-    """
-
-    number: Ints
-    weight: Ints
-    holders: Ints
+    number: Ints  # the chunk's number among all chunks; ascending
+    weight: Ints  # its bytes
+    holders: Ints  # the ranks that hold it, ascending; one column per holder
 
 
 def share_out(shared: Sequence[Shared], load: Ints) -> list[Ints]:

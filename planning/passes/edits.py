@@ -139,23 +139,14 @@ def _apply(plans: Plans, moved: Mapping[int, Sequence[Moved | None]]) -> Plans:
 
 @attrs.frozen(eq=False)
 class _Edited:
-    """A catalog after an edit.
+    """A catalog after an edit."""
 
-    Attributes:
-        catalog: The new catalog.
-        move: The number of the move of each old row; if it stays, -1 minus its number of axes.
-        first: The position in ``rows`` of the first target of each old row.
-        rows: The new rows of all targets.
-        shift: How much further the elements of each target go.
-        names: None for each name that no longer exists.
-    """
-
-    catalog: Catalog
-    move: Ints
-    first: Ints
-    rows: Ints
-    shift: Ints
-    names: dict[str, None]
+    catalog: Catalog  # the new catalog
+    move: Ints  # the number of the move of each old row; if it stays, -1 minus its number of axes
+    first: Ints  # the position in ``rows`` of the first target of each old row
+    rows: Ints  # the new rows of all targets
+    shift: Ints  # how much further the elements of each target go
+    names: dict[str, None]  # None for each name that no longer exists
 
     @classmethod
     def of(cls, catalog: Catalog, moved: Sequence[Moved | None], moves: dict[Move, int]) -> _Edited:

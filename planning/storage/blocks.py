@@ -34,19 +34,12 @@ BLOCK_BYTES: Final = 16 << 20
 
 @attrs.frozen(eq=False)
 class Blocks:
-    """The blocks of some boxes; one row a block, by box, then row-major.
+    """The blocks of some boxes; one row a block, by box, then row-major."""
 
-    Attributes:
-        box: The box that it is a block of.
-        offsets: Where it starts, relative to the box, in elements.
-        sizes: How large it is, in elements.
-        number: The block of its chunk that it is, or is a part of; see `cut_blocks`.
-    """
-
-    box: Ints
-    offsets: Ints
-    sizes: Ints
-    number: Ints
+    box: Ints  # the box that it is a block of
+    offsets: Ints  # where it starts, relative to the box, in elements
+    sizes: Ints  # how large it is, in elements
+    number: Ints  # the block of its chunk that it is, or is a part of; see `cut_blocks`
 
     def __len__(self) -> int:
         return len(self.box)
@@ -235,18 +228,12 @@ class ChunkTable:
     """Every chunk of some layouts of a checkpoint, laid end to end.
 
     Non-tensor values have the layout -1, which is also the last: one chunk, no axes.
-
-    Attributes:
-        layouts: The layouts.
-        first: Where each layout's chunks begin.
-        count: How many chunks each has.
-        offsets, sizes: One row a chunk, in the global frame, padded.
     """
 
-    layouts: tuple[Layout, ...]
-    first: Ints
-    count: Ints
-    offsets: Ints
+    layouts: tuple[Layout, ...]  # the layouts
+    first: Ints  # where each layout's chunks begin
+    count: Ints  # how many chunks each has
+    offsets: Ints  # one row a chunk, in the global frame, padded
     sizes: Ints
 
     @classmethod
@@ -295,25 +282,15 @@ def look_up(known: Ints, real: npt.NDArray[Any], wanted: Ints) -> Ints:
 
 @attrs.frozen(eq=False)
 class Located:
-    """The block in which each read begins; one row a read.
+    """The block in which each read begins; one row a read."""
 
-    Attributes:
-        entry: The number of the checkpoint's entry that is read.
-        chunk: The number of the chunk of it; -1 if there is no such chunk.
-        number: The number of the block of the chunk.
-        start: Where the block starts in the chunk, in elements.
-        sizes: How large it is, in elements.
-        extents: How large the chunk is.
-        inside: Whether the read also ends in that block.
-    """
-
-    entry: Ints
-    chunk: Ints
-    number: Ints
-    start: Ints
-    sizes: Ints
-    extents: Ints
-    inside: npt.NDArray[np.bool_]
+    entry: Ints  # the number of the checkpoint's entry that is read
+    chunk: Ints  # the number of the chunk of it; -1 if there is no such chunk
+    number: Ints  # the number of the block of the chunk
+    start: Ints  # where the block starts in the chunk, in elements
+    sizes: Ints  # how large it is, in elements
+    extents: Ints  # how large the chunk is
+    inside: npt.NDArray[np.bool_]  # whether the read also ends in that block
 
     @property
     def numel(self) -> Ints:

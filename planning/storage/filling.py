@@ -79,17 +79,11 @@ def partly_filled(plan: SavePlan, reads: ReadItems) -> frozenset[str]:
 
 @attrs.frozen
 class SavedElsewhere:
-    """Per-rank state that was saved on another number of ranks.
+    """Per-rank state that was saved on another number of ranks."""
 
-    Attributes:
-        name: Its name in the checkpoint, without a label.
-        names: The names of its parts as they would be on these ranks.
-        ranks: On how many it was saved.
-    """
-
-    name: str
-    names: tuple[str, ...]
-    ranks: int
+    name: str  # its name in the checkpoint, without a label
+    names: tuple[str, ...]  # the names of its parts as they would be on these ranks
+    ranks: int  # on how many it was saved
 
 
 def saved_elsewhere(

@@ -17,22 +17,15 @@ from ..tree import FrozenDict, freeze
 
 @attrs.frozen
 class RunEntry:
-    """A checkpoint of a run.
+    """A checkpoint of a run."""
 
-    Attributes:
-        name: Its folder.
-        created: When it was made, in seconds since 1970; None if that is not known.
-        whole: Whether all of it is there.
-        step: The step after which it was saved; None if that is not known.
-        metrics: What was measured at that step, by name.
-        in_use: Whether it must stay: it is being read, or another checkpoint refers to it.
-    """
-
-    name: str
-    created: float | None
-    whole: bool = True
-    step: int | None = None
+    name: str  # its folder
+    created: float | None  # when it was made, in seconds since 1970; None if that is not known
+    whole: bool = True  # whether all of it is there
+    step: int | None = None  # the step after which it was saved; None if that is not known
+    # What was measured at that step, by name.
     metrics: Mapping[str, float] = attrs.field(factory=FrozenDict, converter=freeze)
+    # Whether it must stay: it is being read, or another checkpoint refers to it.
     in_use: bool = False
 
     @property
@@ -112,17 +105,11 @@ class Keep:
 
 @attrs.frozen
 class LeftFile:
-    """A file that a killed save may have left behind.
+    """A file that a killed save may have left behind."""
 
-    Attributes:
-        name: The file.
-        save: The save that wrote it.
-        modified: When it was written, in seconds since 1970.
-    """
-
-    name: str
-    save: str
-    modified: float
+    name: str  # the file
+    save: str  # the save that wrote it
+    modified: float  # when it was written, in seconds since 1970
 
 
 class Retained(NamedTuple):

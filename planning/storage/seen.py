@@ -16,16 +16,12 @@ from .target import held_tensors
 
 @attrs.frozen(eq=False)
 class Seen:
-    """A checkpoint as the state dict sees it.
+    """A checkpoint as the state dict sees it."""
 
-    Attributes:
-        metadata: The tensors and values of the state dict.
-        items: The boxes of the checkpoint's tensors that make them up. The names of items are the
-            state dict's, their sources the checkpoint's whole tensors. A fill is an element that
-            the planner leaves out, so that the checkpoint does not have it.
-    """
-
-    metadata: Metadata
+    metadata: Metadata  # the tensors and values of the state dict
+    # The boxes of the checkpoint's tensors that make them up. The names of items are the state
+    # dict's, their sources the checkpoint's whole tensors. A fill is an element that the planner
+    # leaves out, so that the checkpoint does not have it.
     items: WriteItems
 
 

@@ -32,19 +32,12 @@ _MOST_RANGES: Final = 1 << 16  # of a block
 
 @attrs.frozen
 class FileTensor:
-    """A whole tensor in a file.
+    """A whole tensor in a file."""
 
-    Attributes:
-        name: Its name.
-        dtype: What it is stored as.
-        shape: Its shape, in elements.
-        begin: Where it begins, in bytes counted from the end of the file's header.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int = 0
+    name: str  # its name
+    dtype: str  # what it is stored as
+    shape: tuple[int, ...]  # its shape, in elements
+    begin: int = 0  # where it begins, in bytes counted from the end of the file's header
 
     @property
     def end(self) -> int:
@@ -98,19 +91,12 @@ class Spot:
 
 @attrs.frozen(eq=False, repr=False)
 class SharedPlan(Printed):
-    """What one rank writes into files that it shares. Columns have one row an item of its plan.
+    """What one rank writes into files that it shares. Columns have one row an item of its plan."""
 
-    Attributes:
-        plan: The rank's save plan.
-        file: The file of each item; -1 for what no file holds: values, and names tied to others.
-        begin: Where the item's whole tensor begins in that file, in bytes.
-        rank: The rank.
-    """
-
-    plan: SavePlan
-    file: Ints
-    begin: Ints
-    rank: int = 0
+    plan: SavePlan  # the rank's save plan
+    file: Ints  # the file of each item; -1 for what no file holds: values, and names tied to others
+    begin: Ints  # where the item's whole tensor begins in that file, in bytes
+    rank: int = 0  # the rank
 
     @property
     def files(self) -> list[int]:

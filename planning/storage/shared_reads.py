@@ -35,25 +35,15 @@ coordinator some 12 s and 4 GB."""
 
 @attrs.frozen
 class Need:
-    """What one rank needs of a checkpoint.
+    """What one rank needs of a checkpoint."""
 
-    Attributes:
-        fetched: Bytes that it would fetch alone: what it needs, and narrow gaps in between.
-        names: A fingerprint of the names of all tensors that it reads, in whole or in part.
-        size: Bytes of these tensors, whole.
-        reads: The number of reads in its plan.
-        total: Bytes of all tensors of the checkpoint.
-        host: The machine it runs on.
-        is_local: Whether the checkpoint is on a local path.
-    """
-
-    fetched: int
-    names: str
-    size: int
-    reads: int
-    total: int
-    host: str
-    is_local: bool
+    fetched: int  # bytes that it would fetch alone: what it needs, and narrow gaps in between
+    names: str  # a fingerprint of the names of all tensors that it reads, in whole or in part
+    size: int  # bytes of these tensors, whole
+    reads: int  # the number of reads in its plan
+    total: int  # bytes of all tensors of the checkpoint
+    host: str  # the machine it runs on
+    is_local: bool  # whether the checkpoint is on a local path
 
 
 def need_of(plan: LoadPlan, metadata: Metadata, max_gap: int, *, host: str, is_local: bool) -> Need:
@@ -145,53 +135,34 @@ class Arrival:
 
 @attrs.frozen
 class Piece:
-    """A region that this rank reads for others, and perhaps for itself.
+    """A region that this rank reads for others, and perhaps for itself."""
 
-    Attributes:
-        read: The row of the round's reads that brings it.
-        offsets, sizes: The region in the box of that read, in elements.
-        nbytes: Its size in bytes.
-        targets: The ranks it is sent to.
-        items: The rows of the plan's own reads that it fills.
-    """
-
-    read: int
-    offsets: tuple[int, ...]
+    read: int  # the row of the round's reads that brings it
+    offsets: tuple[int, ...]  # the region in the box of that read, in elements
     sizes: tuple[int, ...]
-    nbytes: int
-    targets: tuple[int, ...]
-    items: tuple[int, ...]
+    nbytes: int  # its size in bytes
+    targets: tuple[int, ...]  # the ranks it is sent to
+    items: tuple[int, ...]  # the rows of the plan's own reads that it fills
 
 
 @attrs.frozen(eq=False)
 class Round:
-    """What a rank does in one round.
+    """What a rank does in one round."""
 
-    Attributes:
-        arrivals: What it receives, in the order of sending.
-        reads: What it reads from storage, and ``dtypes``, what each read is stored as.
-        pieces: What it sends of that, in the order of sending.
-    """
-
-    arrivals: tuple[Arrival, ...]
-    reads: ReadItems
+    arrivals: tuple[Arrival, ...]  # what it receives, in the order of sending
+    reads: ReadItems  # what it reads from storage, and ``dtypes``, what each read is stored as
     dtypes: tuple[str, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece, ...]  # what it sends of that, in the order of sending
 
 
 @attrs.frozen(eq=False)
 class SharedRounds:
-    """One rank's part of a shared load.
+    """One rank's part of a shared load."""
 
-    Attributes:
-        rounds: The rounds in which it reads for others or receives anything, in order.
-        rest: The rows of the plan's own reads that are read straight from storage.
-        read: Bytes of tensors that it reads from storage, for itself and for others.
-    """
-
+    # The rounds in which it reads for others or receives anything, in order.
     rounds: tuple[Round, ...]
-    rest: tuple[int, ...]
-    read: int
+    rest: tuple[int, ...]  # the rows of the plan's own reads that are read straight from storage
+    read: int  # bytes of tensors that it reads from storage, for itself and for others
 
     @property
     def received(self) -> int:
@@ -266,25 +237,16 @@ class _Batch:
 
 @attrs.frozen(eq=False)
 class _Table:
-    """A plan's reads, one row each: those of its transfers, then its own.
+    """A plan's reads, one row each: those of its transfers, then its own."""
 
-    Attributes:
-        plan, metadata: The plan, and the checkpoint.
-        reads, located: The reads, and the blocks they lie in.
-        by_name: The checkpoint's entries in order of their names.
-        width: Bytes of one element.
-        region: Which region of the checkpoint is read; all ranks number them in the same order.
-        fetched: Elements that are fetched if the region is read alone.
-    """
-
-    plan: LoadPlan
+    plan: LoadPlan  # the plan, and the checkpoint
     metadata: Metadata
-    reads: ReadItems
+    reads: ReadItems  # the reads, and the blocks they lie in
     located: Located
-    by_name: Ints
-    width: Ints
-    region: Ints
-    fetched: Ints
+    by_name: Ints  # the checkpoint's entries in order of their names
+    width: Ints  # bytes of one element
+    region: Ints  # which region of the checkpoint is read; all ranks number them in the same order
+    fetched: Ints  # elements that are fetched if the region is read alone
 
     @classmethod
     def of(cls, plan: LoadPlan, metadata: Metadata, block_bytes: int, max_gap: int) -> _Table:

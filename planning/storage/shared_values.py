@@ -28,19 +28,13 @@ def value_reads(items: ReadItems) -> list[ValueRead]:
 
 @attrs.frozen
 class ValueExchange:
-    """One rank's part in an exchange of values.
+    """One rank's part in an exchange of values."""
 
-    Attributes:
-        wanted: All values that this rank fills.
-        alone: Those among them that it reads for itself alone.
-        send: Per rank, the names of the values that this rank reads and sends to it.
-        sources: The ranks that send values to this one, ascending.
-    """
-
-    wanted: Sequence[ValueRead]
-    alone: Sequence[ValueRead]
+    wanted: Sequence[ValueRead]  # all values that this rank fills
+    alone: Sequence[ValueRead]  # those among them that it reads for itself alone
+    # Per rank, the names of the values that this rank reads and sends to it.
     send: Mapping[int, Sequence[str]]
-    sources: Sequence[int]
+    sources: Sequence[int]  # the ranks that send values to this one, ascending
 
     @property
     def read(self) -> list[str]:

@@ -45,23 +45,16 @@ _NESTING: Final = ("paths", "empty", "nodes")  # what planner data says of neste
 
 @attrs.frozen(eq=False)
 class Target:
-    """A checkpoint to be made.
+    """A checkpoint to be made."""
 
-    Attributes:
-        plans: What to write; each is written by one process, as if it were a rank.
-        metadata: What the checkpoint will hold.
-        tied: Names that share another's elements, and those others.
-        left_out: Names of values that the format cannot hold.
-        dropped: Names in the old checkpoint of what the planner left out.
-        trace: What each pass of the planner did, if that was asked for.
-    """
-
+    # What to write; each is written by one process, as if it were a rank.
     plans: tuple[SavePlan, ...]
-    metadata: Metadata
+    metadata: Metadata  # what the checkpoint will hold
+    # Names that share another's elements, and those others.
     tied: Mapping[str, str] = attrs.field(factory=dict)
-    left_out: tuple[str, ...] = ()
-    dropped: tuple[str, ...] = ()
-    trace: PlannerTrace | None = None
+    left_out: tuple[str, ...] = ()  # names of values that the format cannot hold
+    dropped: tuple[str, ...] = ()  # names in the old checkpoint of what the planner left out
+    trace: PlannerTrace | None = None  # what each pass of the planner did, if that was asked for
 
 
 class Traits(Protocol):

@@ -74,25 +74,15 @@ _SHOWN: Final = 20  # rows of a printed plan
 
 @attrs.frozen(eq=False, repr=False)
 class WritePlan(Printed):
-    """What one rank writes where. Columns have one row an item of its save plan.
+    """What one rank writes where. Columns have one row an item of its save plan."""
 
-    Attributes:
-        plan: The save plan.
-        names: The rank's files.
-        file: The file that each item goes to; non-tensor values go to the first one.
-        order: The items by file, and within a file in the order in which they are written.
-        begin: Where each item begins, counted from the end of its file's header, in bytes.
-        nbytes: How many bytes each has.
-        block_bytes: The most bytes of a block.
-    """
-
-    plan: SavePlan
-    names: tuple[str, ...]
-    file: Ints
-    order: Ints
-    begin: Ints
-    nbytes: Ints
-    block_bytes: int
+    plan: SavePlan  # the save plan
+    names: tuple[str, ...]  # the rank's files
+    file: Ints  # the file that each item goes to; non-tensor values go to the first one
+    order: Ints  # the items by file, and within a file in the order in which they are written
+    begin: Ints  # where each item begins, counted from the end of its file's header, in bytes
+    nbytes: Ints  # how many bytes each has
+    block_bytes: int  # the most bytes of a block
 
     def rows(self, number: int) -> Ints:
         """Return the items of one file, in the order in which they are written."""
@@ -239,17 +229,11 @@ def parse_size(size: int | str) -> int:
 
 @attrs.frozen
 class Shards:
-    """The files of one rank.
+    """The files of one rank."""
 
-    Attributes:
-        first: The number of its first file among those of all ranks, from 0.
-        count: How many files all ranks write.
-        names: The tensors of each of its files.
-    """
-
-    first: int
-    count: int
-    names: tuple[tuple[str, ...], ...]
+    first: int  # the number of its first file among those of all ranks, from 0
+    count: int  # how many files all ranks write
+    names: tuple[tuple[str, ...], ...]  # the tensors of each of its files
 
 
 def assign_shards(
