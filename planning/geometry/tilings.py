@@ -230,10 +230,6 @@ class Boxes(Tiling):
 def tile(offsets: npt.ArrayLike, sizes: npt.ArrayLike) -> Tiling:
     """Return the tiling of these chunks: a Grid if they form one in row-major order, else Boxes.
 
-    Args:
-        offsets: One row per chunk, one column per axis.
-        sizes: Likewise.
-
     >>> tile([[0], [2], [4]], [[2], [2], [2]])
     Grid(0:2:4:6)
     """

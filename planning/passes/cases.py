@@ -43,12 +43,9 @@ class Cases:
 
     @classmethod
     def of(cls, every: Sequence[WriteItems], move: Ints, moves: Sequence[Move]) -> Numbered:
-        """Find the cases of the items of all plans.
+        """Find the cases of the items of all plans, given the number of each item's move.
 
-        Args:
-            every: The items of each plan.
-            move: The number of each item's move; if it stays, -1 minus its number of axes.
-            moves: The moves.
+        If an item stays, that is -1 minus its number of axes.
         """
         wide = max(items.catalog.axes for items in every)
         offsets = np.concatenate([pad(items.offsets, wide, 0) for items in every])

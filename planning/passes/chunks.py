@@ -130,8 +130,8 @@ def _replace(
         shift[where] = offsets[mine, :axes] - items.offsets[where]
         now_sizes[where] = sizes[mine, :axes]
         stay = np.flatnonzero(~dropped[first[rank] : first[rank + 1]])
-        cut = cut_items(items, stay, shift[stay], now_sizes[stay])
-        plans.append(attrs.evolve(plan, items=cut.items))
+        cut, _ = cut_items(items, stay, shift[stay], now_sizes[stay])
+        plans.append(attrs.evolve(plan, items=cut))
     return tuple(plans)
 
 
@@ -174,7 +174,7 @@ def _split_items(items: WriteItems, max_bytes: int) -> WriteItems:
     parts = np.maximum(-(-items.sizes // step), 1)
     row, cell = expand(parts)
     begin = cell * step[row]
-    return cut_items(items, row, begin, np.minimum(step[row], items.sizes[row] - begin)).items
+    return cut_items(items, row, begin, np.minimum(step[row], items.sizes[row] - begin))[0]
 
 
 def assign(group: Ints, rank: Ints, weight: Ints, ranks: int) -> Ints:

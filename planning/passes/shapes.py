@@ -25,7 +25,7 @@ from ..errors import Issue, PlanError, listed
 from ..plans import SavePlan
 from ..records import fill_value
 from .base import Step, frozen
-from .edits import Edit, Misfit, run_edits
+from .edits import Edit, Match, Misfit, check_names, filled, matched, numbered, run_edits
 from .keys import catalogs_of
 
 from .moves import (  # isort: skip
@@ -40,7 +40,6 @@ from .moves import (  # isort: skip
     trim_move,
     unstack_move,
 )  # fmt: skip
-from .patterns import Match, check_names, filled, matched, numbered
 
 _NAMED: Final = 8  # missing tensors to name
 

@@ -142,7 +142,7 @@ def _split_items(
         offsets=np.where(aligned, offsets, 0),
         extents=np.where(aligned, extents, lengths),
     )
-    return cut_reads(reads, blocks.box, blocks.offsets[:, :axes], blocks.sizes[:, :axes]).reads
+    return cut_reads(reads, blocks.box, blocks.offsets[:, :axes], blocks.sizes[:, :axes])[0]
 
 
 def read_on(reader: int) -> Step[LoadPlan]:
@@ -318,4 +318,4 @@ def _cut(
     shift[len(whole) :] = (pieces.offsets - offsets[hit][pieces.box])[:, :width]
     lengths = np.concatenate([reads.lengths[whole], pieces.sizes[:, :width]])
     order = np.argsort(at, kind="stable")
-    return cut_reads(reads, at[order], shift[order], lengths[order]).reads
+    return cut_reads(reads, at[order], shift[order], lengths[order])[0]

@@ -56,14 +56,8 @@ def cut_blocks(
     """Cut boxes into blocks: by rows where a row fits into a block, else within rows.
 
     A box that is a part of a chunk may be cut where the chunk's own blocks end, so that parts of
-    one block that come in several boxes can be put together again.
-
-    Args:
-        sizes: How large each box is, in elements; one row a box.
-        itemsize: Bytes of an element.
-        max_bytes: The most bytes of a block, which has at least one element.
-        offsets: Where each box starts in its chunk, in elements; by default at its start.
-        extents: How large that chunk is; by default as large as the box.
+    one block that come in several boxes can be put together again. Then ``offsets`` says where it
+    starts in that chunk, and ``extents`` how large the chunk is.
 
     >>> cut_blocks(np.array([[5, 4]]), np.array([4]), 32).sizes.tolist()
     [[2, 4], [2, 4], [1, 4]]
@@ -125,8 +119,8 @@ def group_blocks(
 ) -> list[tuple[int, int]]:
     """Group blocks of a file, in order, into tasks of neighbours; return which rows each has.
 
-    A task has at most ``max_blocks`` blocks, and less than ``max_bytes`` bytes in all of them
-    but the last.
+    A task has at most ``max_blocks`` blocks, and less than ``max_bytes`` bytes in all of them but
+    the last.
 
     >>> group_blocks(np.array([0, 4, 8, 20]), np.array([4, 4, 4, 4]), max_bytes=8)
     [(0, 2), (2, 3), (3, 4)]
@@ -144,9 +138,9 @@ _SMALL: Final = 1 << 16  # bytes of a block where several threads would only wai
 
 
 def write_tasks(nbytes: Ints) -> list[tuple[int, int]]:
-    """Group the blocks of a file to be written into tasks of threads; return which rows each has.
+    """Group the blocks of a file to be written into tasks of threads: only one if they are tiny.
 
-    There is a single task if blocks are tiny.
+    Return which rows each has.
 
     >>> write_tasks(np.full(4, 10 << 20)), write_tasks(np.full(4, 1))
     ([(0, 2), (2, 4)], [(0, 4)])
@@ -314,11 +308,9 @@ def entries_of(metadata: Metadata, reads: ReadItems) -> tuple[Ints, Ints]:
 def find_chunks(metadata: Metadata, items: ReadItems) -> Ints:
     """Return the number of the chunk, among its tensor's, that each read is of.
 
-    The hint of a read is tried first: plans that were just made have right ones. But a plan may
-    come from anywhere, or from a time at which the tensor was cut differently.
-
-    Raises:
-        PlanError: There is no such tensor, no chunk that starts there, or the read reaches past it.
+    Raise PlanError if there is none, or the read reaches past it. The hint of a read is tried
+    first. But a plan may come from anywhere, or from a time at which the tensor was cut
+    differently.
     """
     entries = metadata.state_dict_metadata
     used, _, layout = numbered(entries_of(metadata, items)[1])

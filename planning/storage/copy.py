@@ -351,8 +351,7 @@ def copy_budget(
 ) -> CopyBudget:
     """Divide memory: a quarter for reads under way, the rest for files in the making.
 
-    ``read_staging`` and ``write_staging`` are the bytes that a read of the old checkpoint's store
-    and a write to the new one's hold on the way.
+    Stores hold ``read_staging`` bytes of a read and ``write_staging`` of a write on the way.
 
     >>> copy_budget(192 << 20, write_staging=64 << 20)
     CopyBudget(files=1, depth=1, reading=50331648)

@@ -71,7 +71,7 @@ class Best:
     def of(self, entries: Iterable[RunEntry]) -> list[RunEntry]:
         """Return the best of some checkpoints, the best first; of equals, the newest first.
 
-        Checkpoints without the metric, or for which it is not a number, do not count.
+        Those without the metric, or for which it is not a number, do not count.
         """
         sign = 1.0 if self.mode == "min" else -1.0
         known = [e for e in entries if not math.isnan(e.metrics.get(self.metric, math.nan))]
@@ -126,9 +126,7 @@ def by_age(entries: Iterable[RunEntry]) -> list[RunEntry]:
 
 
 def retain(entries: Iterable[RunEntry], policy: Keep) -> Retained:
-    """Choose which checkpoints stay and which go.
-
-    What is not whole, or has no time, is in neither list.
+    """Choose which checkpoints stay and which go. What is not whole, or has no time, is in neither.
 
     >>> steps = [RunEntry("9", 1.0, step=9), RunEntry("10", 2.0, step=10), RunEntry("11", 3.0)]
     >>> retain(steps, Keep(last=1))

@@ -128,10 +128,7 @@ class SharedPlan(Printed):
     def ranges(self, item: int, offsets: Sequence[int], sizes: Sequence[int]) -> ByteRanges:
         """Return the bytes of the file that a box of an item takes, in row-major order.
 
-        Args:
-            item: The item.
-            offsets: Where the box starts, relative to the item's chunk, in elements.
-            sizes: How large it is, in elements.
+        The box is relative to the item's chunk.
         """
         items = self.plan.items
         row, axes = items.row[item], len(sizes)
@@ -200,8 +197,7 @@ def common_ties(
     Args:
         metadata: What is saved.
         plans: What each rank writes.
-        held: By rank, names in its state dict of tensors that are the same memory as an earlier
-            one, and that one's name.
+        held: By rank, names of tensors in the memory of an earlier one, and that one's name.
         reserved: Names that are never tied.
 
     Two ranks write halves of a tensor under two names, and one of them holds two copies:

@@ -13,9 +13,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Final
+from typing import Final, NamedTuple
 
 import attrs
 import numpy as np
@@ -98,8 +98,8 @@ def sharing_pays(needs: Sequence[Need]) -> bool:
     """Return True if reading once and sending is cheaper than reading more than once.
 
     If ranks fetch more bytes than there are in the tensors that they need, or in all, some fetch
-    the same. Planning for all of them takes the coordinator time and memory, though, and a local
-    disk is read faster than other ranks can send.
+    the same. Planning for all takes the coordinator time and memory, though, and a local disk is
+    read faster than other ranks can send.
 
     >>> needs = [Need(9, f"tensors of {r}", 9, 1, 12, "host", is_local=False) for r in range(4)]
     >>> sharing_pays(needs), sharing_pays(needs[:1])
@@ -221,10 +221,7 @@ def shared_rounds(
 
 @attrs.frozen
 class _Batch:
-    """Regions that are read as one: a region alone, or all those that make up a block.
-
-    ``regions`` has the rows of each region; transfers come before own reads.
-    """
+    """Regions that are read as one: a region alone, or all those that make up a block."""
 
     regions: list[list[int]]
     is_block: bool
@@ -353,3 +350,58 @@ class _Table:
         entries = self.metadata.state_dict_metadata
         dtype: str = entries.props[entries.prop[self.located.entry[row]]].dtype
         return dtype
+
+
+class ValueRead(NamedTuple):
+    """A value, by its name in the state dict and its name in the checkpoint."""
+
+    dest: str
+    name: str
+
+
+def value_reads(items: ReadItems) -> list[ValueRead]:
+    """Return the values among some reads."""
+    rows = np.flatnonzero(items.type == LoadItemType.BYTE_IO.value).tolist()
+    return [ValueRead(items.names[items.dest[r]], items.names[items.storage[r]]) for r in rows]
+
+
+@attrs.frozen
+class ValueExchange:
+    """One rank's part in an exchange of values."""
+
+    wanted: Sequence[ValueRead]  # all values that this rank fills
+    alone: Sequence[ValueRead]  # those among them that it reads for itself alone
+    # Per rank, the names of the values that this rank reads and sends to it.
+    send: Mapping[int, Sequence[str]]
+    sources: Sequence[int]  # the ranks that send values to this one, ascending
+
+    @property
+    def read(self) -> list[str]:
+        """The names of the values that this rank reads for others."""
+        return sorted({name for names in self.send.values() for name in names})
+
+
+def value_exchange(plan: LoadPlan, rank: int, value_bytes: Callable[[str], int]) -> ValueExchange:
+    """Return one rank's part in the exchange of the values of a plan with transfers.
+
+    Values with no bytes of their own, by ``value_bytes``, are kept with the metadata, which every
+    rank has; they do not travel.
+    """
+    transfers = plan.transfers
+    rows = np.flatnonzero(transfers.reads.type == LoadItemType.BYTE_IO.value)
+    names = [read.name for read in value_reads(transfers.reads)]
+    sent: dict[int, list[str]] = {}
+    sources, travelling = set[int](), set[str]()
+    ends = zip(transfers.source[rows].tolist(), transfers.target[rows].tolist(), strict=True)
+    for name, (source, target) in zip(names, ends, strict=True):
+        if not value_bytes(name):
+            continue
+        travelling.add(name)
+        if source == rank:
+            sent.setdefault(target, []).append(name)
+        else:
+            sources.add(source)
+    coming = transfers.reads.take(np.flatnonzero(transfers.target == rank))
+    wanted = value_reads(plan.items) + value_reads(coming)
+    alone = [read for read in wanted if read.name not in travelling]
+    return ValueExchange(wanted, alone, sent, sorted(sources))

@@ -122,16 +122,10 @@ def write_plan(
     value_bytes: Mapping[str, int] | None = None,
     block_bytes: int = BLOCK_BYTES,
 ) -> WritePlan:
-    """Plan where each item of a rank's plan is written.
+    """Plan where each item of a rank's plan, as `global_plan` returned it, is written.
 
-    Args:
-        plan: The rank's plan, as `global_plan` returned it.
-        rank: Which rank it is.
-        save_id: The name of the save, part of every file's name.
-        value_bytes: How many bytes non-tensor values take in a file, by name; by default none.
-        block_bytes: The most bytes of a block.
-
-    Of a tensor ``b`` and two halves of ``w``, the second half has a file of its own:
+    Non-tensor values take ``value_bytes`` in a file, by name; by default none. Of a tensor ``b``
+    and two halves of ``w``, the second half has a file of its own:
 
     >>> from shardplan.planning import TensorSpec, local_plan, split_chunks
     >>> sd = {"b": TensorSpec((2,), "bfloat16"), "w": TensorSpec((4,))}
@@ -211,9 +205,6 @@ def parse_size(size: int | str) -> int:
 
     >>> parse_size("5GB"), parse_size("1.5 MiB"), parse_size(1000)
     (5000000000, 1572864, 1000)
-
-    Raises:
-        ValueError: It is not a size.
     """
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", size, re.IGNORECASE)
@@ -270,10 +261,8 @@ def number_shards(
 ) -> tuple[SavePlan, ...]:
     """Note in the plans of all ranks which files each writes; `shards_of` reads it.
 
-    Names in ``tied`` share another's elements, and take no room.
-
-    Raises:
-        RefusedError: Some tensor is not whole on a rank.
+    Names in ``tied`` share another's elements, and take no room. Raise RefusedError if a tensor is
+    not whole on a rank.
     """
     refuse_split(plans)
     tied = tied or {}
