@@ -180,8 +180,6 @@ VALUE_NAMES = st.sampled_from(["a", "b", INSIDE])
 # Per value and rank that wants it, the rank that reads it.
 RANK = st.integers(0, RANKS - 1)
 WANTED_VALUES = st.dictionaries(st.tuples(VALUE_NAMES, RANK), RANK)
-    st.tuples(VALUE_NAMES, st.integers(0, RANKS - 1)), st.integers(0, RANKS - 1)
-)
 
 
 def read(name):
