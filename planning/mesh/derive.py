@@ -22,7 +22,7 @@ from ..dtypes import dtype_name
 from ..errors import PlanError, RefusedError
 from ..metadata import Metadata
 from ..nodes import children_of, is_node, node_data
-from ..passes.chunks import Shared, share_out
+from ..passes.shares import Shared, share_out
 from ..plans import SavePlan
 from ..tensors import kind_of, placement_of, spec_of
 from ..tree import _is_leaf, is_tensor
@@ -176,8 +176,8 @@ def _writers(plans: WorldPlans, shares: Sequence[_Shares]) -> _Writers:
         ranks = np.concatenate([share.holders for share in own])
         shared.append(Shared((rows[row] << 32) + chunk, weight, ranks))
     writers = [
-        np.take_along_axis(chunks.holders, holder[:, None], axis=1)[:, 0]
-        for chunks, holder in zip(shared, share_out(shared, load), strict=True)
+        np.take_along_axis(chunks.holders, shares.holder[:, None], axis=1)[:, 0]
+        for chunks, shares in zip(shared, share_out(shared, load), strict=True)
     ]
     return _Writers(first, np.concatenate([column([]), *writers]))
 
