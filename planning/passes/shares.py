@@ -216,14 +216,15 @@ def _poured(chunks: Shared, given: Shares, load: Ints, mean: float) -> Shares:
     return shares.take(np.argsort(shares.chunk, kind="stable"))
 
 
-def _level(loads: Ints, total: Ints) -> Ints:
+def _level(loads: Ints, total: Ints) -> npt.NDArray[np.float64]:
     """Return how high water stands in sets of ranks, given their loads and how much is poured in.
 
     >>> _level(np.array([[0, 10], [0, 1]]), np.array([5, 5])).tolist()
     [5.0, 3.0]
     """
     filled = np.cumsum(np.sort(loads, axis=1), axis=1) + total[:, None]
-    return (filled / np.arange(1, loads.shape[1] + 1)).min(axis=1)
+    level: npt.NDArray[np.float64] = (filled / np.arange(1, loads.shape[1] + 1)).min(axis=1)
+    return level
 
 
 def _pour(weight: Ints, which: Ints, loads: Ints) -> Shares:
@@ -284,8 +285,8 @@ def cut_boxes(shares: Shares, sizes: Ints, is_value: npt.NDArray[np.bool_], leas
     ends = []
     for place in (shares.low, shares.high):
         near = np.rint(place / weight * length / step).astype(np.int64) * step
-        near = np.where(whole, np.where(2 * place < weight, 0, length), near)
-        ends.append(np.where((length - near < step) | (place == weight), length, near))
+        near = np.where((length - near < step) | (place == weight), length, near)
+        ends.append(np.where(whole, np.where(2 * place < weight, 0, length), near))
     begin, end = ends
     offsets, sizes = np.zeros_like(sizes), sizes.copy()
     offsets[row, axis], sizes[row, axis] = begin, end - begin
