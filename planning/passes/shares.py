@@ -19,7 +19,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Ints, Table, distinct, group_rows, numbered
+from ..columns.arrays import Ints, Table, distinct, group_rows, numbered, pad
 
 _EVEN: Final = 1.05  # max over mean: pour or search above this
 _GOOD: Final = 1.001  # max over mean: stop the search below this
@@ -274,7 +274,7 @@ def cut_boxes(shares: Shares, sizes: Ints, is_value: npt.NDArray[np.bool_], leas
     >>> cuts.offsets.tolist(), cuts.sizes.tolist()
     ([[0, 0], [0, 8]], [[1, 8], [1, 4]])
     """
-    row = np.arange(len(sizes))
+    row, axes, sizes = np.arange(len(sizes)), sizes.shape[1], pad(sizes, 1, 1)
     _, last, which = numbered(shares.chunk[::-1])
     weight = shares.high[::-1][last][which][::-1]  # of the whole chunk
     fine = sizes * least >= weight[:, None]
@@ -291,7 +291,7 @@ def cut_boxes(shares: Shares, sizes: Ints, is_value: npt.NDArray[np.bool_], leas
     offsets, sizes = np.zeros_like(sizes), sizes.copy()
     offsets[row, axis], sizes[row, axis] = begin, end - begin
     kept = begin < end
-    return Cuts(shares.take(kept), offsets[kept], sizes[kept])
+    return Cuts(shares.take(kept), offsets[kept, :axes], sizes[kept, :axes])
 
 
 def _search(shared: Sequence[Shared], chosen: Sequence[Ints], base: Ints, best: int) -> list[Ints]:
