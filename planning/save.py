@@ -134,7 +134,7 @@ def global_plan(
     # Passes that only choose who writes lose nothing, once the checkpoint is known to be whole.
     issues = source_issues(world)
     world = World.of(chain(*rest)(world))
-    nesting = _merge_nesting(world)
+    nesting = merge_nesting(world)
     if nesting.filled:
         world = _give_way(world, nesting.filled)
     issues += [*nesting.issues, *world_issues(world)]
@@ -231,7 +231,7 @@ class _Nesting:
     filled: frozenset[str]  # dicts that are empty on some ranks and have contents on others
 
 
-def _merge_nesting(world: World) -> _Nesting:
+def merge_nesting(world: World) -> _Nesting:
     """Merge the paths of all ranks' nested keys, and collect their other data."""
     paths: dict[str, Any] = {}
     holders: dict[str, int] = {}  # a rank that has each

@@ -6,7 +6,9 @@ from ..door import door
 
 if TYPE_CHECKING:  # the same names as below, by module
     # isort: off
-    from .derive import DerivedPlans, derive_plans, described_plans, layout_key, on_meta
+    from .derive import DerivedPlans, derive_plans
+    from .descriptions import Description, JoinedPlans, derive_joined, describe
+    from .keys import layout_key, on_meta
     from .placements import (
         Mesh, Only, Placement, Replicate, Shard, StridedShard, TensorSpec, as_mesh, local_chunks,
     )  # fmt: skip
@@ -20,7 +22,9 @@ if TYPE_CHECKING:  # the same names as below, by module
 __getattr__, __dir__ = door(
     __name__,
     {
-        "derive": "DerivedPlans derive_plans described_plans layout_key on_meta",
+        "derive": "DerivedPlans derive_plans",
+        "descriptions": "Description JoinedPlans derive_joined describe",
+        "keys": "layout_key on_meta",
         "placements": (
             "Mesh Only Placement Replicate Shard StridedShard TensorSpec as_mesh local_chunks"
         ),
