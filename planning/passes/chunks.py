@@ -88,7 +88,7 @@ def _balance(min_bytes: int | None, plans: tuple[SavePlan, ...]) -> tuple[SavePl
     group = _groups(rows)
     first, shared, load = by_holders(group, rows.rank, rows.nbytes, len(world))
     least, keep, cuts = min_bytes or least_share(shared, load), np.bincount(group)[group] == 1, []
-    for chunks, shares in zip(shared, share_out(shared, load, cut=True), strict=True):
+    for chunks, shares in zip(shared, share_out(shared, load, least=least), strict=True):
         row, parts = first[chunks.number[shares.chunk]], parts_of(chunks, shares)
         keep[(row + shares.holder)[~parts]] = True
         value = rows.prop[rows.tensor[row[parts]]] < 0

@@ -26,7 +26,8 @@ _GOOD: Final = 1.001  # max over mean: stop the search below this
 _FEW: Final = 256  # search only with at most this many chunks
 _WORK: Final = 1 << 17  # holders that a search looks at
 _MANY: Final = 16  # sets of ranks from which on they are handled together
-_LEAST: Final = (1 << 16, 1 << 20)  # bytes of the smallest share: from, to
+SMALLEST: Final = 1 << 16  # bytes of the smallest share, at least
+_LARGEST: Final = 1 << 20  # and at most
 _PARTS: Final = 32  # what a rank writes is this many of the smallest shares
 
 
@@ -49,16 +50,16 @@ class Shares(Table):
     high: Ints  # its end; a whole chunk is one share
 
 
-def share_out(shared: Sequence[Shared], load: Ints, *, cut: bool = False) -> list[Shares]:
+def share_out(shared: Sequence[Shared], load: Ints, *, least: int = 0) -> list[Shares]:
     """Share chunks out to their holders so that the bytes per rank are even.
 
     Args:
         shared: The chunks, those with the fewest holders first.
         load: The bytes that each rank writes already.
-        cut: Whether chunks may be cut.
+        least: The bytes of the smallest share that a chunk is cut into; 0 if none may be cut.
 
     >>> chunks = Shared(np.arange(2), np.array([1 << 20, 1 << 22]), np.array([[0, 1], [0, 1]]))
-    >>> (shares,) = share_out([chunks], np.zeros(2, np.int64), cut=True)
+    >>> (shares,) = share_out([chunks], np.zeros(2, np.int64), least=1024)
     >>> shares.chunk.tolist(), shares.holder.tolist(), (shares.high - shares.low).tolist()
     ([0, 1, 1], [0, 0, 1], [1048576, 1572864, 2621440])
     """
@@ -67,8 +68,8 @@ def share_out(shared: Sequence[Shared], load: Ints, *, cut: bool = False) -> lis
     for chunks in shared:
         holder = _give(chunks, load)
         shares = Shares(np.arange(len(holder)), holder, 0 * holder, np.maximum(chunks.weight, 1))
-        if cut:
-            shares = _poured(chunks, shares, load, mean)
+        if least:
+            shares = _poured(chunks, shares, load, mean, least)
         load = load + _written(chunks, shares, len(load))
         done.append(shares)
     few = 0 < sum(len(chunks.number) for chunks in shared) <= _FEW
@@ -121,7 +122,7 @@ def by_holders(
 
 def least_share(shared: Sequence[Shared], load: Ints) -> int:
     """Return the bytes of the smallest share that a chunk is cut into."""
-    return int(np.clip(_mean(shared, load) // _PARTS, *_LEAST))
+    return int(np.clip(_mean(shared, load) // _PARTS, SMALLEST, _LARGEST))
 
 
 def parts_of(chunks: Shared, shares: Shares) -> npt.NDArray[np.bool_]:
@@ -187,16 +188,16 @@ def _give_in_turn(chunks: Shared, load: Ints) -> Ints:
     return chosen
 
 
-def _poured(chunks: Shared, given: Shares, load: Ints, mean: float) -> Shares:
+def _poured(chunks: Shared, given: Shares, load: Ints, mean: float, least: int) -> Shares:
     """Pour the chunks of the sets of ranks that are uneven once chunks are given out whole."""
     first, which = group_rows([chunks.holders])
     sets = chunks.holders[first]
     total = np.bincount(which, given.high).astype(np.int64)
     load = load + _written(chunks, given, len(load))
     apart = len(distinct(sets.ravel())) == sets.size  # no rank is in two sets
-    every = np.arange(len(sets))
+    every = np.flatnonzero(np.bincount(which, given.high >= 2 * least))  # where any can be cut
     parts, poured = [given], np.zeros(len(which), bool)
-    for some in [every] if apart else np.split(every, len(every)):
+    for some in [every] if apart else np.split(every, max(len(every), 1)):
         some = some[load[sets[some]].max(axis=1) > _EVEN * mean]
         mine = np.flatnonzero(np.isin(which, some))
         own = given.take(mine)
@@ -207,7 +208,7 @@ def _poured(chunks: Shared, given: Shares, load: Ints, mean: float) -> Shares:
         if len(mine):
             load = load - _written(chunks, given.take(mine), len(load))
             weight, of_set = given.high[mine], numbered(which[mine]).which
-            new = _pour(weight, of_set, load[sets[some]])
+            new = _pour(weight, of_set, load[sets[some]], least)
             new = attrs.evolve(new, chunk=mine[new.chunk])
             load = load + _written(chunks, new, len(load))
             poured[mine] = True
@@ -227,8 +228,11 @@ def _level(loads: Ints, total: Ints) -> npt.NDArray[np.float64]:
     return level
 
 
-def _pour(weight: Ints, which: Ints, loads: Ints) -> Shares:
-    """Lay the chunks of each set end to end, and cut them where a rank has enough."""
+def _pour(weight: Ints, which: Ints, loads: Ints, least: int) -> Shares:
+    """Lay the chunks of each set end to end, and cut them where a rank has enough.
+
+    A chunk that is too small for that goes to the holder that would get its middle.
+    """
     total = np.bincount(which, weight, len(loads)).astype(np.int64)
     quota = np.maximum(_level(loads, total)[:, None] - loads, 0)
     ends = np.rint(np.cumsum(quota, axis=1)).astype(np.int64)
@@ -246,9 +250,11 @@ def _pour(weight: Ints, which: Ints, loads: Ints) -> Shares:
     at = first[chunk] + np.arange(len(chunk)) - np.repeat(np.cumsum(count) - count, count)
     low = np.maximum(np.append(0, edges)[at] - start[chunk], 0)
     high = np.minimum(edges[at] - start[chunk], weight[chunk])
-    real = high > low
+    whole, small = weight[chunk], (weight < 2 * least)[chunk]
+    low = np.where(small, np.where(2 * low < whole, 0, whole), low)
+    high = np.where(small, np.where(2 * high < whole, 0, whole), high)
     shares = Shares(chunk, at % loads.shape[1], low, high)
-    return shares.take(real)
+    return shares.take(high > low)
 
 
 @attrs.frozen(eq=False)
