@@ -51,8 +51,6 @@ from ._report import Stopwatch
 if TYPE_CHECKING:
     from shardplan.planning import PlannerTrace
 
-__all__ = ["Agreed", "Passed", "agree", "run_together"]
-
 M = TypeVar("M")
 T = TypeVar("T")
 

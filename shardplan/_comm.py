@@ -23,17 +23,6 @@ from shardplan.dist import (
     torch_comm,
 )
 
-__all__ = [
-    "JobComm",
-    "Place",
-    "as_comm",
-    "counting",
-    "default_comm",
-    "own_place",
-    "place_of",
-    "world_group",
-]
-
 
 @attrs.frozen
 class Place:

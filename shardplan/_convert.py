@@ -54,8 +54,6 @@ from ._save import surely_failed
 if TYPE_CHECKING:
     from shardplan.planning import PlannerTrace
 
-__all__ = ["ConvertReport", "convert", "dcp_to_torch_save", "torch_save_to_dcp"]
-
 _LEAST_MEMORY: Final = 128 << 20
 Path = str | os.PathLike[str] | Store
 

@@ -48,13 +48,7 @@ from shardplan.planning import (
     with_replicas,
 )
 from shardplan.planning.passes import Reading, Stages
-from shardplan.planning.storage import (
-    Need,
-    need_of,
-    partly_filled,
-    sharing_pays,
-    value_reads,
-)
+from shardplan.planning.storage import Need, need_of, partly_filled, sharing_pays, value_reads
 
 from ._agree import run_together
 from ._comm import Place, place_of

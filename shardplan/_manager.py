@@ -38,8 +38,6 @@ from ._retention import is_whole, look_at, made
 from ._save import save
 from ._state import State
 
-__all__ = ["Checkpoints"]
-
 METRICS: Final = "metrics.json"
 _STEP: Final = re.compile(r"step-([0-9]+)")
 _MOST: Final = 1 << 20  # bytes of a file of metrics

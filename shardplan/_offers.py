@@ -42,8 +42,6 @@ from ._state import per_rank_names
 if TYPE_CHECKING:
     from shardplan.planning import PlannerTrace
 
-__all__ = ["Agreement", "Begun", "Local", "Offer", "PlanCache"]
-
 T = TypeVar("T")
 
 _DERIVED_ITEMS: Final = 1 << 22  # the most items, of all ranks together, to derive on each rank

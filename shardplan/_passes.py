@@ -13,8 +13,6 @@ from shardplan.planning import Pass, SavePlan, WholePlan, chain, plan_whole
 if TYPE_CHECKING:  # reports are loaded when one is asked for
     from shardplan.planning import PlannerTrace
 
-__all__ = ["Planned", "Ran", "joined", "plan_rest", "run_passes"]
-
 
 @attrs.frozen(eq=False)
 class Ran:

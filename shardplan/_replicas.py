@@ -27,8 +27,6 @@ from shardplan.io import (
 from shardplan.io.execute import Kept, Piece, collect
 from shardplan.planning import SavePlan, WriteItemType, dtype_name, is_tensor
 
-__all__ = ["COMPARED_BYTES", "digests"]
-
 COMPARED_BYTES: Final = 1 << 16
 """Bytes of the largest plain tensor that is compared always."""
 

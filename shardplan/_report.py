@@ -28,23 +28,6 @@ from shardplan.planning import (
 if TYPE_CHECKING:
     from shardplan.planning import PlannerTrace
 
-__all__ = [
-    "LOG",
-    "LoadReport",
-    "Printed",
-    "RankReport",
-    "SaveReport",
-    "Stopwatch",
-    "dropped_text",
-    "logged",
-    "place_name",
-    "rank_report",
-    "sheet_of",
-    "slowest_ranks",
-    "times_text",
-    "with_trace",
-]
-
 LOG: Final = logging.getLogger("shardplan")
 """The logger of the whole package."""
 

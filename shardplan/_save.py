@@ -26,8 +26,6 @@ from ._offers import Begun, PlanCache
 from ._report import RankReport, SaveReport, Stopwatch, logged, rank_report, slowest_ranks
 from ._state import REFUSALS, State, expand, part, with_others
 
-__all__ = ["SaveOptions", "Target", "save", "save_state", "surely_failed"]
-
 
 def save(
     state_dict: State,

@@ -33,24 +33,6 @@ from shardplan.planning import (
 
 from ._comm import Place
 
-__all__ = [
-    "REFUSALS",
-    "Parted",
-    "PerRank",
-    "State",
-    "Stateful",
-    "by_name",
-    "expand",
-    "give_back",
-    "is_stateful",
-    "part",
-    "parted",
-    "per_rank_names",
-    "unpart",
-    "with_others",
-]
-
-
 # Objects that keep their own state: models, optimizers, schedulers, data loaders
 
 

@@ -40,8 +40,6 @@ with named_extras("the demo", with_torch=True):
     from shardplan.cli.app import app
     from shardplan.cli.screen import show, table, waiting
 
-__all__ = ["Demo"]
-
 MADE = ".made-by-shardplan-demo"
 RANKS = 4
 SHOWN = "model.layers.0.up.weight"

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
     from shardplan._checkpoint import SavedTensor
 
-__all__ = ["Format", "cat", "convert", "demo", "diff", "parse_key", "prune", "verify"]
-
 _INDEXED: Final = re.compile(r"(.+)\[([^\[\]]*)\]", re.DOTALL)
 _EDGE: Final = 3  # elements shown at each end of a long axis
 _WHOLE: Final = 1000  # the most elements shown in full

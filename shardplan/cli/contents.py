@@ -21,8 +21,6 @@ from shardplan.planning.geometry import Tiling
 
 from .screen import waiting
 
-__all__ = ["Contents", "Total", "choose", "continuations", "hint", "open_contents"]
-
 _SMALL: Final = 4096  # the largest value, in bytes, to read for display
 _FEW: Final = 64  # the most values to read for display, one request each
 _HARMLESS: Final = re.compile(r"[\w.][\w.,/@%+=:-]*")

@@ -31,8 +31,6 @@ from .screen import (
 if TYPE_CHECKING:
     from .contents import Contents, Total
 
-__all__ = ["Branch", "branches", "inspect"]
-
 _LINES: Final = 200  # lines of names or chunks without --all
 _PREFIXES: Final = 12
 _WIDE: Final = 100  # characters of a value

@@ -33,8 +33,6 @@ from shardplan.planning import (
 
 from .screen import complete_name
 
-__all__ = ["Cast", "Drop", "PlannerName", "Rename", "Select", "import_planner", "parse_passes"]
-
 _NEEDED: Final = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -68,8 +66,7 @@ Cast = Annotated[
     _many("--cast", "DTYPE", "Cast floats (or integers) to a dtype: bfloat16.", _complete_dtype),
 ]
 PlannerName = Annotated[
-    str | None,
-    Option("--planner", metavar="MODULE:NAME", help="A planner of your own, run last."),
+    str | None, Option("--planner", metavar="MODULE:NAME", help="A planner of your own, run last.")
 ]
 
 

@@ -24,27 +24,6 @@ from typer import Argument, Option
 
 from shardplan.planning import Table
 
-__all__ = [
-    "BAD",
-    "FOUND",
-    "Ckpt",
-    "Json",
-    "Placements",
-    "checkpoint",
-    "complete_name",
-    "counting",
-    "cut",
-    "parse_bytes",
-    "plain",
-    "print_json",
-    "record_json",
-    "safe",
-    "show",
-    "table",
-    "waiting",
-    "width",
-]
-
 FOUND: Final = 1  # the exit code if there are differences, or damage
 BAD: Final = 2  # the exit code if the command could not be carried out
 _UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {

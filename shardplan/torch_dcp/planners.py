@@ -62,15 +62,6 @@ from shardplan.planning.storage import partly_filled
 
 from .records import framed_number, framed_reads, from_torch, to_torch
 
-__all__ = [
-    "PipelineLoadPlanner",
-    "UnsafeValueError",
-    "as_torch_load_planner",
-    "as_torch_save_planner",
-    "dump_value",
-    "load_value",
-]
-
 
 class UnsafeValueError(TypeError):
     """A value that cannot be loaded without running code; its message goes after the key."""

@@ -41,8 +41,6 @@ from shardplan.planning import (
 from .planners import UnsafeValueError, dump_value, load_value
 from .records import from_torch, to_torch
 
-__all__ = ["as_torch_storage_reader", "as_torch_storage_writer"]
-
 Place = str | os.PathLike[str] | Store
 T = TypeVar("T")
 
