@@ -1,17 +1,8 @@
 """Agreement of all ranks on one plan for a save, in the cheapest way that is certain.
 
-- *Cached*: every rank has the layout of an earlier plan. Only a fingerprint is exchanged.
-- *Derived*: meshes and placements determine what every rank holds. Each rank makes the complete
-  plan by itself, and only its fingerprint is exchanged.
-- *Gathered*: the coordinator collects every rank's plan and sends each rank its part of the result.
-
-The steps of `agree`:
-
-1. Every rank makes an offer: fingerprints of its cached or derived plan, and of its values.
-2. The coordinator compares the offers and decides how to proceed (`compare_saves`).
-3. If passes need the plans of all ranks, the coordinator runs them, and ranks offer once more.
-4. Every rank takes the plan that it has, or the coordinator plans for all.
-5. If ranks hold different values under one name, all of them raise.
+Every rank offers fingerprints of its plan and its values; the coordinator compares them
+(`compare_saves`). A *cached* plan is that of an earlier save of the same layout; a *derived* one
+follows from meshes and placements on every rank; else the coordinator *gathers* all plans.
 """
 
 from __future__ import annotations
@@ -223,15 +214,7 @@ def _refuse_differences(comm: Comm, table: Mapping[str, int], speakers: Sequence
 
 @attrs.frozen(eq=False)
 class Passed(Generic[M]):
-    """The result of `run_together` on one rank.
-
-    Attributes:
-        mine: What the rank kept.
-        plan: Its plan after the passes.
-        shared: The same with the replicas that the passes assigned to other ranks; see
-            `with_replicas`.
-        trace: What each pass did; on the coordinator, if it was asked for.
-    """
+    """What a rank kept, its plan after `run_together`, and that plan `with_replicas`."""
 
     mine: M
     plan: SavePlan

@@ -148,33 +148,28 @@ def convert(
 ) -> ConvertReport:
     """Make a checkpoint of another one, of any format and sharding, in bounded memory.
 
-    Elements stream from the one to the other. The new checkpoint exists whole or not at all: if
-    this is killed, call it again. Several processes share the work, if there are any: each writes
-    some of the files, and one commits.
+    The new checkpoint exists whole or not at all: if this is killed, call it again. If there are
+    several processes, each writes some of the files, and one commits.
 
     Args:
         src: The checkpoint to read, of any format: a folder, or a file if it is a single one.
         dst: Where to write, on a disk or in an object store.
         format: What to write: see `save`.
         planner: A pass, or a list of them, such as ``[select("model.*"), cast("bfloat16")]``, from
-            the old checkpoint's names and shapes to the new one's. The ranks that passes see are
-            those of ``mesh``, or a single one. `dequantize` reads a quantised model as if it were
-            not.
+            the old checkpoint's names and shapes to the new one's. Passes see the ranks of
+            ``mesh``, or a single one. `dequantize` reads a quantised model as if it were not.
         mesh: The ranks to shard for: files will be as these ranks would have written them. If left
             out, tensors stay cut as they are, or become whole where the format wants it.
         placements: How tensors lie on the mesh: placements for all tensors; or by shell-style
-            pattern of their names, where the first that fits counts and other tensors are not cut;
+            pattern of names, of which the first that fits counts, and other tensors are not cut;
             or a function of name and shape. By default, all are cut along their first axis.
-        max_memory: Bytes of memory to use at most, as a number or as ``"2GiB"``, beside what Python
-            and torch take themselves; 128 MiB at least, and 64 MiB more for each of the two that is
-            in an object store.
+        max_memory: The most bytes to use beside Python and torch, such as ``"2GiB"``; 128 MiB at
+            least, and 64 MiB more for each of the two that is in an object store.
         overwrite: Whether a checkpoint that is there may be replaced.
-        max_shard_size: The most bytes of a file, as a number or as ``"5GB"``; a tensor that is
-            larger has a file to itself. Not for a mesh, nor for ``"torch"``.
-        extra_files: As in `save`. From ``"hf"`` to ``"hf"``, the config, the tokenizer and their
-            like are carried over; files given here count before these.
-        verify: Whether to check every chunk against its checksum, where the old checkpoint has
-            any. A chunk that is neither read whole nor in blocks is read once more for that.
+        max_shard_size: The most bytes of a file, such as ``"5GB"``; a larger tensor has a file to
+            itself. Not for a mesh, nor for ``"torch"``.
+        extra_files: As in `save`; they replace what is carried over from ``"hf"`` to ``"hf"``.
+        verify: Whether to check every chunk against its checksum, where there is one.
         progress: Called with the bytes done and the bytes in all, of this process.
         comm: The processes that share the work; by default all of torch's process group, or this
             one alone.
@@ -202,8 +197,7 @@ def convert(
         ValueRefusedError: The format cannot carry some tensor or value; all are named.
         PlanError, RefusedError, ValueError: What was asked for makes no correct plan; or
             ``max_memory`` is too little.
-        UnsureCommitError: The store failed at the last moment: the new checkpoint may be there
-            nevertheless, and nothing of it was removed.
+        UnsureCommitError: The store failed at the last moment: the new checkpoint may be there.
         CheckpointError: With several processes, any of these; it names the ranks that failed.
     """
     comm, watch = as_comm(comm), Stopwatch()
@@ -399,11 +393,8 @@ def dcp_to_torch_save(
 ) -> ConvertReport:
     """Make a ``torch.save`` file of a DCP checkpoint, as torch does, but in bounded memory.
 
-    Args:
-        dcp_dir: The checkpoint; any other format will do as well.
-        torch_save_path: The file to write; one that is there is replaced.
-        comm: The processes that share the work; by default this one alone, as with torch's
-            function: one rank of a job may call it by itself.
+    Checkpoints of any format will do. A file that is there is replaced. By default, this process
+    works alone, as with torch's function.
     """
     return convert(dcp_dir, torch_save_path, format="torch", overwrite=True, comm=comm or solo())
 
@@ -413,13 +404,7 @@ def torch_save_to_dcp(
 ) -> ConvertReport:
     """Make a DCP checkpoint of a ``torch.save`` file, as torch does, but in bounded memory.
 
-    No code of the file is run.
-
-    Args:
-        torch_save_path: The file; any other checkpoint will do as well.
-        dcp_dir: The folder to write; a checkpoint that is there is replaced. The file may lie in
-            it, and stays there.
-        comm: The processes that share the work; by default this one alone, as with torch's
-            function: one rank of a job may call it by itself.
+    No code of the file is run. Checkpoints of any format will do. A checkpoint that is there is
+    replaced. By default, this process works alone, as with torch's function.
     """
     return convert(torch_save_path, dcp_dir, format="dcp", overwrite=True, comm=comm or solo())

@@ -1,8 +1,4 @@
-"""Plan a load: what this rank fills, what it reads for that, and what it reads for other ranks.
-
-A rank alone opens the checkpoint and plans (`plan_alone`). Many ranks compare what they opened
-(`plan_together`), and may let one rank read what several need (`share_reading`).
-"""
+"""Plan a load: what this rank fills, what it reads for that, and what it reads for others."""
 
 from __future__ import annotations
 
@@ -105,13 +101,9 @@ class LoadCall:
 class LoadTarget:
     """What this rank wants filled.
 
-    Attributes:
-        state: The state dict, after `expand` and `part`.
-        flat: The same, flattened; tensors on the meta device are replaced once reads are planned.
-        paths: The path to each value; see `flatten`.
-        whole: Names of containers that the checkpoint keeps as one value.
-        plan: What of it lies where in the checkpoint, after passes.
-        trace: What the passes did that this rank has run, if that was asked for.
+    ``state`` is the state dict after `expand` and `part`, ``flat`` and ``paths`` what `flatten`
+    makes of it, ``whole`` the containers that the checkpoint keeps as one value, and ``plan`` what
+    lies where in the checkpoint.
     """
 
     state: Mapping[Any, Any]
@@ -126,17 +118,9 @@ class LoadTarget:
 class PlannedLoad:
     """What this rank is about to do.
 
-    Attributes:
-        opened: The checkpoint.
-        target: What is filled.
-        wanted: What this rank needs.
-        plan: What this rank reads; it differs from ``wanted`` where ranks share reads.
-        into: The memory that is filled.
-        blanks: Tensors that take the place of those on the meta device, by name.
-        tied: Names that are not in the checkpoint, but share memory with one that is.
-        resized: State by rank that was made of what other ranks had saved.
-        unmatched: Patterns of ``strict`` that match no name on this rank.
-        shares: Whether ranks read for each other.
+    ``wanted`` is what it needs, and ``plan`` what it reads, which differs where ranks share reads.
+    ``blanks`` replace tensors on the meta device, ``tied`` names share memory with others, and
+    ``unmatched`` patterns of ``strict`` match no name on this rank.
     """
 
     opened: Opened

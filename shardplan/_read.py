@@ -1,11 +1,8 @@
 """Carry out a load plan: alone, or together with other ranks, where one reads and others receive.
 
-Together, ranks go through the checkpoint in the same rounds; see `shared_rounds`. In a round each
-rank first makes ready to receive, then reads and sends, then waits: so ranks never wait for each
-other in a circle, and the bytes that are under way at a time are bounded.
-
-Another process may overwrite a checkpoint while it is being read: the old files go as soon as the
-new checkpoint is there. Reading then begins anew (`read_anew`).
+In each round (see `shared_rounds`) a rank first makes ready to receive, then reads and sends, then
+waits: so ranks never wait in a circle, and the bytes under way are bounded. If a checkpoint is
+overwritten meanwhile, reading begins anew (`read_anew`).
 """
 
 from __future__ import annotations
@@ -67,12 +64,9 @@ _STOPPED: Final = (FormatError, LoadError, StoreError)  # raised when files are 
 
 @attrs.frozen(eq=False)
 class Opened:
-    """A checkpoint as one rank has opened it.
+    """A checkpoint as one rank has opened it; without a reader, another rank reads for it.
 
-    Attributes:
-        metadata: What it holds.
-        reader: Reads from it; None on a rank that gets everything from another rank.
-        values: Its non-tensor values by name, if one rank has read them for all; else None.
+    ``values`` are the non-tensor values by name, if one rank has read them for all.
     """
 
     metadata: Metadata
@@ -96,11 +90,7 @@ class Opened:
 
 @attrs.frozen(eq=False)
 class Destinations:
-    """The shards that a load fills.
-
-    Attributes:
-        shards: Their memory, by the tensor's name in the state dict and the shard's offset.
-    """
+    """The shards that a load fills, by the tensor's name in the state dict and their offset."""
 
     shards: Mapping[tuple[str, tuple[int, ...]], torch.Tensor]
 
@@ -123,13 +113,7 @@ class Destinations:
 
 @attrs.frozen
 class Outcome:
-    """What one rank read.
-
-    Attributes:
-        stats: What it took.
-        values: The non-tensor values, by name in the state dict.
-        sent, received: Bytes that went to other ranks, and came from them.
-    """
+    """What one rank read: statistics, and the non-tensor values by name in the state dict."""
 
     stats: ReadStats
     values: Mapping[str, Any]

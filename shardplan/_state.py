@@ -1,9 +1,4 @@
-"""Values that can be saved: state dicts, objects that keep their own state, state of single ranks.
-
-`expand` replaces objects with ``state_dict()`` by their state, and `part` stores the state of a
-`PerRank` under the rank's own key; `unpart` and `give_back` undo both after a load. `with_others`
-and `by_name` collect everything in a state dict that cannot be saved.
-"""
+"""State dicts, objects that keep their own state, and state of single ranks."""
 
 from __future__ import annotations
 
