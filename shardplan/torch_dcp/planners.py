@@ -106,20 +106,14 @@ def as_torch_save_planner(
 ) -> torch_plans.SavePlanner:
     """Return a planner for ``torch.distributed.checkpoint.save`` that runs a pipeline of passes.
 
-    The plan is that of `save`: each rank runs its rank passes over its own plan; from the first
-    world pass on, torch's coordinator runs the rest over all plans; then each replica is written
-    once. The pipeline decides names, dtypes and chunks, so torch loads the result without a
-    planner, into a state dict that has these names. All checks of `global_plan` are made.
-
-    Keys are flattened by `flatten`, which differs from torch in two cases: the tensors of a tuple
-    are saved one by one, as torch does for a list; a numpy array is saved as a tensor. An empty
-    dict is saved where torch does not look for it.
+    The plan is that of `save`, with all its checks. The pipeline decides names, dtypes and chunks,
+    so torch loads the result without a planner, into a state dict that has these names. Unlike
+    torch, `flatten` saves the tensors of a tuple one by one, and numpy arrays as tensors.
 
     Args:
         pipeline: A pass, or a list of them, such as ``[rename(...), cast("bfloat16")]``. Load
             through `as_torch_load_planner` with the same one to get the names and dtypes back.
-            Where torch saves in another process, the pipeline is pickled, so its arguments must
-            not be lambdas.
+            Where torch saves in another process it is pickled, so it must hold no lambdas.
         process_group: The group that torch is given; by default all ranks. Passes see their rank
             in it.
 
@@ -273,9 +267,7 @@ def as_torch_load_planner(
 ) -> PipelineLoadPlanner:
     """Return a planner for ``torch.distributed.checkpoint.load`` that runs a pipeline of passes.
 
-    The plan is that of `load`: each rank runs its rank passes over its own plan, and torch's
-    coordinator the rest from the first world pass on; passes that only choose who writes are
-    skipped. Non-tensor values are loaded only if that runs no code.
+    The plan is that of `load`. Non-tensor values are loaded only if that runs no code.
 
     Args:
         pipeline: The pass, or the list of passes, that the checkpoint was saved with, or one that
