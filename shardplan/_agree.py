@@ -7,7 +7,7 @@ follows from meshes and placements on every rank; else the coordinator *gathers*
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast
 
@@ -25,24 +25,21 @@ from shardplan.planning import (
     compare_saves,
     conflicts,
     decode_plan,
-    decode_plans,
     encode_plan,
     renumbered,
     table_tag,
     tag_of_parts,
-    with_replicas,
 )
 from shardplan.planning.columns import pack, unpack
 from shardplan.planning.passes import Stages
 
 from ._offers import Agreement, Begun, Local, Offer, PlanCache
-from ._passes import Planned, Ran, joined, plan_rest, run_passes
+from ._passes import Planned, Ran, decoded, joined, plan_rest, run_together
 from ._report import Stopwatch
 
 if TYPE_CHECKING:
     from shardplan.planning import PlannerTrace
 
-M = TypeVar("M")
 T = TypeVar("T")
 
 _STEP: Final = "plan the save"
@@ -183,7 +180,7 @@ class _Planning:
         """Plan for all ranks, on the coordinator."""
         with self.watch.phase("plan"):
             parts = [unpack(blob)[1] for blob in blobs]
-            ran = Ran(_decoded(part["plan"] for part in parts), offer.local.ran.trace)
+            ran = Ran(decoded(part["plan"] for part in parts), offer.local.ran.trace)
             meta = [decode_json(part["meta"]) for part in parts]
             try:
                 done = plan_rest(ran, offer.last, meta)
@@ -210,54 +207,3 @@ def _refuse_differences(comm: Comm, table: Mapping[str, int], speakers: Sequence
     issues = all_reduce(comm, "compare values", lambda: mine, compare)
     if issues:
         fail_alike(comm, _STEP, PlanError([Issue("conflict", *fields) for fields in issues]))
-
-
-@attrs.frozen(eq=False)
-class Passed(Generic[M]):
-    """What a rank kept, its plan after `run_together`, and that plan `with_replicas`."""
-
-    mine: M
-    plan: SavePlan
-    shared: SavePlan
-    trace: PlannerTrace | None = None
-
-
-def run_together(
-    comm: Comm,
-    stages: Stages[SavePlan],
-    own: Callable[[], Turn[M]],
-    watch: Stopwatch,
-    *,
-    trace: bool = False,
-) -> Passed[M]:
-    """Run the world passes of a planner, and all after them, on the coordinator.
-
-    Every rank must call this. The message of ``own`` is the rank's plan after its own passes.
-    """
-
-    def mine() -> Turn[M]:
-        with watch.phase("plan"):
-            turn = own()
-            return Turn(turn.kept, encode_plan(turn.message))
-
-    def run(blobs: list[bytes]) -> Turn[Ran]:
-        with watch.phase("plan"):
-            given = _decoded(blobs)
-            ran = run_passes(stages.rest, given, trace=trace)
-            shared = with_replicas(ran.plans, given)
-            return Turn(ran, list(map(_packed_pair, ran.plans, shared)))
-
-    done = take_step(comm, "run passes", mine, run, each=True)
-    parts = unpack(done.reply)[1]
-    plan = cast(SavePlan, decode_plan(parts["plan"]))
-    shared = cast(SavePlan, decode_plan(parts["shared"])) if "shared" in parts else plan
-    return Passed(done.mine, plan, shared, done.whole.trace if done.whole else None)
-
-
-def _packed_pair(plan: SavePlan, shared: SavePlan) -> bytes:
-    parts = {"plan": encode_plan(plan)}
-    return pack({}, parts if shared is plan else parts | {"shared": encode_plan(shared)})
-
-
-def _decoded(blobs: Iterable[bytes]) -> tuple[SavePlan, ...]:
-    return cast("tuple[SavePlan, ...]", decode_plans(blobs))

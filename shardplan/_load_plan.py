@@ -46,7 +46,6 @@ from shardplan.planning import (
 from shardplan.planning.passes import Reading, Stages
 from shardplan.planning.storage import Need, need_of, partly_filled, sharing_pays, value_reads
 
-from ._agree import run_together
 from ._comm import Place, place_of
 from ._memory import (
     Resized,
@@ -57,7 +56,7 @@ from ._memory import (
     resize,
     tied_names,
 )
-from ._passes import joined, run_passes
+from ._passes import joined, run_passes, run_together
 from ._read import Destinations, Opened, decode_values, encode_values, naming_place
 from ._report import Stopwatch, place_name
 from ._state import State, expand, part
