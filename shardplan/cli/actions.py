@@ -26,7 +26,6 @@ from .screen import (
     Json,
     Placements,
     checkpoint,
-    complete_name,
     counting,
     parse_bytes,
     print_json,
@@ -300,7 +299,7 @@ def demo(
 
 def cat(
     ckpt: Ckpt,
-    key: Annotated[str, Argument(metavar="KEY", help=_KEY, autocompletion=complete_name)],
+    key: Annotated[str, Argument(metavar="KEY", help=_KEY)],
     everything: Annotated[bool, Option("--all", help="Show all elements, however many.")] = False,
     precision: Annotated[int, Option(min=0, help="Digits shown.")] = 4,
     json: Json = False,

@@ -13,7 +13,6 @@ from typing import Annotated, Any, Final
 from typer import Option
 
 from shardplan.planning import (
-    ITEMSIZE,
     Pass,
     Passes,
     SavePlan,
@@ -25,39 +24,24 @@ from shardplan.planning import (
     select,
 )
 
-from .screen import complete_name
-
 _NEEDED: Final = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def _complete_dtype(incomplete: str) -> list[str]:
-    return [name for name in ITEMSIZE if name.startswith(incomplete)]
-
-
-def _many(name: str, metavar: str, about: str, complete: Any = None) -> Any:
+def _many(name: str, metavar: str, about: str) -> Any:
     """Return an option that may be given several times."""
-    return Option(
-        name,
-        metavar=metavar,
-        help=about,
-        default_factory=list,
-        show_default=False,
-        autocompletion=complete,
-    )
+    return Option(name, metavar=metavar, help=about, default_factory=list, show_default=False)
 
 
 Select = Annotated[
-    list[str], _many("--select", "PATTERN", "Keep only names that match: 'model.*'.", complete_name)
+    list[str], _many("--select", "PATTERN", "Keep only names that match: 'model.*'.")
 ]
-Drop = Annotated[
-    list[str], _many("--drop", "PATTERN", "Leave out names that match: 'optim.*'.", complete_name)
-]
+Drop = Annotated[list[str], _many("--drop", "PATTERN", "Leave out names that match: 'optim.*'.")]
 Rename = Annotated[
     list[str], _many("--rename", "OLD=NEW", "Rename; * carries over: '*.wq=*.q_proj'.")
 ]
 Cast = Annotated[
     list[str],
-    _many("--cast", "DTYPE", "Cast floats (or integers) to a dtype: bfloat16.", _complete_dtype),
+    _many("--cast", "DTYPE", "Cast floats (or integers) to a dtype: bfloat16."),
 ]
 PlannerName = Annotated[
     str | None, Option("--planner", metavar="MODULE:NAME", help="A planner of your own, run last.")

@@ -46,19 +46,6 @@ def checkpoint(metavar: str, about: str) -> Any:
     return Argument(metavar=metavar, help=about, show_default=False, callback=_exists)
 
 
-def complete_name(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return shell completions of a name in the checkpoint; none if it cannot be opened."""
-    from .contents import continuations, open_contents
-
-    try:
-        known = ctx.params.get("ckpt") or ctx.params.get("source")
-        given = known or ctx.args[0]  # of an option, the arguments before it are not parsed yet
-        names = open_contents(given).entries.names
-    except Exception:  # no errors while typing
-        return []
-    return continuations(incomplete, names)
-
-
 _ANY: Final = "A checkpoint of any format: a folder or a file, local, s3://, gs:// or az://."
 Ckpt = Annotated[str, checkpoint("CKPT", _ANY)]
 Json = Annotated[bool, Option("--json", help="Write one JSON object to stdout, and nothing else.")]

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint import metadata as theirs
 from torch.distributed.checkpoint import planner as torch_plans
 
+from shardplan._comm import Place, world_group
 from shardplan._memory import blanks, refuse_unfillable, tied_names
 from shardplan._state import put, refilled
 from shardplan.io import (
@@ -137,24 +138,11 @@ def as_torch_save_planner(
     return _SavePlanner(Stages.of(pipeline), process_group)
 
 
-@attrs.frozen
-class _Place:
-    """The rank of this process, and how many ranks there are."""
-
-    rank: int
-    world_size: int
-
-    @classmethod
-    def of(cls, process_group: Any) -> _Place:
-        """Ask torch; without a process group there is one rank."""
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return cls(0, 1)
-        ranks = torch.distributed.get_world_size(process_group)
-        return cls(torch.distributed.get_rank(process_group), ranks)
-
-    def mark(self, plan: SavePlan) -> SavePlan:
-        """Return a plan that knows its rank."""
-        return attrs.evolve(plan, rank=self.rank, world_size=self.world_size)
+def _placed(process_group: Any, plan: SavePlan) -> SavePlan:
+    """Return a plan that knows its rank; without a process group there is one rank."""
+    group = process_group or world_group()
+    place = Place(0, 1) if group is None else Place(group.rank(), group.size())
+    return attrs.evolve(plan, rank=place.rank, world_size=place.ranks)
 
 
 def _check_places(plans: Sequence[SavePlan | LoadPlan], stages: Stages[SavePlan]) -> None:
@@ -197,7 +185,7 @@ class _SavePlanner(torch_plans.SavePlanner):
         self._local = local_plan(state_dict)
 
     def create_local_plan(self) -> torch_plans.SavePlan:
-        local = _Place.of(self._group).mark(self._local)
+        local = _placed(self._group, self._local)
         plan: torch_plans.SavePlan = to_torch(chain(*self._stages.own)((local,))[0])
         return plan
 
@@ -346,7 +334,7 @@ class PipelineLoadPlanner(torch_plans.LoadPlanner):
 
     def create_local_plan(self) -> torch_plans.LoadPlan:
         """Plan this rank's reads, or return its plan if a pass needs those of all ranks first."""
-        local = _Place.of(self._group).mark(local_plan(self._sd, whole=self._whole))
+        local = _placed(self._group, local_plan(self._sd, whole=self._whole))
         (plan,) = chain(*self._stages.own)((local,))
         self.tied = tied_names(plan, self._flat, self._metadata)
         self._held = plan
