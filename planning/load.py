@@ -12,7 +12,7 @@ import attrs
 import numpy as np
 
 from .check import layout_issues
-from .columns.arrays import Ints, column, distinct, group_rows, readonly
+from .columns.arrays import Ints, column, distinct, group_rows, pad, readonly
 from .columns.cuts import cut_items
 from .columns.frames import Coded, TargetFrame
 from .columns.items import Head, WriteItems
@@ -20,7 +20,7 @@ from .columns.reads import ReadItems
 from .errors import Issue, PlanError, nearest_hint, nearest_names, region_text
 from .geometry.axes import cut
 from .geometry.overlap import Overlap, gaps, overlap_many, self_overlaps
-from .geometry.tilings import Chunk, pad, tile, tile_chunks
+from .geometry.tilings import Chunk, tile, tile_chunks
 from .matching import explain_missing, match_entries
 from .metadata import Entries, Metadata, TensorMetadata
 from .passes.base import Passes, Stages, as_steps, chain, may_see_rank, positioned
@@ -35,10 +35,6 @@ from .records import (
 )
 from .sources import dropped_names, in_source_frame, source_issues, with_replicas
 from .tree import empty_names
-
-__all__ = [
-    "Strict", "global_load_plan", "load_plan", "loads_into", "resolve_overlaps", "strict_patterns",
-]  # fmt: skip
 
 Strict = bool | str | Sequence[str]
 _TENSOR: Final = LoadItemType.TENSOR.value

@@ -36,19 +36,13 @@ from .tree import (
     nodes_of,
 )
 
-__all__ = ["DEFAULT_PASSES", "WholePlan", "global_plan", "local_plan", "plan_whole"]
-
 _NESTING: Final = ("paths", "empty", "nodes")  # keys of planner_data about nesting
 _META: Final = "it on the meta device, without elements: materialise it first, or leave it out"
 DEFAULT_PASSES: tuple[Pass[SavePlan], ...] = (dedup_replicas(),)
 
 
 def local_plan(
-    sd: Mapping[Any, Any],
-    *,
-    mesh: Mesh | None = None,
-    rank: int = 0,
-    whole: Collection[str] = (),
+    sd: Mapping[Any, Any], *, mesh: Mesh | None = None, rank: int = 0, whole: Collection[str] = ()
 ) -> SavePlan:
     """Return which chunks of which tensors this rank holds.
 

@@ -14,10 +14,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Ints, distinct, numbered
-from .tilings import Chunk, Grid, Tiling, pad, tile_chunks
-
-__all__ = ["Overlap", "fills", "gaps", "overlap", "overlap_many", "self_overlaps"]
+from ..columns.arrays import Ints, distinct, numbered, pad
+from .tilings import Chunk, Grid, Tiling, tile_chunks
 
 # Pairs that a sweep tests at a time: bounds its memory to a few hundred MiB.
 _BLOCK: Final = 1 << 21
@@ -63,8 +61,7 @@ def overlap_many(
     """Overlap each box ``i`` with the chunks of ``tilings[which[i]]``.
 
     Boxes in grids are bisected together, one axis at a time; other tilings are swept along the axis
-    that leaves the fewest pairs to test. Columns past a tiling's own axes are padding: offset 0,
-    size 1.
+    that leaves the fewest pairs to test. Columns past a tiling's own axes are padding.
     """
     grids = np.array([isinstance(t, Grid) for t in tilings], bool)
     parts = []
@@ -222,8 +219,8 @@ class _Candidates(NamedTuple):
 def _candidates(a_low: Ints, a_high: Ints, b_low: Ints, b_high: Ints) -> list[_Candidates]:
     """Return, on one axis, orders of b and, per interval of a, the run that it may overlap.
 
-    There is one order per power of two of b's lengths. Within it, an interval's start gives its end
-    within a factor of two, so that one long box among short ones does not slow the search.
+    There is one order per power of two of b's lengths, so that an interval's start gives its end
+    within a factor of two, and one long box among short ones does not slow the search.
     """
     candidates = []
     power = np.frexp((b_high - b_low).astype(np.float64))[1]
@@ -286,10 +283,7 @@ Corner = tuple[int, ...]
 
 
 def _gaps(low: Ints, high: Ints, start: Corner, end: Corner) -> Iterator[tuple[Corner, Corner]]:
-    """Walk slabs along the axis with the most cuts, and recurse into the other axes.
-
-    Adjacent slabs with the same missing cross-section are one gap.
-    """
+    """Walk slabs along the axis with the most cuts, and recurse; equal neighbours are one gap."""
     if any(s >= e for s, e in zip(start, end, strict=True)):
         return
     if not len(low):

@@ -16,11 +16,10 @@ from typing import Any, Final
 import attrs
 import numpy as np
 
-from ..columns.arrays import Columns, Index, Ints, column, distinct, group_rows, readonly
+from ..columns.arrays import Columns, Index, Ints, column, distinct, group_rows, pad, readonly
 from ..columns.items import WriteItems
 from ..dtypes import dtype_name
 from ..errors import PlanError, RefusedError
-from ..geometry.tilings import pad
 from ..metadata import Metadata
 from ..nodes import children_of, is_node, node_data
 from ..passes.chunks import Shared, share_out

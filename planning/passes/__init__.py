@@ -5,16 +5,7 @@ from typing import TYPE_CHECKING
 from ..door import door
 
 if TYPE_CHECKING:
-    from .base import (
-        Pass,
-        Passes,
-        Stages,
-        chain,
-        inverse,
-        may_see_rank,
-        named_chain,
-        world_pass,
-    )
+    from .base import Pass, Passes, Stages, chain, inverse, may_see_rank, named_chain, world_pass
     from .chunks import dedup_replicas, split_chunks, split_replicas
     from .keys import annotate, cast, drop, rename, select
     from .reading import Reading, dequantize, reading_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from functools import partial
 from typing import Final, Literal
 
 import attrs
@@ -17,8 +18,6 @@ from ..columns.world import Rows, World
 from ..geometry.overlap import expand
 from ..plans import SavePlan
 from .base import Step
-
-__all__ = ["Shared", "assign", "dedup_replicas", "share_out", "split_chunks", "split_replicas"]
 
 _EVEN: Final = 1.05  # max over mean: search for a better assignment above this
 _GOOD: Final = 1.001  # max over mean: stop the search below this
@@ -45,11 +44,11 @@ def dedup_replicas(*, prefer: Literal["balance", "lowest_rank"] = "balance") -> 
     """
     if prefer not in ("balance", "lowest_rank"):
         raise ValueError(f'prefer must be "balance" or "lowest_rank", not {prefer!r}')
-    options = {"prefer": prefer}
-    return Step(dedup_replicas, (), options, "world", _dedup_replicas, assigns=True)
+    run = partial(_dedup_replicas, prefer)
+    return Step(dedup_replicas, (), {"prefer": prefer}, "world", run, assigns=True)
 
 
-def _dedup_replicas(plans: tuple[SavePlan, ...], prefer: str) -> tuple[SavePlan, ...]:
+def _dedup_replicas(prefer: str, plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
     world = World.of(plans)
     rows = world.rows
     if rows.faulty or not rows.repeats.any():
@@ -82,11 +81,11 @@ def split_replicas(min_bytes: int = 1 << 20) -> Step[SavePlan]:
     """
     if min_bytes < 1:
         raise ValueError(f"min_bytes must be at least 1, not {min_bytes}")
-    options = {"min_bytes": min_bytes}
-    return Step(split_replicas, (), options, "world", _split_replicas, assigns=True)
+    run = partial(_split_replicas, min_bytes)
+    return Step(split_replicas, (), {"min_bytes": min_bytes}, "world", run, assigns=True)
 
 
-def _split_replicas(plans: tuple[SavePlan, ...], min_bytes: int) -> tuple[SavePlan, ...]:
+def _split_replicas(min_bytes: int, plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
     world = World.of(plans)
     rows = world.rows
     if rows.faulty or not rows.repeats.any():
@@ -131,8 +130,8 @@ def _replace(
         shift[where] = offsets[mine, :axes] - items.offsets[where]
         now_sizes[where] = sizes[mine, :axes]
         stay = np.flatnonzero(~dropped[first[rank] : first[rank + 1]])
-        cut = cut_items(items, stay, shift[stay], now_sizes[stay])
-        plans.append(attrs.evolve(plan, items=cut.items))
+        cut, _ = cut_items(items, stay, shift[stay], now_sizes[stay])
+        plans.append(attrs.evolve(plan, items=cut))
     return tuple(plans)
 
 
@@ -149,16 +148,15 @@ def split_chunks(max_bytes: int) -> Step[SavePlan]:
     """
     if max_bytes < 1:
         raise ValueError(f"max_bytes must be at least 1, not {max_bytes}")
-    return Step(split_chunks, (max_bytes,), {}, "rank", _split_chunks)
 
+    def run(plans: tuple[SavePlan, ...]) -> tuple[SavePlan, ...]:
+        large = [bool((plan.items.nbytes > max_bytes).any()) for plan in plans]
+        return tuple(
+            attrs.evolve(plan, items=_split_items(plan.items, max_bytes)) if cut else plan
+            for plan, cut in zip(plans, large, strict=True)
+        )
 
-def _split_chunks(plans: tuple[SavePlan, ...], max_bytes: int) -> tuple[SavePlan, ...]:
-    return tuple(
-        attrs.evolve(plan, items=_split_items(plan.items, max_bytes))
-        if (plan.items.nbytes > max_bytes).any()
-        else plan
-        for plan in plans
-    )
+    return Step(split_chunks, (max_bytes,), {}, "rank", run)
 
 
 def _split_items(items: WriteItems, max_bytes: int) -> WriteItems:
@@ -176,7 +174,7 @@ def _split_items(items: WriteItems, max_bytes: int) -> WriteItems:
     parts = np.maximum(-(-items.sizes // step), 1)
     row, cell = expand(parts)
     begin = cell * step[row]
-    return cut_items(items, row, begin, np.minimum(step[row], items.sizes[row] - begin)).items
+    return cut_items(items, row, begin, np.minimum(step[row], items.sizes[row] - begin))[0]
 
 
 def assign(group: Ints, rank: Ints, weight: Ints, ranks: int) -> Ints:
@@ -209,17 +207,11 @@ def assign(group: Ints, rank: Ints, weight: Ints, ranks: int) -> Ints:
 
 @attrs.frozen(eq=False)
 class Shared:
-    """Chunks with the same number of holders; one row per chunk.
+    """Chunks with the same number of holders; one row per chunk."""
 
-    Attributes:
-        number: The chunk's number among all chunks; ascending.
-        weight: Its bytes.
-        holders: The ranks that hold it, ascending; one column per holder.
-    """
-
-    number: Ints
-    weight: Ints
-    holders: Ints
+    number: Ints  # the chunk's number among all chunks; ascending
+    weight: Ints  # its bytes
+    holders: Ints  # the ranks that hold it, ascending; one column per holder
 
 
 def share_out(shared: Sequence[Shared], load: Ints) -> list[Ints]:

@@ -18,11 +18,10 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Ints, column, distinct, numbered
+from ..columns.arrays import Ints, column, distinct, numbered, pad
 from ..columns.items import Head, WriteItems
 from ..errors import span
 from ..geometry.axes import Axes
-from ..geometry.tilings import pad
 from ..passes.base import Passes, Scope, as_steps, ranked, run_pass, scope_of, shown
 from ..plans import SavePlan
 from ..text import Printed, Sheet, Table, as_names, counted, human_bytes

@@ -13,16 +13,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Final
+from typing import Final, NamedTuple
 
 import attrs
 import numpy as np
 
-from ..columns.arrays import Ints, column, distinct, group_rows, padded, readonly
+from ..columns.arrays import Ints, column, distinct, group_rows, pad, padded, readonly
 from ..columns.reads import ReadItems
-from ..geometry.tilings import pad
 from ..metadata import Entries, Metadata
 from ..plans import LoadPlan
 from ..records import LoadItemType
@@ -36,25 +35,15 @@ coordinator some 12 s and 4 GB."""
 
 @attrs.frozen
 class Need:
-    """What one rank needs of a checkpoint.
+    """What one rank needs of a checkpoint."""
 
-    Attributes:
-        fetched: Bytes that it would fetch alone: what it needs, and narrow gaps in between.
-        names: A fingerprint of the names of all tensors that it reads, in whole or in part.
-        size: Bytes of these tensors, whole.
-        reads: The number of reads in its plan.
-        total: Bytes of all tensors of the checkpoint.
-        host: The machine it runs on.
-        is_local: Whether the checkpoint is on a local path.
-    """
-
-    fetched: int
-    names: str
-    size: int
-    reads: int
-    total: int
-    host: str
-    is_local: bool
+    fetched: int  # bytes that it would fetch alone: what it needs, and narrow gaps in between
+    names: str  # a fingerprint of the names of all tensors that it reads, in whole or in part
+    size: int  # bytes of these tensors, whole
+    reads: int  # the number of reads in its plan
+    total: int  # bytes of all tensors of the checkpoint
+    host: str  # the machine it runs on
+    is_local: bool  # whether the checkpoint is on a local path
 
 
 def need_of(plan: LoadPlan, metadata: Metadata, max_gap: int, *, host: str, is_local: bool) -> Need:
@@ -109,8 +98,8 @@ def sharing_pays(needs: Sequence[Need]) -> bool:
     """Return True if reading once and sending is cheaper than reading more than once.
 
     If ranks fetch more bytes than there are in the tensors that they need, or in all, some fetch
-    the same. Planning for all of them takes the coordinator time and memory, though, and a local
-    disk is read faster than other ranks can send.
+    the same. Planning for all takes the coordinator time and memory, though, and a local disk is
+    read faster than other ranks can send.
 
     >>> needs = [Need(9, f"tensors of {r}", 9, 1, 12, "host", is_local=False) for r in range(4)]
     >>> sharing_pays(needs), sharing_pays(needs[:1])
@@ -146,53 +135,34 @@ class Arrival:
 
 @attrs.frozen
 class Piece:
-    """A region that this rank reads for others, and perhaps for itself.
+    """A region that this rank reads for others, and perhaps for itself."""
 
-    Attributes:
-        read: The row of the round's reads that brings it.
-        offsets, sizes: The region in the box of that read, in elements.
-        nbytes: Its size in bytes.
-        targets: The ranks it is sent to.
-        items: The rows of the plan's own reads that it fills.
-    """
-
-    read: int
-    offsets: tuple[int, ...]
+    read: int  # the row of the round's reads that brings it
+    offsets: tuple[int, ...]  # the region in the box of that read, in elements
     sizes: tuple[int, ...]
-    nbytes: int
-    targets: tuple[int, ...]
-    items: tuple[int, ...]
+    nbytes: int  # its size in bytes
+    targets: tuple[int, ...]  # the ranks it is sent to
+    items: tuple[int, ...]  # the rows of the plan's own reads that it fills
 
 
 @attrs.frozen(eq=False)
 class Round:
-    """What a rank does in one round.
+    """What a rank does in one round."""
 
-    Attributes:
-        arrivals: What it receives, in the order of sending.
-        reads: What it reads from storage, and ``dtypes``, what each read is stored as.
-        pieces: What it sends of that, in the order of sending.
-    """
-
-    arrivals: tuple[Arrival, ...]
-    reads: ReadItems
+    arrivals: tuple[Arrival, ...]  # what it receives, in the order of sending
+    reads: ReadItems  # what it reads from storage, and ``dtypes``, what each read is stored as
     dtypes: tuple[str, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece, ...]  # what it sends of that, in the order of sending
 
 
 @attrs.frozen(eq=False)
 class SharedRounds:
-    """One rank's part of a shared load.
+    """One rank's part of a shared load."""
 
-    Attributes:
-        rounds: The rounds in which it reads for others or receives anything, in order.
-        rest: The rows of the plan's own reads that are read straight from storage.
-        read: Bytes of tensors that it reads from storage, for itself and for others.
-    """
-
+    # The rounds in which it reads for others or receives anything, in order.
     rounds: tuple[Round, ...]
-    rest: tuple[int, ...]
-    read: int
+    rest: tuple[int, ...]  # the rows of the plan's own reads that are read straight from storage
+    read: int  # bytes of tensors that it reads from storage, for itself and for others
 
     @property
     def received(self) -> int:
@@ -251,10 +221,7 @@ def shared_rounds(
 
 @attrs.frozen
 class _Batch:
-    """Regions that are read as one: a region alone, or all those that make up a block.
-
-    ``regions`` has the rows of each region; transfers come before own reads.
-    """
+    """Regions that are read as one: a region alone, or all those that make up a block."""
 
     regions: list[list[int]]
     is_block: bool
@@ -267,25 +234,16 @@ class _Batch:
 
 @attrs.frozen(eq=False)
 class _Table:
-    """A plan's reads, one row each: those of its transfers, then its own.
+    """A plan's reads, one row each: those of its transfers, then its own."""
 
-    Attributes:
-        plan, metadata: The plan, and the checkpoint.
-        reads, located: The reads, and the blocks they lie in.
-        by_name: The checkpoint's entries in order of their names.
-        width: Bytes of one element.
-        region: Which region of the checkpoint is read; all ranks number them in the same order.
-        fetched: Elements that are fetched if the region is read alone.
-    """
-
-    plan: LoadPlan
+    plan: LoadPlan  # the plan, and the checkpoint
     metadata: Metadata
-    reads: ReadItems
+    reads: ReadItems  # the reads, and the blocks they lie in
     located: Located
-    by_name: Ints
-    width: Ints
-    region: Ints
-    fetched: Ints
+    by_name: Ints  # the checkpoint's entries in order of their names
+    width: Ints  # bytes of one element
+    region: Ints  # which region of the checkpoint is read; all ranks number them in the same order
+    fetched: Ints  # elements that are fetched if the region is read alone
 
     @classmethod
     def of(cls, plan: LoadPlan, metadata: Metadata, block_bytes: int, max_gap: int) -> _Table:
@@ -392,3 +350,58 @@ class _Table:
         entries = self.metadata.state_dict_metadata
         dtype: str = entries.props[entries.prop[self.located.entry[row]]].dtype
         return dtype
+
+
+class ValueRead(NamedTuple):
+    """A value, by its name in the state dict and its name in the checkpoint."""
+
+    dest: str
+    name: str
+
+
+def value_reads(items: ReadItems) -> list[ValueRead]:
+    """Return the values among some reads."""
+    rows = np.flatnonzero(items.type == LoadItemType.BYTE_IO.value).tolist()
+    return [ValueRead(items.names[items.dest[r]], items.names[items.storage[r]]) for r in rows]
+
+
+@attrs.frozen
+class ValueExchange:
+    """One rank's part in an exchange of values."""
+
+    wanted: Sequence[ValueRead]  # all values that this rank fills
+    alone: Sequence[ValueRead]  # those among them that it reads for itself alone
+    # Per rank, the names of the values that this rank reads and sends to it.
+    send: Mapping[int, Sequence[str]]
+    sources: Sequence[int]  # the ranks that send values to this one, ascending
+
+    @property
+    def read(self) -> list[str]:
+        """The names of the values that this rank reads for others."""
+        return sorted({name for names in self.send.values() for name in names})
+
+
+def value_exchange(plan: LoadPlan, rank: int, value_bytes: Callable[[str], int]) -> ValueExchange:
+    """Return one rank's part in the exchange of the values of a plan with transfers.
+
+    Values with no bytes of their own, by ``value_bytes``, are kept with the metadata, which every
+    rank has; they do not travel.
+    """
+    transfers = plan.transfers
+    rows = np.flatnonzero(transfers.reads.type == LoadItemType.BYTE_IO.value)
+    names = [read.name for read in value_reads(transfers.reads)]
+    sent: dict[int, list[str]] = {}
+    sources, travelling = set[int](), set[str]()
+    ends = zip(transfers.source[rows].tolist(), transfers.target[rows].tolist(), strict=True)
+    for name, (source, target) in zip(names, ends, strict=True):
+        if not value_bytes(name):
+            continue
+        travelling.add(name)
+        if source == rank:
+            sent.setdefault(target, []).append(name)
+        else:
+            sources.add(source)
+    coming = transfers.reads.take(np.flatnonzero(transfers.target == rank))
+    wanted = value_reads(plan.items) + value_reads(coming)
+    alone = [read for read in wanted if read.name not in travelling]
+    return ValueExchange(wanted, alone, sent, sorted(sources))

@@ -9,10 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardplan.planning import (
+    LoadItemType,
+    LoadPlan,
     Mesh,
+    MetadataIndex,
+    ReadItem,
     Replicate,
     Shard,
     TensorSpec,
+    Transfer,
     global_load_plan,
     global_plan,
     load_plan,
@@ -20,7 +25,13 @@ from shardplan.planning import (
     split_reads,
     world_plans,
 )
-from shardplan.planning.storage import MOST_READS, need_of, shared_rounds, sharing_pays
+from shardplan.planning.storage import (
+    MOST_READS,
+    need_of,
+    shared_rounds,
+    sharing_pays,
+    value_exchange,
+)
 from shardplan.planning.testing.strategies import save_plans
 
 TENSORS = {"w": TensorSpec((5, 3)), "b": TensorSpec((4,), "int8"), "s": TensorSpec(()), "v": None}
@@ -159,3 +170,48 @@ def test_ranks_that_read_different_tensors_share_nothing():
     needs = needs_of(2, Shard(0))
     apart = [attrs.evolve(need, names=str(n), total=64) for n, need in enumerate(needs)]
     assert not sharing_pays(apart)
+
+
+# Non-tensor values
+
+RANKS = 3
+INSIDE = "inside"  # a value that is kept with the metadata
+VALUE_NAMES = st.sampled_from(["a", "b", INSIDE])
+# Per value and rank that wants it, the rank that reads it.
+RANK = st.integers(0, RANKS - 1)
+WANTED_VALUES = st.dictionaries(st.tuples(VALUE_NAMES, RANK), RANK)
+
+
+def read(name):
+    return ReadItem(
+        LoadItemType.BYTE_IO, MetadataIndex(f"my.{name}"), (), MetadataIndex(name), (), ()
+    )
+
+
+def plan_of(wanted, rank):
+    """Return the plan of one rank: its own reads, and the transfers that it takes part in."""
+    own = [read(name) for (name, to), source in wanted.items() if to == rank == source]
+    moved = [
+        Transfer(read(name), source, to)
+        for (name, to), source in wanted.items()
+        if source != to and rank in (source, to)
+    ]
+    return LoadPlan(own, transfers=moved)
+
+
+@given(WANTED_VALUES)
+def test_each_rank_gets_every_value_it_wants_and_what_is_sent_is_expected(wanted):
+    parts = [
+        value_exchange(plan_of(wanted, rank), rank, lambda name: int(name != INSIDE))
+        for rank in range(RANKS)
+    ]
+    for rank, part in enumerate(parts):
+        mine = sorted(name for name, to in wanted if to == rank)
+        assert sorted(value.name for value in part.wanted) == mine
+        assert all(value.dest == f"my.{value.name}" for value in part.wanted)
+        arriving = {name for source in part.sources for name in parts[source].send.get(rank, ())}
+        have = {value.name for value in part.alone} | set(part.read) | arriving
+        assert have >= set(mine)
+        assert INSIDE not in arriving
+        expected = {s for (name, to), s in wanted.items() if to == rank != s and name != INSIDE}
+        assert set(part.sources) == expected
