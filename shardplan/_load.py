@@ -157,12 +157,13 @@ def _read(call: LoadCall, planned: PlannedLoad) -> Turn[Outcome]:
 
 def _fill(call: LoadCall, planned: PlannedLoad, sums: BlockSums) -> Outcome:
     """Fill this rank's tensors, alone or together with other ranks."""
-    opened, plan, into = planned.opened, planned.plan, planned.into
+    opened, shared, into = planned.opened, planned.shared, planned.into
     options: dict[str, Any] = {"verify": call.verify, "sums": sums, "progress": call.progress}
-    if not len(plan.transfers) and opened.reader is not None:
-        return read_rank(opened.reader, plan, into, **options)
+    if shared is None and opened.reader is not None:
+        return read_rank(opened.reader, planned.plan, into, **options)
+    assert shared is not None
     try:
-        return read_shared(call.comm, opened, plan, into, place=str(call.path), **options)
+        return read_shared(call.comm, opened, shared, into, place=str(call.path), **options)
     except (LostRanksError, PlanError, ValueRefusedError):
         raise
     except Exception as error:

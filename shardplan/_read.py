@@ -37,14 +37,18 @@ from shardplan.io import (
 from shardplan.io.execute import Reader, ReadStats
 from shardplan.io.stores import StoreError
 from shardplan.planning import Issue, LoadItemType, LoadPlan, Metadata, PlanError
-from shardplan.planning.columns import ReadItems, distinct
+from shardplan.planning.columns import Ints, ReadItems, distinct
 from shardplan.planning.storage import (
     BLOCK_BYTES,
     FAR_GAP,
-    Arrival,
+    Incoming,
     Piece,
+    Region,
     Round,
+    SharedReads,
     ValueRead,
+    entries_of,
+    find_chunks,
     plan_bytes,
     shared_rounds,
     value_exchange,
@@ -55,6 +59,7 @@ from ._report import LOG, place_name
 from ._verify import ATTEMPTS, is_another
 
 T = TypeVar("T")
+Bytes = npt.NDArray[np.uint8]
 
 ROUND_BYTES: Final = 128 << 20
 """Bytes of the checkpoint that are under way between ranks at a time."""
@@ -86,6 +91,20 @@ class Opened:
     def block_bytes(self) -> int:
         """The most bytes of a block that was hashed."""
         return BLOCK_BYTES if self.reader is None else self.reader.source.block_bytes
+
+    def files_of(self, items: ReadItems) -> Ints | None:
+        """Return the file that each read is of, 0 for values; None if that is not known."""
+        known = None if self.reader is None else self.reader.source.file_columns
+        if known is None:
+            return None
+        rows = np.flatnonzero(items.type == LoadItemType.TENSOR.value)
+        reads, files = items.take(rows), np.zeros(len(items), np.int64)
+        which = known.entry[entries_of(self.metadata, reads)[0]]
+        chunk = find_chunks(self.metadata, reads)
+        for number in distinct(which).tolist():
+            some = which == number
+            files[rows[some]] = known.columns[number][chunk[some]]
+        return files
 
 
 @attrs.frozen(eq=False)
@@ -175,7 +194,7 @@ def decode_values(sent: Mapping[str, tuple[Any, bytes]]) -> dict[str, StoredValu
 def read_shared(
     comm: Comm,
     opened: Opened,
-    plan: LoadPlan,
+    shared: SharedReads,
     into: Destinations,
     *,
     verify: bool,
@@ -189,25 +208,18 @@ def read_shared(
     this raises, and the step that it is part of fails on all ranks. ``place`` names the checkpoint
     in errors.
     """
-    attempts = _Attempts()
-    boxes = into.of(plan.items), into.of(plan.transfers.reads)
-    share = _SharedRead(comm, opened, plan, verify, sums, place, attempts, *boxes)
-    rounds = shared_rounds(
-        plan,
-        opened.metadata,
-        comm.rank,
-        round_bytes=ROUND_BYTES,
-        block_bytes=opened.block_bytes,
-        max_gap=opened.max_gap,
-    )
+    attempts, window = _Attempts(), into.of(shared.reads)
+    share = _SharedRead(comm, opened, shared, verify, sums, place, attempts, window)
+    sizes = {"block_bytes": opened.block_bytes, "max_gap": opened.max_gap}
+    rounds = shared_rounds(shared, opened.metadata, comm.rank, **sizes)
     counter = attempts.run(lambda: Progress(rounds.read + rounds.received, progress), Progress(0))
     with _leaving(comm):
         values = share.exchange_values()
         moved = [share.move_tensors(one, counter) for one in rounds.rounds]
     if attempts.error is not None:
         raise attempts.error
-    items = plan.items.take(np.array(rounds.rest, np.int64))  # what no other rank needs
-    rest = share.fill(items, lambda row: share.own(rounds.rest[row]), counter)
+    items = shared.reads.take(np.array(rounds.rest, np.int64))  # what no other rank needs
+    rest = share.fill(items, lambda row: window(rounds.rest[row]), counter)
     counter.finish()
     sent, received = values.sent + rounds.sent, values.received + rounds.received
     return Outcome(sum([*moved, rest], values.stats), values.values, sent, received)
@@ -242,26 +254,21 @@ class _Attempts:
 
 @attrs.frozen(eq=False)
 class _SharedRead:
-    """One rank's part of a shared load.
-
-    ``own`` maps the row of one of the plan's own reads to the memory to fill; ``theirs`` does the
-    same for the reads of its transfers.
-    """
+    """One rank's part of a shared load; ``window`` is the memory that a row of it fills."""
 
     comm: Comm
     opened: Opened
-    plan: LoadPlan
+    shared: SharedReads
     verify: bool
     sums: BlockSums
     place: str
     attempts: _Attempts
-    own: Callable[[int], Window]
-    theirs: Callable[[int], Window]
+    window: Callable[[int], Window]
 
     def exchange_values(self) -> Outcome:
         """Read non-tensor values, send those that others need, and receive others."""
         reader, known, nothing = self.opened.reader, self.opened.values, dict[str, Any]()
-        part = value_exchange(self.plan, self.comm.rank, self.opened.value_bytes)
+        part = value_exchange(self.shared, self.comm.rank, self.opened.value_bytes)
         if reader is None or known is not None:  # one rank has read them for all
             values = self.attempts.run(lambda: self._load(known or nothing, part.wanted), nothing)
             return Outcome(ReadStats(), values)
@@ -293,24 +300,24 @@ class _SharedRead:
 
     def move_tensors(self, one: Round, progress: Progress) -> ReadStats:
         """Take part in a round: read, send and receive."""
-        incoming = [self._expect(arrival) for arrival in one.arrivals]
+        incoming = [self._expect(message) for message in one.incoming]
         sizes = zip(one.reads.lengths.tolist(), one.reads.ndim.tolist(), one.dtypes, strict=True)
         staged = [empty_tensor(lengths[:axes], dtype) for lengths, axes, dtype in sizes]
         stats = self.attempts.run(
             lambda: self.fill(one.reads, lambda row: Window.of(staged[row]), progress), ReadStats()
         )
-        pending: list[Pending] = []
-        for piece in one.pieces:
-            part = box_view(staged[piece.read], piece.offsets, piece.sizes)
-            view = flat_memory(part.contiguous())
-            assert view is not None
-            pending += [self.comm.send(target, view) for target in piece.targets]
-            self.attempts.run(partial(self._keep, piece, view, one.dtypes[piece.read]), None)
+        views = [_view_of(staged[piece.read], piece) for piece in one.pieces]
+        pending = []
+        for message in one.outgoing:
+            data = _packed([views[number] for number in message.pieces], one.starts(message))
+            pending += [self.comm.send(target, data) for target in message.targets]
+        for piece, view in zip(one.pieces, views, strict=True):
+            self.attempts.run(partial(self._fill_rows, piece, view), None)
         for sent in pending:
             sent.wait()
-        for region in incoming:
-            region.pending.wait()
-            self.attempts.run(partial(region.deliver, progress), None)
+        for arrived in incoming:
+            arrived.pending.wait()
+            self.attempts.run(partial(self._deliver, arrived, progress), None)
         return stats
 
     def fill(
@@ -322,37 +329,56 @@ class _SharedRead:
             return ReadStats()
         return reader.fill(reads, dest, verify=self.verify, sums=self.sums, progress=progress)
 
-    def _keep(self, piece: Piece, view: memoryview, dtype: str) -> None:
-        """Copy a region that is sent to where this rank needs it."""
-        for row in piece.items:
-            self.own(row).fill_all(np.frombuffer(view, np.uint8), dtype)
+    def _expect(self, message: Incoming) -> _Arriving:
+        """Make ready to receive a message: a single region into its place, if that is possible."""
+        view, (first, *more) = None, message.regions
+        if not more and len(first.rows) == 1:
+            tensor = self.window(first.rows[0]).tensor
+            if tensor is not None and same_dtype(tensor, first.dtype):
+                view = flat_memory(tensor)
+        data = None if view is not None else np.empty(message.starts[-1], np.uint8)
+        into = data.data if data is not None else view
+        assert into is not None
+        return _Arriving(self.comm.receive(message.source, into), message, data)
 
-    def _expect(self, arrival: Arrival) -> _Incoming:
-        """Make ready to receive a region, straight into its tensor where that is possible."""
-        window, staged = self.theirs(arrival.transfer), None
-        tensor = window.tensor
-        is_direct = tensor is not None and same_dtype(tensor, arrival.dtype)
-        view = flat_memory(tensor) if tensor is not None and is_direct else None
-        if view is None:
-            staged = np.empty(arrival.nbytes, np.uint8)
-            view = staged.data
-        return _Incoming(self.comm.receive(arrival.source, view), window, staged, arrival)
+    def _deliver(self, arrived: _Arriving, progress: Progress) -> None:
+        """Copy what a message brought to where it belongs, unless it came there."""
+        message, data = arrived.message, arrived.data
+        if data is not None:
+            for region, start in zip(message.regions, message.starts, strict=False):
+                self._fill_rows(region, data[start : start + region.nbytes])
+        progress.add(sum(region.nbytes for region in message.regions))
+
+    def _fill_rows(self, region: Region, data: Bytes) -> None:
+        """Copy a region to where this rank needs it."""
+        for row in region.rows:
+            self.window(row).fill_all(data, region.dtype)
 
 
 @attrs.frozen(eq=False)
-class _Incoming:
-    """A region that is being received, straight into a tensor or into staged memory."""
+class _Arriving:
+    """A message that is being received, into memory of its own or straight into its place."""
 
     pending: Pending
-    window: Window
-    staged: npt.NDArray[np.uint8] | None
-    arrival: Arrival
+    message: Incoming
+    data: Bytes | None
 
-    def deliver(self, progress: Progress) -> None:
-        """Copy what has come to where it belongs, unless it came there."""
-        if self.staged is not None:
-            self.window.fill_all(self.staged, self.arrival.dtype)
-        progress.add(self.arrival.nbytes)
+
+def _view_of(staged: torch.Tensor, piece: Piece) -> Bytes:
+    """Return the bytes of a piece of what was read."""
+    view = flat_memory(box_view(staged, piece.offsets, piece.sizes).contiguous())
+    assert view is not None
+    return np.frombuffer(view, np.uint8)
+
+
+def _packed(views: Sequence[Bytes], starts: Sequence[int]) -> memoryview:
+    """Return a message that holds some pieces, each from its start on."""
+    if len(views) == 1:
+        return views[0].data
+    data = np.empty(starts[-1], np.uint8)
+    for view, start in zip(views, starts, strict=False):
+        data[start : start + len(view)] = view
+    return data.data
 
 
 def _exchange(comm: Comm, messages: Mapping[int, bytes], sources: Sequence[int]) -> list[bytes]:

@@ -1003,7 +1003,7 @@ def test_shared_reads_fetch_every_byte_once(tmp_path, target):
 @pytest.mark.parametrize("target", ["columns", "replicated", "halves"])
 @pytest.mark.parametrize("source", ["rows", "replicated"])
 def test_bytes_far_away_are_fetched_once_however_they_are_cut(store, source, target, share):
-    whole = {f"w{i}": torch.rand(512, 256 * (i + 1)) for i in range(4)} | VALUES
+    whole = {f"w{i}": torch.rand(512, 1024 * (i + 1)) for i in range(4)} | VALUES  # wide: see above
     save_on(3, source, whole, store)
     shared = load_on(4, target, whole, store, share_reads=share)
     unique = sum(tensor.nbytes for name, tensor in whole.items() if name not in VALUES)
