@@ -1038,6 +1038,36 @@ def test_of_columns_far_away_no_more_is_fetched_than_the_tensor_has(store, count
     assert reports[0].total_read <= most * sum(tensor.nbytes for tensor in whole.values())
 
 
+@pytest.mark.parametrize("count", [20, 400])
+@pytest.mark.parametrize(("target", "copies"), [("replicated", 8), ("halves", 2)])
+def test_replicas_read_bytes_once_and_send_a_message_per_peer(store, target, copies, count):
+    """The number of messages, and what ranks tell the coordinator, is that for few tensors."""
+    whole = {f"w{i:03}": torch.full((64, 16), float(i)) for i in range(count)} | VALUES
+    shardplan.save(whole, store)
+    spies, seen = [], CountingStore(store)
+
+    def fn(comm):
+        spy = parts.SpyComm(comm)
+        spies.append(spy)
+        mine = parts.part(whole, target, 8, comm.rank, parts.blank)
+        with Pool() as pool:
+            report = shardplan.load(mine, seen, comm=spy, pool=pool, share_reads=True)
+        assert parts.same(mine, whole) == []
+        return report
+
+    reports = run_ranks(8, fn, timeout=120)
+    unique = count * 64 * 16 * 4
+    assert {report.total_read for report in reports} == {unique}
+    (data,) = [name for name in store.list() if name.endswith(".safetensors")]
+    ranges = [r for o in seen.operations if o.name == "read" and o.path == data for r in o.ranges]
+    assert sum(nbytes for start, nbytes in ranges if nbytes > 8) < 1.2 * unique  # with its header
+    sends = [size for spy in spies for name, size in spy.given if name == "send"]
+    assert sum(report.bytes_received for report in reports) == unique * (copies - 1)
+    assert unique * (copies - 1) <= sum(sends) < unique * copies
+    assert len(sends) <= 8 * (copies - 1) * 2
+    assert max(spy.nbytes("meet") for spy in spies) < 6000
+
+
 @pytest.mark.parametrize("place", [0.0, 0.3, 1.0])
 def test_columns_of_many_blocks_far_away_are_fetched_once_and_checked(store, place):
     tensor = torch.arange(1 << 18, dtype=torch.int32).reshape(512, 512)
