@@ -47,6 +47,7 @@ from shardplan.planning.passes import Reading, Stages
 from shardplan.planning.storage import (
     Need,
     SharedReads,
+    Wants,
     Way,
     need_of,
     partly_filled,
@@ -55,6 +56,7 @@ from shardplan.planning.storage import (
     shared_by_transfers,
     sharing_way,
     value_reads,
+    wants_of,
 )
 
 from ._comm import Place, place_of
@@ -143,6 +145,7 @@ class PlannedLoad:
     tied: Mapping[str, str]
     resized: Resized
     unmatched: tuple[str, ...]
+    wants: Wants | None = None
     way: Way = "alone"
     groups: tuple[tuple[int, ...], ...] = ()
     shared: SharedReads | None = None
@@ -304,17 +307,21 @@ def _offer(
     with call.watch.phase("plan"), naming_place(call.path):
         target = target or _after_passes(call, _target(call, opened.metadata))
         planned = _plan_reads(call, opened, target)
+        metadata, blocks, gap = opened.metadata, opened.block_bytes, opened.max_gap
+        cut = split_reads(metadata, blocks, max_gap=gap)((planned.plan,))[0].items
+        wants = wants_of(cut, metadata, call.comm.world_size, block_bytes=blocks)
         need = need_of(
             planned.plan,
-            opened.metadata,
-            opened.max_gap,
+            wants,
+            metadata,
+            gap,
             host=socket.gethostname(),
             is_local=opened.reader is not None and not opened.reader.store.staging,
         )
     meta = opened.metadata.storage_meta
     save = (meta and meta.save_id) or fingerprint(opened.metadata)
     offer = LoadOffer(save, place_name(call.path), planned.unmatched)
-    return Turn(planned, (attrs.astuple(offer), attrs.astuple(need)))
+    return Turn(attrs.evolve(planned, wants=wants), (attrs.astuple(offer), attrs.astuple(need)))
 
 
 def _verdict(call: LoadCall, offers: Sequence[Any]) -> Turn[None]:
@@ -338,17 +345,16 @@ def share_reading(call: LoadCall, planned: PlannedLoad) -> PlannedLoad:
             plan = _transferred(call, planned)
         shared = shared_by_transfers(plan, opened.metadata, call.comm.rank, round_bytes=ROUND_BYTES)
         return attrs.evolve(planned, plan=plan, shared=shared)
-    if way == "alone" or all(len(group) == 1 for group in planned.groups):
+    wants = planned.wants
+    if wants is None or all(len(group) == 1 for group in planned.groups):
         return planned
     with call.watch.phase("plan"):
-        cut = split_reads(opened.metadata, opened.block_bytes, max_gap=opened.max_gap)
-        items = cut((planned.plan,))[0].items
         shared = shared_by_rule(
-            items,
+            wants,
             opened.metadata,
             call.comm.rank,
             planned.groups,
-            opened.files_of(items),
+            opened.files_of(wants.reads),
             round_bytes=ROUND_BYTES,
             block_bytes=opened.block_bytes,
         )

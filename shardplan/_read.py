@@ -36,7 +36,7 @@ from shardplan.io import (
 )
 from shardplan.io.execute import Reader, ReadStats
 from shardplan.io.stores import StoreError
-from shardplan.planning import Issue, LoadItemType, LoadPlan, Metadata, PlanError
+from shardplan.planning import Issue, LoadItemType, LoadPlan, Metadata, PlanError, itemsize
 from shardplan.planning.columns import Ints, ReadItems, distinct
 from shardplan.planning.storage import (
     BLOCK_BYTES,
@@ -332,7 +332,7 @@ class _SharedRead:
     def _expect(self, message: Incoming) -> _Arriving:
         """Make ready to receive a message: a single region into its place, if that is possible."""
         view, (first, *more) = None, message.regions
-        if not more and len(first.rows) == 1:
+        if not more and len(first.rows) == 1 and self.shared.inner(first.rows[0]) is None:
             tensor = self.window(first.rows[0]).tensor
             if tensor is not None and same_dtype(tensor, first.dtype):
                 view = flat_memory(tensor)
@@ -352,7 +352,9 @@ class _SharedRead:
     def _fill_rows(self, region: Region, data: Bytes) -> None:
         """Copy a region to where this rank needs it."""
         for row in region.rows:
-            self.window(row).fill_all(data, region.dtype)
+            part = self.shared.inner(row)
+            mine = data if part is None else _part_of(data, region, part)
+            self.window(row).fill_all(mine, region.dtype)
 
 
 @attrs.frozen(eq=False)
@@ -362,6 +364,12 @@ class _Arriving:
     pending: Pending
     message: Incoming
     data: Bytes | None
+
+
+def _part_of(data: Bytes, region: Region, part: tuple[slice, ...]) -> Bytes:
+    """Return the bytes of a part of a region."""
+    elements = data.view(f"V{itemsize(region.dtype)}").reshape(region.sizes)
+    return np.ascontiguousarray(elements[part]).reshape(-1).view(np.uint8)
 
 
 def _view_of(staged: torch.Tensor, piece: Piece) -> Bytes:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
@@ -32,8 +33,9 @@ _ALIGNED = 16  # bytes: regions of any dtype begin at a multiple
 class Region:
     """A box of a saved tensor that travels, and the rows of the reads that it fills here."""
 
-    rows: tuple[int, ...]
+    rows: tuple[int, ...]  # each fills a part of the box, or all of it; see `SharedReads.inner`
     dtype: str
+    sizes: tuple[int, ...]  # of the box, in elements
     nbytes: int
 
 
@@ -43,7 +45,6 @@ class Piece(Region):
 
     read: int  # the row of the round's reads that brings it
     offsets: tuple[int, ...]  # in the box of that read, in elements
-    sizes: tuple[int, ...]
 
 
 @attrs.frozen
@@ -127,19 +128,15 @@ def shared_rounds(
         max_gap: Gaps of up to so many bytes between two ranges are fetched.
 
     >>> from shardplan.planning import TensorSpec, global_plan, load_plan, local_plan
-    >>> from shardplan.planning.storage import shared_by_rule
-    >>> plan = local_plan({"w": TensorSpec((4,))})
+    >>> from shardplan.planning.storage import shared_by_rule, wants_of
+    >>> plan, block = local_plan({"w": TensorSpec((4,))}), {"block_bytes": 64}
     >>> metadata = global_plan([plan])[1]
-    >>> reads, sizes = load_plan(metadata, plan).items, {"round_bytes": 64, "block_bytes": 64}
-    >>> a, b = (
-    ...     shared_rounds(
-    ...         shared_by_rule(reads, metadata, rank, [range(2)], **sizes),
-    ...         metadata,
-    ...         rank,
-    ...         block_bytes=64,
-    ...     )
+    >>> wants = wants_of(load_plan(metadata, plan).items, metadata, 2, **block)
+    >>> shared = [
+    ...     shared_by_rule(wants, metadata, rank, [range(2)], round_bytes=64, **block)
     ...     for rank in range(2)
-    ... )
+    ... ]
+    >>> a, b = (shared_rounds(one, metadata, rank, **block) for rank, one in enumerate(shared))
     >>> a.rounds[0].outgoing[0].targets, a.sent, b.rounds[0].incoming[0].source, b.received
     ((1,), 16, 0, 16)
     """
@@ -191,9 +188,9 @@ class _Table:
         located, width = locate_reads(metadata, reads, block_bytes), read_widths(reads, metadata)
         names = metadata.state_dict_metadata.names
         by_name = column(sorted(range(len(names)), key=names.__getitem__))
-        where = reads.storage_anchor + reads.storage_offsets
-        _, region = group_rows([np.argsort(by_name)[located.entry], where, reads.lengths])
-        lengths = pad(reads.lengths, located.extents.shape[1], 1)
+        where = reads.storage_anchor + shared.offsets
+        _, region = group_rows([np.argsort(by_name)[located.entry], where, shared.lengths])
+        lengths = pad(shared.lengths, located.extents.shape[1], 1)
         many = fetched(lengths, located.extents, width, max_gap)
         return cls(shared, metadata, rank, located, width, region, many)
 
@@ -233,13 +230,13 @@ class _Table:
     def round(self, coming: list[int], going: list[_Batch]) -> Round:
         """Describe a round, given the rows that come and the batches that are read."""
         rows = column([batch.row for batch in going])
-        reads, axes = self.shared.reads.take(rows), self.shared.reads.lengths.shape[1]
+        shared, axes = self.shared, self.shared.lengths.shape[1]
         widen = np.array([batch.is_block for batch in going], bool)[:, None]
         start, sizes = self.located.start[rows, :axes], self.located.sizes[rows, :axes]
         reads = attrs.evolve(
-            reads,
-            storage_offsets=readonly(np.where(widen, start, reads.storage_offsets)),
-            lengths=readonly(np.where(widen, sizes, reads.lengths)),
+            shared.reads.take(rows),
+            storage_offsets=readonly(np.where(widen, start, shared.offsets[rows])),
+            lengths=readonly(np.where(widen, sizes, shared.lengths[rows])),
             frame=None,  # they go into memory of their own first
         )
         regions = [(rows, read) for read, batch in enumerate(going) for rows in batch.regions]
@@ -257,7 +254,8 @@ class _Table:
         by_source = defaultdict[int, list[Region]](list)
         for _, same in groupby(rows, self.region.tolist().__getitem__):
             alike = tuple(same)
-            region = Region(alike, self._dtype(alike[0]), self._nbytes(alike[0]))
+            row = alike[0]
+            region = Region(alike, self._dtype(row), self._sizes(row), self._nbytes(row))
             by_source[int(self.shared.reader[alike[0]])].append(region)
         return (Incoming(source, tuple(found)) for source, found in by_source.items())
 
@@ -274,20 +272,24 @@ class _Table:
         return (Outgoing(tuple(sorted(targets)), pieces) for pieces, targets in alike.items())
 
     def _piece(self, rows: list[int], read: int, reads: ReadItems) -> Piece:
-        row, table = rows[0], self.shared.reads
-        axes = int(table.ndim[row])
-        offsets = table.storage_offsets[row] - reads.storage_offsets[read]
+        row, shared = rows[0], self.shared
+        axes = int(shared.reads.ndim[row])
+        offsets = shared.offsets[row] - reads.storage_offsets[read]
         return Piece(
-            tuple(row for row in rows if self.shared.own[row]),
+            tuple(row for row in rows if shared.own[row]),
             self._dtype(row),
+            self._sizes(row),
             self._nbytes(row),
             read,
             tuple(offsets[:axes].tolist()),
-            tuple(table.lengths[row, :axes].tolist()),
         )
 
+    def _sizes(self, row: int) -> tuple[int, ...]:
+        sizes: list[int] = self.shared.lengths[row, : self.shared.reads.ndim[row]].tolist()
+        return tuple(sizes)
+
     def _nbytes(self, row: int) -> int:
-        return int(self.shared.reads.numel[row] * self.width[row])
+        return math.prod(self._sizes(row)) * int(self.width[row])
 
     def _dtype(self, row: int) -> str:
         entries = self.metadata.state_dict_metadata

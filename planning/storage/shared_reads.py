@@ -1,7 +1,8 @@
 """Who reads what, and for whom, when many ranks load together.
 
-1. Each rank sorts the tensors that it reads into classes, by how they are cut: `need_of`.
-2. Ranks whose classes are equal are replicas, and form a group: `replica_groups`.
+1. Each rank sorts its reads into classes, by how their tensors are cut: `wants_of`. Of a small
+   chunk it wants all, as reading it costs no more than reading a part.
+2. Ranks that want the same of a class are replicas, and form a group: `replica_groups`.
 3. Which rank of a group reads which block is a formula of both: `turns_of`. So every rank knows by
    itself what it reads, sends and receives: `shared_by_rule`.
 4. Where ranks need the same bytes though their classes differ, the coordinator plans transfers with
@@ -14,6 +15,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Final, Literal, NamedTuple
 
 import attrs
@@ -26,6 +28,7 @@ from ..metadata import Entries, Metadata
 from ..plans import LoadPlan
 from ..records import LoadItemType
 from .blocks import locate_reads
+from .fetch import FAR_GAP
 from .filling import RANK_LABEL
 from .ranges import fetched
 
@@ -35,7 +38,7 @@ MOST_READS: Final = 1 << 22
 RUN_BYTES: Final = 1 << 20
 """Bytes that lie together and that one rank of a group reads, if there are as many."""
 
-_MOST_CLASSES: Final = 64
+_MOST_CLASSES: Final = 256
 _VALUE: Final = LoadItemType.BYTE_IO.value
 
 Way = Literal["alone", "groups", "coordinator"]
@@ -61,7 +64,111 @@ class Need:
     classes: tuple[tuple[str, int], ...] = attrs.field(default=(), converter=_pairs)
 
 
-def need_of(plan: LoadPlan, metadata: Metadata, max_gap: int, *, host: str, is_local: bool) -> Need:
+@attrs.frozen(eq=False)
+class Wants:
+    """A rank's reads, sorted into classes; columns have one row per read.
+
+    If a read is shared, the box from ``offsets`` on of ``lengths`` travels, relative to the chunk:
+    the read's own, or all of a small chunk. Small chunks of one number are a class.
+    """
+
+    reads: ReadItems
+    is_small: npt.NDArray[np.bool_]
+    offsets: Ints
+    lengths: Ints
+    of_row: Ints  # the class of each read
+    digests: tuple[str, ...]  # of what is wanted of each class
+    nbytes: tuple[int, ...]  # of each class
+
+
+def wants_of(
+    reads: ReadItems,
+    metadata: Metadata,
+    ranks: int,
+    *,
+    block_bytes: int,
+    small_bytes: int = FAR_GAP,
+) -> Wants:
+    """Sort a rank's reads into classes, so that replicas want the same of a class.
+
+    Args:
+        reads: What the rank needs, cut into blocks; see `split_reads`.
+        metadata: The checkpoint.
+        ranks: How many ranks load.
+        block_bytes: The most bytes of a block that the checkpoint was hashed with.
+        small_bytes: The most bytes of a chunk that is read whole.
+    """
+    if not len(reads):
+        nothing = column([])
+        return Wants(reads, nothing > 0, reads.storage_offsets, reads.lengths, nothing, (), ())
+    located, width = locate_reads(metadata, reads, block_bytes), read_widths(reads, metadata)
+    axes = reads.lengths.shape[1]
+    is_small = located.inside & (located.numel * width <= small_bytes) & (width > 0)
+    is_small &= (located.sizes == located.extents).all(axis=1)  # not the end of a large chunk
+    offsets = np.where(is_small[:, None], located.start[:, :axes], reads.storage_offsets)
+    lengths = np.where(is_small[:, None], located.sizes[:, :axes], reads.lengths)
+    small_chunk = np.where(is_small, located.chunk, -1)
+    _, of_row = group_rows([small_chunk, _kinds(reads, metadata, ranks, is_small)])
+    of_row = np.minimum(of_row, _MOST_CLASSES - 1)
+    hashes = [hashlib.blake2b(name.encode(), digest_size=8).digest() for name in reads.names]
+    known = np.frombuffer(b"".join(hashes), np.int64)[reads.storage]
+    boxes = np.column_stack([known, reads.type, reads.storage_anchor + offsets, lengths])
+    first, _ = group_rows([of_row, boxes])
+    edges = np.searchsorted(of_row[first], np.arange(int(of_row.max()) + 2)).tolist()
+    total = np.bincount(of_row[first], lengths[first].prod(axis=1) * width[first])
+    each = [boxes[first[a:b]] for a, b in pairwise(edges)]
+    return Wants(
+        reads,
+        is_small,
+        readonly(offsets),
+        readonly(lengths),
+        readonly(of_row),
+        tuple(_digest(some, axes) for some in each),
+        tuple(total.astype(np.int64).tolist()),
+    )
+
+
+def _digest(boxes: Ints, axes: int) -> str:
+    """Return a fingerprint of boxes, which may be padded to more axes than they have."""
+    is_used = ((boxes[:, 2 : 2 + axes] != 0) | (boxes[:, 2 + axes :] != 1)).any(axis=0)
+    used = int(np.flatnonzero(is_used).max(initial=-1)) + 1
+    kept = np.ascontiguousarray(boxes[:, [*range(2 + used), *range(2 + axes, 2 + axes + used)]])
+    return hashlib.blake2b(kept.tobytes(), digest_size=12).hexdigest()
+
+
+def _kinds(
+    reads: ReadItems, metadata: Metadata, ranks: int, is_small: npt.NDArray[np.bool_]
+) -> Ints:
+    """Return, per read, along which axes its tensor is cut, and into how many parts if it is large.
+
+    Tensors that ranks may not share out evenly are kept apart by their sizes: some ranks may want
+    nothing of them.
+    """
+    entries, count, axes = metadata.state_dict_metadata, len(reads.names), reads.lengths.shape[1]
+    start = reads.storage_anchor + reads.storage_offsets
+    low, high = np.full((count, axes), 1 << 62), np.zeros((count, axes), np.int64)
+    np.minimum.at(low, reads.storage, start)
+    np.maximum.at(high, reads.storage, start + reads.lengths)
+    row = [entries.row_of.get(name, -1) for name in reads.names]
+    layout = [-1 if r < 0 else int(entries.layout[r]) for r in row]
+    shapes = [entries.layouts[n].size if n >= 0 else () for n in layout]
+    extents, held = padded(shapes, 1, axes), np.maximum(high - low, 1)
+    is_cut = held < extents
+    kind = column([
+        len(shape) if n >= 0 else -1 - bool(RANK_LABEL.search(name))  # a value; of one rank alone
+        for name, n, shape in zip(reads.names, layout, shapes, strict=True)
+    ])  # fmt: skip
+    odd = np.where(is_cut & (extents % ranks != 0), extents, 0)
+    parts = np.rint(extents / held).astype(np.int64)
+    which = reads.storage
+    cuts = np.where(is_small[:, None], is_cut[which], parts[which])
+    cuts = np.where(kind[which, None] < 0, 0, cuts)
+    return np.column_stack([kind[which], odd[which], cuts])
+
+
+def need_of(
+    plan: LoadPlan, wants: Wants, metadata: Metadata, max_gap: int, *, host: str, is_local: bool
+) -> Need:
     """Return what a rank with this plan needs; gaps of up to ``max_gap`` bytes are fetched.
 
     One column of four, of rows of 4 bytes, is 3 bytes, or 9 with what lies between:
@@ -70,22 +177,26 @@ def need_of(plan: LoadPlan, metadata: Metadata, max_gap: int, *, host: str, is_l
     >>> wanted = world_plans({"w": TensorSpec((3, 4), "int8", [Shard(1)])}, Mesh(tp=4))
     >>> metadata = global_plan(world_plans({"w": TensorSpec((3, 4), "int8")}, Mesh(one=1)))[1]
     >>> plan = load_plan(metadata, wanted[0])
-    >>> [need_of(plan, metadata, gap, host="a", is_local=True).fetched for gap in (0, 3)]
+    >>> wants = wants_of(plan.items, metadata, 4, block_bytes=64, small_bytes=0)
+    >>> at = {"host": "a", "is_local": True}
+    >>> [need_of(plan, wants, metadata, gap, **at).fetched for gap in (0, 3)]
     [3, 9]
     """
-    entries, items = metadata.state_dict_metadata, plan.items
-    used = sorted({items.names[n] for n in distinct(items.storage).tolist()})
-    nbytes, classes = _fetched_bytes(items, metadata, max_gap), _Classes.of(items, metadata)
-    of_class = np.bincount(classes.of_row, nbytes, len(classes.digests)).astype(np.int64)
+    entries = metadata.state_dict_metadata
+    used = sorted({wants.reads.names[n] for n in distinct(wants.reads.storage).tolist()})
+    nbytes = _fetched_bytes(wants.reads, metadata, max_gap)
+    exact = np.bincount(wants.of_row, nbytes, len(wants.digests)).astype(np.int64)
+    is_small = np.bincount(wants.of_row, wants.is_small, len(wants.digests)) > 0
+    whole = np.where(is_small, column(wants.nbytes), exact)  # if small chunks are read whole
     return Need(
-        int(nbytes.sum()),
+        int((whole if max_gap else exact).sum()),
         hashlib.blake2b("\0".join(used).encode(), digest_size=16).hexdigest(),
         _size(entries, [entries.row_of[name] for name in used]),
-        len(items),
+        len(plan.items),
         _size(entries, slice(None)),
         host,
         is_local,
-        tuple(zip(classes.digests, of_class.tolist(), strict=True)),
+        tuple(zip(wants.digests, whole.tolist(), strict=True)),
     )
 
 
@@ -174,59 +285,6 @@ def _ranges(numbers: Sequence[int]) -> Group:
     return tuple(found)
 
 
-@attrs.frozen(eq=False)
-class _Classes:
-    """The classes of a rank's reads: tensors that are cut into as many parts along each axis."""
-
-    of_row: Ints
-    digests: tuple[str, ...]  # of the boxes that are read, as they lie in the checkpoint
-
-    @classmethod
-    def of(cls, items: ReadItems, metadata: Metadata) -> _Classes:
-        """Sort reads into classes; those of a rank and of its replicas are the same."""
-        if not len(items):
-            return cls(column([]), ())
-        of_name = _class_of_name(items, metadata)
-        number = of_name[items.storage]
-        names = np.array(
-            [hashlib.blake2b(n.encode(), digest_size=8).digest() for n in items.names], "S8"
-        )
-        start, known = items.storage_anchor + items.storage_offsets, np.frombuffer(names, np.int64)
-        rows = np.column_stack([known[items.storage], items.type, items.ndim, start, items.lengths])
-        digests = []
-        for which in range(int(number.max()) + 1):
-            mine = rows[number == which]
-            axes = int(mine[:, 2].max())
-            width = items.lengths.shape[1]
-            mine = mine[:, [*range(3 + axes), *range(3 + width, 3 + width + axes)]]
-            mine = mine[np.lexsort(mine.T[::-1])]
-            digests.append(hashlib.blake2b(mine.tobytes(), digest_size=12).hexdigest())
-        return cls(number, tuple(digests))
-
-
-def _class_of_name(items: ReadItems, metadata: Metadata) -> Ints:
-    """Return the class of each name that is read; if there are many, the last ones are one."""
-    entries, count = metadata.state_dict_metadata, len(items.names)
-    start = items.storage_anchor + items.storage_offsets
-    axes = items.lengths.shape[1]
-    low, high = np.full((count, axes), 1 << 62), np.zeros((count, axes), np.int64)
-    np.minimum.at(low, items.storage, start)
-    np.maximum.at(high, items.storage, start + items.lengths)
-    row = [entries.row_of.get(name, -1) for name in items.names]
-    layout = [-1 if r < 0 else int(entries.layout[r]) for r in row]
-    shapes = [entries.layouts[n].size if n >= 0 else () for n in layout]
-    parts = np.rint(padded(shapes, 1, axes) / np.maximum(high - low, 1)).astype(np.int64)
-    kind = column([
-        len(shape) if n >= 0 else -1 - bool(RANK_LABEL.search(name))  # a value; of one rank alone
-        for name, n, shape in zip(items.names, layout, shapes, strict=True)
-    ])  # fmt: skip
-    used = np.flatnonzero(np.bincount(items.storage, minlength=count))
-    _, group = group_rows([kind[used], parts[used] * (kind[used] >= 0)[:, None]])
-    of_name = np.zeros(count, np.int64)
-    of_name[used] = np.minimum(group, _MOST_CLASSES - 1)
-    return of_name
-
-
 class Turns(NamedTuple):
     """In which round each block is read, and by which member of the group."""
 
@@ -263,6 +321,8 @@ class SharedReads:
     """
 
     reads: ReadItems
+    offsets: Ints  # where the box begins that travels, relative to the chunk; see `Wants`
+    lengths: Ints
     reader: Ints  # the rank that reads it
     audience: Ints  # the ranks that the reader sends it to, in `audiences`
     audiences: tuple[tuple[int, ...], ...]  # without the reader
@@ -275,9 +335,18 @@ class SharedReads:
         is_value: npt.NDArray[np.bool_] = self.reads.type == _VALUE
         return is_value
 
+    def inner(self, row: int) -> tuple[slice, ...] | None:
+        """Return which part of the box that travels a read is; None if it is all of it."""
+        axes = int(self.reads.ndim[row])
+        low = (self.reads.storage_offsets[row] - self.offsets[row])[:axes]
+        size = self.reads.lengths[row, :axes]
+        if np.array_equal(size, self.lengths[row, :axes]):
+            return None
+        return tuple(slice(a, a + n) for a, n in zip(low.tolist(), size.tolist(), strict=True))
+
 
 def shared_by_rule(
-    items: ReadItems,
+    wants: Wants,
     metadata: Metadata,
     rank: int,
     groups: Sequence[Sequence[int]],
@@ -289,7 +358,7 @@ def shared_by_rule(
     """Share reads among replicas: each block is read by one of them, and sent to the others.
 
     Args:
-        items: What this rank needs, cut into blocks; see `split_reads`.
+        wants: What this rank wants.
         metadata: The checkpoint.
         rank: The rank.
         groups: The ranks of each class of the reads; see `replica_groups`.
@@ -299,53 +368,49 @@ def shared_by_rule(
 
     >>> from shardplan.planning import TensorSpec, global_plan, load_plan, local_plan
     >>> plan = local_plan({"a": TensorSpec((1 << 18,)), "b": TensorSpec((1 << 18,))})
-    >>> metadata = global_plan([plan])[1]
-    >>> reads, sizes = load_plan(metadata, plan).items, {"round_bytes": 1 << 21, "block_bytes": 64}
-    >>> shared_by_rule(reads, metadata, 5, [range(4, 6)], **sizes).reader.tolist()
+    >>> metadata, block = global_plan([plan])[1], {"block_bytes": 1 << 20}
+    >>> wants = wants_of(load_plan(metadata, plan).items, metadata, 2, **block)
+    >>> at = {"round_bytes": 1 << 21, **block}
+    >>> shared_by_rule(wants, metadata, 5, [range(4, 6)], **at).reader.tolist()
     [4, 5]
     """
-    classes = _Classes.of(items, metadata)
-    reader = np.full(len(items), rank, np.int64)
-    turn, audience = np.zeros(len(items), np.int64), classes.of_row
-    order = _place_order(items, metadata, files, block_bytes)
-    nbytes = items.numel * read_widths(items, metadata)
-    steps = 0  # rounds of classes before
-    for which in sorted(range(len(groups)), key=classes.digests.__getitem__):
-        members = column(list(groups[which]))
-        rows = order.rows[classes.of_row[order.rows] == which]
-        if len(members) < 2 or not len(rows):
+    reads = wants.reads
+    reader, turn = np.full(len(reads), rank, np.int64), np.zeros(len(reads), np.int64)
+    block = _blocks_by_place(reads, metadata, files, block_bytes)
+    boxes = [reads.storage_anchor + wants.offsets, wants.lengths]
+    first, box = group_rows([block, *boxes])  # boxes of a block follow one another
+    nbytes = wants.lengths[first].prod(axis=1) * read_widths(reads, metadata)[first]
+    before = 0  # rounds of other classes
+    for which in sorted(range(len(groups)), key=wants.digests.__getitem__):
+        members, mine = column(list(groups[which])), np.flatnonzero(wants.of_row[first] == which)
+        if len(members) < 2:
             continue
-        fresh = np.diff(order.block[rows], prepend=-1) != 0  # rows of a block follow one another
-        block = np.cumsum(fresh) - 1
+        number = np.cumsum(np.diff(block[first[mine]], prepend=-1) != 0) - 1
         turns = turns_of(
-            np.bincount(block, nbytes[rows]).astype(np.int64), len(members), round_bytes
+            np.bincount(number, nbytes[mine]).astype(np.int64), len(members), round_bytes
         )
-        reader[rows] = members[turns.member[block]]
-        turn[rows] = steps + turns.round[block]
-        steps += int(turns.round[-1]) + 1
+        of_box = np.zeros(len(first), np.int64)
+        of_box[mine] = number
+        rows = wants.of_row == which
+        reader[rows] = members[turns.member[of_box[box[rows]]]]
+        turn[rows] = before + turns.round[of_box[box[rows]]]
+        before += int(turns.round[-1]) + 1
     audiences = tuple(tuple(other for other in group if other != rank) for group in groups)
-    own = np.ones(len(items), bool)
-    return SharedReads(items, readonly(reader), audience, audiences, own, readonly(turn))
+    sent = (wants.offsets, wants.lengths, readonly(reader), wants.of_row, audiences)
+    return SharedReads(reads, *sent, np.ones(len(reads), bool), readonly(turn))
 
 
-class _PlaceOrder(NamedTuple):
-    rows: Ints
-    block: Ints  # a number of the block of each read
-
-
-def _place_order(
-    items: ReadItems, metadata: Metadata, files: Ints | None, block_bytes: int
-) -> _PlaceOrder:
-    """Order reads as files hold them: by file, widest elements first, then by name and place."""
-    located, width = locate_reads(metadata, items, block_bytes), read_widths(items, metadata)
+def _blocks_by_place(
+    reads: ReadItems, metadata: Metadata, files: Ints | None, block_bytes: int
+) -> Ints:
+    """Number the blocks that are read as files hold them: widest elements first, then by name."""
+    located, width = locate_reads(metadata, reads, block_bytes), read_widths(reads, metadata)
     names = metadata.state_dict_metadata.names
     by_name = np.empty(len(names), np.int64)
     by_name[sorted(range(len(names)), key=names.__getitem__)] = np.arange(len(names))
-    file = np.zeros(len(items), np.int64) if files is None else files
-    keys = [located.chunk, located.number]
-    _, block = group_rows([file, -width, by_name[located.entry], *keys])
-    where = items.storage_anchor + items.storage_offsets
-    return _PlaceOrder(np.lexsort((*where.T[::-1], block)), block)
+    file = np.zeros(len(reads), np.int64) if files is None else files
+    keys = [file, -width, by_name[located.entry], located.chunk, located.number]
+    return group_rows(keys)[1]
 
 
 def shared_by_transfers(
@@ -361,6 +426,8 @@ def shared_by_transfers(
     targets, to = np.unique(moves.target, return_inverse=True)
     return SharedReads(
         reads,
+        reads.storage_offsets,
+        reads.lengths,
         np.concatenate([moves.source, np.full(own, rank, np.int64)]),
         np.concatenate([to, np.full(own, len(targets), np.int64)]),
         (*((int(target),) for target in targets), ()),

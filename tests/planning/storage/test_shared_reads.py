@@ -32,12 +32,17 @@ from shardplan.planning.storage import (
     sharing_way,
     turns_of,
     value_exchange,
+    wants_of,
 )
 from shardplan.planning.testing.strategies import save_plans
 
 TENSORS = {"w": TensorSpec((5, 3)), "b": TensorSpec((4,), "int8"), "s": TensorSpec(()), "v": None}
 WORLDS = st.tuples(save_plans(tensors=TENSORS), save_plans(tensors=TENSORS))
-LIMITS = st.tuples(st.sampled_from([1, 8, 1 << 20]), st.sampled_from([4, 16, 1 << 20]))
+LIMITS = st.tuples(  # bytes of a round, of a block, and of a small block
+    st.sampled_from([1, 8, 1 << 20]),
+    st.sampled_from([4, 16, 1 << 20]),
+    st.sampled_from([0, 8, 1 << 20]),
+)
 GAPS = st.sampled_from([0, 8])
 
 
@@ -58,23 +63,29 @@ def ranks_of(group):
 
 def by_rule(pair, limits, max_gap=0):
     saved, wanted = pair
-    round_bytes, block_bytes = limits
+    round_bytes, block_bytes, small_bytes = limits
     metadata = global_plan(saved)[1]
     plans = [load_plan(metadata, plan) for plan in wanted]
-    needs = [need_of(plan, metadata, max_gap, host="a", is_local=False) for plan in plans]
-    groups = [list(map(ranks_of, mine)) for mine in replica_groups(needs)]
     split = split_reads(metadata, block_bytes, max_gap=max_gap)
+    cut = [split((plan,))[0].items for plan in plans]
+    small = {"block_bytes": block_bytes, "small_bytes": small_bytes}
+    wants = [wants_of(items, metadata, len(plans), **small) for items in cut]
+    needs = [
+        need_of(*both, metadata, max_gap, host="a", is_local=False)
+        for both in zip(plans, wants, strict=True)
+    ]
+    groups = [list(map(ranks_of, mine)) for mine in replica_groups(needs)]
     sizes = {"round_bytes": round_bytes, "block_bytes": block_bytes}
     shared = [
-        shared_by_rule(split((plan,))[0].items, metadata, rank, groups[rank], **sizes)
-        for rank, plan in enumerate(plans)
+        shared_by_rule(wants[rank], metadata, rank, groups[rank], **sizes)
+        for rank in range(len(plans))
     ]
     return loaded(metadata, plans, groups, shared, block_bytes, max_gap)
 
 
 def by_transfers(pair, limits, max_gap=0):
     saved, wanted = pair
-    round_bytes, block_bytes = limits
+    round_bytes, block_bytes, _ = limits
     metadata = global_plan(saved)[1]
     plans = [load_plan(metadata, plan) for plan in wanted]
     passes = [
@@ -100,6 +111,16 @@ def cells(read):
     return [
         (read.storage_index.fqn, *np.add(start, at).tolist())
         for at in product(*map(range, read.lengths))
+    ]
+
+
+def box_cells(shared, row):
+    """Return the elements of the box that travels if a read is shared."""
+    read, axes = shared.reads[row], int(shared.reads.ndim[row])
+    start = np.add(read.storage_index.offset, shared.offsets[row, :axes])
+    return [
+        (read.storage_index.fqn, *np.add(start, at).tolist())
+        for at in product(*map(range, shared.lengths[row, :axes].tolist()))
     ]
 
 
@@ -140,6 +161,11 @@ def carry_out(world):
     is_sent = [False] * len(left)
 
     def fill(rank, row, found):
+        inner, shape = world.shared[rank].inner(row), world.shared[rank].lengths[row]
+        if inner is not None and len(found) > world.shared[rank].reads.numel[row]:
+            table = np.empty(len(found), object)
+            table[:] = found
+            found = table.reshape(shape[: len(inner)])[inner].reshape(-1).tolist()
         for place, cell in zip(places(world.shared[rank].reads[row]), found, strict=True):
             filled[rank][place].append(cell)
 
@@ -193,12 +219,12 @@ def test_every_rank_gets_each_element_that_it_needs_once(plan, pair, limits, max
 def test_each_element_is_read_once_per_group_that_needs_it(pair, limits):
     world = by_rule(pair, limits)
     _, was_read = carry_out(world)
-    needed = defaultdict(set)  # the groups that need an element
+    needed = defaultdict(set)  # the groups that want an element
     for rank, shared in enumerate(world.shared):
         for row, read in enumerate(shared.reads):
             if is_tensor(read):
                 others = shared.audiences[shared.audience[row]]
-                for cell in cells(read):
+                for cell in box_cells(shared, row) if others else cells(read):
                     needed[cell].add(tuple(sorted({rank, *others})))
     assert sum(was_read, Counter()) == {cell: len(groups) for cell, groups in needed.items()}
 
@@ -239,9 +265,14 @@ def replicas(copies, shards, *, count=100, size=1 << 10):
     return metadata, world_plans(cut, Mesh(copies=copies, shards=shards))
 
 
-def needs_on(metadata, wanted, ranks):
+def need(plan, metadata, ranks, *, max_gap=0, host="a", is_local=False, small_bytes=0):
+    wants = wants_of(plan.items, metadata, ranks, block_bytes=16 << 20, small_bytes=small_bytes)
+    return need_of(plan, wants, metadata, max_gap, host=host, is_local=is_local)
+
+
+def needs_on(metadata, wanted, ranks, **options):
     plans = [load_plan(metadata, wanted[rank]) for rank in ranks]
-    return [need_of(plan, metadata, 0, host="a", is_local=False) for plan in plans]
+    return [need(plan, metadata, len(ranks), **options) for plan in plans]
 
 
 def test_groups_are_the_replicas_of_each_kind_of_tensor():
@@ -257,6 +288,32 @@ def test_groups_are_the_replicas_of_each_kind_of_tensor():
     groups = [set(map(ranks_of, mine)) for mine in replica_groups(needs)]
     assert groups[5] == {(4, 5), (5,), (1, 3, 5, 7)}
     assert sharing_way(needs) == "groups"
+
+
+MESHES = {
+    "ddp": ([Replicate(), Replicate()], [Replicate(), Replicate()]),
+    "hsdp": ([Replicate(), Shard(0)], [Replicate(), Shard(0)]),
+    "fsdp with tp": ([StridedShard(0, 2), Shard(0)], [Shard(0), Replicate()]),
+    "tp in dp": ([Replicate(), Shard(1)], [Replicate(), Replicate()]),
+}
+
+
+@pytest.mark.parametrize("small", [0, 1 << 20])
+@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_on_usual_meshes_every_element_is_read_once(mesh, parts, small):
+    matrix, vector = MESHES[mesh]
+    shapes = {"w": (8, 6), "v": (12, 4), "norm": (8,), "bias": (16,), "step": ()}
+    saved = world_plans(
+        {n: TensorSpec(s, "int8", [Shard(0)] if s else [Replicate()]) for n, s in shapes.items()},
+        Mesh(dp=parts),
+    )
+    placed = {2: matrix, 1: vector, 0: [Replicate(), Replicate()]}
+    specs = {name: TensorSpec(shape, "int8", placed[len(shape)]) for name, shape in shapes.items()}
+    world = by_rule((saved, world_plans(specs, Mesh(dp=4, tp=2))), (64, 32, small))
+    _, was_read = carry_out(world)
+    assert set(sum(was_read, Counter()).values()) == {1}
+    assert len(sum(was_read, Counter())) == 8 * 6 + 12 * 4 + 8 + 16 + 1
 
 
 @pytest.mark.parametrize(("copies", "shards"), [(8, 1), (4, 8), (32, 4)])
@@ -295,10 +352,10 @@ def columns_on(ranks, placement):
     return metadata, [load_plan(metadata, plan) for plan in wanted]
 
 
-def needs_of(ranks, placement, *, max_gap=0, hosts=1, is_local=False):
+def needs_of(ranks, placement, *, max_gap=0, hosts=1, **options):
     metadata, plans = columns_on(ranks, placement)
     return [
-        need_of(plan, metadata, max_gap, host=f"host-{rank % hosts}", is_local=is_local)
+        need(plan, metadata, ranks, max_gap=max_gap, host=f"host-{rank % hosts}", **options)
         for rank, plan in enumerate(plans)
     ]
 
@@ -312,6 +369,7 @@ def needs_of(ranks, placement, *, max_gap=0, hosts=1, is_local=False):
         ({"placement": Shard(0)}, "alone"),
         ({"placement": Shard(1)}, "alone"),
         ({"placement": Shard(1), "max_gap": 8}, "coordinator"),  # each would fetch all columns
+        ({"placement": Shard(1), "max_gap": 8, "small_bytes": 64}, "groups"),  # all of a small one
     ],
     ids=str,
 )
