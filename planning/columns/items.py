@@ -30,6 +30,7 @@ from .arrays import (
     pack_names,
     padded,
     readonly,
+    row_tuples,
     unpack,
     unpack_names,
     within,
@@ -107,7 +108,10 @@ class Catalog:
     @cached_property
     def heads(self) -> tuple[Head, ...]:
         """All rows as hashable values."""
-        return tuple(map(self.head, range(len(self))))
+        types = [_TYPES[number] for number in self.type.tolist()]
+        props = [(*self.props, None)[number] for number in self.prop.tolist()]
+        sizes = row_tuples(self.size, self.ndim)
+        return tuple(map(Head, self.names, self.sources, types, props, sizes))
 
     @cached_property
     def name_order(self) -> Ints:
