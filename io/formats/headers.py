@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Mapping, Sequence
+from json.encoder import encode_basestring
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import attrs
 
@@ -20,6 +21,9 @@ from shardplan.planning.geometry import shape_fault
 from ..errors import FormatError
 from ..stores.base import Store
 from .base import LIMITS, read_bytes
+
+if TYPE_CHECKING:
+    from ..execute.pieces import Piece
 
 MAX_HEADER: Final = LIMITS["header"]
 
@@ -107,33 +111,60 @@ def _scaled(numbers: Sequence[int], factor: int) -> list[int]:
     return [*numbers[:-1], *(n * factor for n in numbers[-1:])]
 
 
-def build_header(file: str, slots: Sequence[Slot], save_id: str) -> bytes:
-    """Return a file's header.
+class _Words(NamedTuple):
+    """What a header says of all chunks of one dtype, shape and place, as JSON."""
 
-    Slots lie one after the other, in the order given; ``begin`` is computed, never read.
-    """
-    tensors: dict[str, Any] = {}
-    own: dict[str, Any] = {"version": 1, "file": file, "save_id": save_id}
-    own["encoded"] = {s.name: s.dtype for s in slots if file_entry(s.dtype, s.shape) is None}
-    sharding = {}
+    kind: str
+    start: str
+    nbytes: int
+    is_encoded: bool
+
+    @classmethod
+    def of(cls, dtype: str, shape: tuple[int, ...], offsets: tuple[int, ...]) -> _Words:
+        width, own = itemsize(dtype), file_entry(dtype, shape)
+        name, sizes = own or ("U8", [*shape, width])
+        start = [*offsets, *(0 for _ in sizes[len(shape) :])]
+        place = {"saved_offsets": _scaled(start, _PACKED.get(name, 1))}
+        return cls(kind_of_entry(name, sizes), dump(place), math.prod(shape) * width, own is None)
+
+
+def kind_of_entry(dtype: str, shape: Sequence[int]) -> str:
+    """Return the JSON of a header's entry up to where its tensor lies; see `entry_text`."""
+    return dump({"dtype": dtype, "shape": shape})[:-1]
+
+
+def entry_text(name: str, kind: str, begin: int, end: int) -> str:
+    """Return a header's entry of one tensor as JSON."""
+    return f'{encode_basestring(name)}:{kind},"data_offsets":[{begin},{end}]}}'
+
+
+def build_header(file: str, slots: Iterable[Slot | Piece], save_id: str) -> bytes:
+    """Return the header of a file in which chunks lie one after the other, in the order given."""
+    known: dict[Any, _Words] = {}
+    tensors, sharding, encoded = list[str](), list[str](), dict[str, str]()
     at = 0
     for slot in slots:
-        width = itemsize(slot.dtype)
-        dtype, shape = file_entry(slot.dtype, slot.shape) or ("U8", [*slot.shape, width])
-        start = [*slot.offsets, *(0 for _ in shape[len(slot.shape) :])]
-        sharding[slot.name] = {"saved_offsets": _scaled(start, _PACKED.get(dtype, 1))}
-        tensors[slot.name] = {
-            "dtype": dtype,
-            "shape": shape,
-            "data_offsets": [at, at := at + slot.nbytes],
-        }
+        name, key = slot.name, (slot.dtype, slot.shape, slot.offsets)
+        words = known.get(key) or known.setdefault(key, _Words.of(*key))
+        end = at + words.nbytes
+        tensors.append(entry_text(name, words.kind, at, end))
+        sharding.append(f"{encode_basestring(name)}:{words.start}")
+        at = end
+        if words.is_encoded:
+            encoded[name] = slot.dtype
     metadata = {
         "format": "pt",
         "DCP_VERSION": "1.0",
-        "DCP_SHARDING_INFO": _dump(sharding),
-        "shardplan": _dump(own),
+        "DCP_SHARDING_INFO": f"{{{','.join(sharding)}}}",
+        "shardplan": dump({"version": 1, "file": file, "save_id": save_id, "encoded": encoded}),
     }
-    return framed(_dump({_RESERVED: metadata, **tensors}).encode(), file)
+    return framed_entries(metadata, tensors, file)
+
+
+def framed_entries(metadata: Mapping[str, str], entries: Sequence[str], file: str) -> bytes:
+    """Return a header, given what it says of the file and the JSON of each entry."""
+    text = ",".join([f'"{_RESERVED}":{dump(metadata)}', *entries])
+    return framed(f"{{{text}}}".encode(), file)
 
 
 def framed(text: bytes, file: str) -> bytes:
@@ -269,7 +300,8 @@ def _load(text: bytes, file: str, what: str) -> Any:
         raise FormatError(file, f"{what} is not JSON: {error}") from None
 
 
-def _dump(value: Any) -> str:
+def dump(value: Any) -> str:
+    """Return JSON as headers have it."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 

@@ -24,7 +24,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import attrs
@@ -64,7 +64,7 @@ from ...pool import Progress
 from ...stores.base import Store
 from ...stores.local_files import TEMPORARY
 from ..base import CommitJob, ExtraFiles, Part, WriteJob, check_size
-from ..headers import file_entry, framed, refused_name
+from ..headers import entry_text, file_entry, framed_entries, kind_of_entry, refused_name
 from .companions import read_extra
 from .source import INDEX, OWN_NAME, PART_OF, RESERVED, SINGLE, TIED, read_index, uncommitted
 
@@ -307,13 +307,11 @@ class HfWriter(FolderWriter):
         metadata = {"format": "pt", **self._remarks, **tied}
         if own:
             metadata["shardplan"] = json.dumps({"version": 1, **own}, separators=(",", ":"))
-        table: dict[str, Any] = {"__metadata__": metadata}
+        entries = []
         for tensor in tensors:
-            entry = file_entry(tensor.dtype, tensor.shape)
-            assert entry is not None
-            span = [tensor.begin, tensor.end]
-            table[tensor.name] = {"dtype": entry[0], "shape": entry[1], "data_offsets": span}
-        return framed(json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode(), file)
+            kind = _kind(tensor.dtype, tensor.shape)
+            entries.append(entry_text(tensor.name, kind, tensor.begin, tensor.end))
+        return framed_entries(metadata, entries, file)
 
     def commit(self, job: CommitJob) -> tuple[str, ...]:
         """Put the tensors in place, and what belongs beside them; see `Writer.commit`."""
@@ -435,6 +433,13 @@ def _is_taken(store: Store, count: int) -> bool:
         return True
     names = (_name(number, count) for number in range(count))
     return any(store.exists(name) and not uncommitted(store, name) for name in names)
+
+
+@lru_cache(maxsize=1024)
+def _kind(dtype: str, shape: tuple[int, ...]) -> str:
+    entry = file_entry(dtype, shape)
+    assert entry is not None
+    return kind_of_entry(*entry)
 
 
 def _report(files: Sequence[str], weights: Mapping[str, str], nbytes: int) -> bytes:
