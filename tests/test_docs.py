@@ -14,10 +14,11 @@ from shardplan.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXECUTED = [page for page in PAGES if page.name != "integrations.md"]  # `make integrations` does
 OPTIONS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", EXECUTED, ids=lambda page: page.name)
 def test_the_examples_of_a_page_print_what_they_say(page):
     failed, _ = doctest.testfile(str(page), module_relative=False, optionflags=OPTIONS)
     assert failed == 0
