@@ -10,7 +10,7 @@ export PYTHONSAFEPATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help venv format lint types test test-quick thorough integrations demo bench build clean
+.PHONY: help venv format lint types test test-quick thorough integrations docs demo bench build clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -57,6 +57,13 @@ integrations: .venv-integrations/.installed ## test with torchtitan, Lightning, 
 	$(PYTHON) -m venv .venv-integrations
 	.venv-integrations/bin/python -m pip install torch==2.13.0 'setuptools>=77'
 	.venv-integrations/bin/python -m pip install --no-build-isolation --editable '.[test]' $(FRAMEWORKS)
+	@touch $@
+
+docs: $(VENV)/.docs ## make the documentation site in build/site; broken links are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --no-build-isolation --editable '.[docs]'
 	@touch $@
 
 demo: $(STAMP) ## run the demo
