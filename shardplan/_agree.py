@@ -1,9 +1,9 @@
 """Agreement of all ranks on one plan for a save, in the cheapest way that is certain.
 
 Every rank offers fingerprints of its plan and its values; the coordinator compares them
-(`compare_saves`). A *cached* plan is that of an earlier save of the same layout. A *derived* one follows
-from meshes and placements on every rank: each distinct description of what ranks hold, as of the
-stages of a pipeline, is sent once. Else the coordinator *gathers* all plans.
+(`compare_saves`). A *cached* plan is that of an earlier save of the same layout. A *derived* one
+follows from meshes and placements on every rank: each distinct description of what ranks hold, as
+of the stages of a pipeline, is sent once. Else the coordinator *gathers* all plans.
 """
 
 from __future__ import annotations
