@@ -18,7 +18,7 @@ from .mesh.placements import Mesh
 from .metadata import Entries, Metadata
 from .nodes import NodeData
 from .passes.base import Pass, Passes, as_steps, chain, only_assigns, positioned
-from .passes.chunks import dedup_replicas
+from .passes.chunks import balance
 from .passes.keys import drop
 from .plans import SavePlan
 from .records import WriteItemType
@@ -36,19 +36,13 @@ from .tree import (
     nodes_of,
 )
 
-__all__ = ["DEFAULT_PASSES", "WholePlan", "global_plan", "local_plan", "plan_whole"]
-
 _NESTING: Final = ("paths", "empty", "nodes")  # keys of planner_data about nesting
 _META: Final = "it on the meta device, without elements: materialise it first, or leave it out"
-DEFAULT_PASSES: tuple[Pass[SavePlan], ...] = (dedup_replicas(),)
+DEFAULT_PASSES: tuple[Pass[SavePlan], ...] = (balance(),)
 
 
 def local_plan(
-    sd: Mapping[Any, Any],
-    *,
-    mesh: Mesh | None = None,
-    rank: int = 0,
-    whole: Collection[str] = (),
+    sd: Mapping[Any, Any], *, mesh: Mesh | None = None, rank: int = 0, whole: Collection[str] = ()
 ) -> SavePlan:
     """Return which chunks of which tensors this rank holds.
 

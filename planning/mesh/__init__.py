@@ -6,7 +6,7 @@ from ..door import door
 
 if TYPE_CHECKING:  # the same names as below, by module
     # isort: off
-    from .derive import DerivedPlans, derive_plans
+    from .derive import DerivedPlans, derive_plans, world_metadata
     from .descriptions import Description, JoinedPlans, derive_joined, describe
     from .keys import layout_key, on_meta
     from .placements import (
@@ -17,13 +17,13 @@ if TYPE_CHECKING:  # the same names as below, by module
         pipeline, tensor_parallel,
     )  # fmt: skip
     from .layouts import SpecLayout
-    from .worlds import WorldPlans, world_metadata, world_plans
+    from .worlds import WorldPlans, world_plans
     # isort: on
 
 __getattr__, __dir__ = door(
     __name__,
     {
-        "derive": "DerivedPlans derive_plans",
+        "derive": "DerivedPlans derive_plans world_metadata",
         "descriptions": "Description JoinedPlans derive_joined describe",
         "keys": "layout_key on_meta",
         "placements": (
@@ -34,6 +34,6 @@ __getattr__, __dir__ = door(
             "pipeline tensor_parallel"
         ),
         "layouts": "SpecLayout",
-        "worlds": "WorldPlans world_metadata world_plans",
+        "worlds": "WorldPlans world_plans",
     },
 )

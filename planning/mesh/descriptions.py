@@ -404,4 +404,5 @@ def derive_joined(plans: JoinedPlans) -> tuple[DerivedPlans, Metadata]:
         PlanError: Descriptions contradict each other, or some tensors are not fully held.
             `global_plan` finds out more.
     """
-    return DerivedPlans(plans), Metadata(plans.holdings.entries(), planner_data=plans.nesting)
+    done = DerivedPlans(plans)
+    return done, done.describe(plans.nesting)

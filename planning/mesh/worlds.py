@@ -18,7 +18,6 @@ from ..columns.arrays import Columns, Index, Ints, column, padded, readonly
 from ..columns.items import Catalog, Head, WriteItems
 from ..errors import Issue, PlanError, RefusedError
 from ..geometry.tilings import shape_fault
-from ..metadata import Metadata
 from ..plans import SavePlan
 from ..records import TensorProperties, WriteItemType
 from ..text import Printed, Sheet, counted, human_bytes, listing
@@ -35,7 +34,7 @@ from .placements import (
     spread,
 )
 
-__all__ = ["WorldPlans", "catalog_of", "world_metadata", "world_plans"]
+__all__ = ["WorldPlans", "catalog_of", "world_plans"]
 
 _SHOWN: Final = 12
 
@@ -218,18 +217,3 @@ def _misfits(spec: TensorSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
             at = placement.coordinates
             if not at or not 0 <= at[0] <= at[-1] < ranks:
                 yield "shape", f"is at {placement!r} of a mesh axis that has {ranks} ranks"
-
-
-def world_metadata(plans: WorldPlans) -> Metadata:
-    """Return the metadata that ``global_plan(plans)`` does, layout by layout, without making plans.
-
-    >>> specs = {"w": TensorSpec((13,), "float32", [StridedShard(0, split_factor=2), Shard(0)])}
-    >>> world_metadata(world_plans(specs, Mesh(dp=3, tp=2)))
-    Metadata: 1 entry, 52 B
-    name  dtype    shape  chunks
-    w     float32  [13]   Grid(0:3:6:7:9:11:12:13)
-
-    Raises:
-        PlanError: Some tensors are not fully held; it lists all of them.
-    """
-    return Metadata(plans.holdings.entries(), planner_data=plans.planner_data)

@@ -17,9 +17,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Ints, column, distinct, group_rows, numbered
+from ..columns.arrays import Ints, column, distinct, group_rows, numbered, pad
 from ..errors import span
-from ..geometry.tilings import pad
 from ..passes.base import Passes, Scope, as_steps, ranked, run_pass, scope_of, shown
 from ..plans import SavePlan
 from ..text import Printed, Sheet, Table, as_names, counted, human_bytes
