@@ -12,19 +12,6 @@ import attrs
 
 from .errors import Issue, listed, span
 
-__all__ = [
-    "How",
-    "LoadOffer",
-    "SaveOffer",
-    "SaveVerdict",
-    "compare_saves",
-    "conflicts",
-    "differing_loads",
-    "ranks_by_value",
-    "table_tag",
-    "unmatched_everywhere",
-]
-
 How = Literal["alone", "cached", "derived", "gathered"]
 """How ranks get the plan of a save."""
 

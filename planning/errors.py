@@ -11,8 +11,6 @@ import attrs
 
 from .text import runs
 
-__all__ = ["CodecError", "Issue", "NotFoundError", "PlanError", "RefusedError"]
-
 _SHOWN = 8
 _COMPARED = 2000  # names compared in a search for similar ones
 

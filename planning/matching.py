@@ -26,8 +26,6 @@ from .metadata import BytesMetadata, Entries, Metadata, TensorMetadata
 from .records import TensorProperties
 from .tree import Path, is_tensor
 
-__all__ = ["Match", "explain_missing", "find_renames", "match_entries", "whole_names"]
-
 _SUGGESTED: Final = 8  # missing names that get a "nearest" hint
 _LEAVE: Final = "strict=False leaves it as it is"
 _SAMPLED: Final = 8  # missing names to make rules from

@@ -11,15 +11,10 @@ import numpy as np
 
 from .columns.arrays import Ints, column
 from .errors import NotFoundError, nearest_hint, nearest_names
+from .frozen import freeze
 from .geometry.tilings import MAX_AXES, Chunk, Tiling, as_ints, shape_fault, tile_chunks
 from .records import TensorProperties
 from .text import Printed, Sheet, as_names, counted, human_bytes, listing
-from .tree import freeze
-
-__all__ = [
-    "BytesMetadata", "Entries", "Layout", "Metadata", "StorageMeta", "TensorMetadata",
-    "metadata_of",
-]  # fmt: skip
 
 _SHOWN: Final = 12
 

@@ -25,16 +25,6 @@ from .metadata import BytesMetadata, Entries, Metadata, TensorMetadata
 from .storage.blocks import boxes_of
 from .storage.copy import Box
 
-__all__ = [
-    "BLOCK",
-    "Quantized",
-    "QuantizedPart",
-    "dequantized",
-    "every",
-    "find_quantized",
-    "quantized_parts",
-]
-
 BLOCK: Final = (128, 128)
 """The elements of the last two axes that share a scale, where a checkpoint does not say."""
 _FP8: Final = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")

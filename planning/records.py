@@ -18,11 +18,6 @@ from .geometry.axes import Axes, canonical, parts
 from .geometry.tilings import Chunk, as_ints
 from .text import as_names
 
-__all__ = [
-    "KeyReport", "LoadItemType", "MetadataIndex", "ReadItem", "TensorProperties", "TensorWriteData",
-    "Transfer", "WriteItem", "WriteItemType",
-]  # fmt: skip
-
 
 class WriteItemType(enum.Enum):
     """How a value lies in the state dict: a whole tensor, a shard of one, or any other value."""

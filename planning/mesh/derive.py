@@ -33,8 +33,6 @@ from .layouts import Held, Holdings, SpecLayout, chunks_of
 from .placements import Only, Replicate, spread
 from .worlds import WorldPlans
 
-__all__ = ["DerivedPlans", "derive_plans", "world_metadata"]
-
 
 def derive_plans(plans: WorldPlans) -> tuple[DerivedPlans, Metadata]:
     """Return what ``global_plan(plans)`` does; each rank's plan is made on demand.

@@ -45,8 +45,6 @@ from .placements import (
 )
 from .worlds import WorldPlans, catalog_of
 
-__all__ = ["Description", "JoinedPlans", "derive_joined", "describe"]
-
 
 class _UnknownLayoutError(Exception):
     """The layout of a value cannot be determined without planning it."""

@@ -34,8 +34,6 @@ from .placements import (
     spread,
 )  # fmt: skip
 
-__all__ = ["Held", "Holdings", "SpecLayout", "chunks_of"]
-
 
 @attrs.frozen(eq=False)
 class _Boxes:

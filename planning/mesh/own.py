@@ -14,8 +14,6 @@ from ..frozen import FrozenDict
 from ..tree import Path
 from .placements import TensorSpec
 
-__all__ = ["OwnKey", "OwnLeaf", "nesting_of", "own_paths"]
-
 _RUN: Final = re.compile("[0-9]+")
 
 

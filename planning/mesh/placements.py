@@ -23,14 +23,8 @@ import numpy as np
 from ..columns.arrays import Ints, readonly
 from ..dtypes import ITEMSIZE, dtype_name
 from ..errors import RefusedError
+from ..frozen import FrozenDict
 from ..geometry.tilings import Chunk, as_ints
-from ..tree import FrozenDict
-
-__all__ = [
-    "AxisRuns", "Cut", "Mesh", "Only", "Placement", "Replicate", "Run", "Shard", "StridedShard",
-    "TensorSpec", "as_mesh", "axis_runs", "cached_axis_runs", "holds", "local_chunks", "local_cuts",
-    "nested_cuts", "shard_runs", "spread",
-]  # fmt: skip
 
 
 @attrs.frozen

@@ -34,8 +34,6 @@ from .placements import (
     spread,
 )
 
-__all__ = ["WorldPlans", "catalog_of", "world_plans"]
-
 _SHOWN: Final = 12
 
 

@@ -15,8 +15,6 @@ from ..plans import LoadPlan, Plan, SavePlan
 from ..records import ReadItem, TensorWriteData, WriteItem
 from ..text import Printed, Sheet, listing
 
-__all__ = ["Difference", "PlanDiff", "plan_diff"]
-
 _SHOWN: Final = 12
 _WIDE: Final = 60  # characters of a value that are shown
 

@@ -20,8 +20,6 @@ from .origins import Writers, writers_of
 from .reshard import reshard_traffic
 from .traffic import FileCost, FileCosts, RankCost, RankCosts, Traffic, load_traffic, save_traffic
 
-__all__ = ["CostModel", "Report", "Totals", "explain", "figures"]
-
 Kind = Literal["save", "load", "reshard"]
 Plans = Sequence[SavePlan] | Sequence[LoadPlan]
 T = TypeVar("T")

@@ -10,8 +10,6 @@ from typing import Final, NamedTuple
 
 import attrs
 
-__all__ = ["few"]
-
 _WIDE: Final = 75  # characters of names in a cell, unless one name is longer
 _BETWEEN: Final = re.compile("(: | → )")
 _NUMBER: Final = re.compile(r"(?<![^. ])[0-9]+(?![^. ])")  # a part of a name that is a number

@@ -26,8 +26,6 @@ from ..text import Printed, Sheet, counted, listing
 if TYPE_CHECKING:
     from .explain import Report
 
-__all__ = ["ElementRead", "Why", "Writers", "why", "writers_by_plans", "writers_of"]
-
 Element = tuple[int, ...]
 
 _NOBODY: Final = np.iinfo(np.int64).max

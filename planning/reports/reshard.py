@@ -33,8 +33,6 @@ from ..plans import LoadPlan, SavePlan
 from .origins import Writers, writers_by_plans
 from .traffic import FileCosts, RankCosts, Traffic, add_up, count_runs, itemsizes, load_pieces
 
-__all__ = ["reshard_traffic", "traffic_blocks", "traffic_matrix"]
-
 _BLOCK: Final = 1 << 20  # pieces that are looked at together: bounds memory to a few hundred MiB
 
 

@@ -24,8 +24,6 @@ from ..plans import SavePlan
 from ..text import Printed, Sheet, Table, as_names, counted, human_bytes
 from .names import few
 
-__all__ = ["Amount", "Change", "PlannerTrace", "StepTrace", "show", "traced"]
-
 _NESTING: Final = frozenset(["paths", "empty", "nodes"])  # plans' data that passes keep up to date
 
 

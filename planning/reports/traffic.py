@@ -28,8 +28,6 @@ from ..records import LoadItemType
 from ..storage.blocks import ChunkTable, entries_of
 from .origins import Writers
 
-__all__ = ["FileCost", "RankCost", "Traffic", "count_runs", "load_traffic", "save_traffic"]
-
 T = TypeVar("T")
 
 _VALUE: Final = LoadItemType.BYTE_IO.value
