@@ -17,6 +17,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from ..columns import arrays
 from ..columns.arrays import Ints, column, distinct, group_rows, numbered, pad
 from ..errors import span
 from ..passes.base import Passes, Scope, as_steps, ranked, run_pass, scope_of, shown
@@ -179,7 +180,7 @@ def _keys(plan: SavePlan) -> frozenset[str]:
 
 
 @attrs.frozen(eq=False)
-class _Rows:
+class _Rows(arrays.Table):
     """Items of all ranks, one row each; both sides of a pass number the same tables."""
 
     names: Sequence[str]  # the tables: names, dtypes (empty for a non-tensor value) and shapes
@@ -204,11 +205,6 @@ class _Rows:
         """What each item is made of: whose shard in the first columns, then the box in it."""
         return np.column_stack([self.rank, self.source, self.fill, self.shard, self.box])
 
-    def take(self, rows: Ints) -> _Rows:
-        """Return the given rows."""
-        fields = attrs.astuple(self, recurse=False)
-        return _Rows(*fields[:3], *(values[rows] for values in fields[3:]))
-
     def amount(self, rows: Ints) -> Amount:
         """Return how much the given rows are."""
         names = distinct(self.name[rows])
@@ -228,28 +224,23 @@ def _rows(*sides: Sequence[SavePlan]) -> list[_Rows]:
             sizes = [head.size for head in catalog.heads]
             numbers = texts.of(sources), texts.of(catalog.names), dtypes.of(dtype), shapes.of(sizes)
             heads[catalog.content] = column(numbers, 4, -1).T
-    found = []
-    for items in every:
-        fill = items.is_fill[:, None].astype(np.int64)
-        chunk = np.hstack([pad(items.offsets, width, 0), pad(items.sizes, width, 1)])
-        box = np.hstack([pad(items.box_offsets, width, 0), pad(items.box_sizes, width, 1)])
-        turned = np.full((len(items), 1), -1)  # both sides have the same axes
-        if items.frame is not None:
-            coded = items.frame.axes
-            turned = np.array([*axes.of(coded.values), -1])[coded.number][:, None]
-        shard = pad(items.shard_offsets, width, 0)
-        boxes = [shard, np.where(fill == 1, chunk, box), chunk, turned, items.nbytes[:, None]]
-        found.append(np.hstack([heads[items.catalog.content][items.row], fill, *boxes]))
-    edges = np.cumsum([4, 1, width, 2 * width, 2 * width + 1])
-    done, parts = [], iter(found)
+    tables = tuple(texts), tuple(dtypes), tuple(shapes)
+    done = []
     for plans in sides:
-        mine = [next(parts) for _ in plans]
-        rank = np.repeat(np.arange(len(mine)), list(map(len, mine)))
-        rows = np.concatenate([np.zeros((0, edges[-1] + 1), np.int64), *mine])
-        head, fill, shard, box, chunk, nbytes = np.split(rows, edges, axis=1)
-        tables = tuple(texts), tuple(dtypes), tuple(shapes)
-        columns = rank, *head.T, fill[:, 0], shard, box, chunk, nbytes[:, 0]
-        done.append(_Rows(*tables, *columns))
+        parts = []
+        for rank, items in enumerate(plan.items for plan in plans or [SavePlan([])]):
+            chunk = np.hstack([pad(items.offsets, width, 0), pad(items.sizes, width, 1)])
+            box = np.hstack([pad(items.box_offsets, width, 0), pad(items.box_sizes, width, 1)])
+            turned = np.full(len(items), -1)  # both sides have the same axes
+            if items.frame is not None:
+                coded = items.frame.axes
+                turned = np.array([*axes.of(coded.values), -1])[coded.number]
+            head = heads.get(items.catalog.content, np.zeros((0, 4), np.int64))[items.row]
+            fill, shard = items.is_fill.astype(np.int64), pad(items.shard_offsets, width, 0)
+            boxes = shard, np.where(fill[:, None], chunk, box), np.column_stack([chunk, turned])
+            columns: Iterable[Any] = (np.full(len(items), rank), *head.T, fill, *boxes)
+            parts.append(_Rows(*tables, *columns, items.nbytes))
+        done.append(_Rows.concat(parts))
     return done
 
 
