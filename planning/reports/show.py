@@ -238,8 +238,8 @@ def _rows(*sides: Sequence[SavePlan]) -> list[_Rows]:
             head = heads.get(items.catalog.content, np.zeros((0, 4), np.int64))[items.row]
             fill, shard = items.is_fill.astype(np.int64), pad(items.shard_offsets, width, 0)
             boxes = shard, np.where(fill[:, None], chunk, box), np.column_stack([chunk, turned])
-            columns: Iterable[Any] = (np.full(len(items), rank), *head.T, fill, *boxes)
-            parts.append(_Rows(*tables, *columns, items.nbytes))
+            columns = np.full(len(items), rank), *head.T, fill, *boxes, items.nbytes
+            parts.append(_Rows(*tables, *columns))
         done.append(_Rows.concat(parts))
     return done
 
