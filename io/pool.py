@@ -186,7 +186,7 @@ class _Job:
     def step(self) -> bool:
         """Do the work of the next item; return whether there was one."""
         with self._changed:
-            if self._is_over:
+            if self._is_over():
                 return False
             number, item = self._todo.popleft()
             self._active += 1
@@ -202,17 +202,16 @@ class _Job:
             _thread.jobs = before
             with self._changed:
                 self._active -= 1
-                if not self._active and self._is_over:
+                if not self._active and self._is_over():
                     self._changed.notify_all()
         return True
 
-    @property
     def _is_over(self) -> bool:
         return bool(self.failures) or not self._todo
 
     def _wait(self) -> None:
         with self._changed:
-            while self._active or not self._is_over:
+            while self._active or not self._is_over():
                 self._changed.wait(_TICK)
 
 

@@ -41,8 +41,9 @@ from ..pool import Pool, Progress, ProgressCallback
 from ..stores.base import Store
 from ..tensors import block_of_memory, empty_tensor, torch_dtype
 from .copying import Block, Stretch
+from .fetch import places_of
 from .pieces import Kept, Lazy
-from .read import Reader, ReadStats, places_of
+from .read import Reader, ReadStats
 
 __all__ = ["Ahead", "Copied", "Copies", "Lender", "stored_chunks", "write_copies"]
 
