@@ -1,4 +1,4 @@
-"""Messages of any size between processes, over a gloo group, in CPU memory.
+"""What one process sends another directly: over a gloo group, in CPU memory.
 
 Calls that may block for ever are made in a thread, a `Worker`, so that the caller can be
 interrupted.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,8 +34,7 @@ _FOR_EVER = timedelta(days=1000)
 _abandoned: list[tuple[Wire, int]] = []  # wires whose thread may still wait, and for which place
 
 _END = 2.0  # seconds to wait for a thread when the interpreter exits
-_SIZE = struct.Struct("<Q")
-_DATA = 1 << 20  # added to the tag of memory that is sent without a meeting
+_RELEASE = 1 << 20  # added to the tag of a wait that is meant to time out
 
 
 class StuckError(TimeoutError):
@@ -45,7 +42,7 @@ class StuckError(TimeoutError):
 
 
 @attrs.define(eq=False)
-class _Call:
+class Call:
     """A function to call, and its outcome once it is done."""
 
     function: Callable[[], Any]
@@ -54,20 +51,27 @@ class _Call:
     error: BaseException | None = None
 
     def run(self) -> None:
+        """Call the function, and note the outcome."""
         try:
             self.value = self.function()
         except BaseException as error:
             self.error = error
 
+    def result(self) -> Any:
+        """Return or raise what the function did, once that is done."""
+        if self.error is not None:
+            raise self.error
+        return self.value
+
 
 class Worker:
     """A thread that makes calls which may block for ever, while the caller waits in Python.
 
-    There, Ctrl-C works and timeouts are kept. `busy` is true while a call is being made.
+    There, Ctrl-C works and timeouts are kept. `busy` is true until a call has returned.
     """
 
     def __init__(self) -> None:
-        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._calls: SimpleQueue[Call | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self.busy = False
 
@@ -84,27 +88,31 @@ class Worker:
         ``meanwhile`` is called now and then while waiting, and may raise. ``alive`` returns the
         monotonic time of the last sign of life: the limit counts from then on.
         """
-        if self._thread is None:
-            thread = threading.Thread(target=self._serve, name="shardplan-comm", daemon=True)
-            thread.start()  # first: if this is interrupted, the next call starts another
-            self._thread = thread
-        call = _Call(function)
-        self._calls.put(call)
+        call = self.begin(function)
         start, pause = time.monotonic(), 0.1
         while (left := max(start, alive()) + limit - time.monotonic()) > 0:
             if call.done.wait(left if meanwhile is None else min(pause, left)):
-                if call.error is not None:
-                    raise call.error
-                result: T = call.value
+                result: T = call.result()
                 return result
             if meanwhile is not None:
                 meanwhile()
             pause = min(2 * pause, 2.0)
         raise StuckError(f"no reply in {limit:g} s")
 
+    def begin(self, function: Callable[[], object]) -> Call:
+        """Have ``function`` called after the calls made so far, and return the call."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._serve, name="shardplan-comm", daemon=True)
+            thread.start()  # first: if this is interrupted, the next call starts another
+            self._thread = thread
+        call = Call(function)
+        self.busy = True
+        self._calls.put(call)
+        return call
+
     def post(self, function: Callable[[], object]) -> None:
         """Have ``function`` called after the calls made so far, and ignore its outcome."""
-        self._calls.put(_Call(function))
+        self._calls.put(Call(function))
 
     def close(self) -> None:
         """Let the thread end after the calls it was given."""
@@ -127,36 +135,13 @@ class Worker:
 
 @attrs.frozen
 class Wire:
-    """Sends and receives bytes between ranks that have met, and that may still die."""
+    """Sends and receives bytes between ranks that may die."""
 
-    group: Any  # a gloo group, or its bare connections
+    group: Any  # a gloo group
     tag: int  # distinguishes these messages from all others between the same ranks
     timeout: float  # seconds that one message may take
     meanwhile: Callable[[], None]  # called now and then while a message takes time; may raise
     worker: Worker = attrs.field(factory=Worker)  # waits, so that the caller can be interrupted
-
-    def send(self, parts: Mapping[int, bytes]) -> dict[int, Trouble]:
-        """Send each place its bytes, and return what went wrong, by place."""
-        messages = {
-            place: [_view(_SIZE.pack(len(data))), *_pieces(_view(data))]
-            for place, data in parts.items()
-        }
-        return self._move(self.group.send, messages)
-
-    def receive(self, places: Sequence[int]) -> tuple[dict[int, bytes], dict[int, Trouble]]:
-        """Return what each place sent, and what went wrong, by place."""
-        import torch
-
-        sizes = {place: torch.zeros(_SIZE.size, dtype=torch.uint8) for place in places}
-        failed = self._move(self.group.recv, {place: [size] for place, size in sizes.items()})
-        found = {
-            place: torch.empty(_SIZE.unpack(_bytes(size))[0], dtype=torch.uint8)
-            for place, size in sizes.items()
-            if place not in failed
-        }
-        messages = {place: _pieces(data) for place, data in found.items()}
-        failed |= self._move(self.group.recv, messages)
-        return {p: _bytes(data) for p, data in found.items() if p not in failed}, failed
 
     def post(
         self,
@@ -175,26 +160,10 @@ class Wire:
         whole = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0)
         begin = self.group.send if sends else self.group.recv
         try:
-            works = [begin([piece], place, self.tag + _DATA) for piece in _pieces(whole)]
+            works = [begin([piece], place, self.tag) for piece in _pieces(whole)]
         except (RuntimeError, OSError) as error:  # the connection is known to be gone
             raise gone({place: Trouble.of(error)}) from None
         return Transfer(self, place, works, gone)
-
-    def _move(
-        self,
-        begin: Callable[[list[Tensor], int, int], Work],
-        messages: Mapping[int, Sequence[Tensor]],
-    ) -> dict[int, Trouble]:
-        """Send or receive messages; return, per place to which one failed, the reason."""
-        works: dict[int, Sequence[Work]] = {}
-        failed: dict[int, Trouble] = {}
-        for place, pieces in messages.items():
-            try:
-                works[place] = [begin([piece], place, self.tag) for piece in pieces]
-            except (RuntimeError, OSError) as error:  # the connection is known to be gone
-                failed[place] = Trouble.of(error)
-        found = {place: self.wait(place, begun, self.timeout) for place, begun in works.items()}
-        return failed | {place: trouble for place, trouble in found.items() if trouble is not None}
 
     def wait(self, place: int, works: Sequence[Work], limit: float) -> Trouble | None:
         """Wait for the messages to or from one place, and return what went wrong."""
@@ -215,7 +184,7 @@ class Wire:
         """End all waits, by one that times out: that closes all connections of the group."""
         import torch
 
-        work = self.group.recv([torch.empty(1)], place, self.tag + 2 * _DATA)
+        work = self.group.recv([torch.empty(1)], place, self.tag + _RELEASE)
         work.wait(timedelta(milliseconds=1))
 
 
@@ -263,19 +232,3 @@ def _release() -> None:
 
 def _pieces(data: Tensor) -> list[Tensor]:
     return [data[start : start + PIECE] for start in range(0, len(data), PIECE)]
-
-
-def _view(data: bytes) -> Tensor:
-    """Return a tensor that shares the memory of ``data``, for reading; torch would warn or copy."""
-    import torch
-
-    if not data:
-        return torch.empty(0, dtype=torch.uint8)
-    address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value
-    memory = (ctypes.c_uint8 * len(data)).from_address(address or 0)
-    memory.owner = data  # type: ignore[attr-defined]
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.numpy().tobytes()

@@ -61,13 +61,11 @@ class JobComm:
     counts when they reconnect: parts of two different saves must never become one checkpoint.
 
     Attributes:
-        private: Whether it has its own connections.
         held: The current comm; None if there is none yet.
         chosen: A process group, to use in place of that of all ranks.
         coordinator: The place in the group of the rank that gathers and scatters.
     """
 
-    private: bool
     held: Comm | None = None
     chosen: Any = None
     coordinator: int = 0
@@ -91,19 +89,19 @@ class JobComm:
             self._calls += 1
             if self.held is None or self._group is not group:
                 with _named_step("make connections"):
-                    self.held, self._calls = self._connect(group, private=self.private), 1
+                    self.held, self._calls = self._connect(group), 1
                 self._group = group
             elif self.held.lost:
                 self._go_on()
             return self.held
 
-    def _connect(self, group: Any, **options: bool) -> Comm:
-        return torch_comm(group, coordinator=self.coordinator, **options)
+    def _connect(self, group: Any, *, fresh: bool = False) -> Comm:
+        return torch_comm(group, coordinator=self.coordinator, fresh=fresh)
 
     def _go_on(self) -> None:
         step = "go on after a rank was lost"
         with _named_step(step):
-            comm = self.held = self._connect(self._group, private=True, fresh=True)
+            comm = self.held = self._connect(self._group, fresh=True)
         most, behind = all_reduce(comm, step, lambda: self._calls, _behind)
         self._calls = most
         if behind:
@@ -129,7 +127,7 @@ def _behind(calls: list[int]) -> tuple[int, list[tuple[int, int]]]:
     return most, [(place, most - made) for place, made in enumerate(calls) if made < most]
 
 
-_job: Final = JobComm(private=False)
+_job: Final = JobComm()
 
 
 def as_comm(comm: object) -> Comm:

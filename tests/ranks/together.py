@@ -315,19 +315,30 @@ def twin():
     if dist.get_rank() == 0:
         return {}
     comms = [torch_comm(other, timeout=20) for _ in range(2)]
-    values = [exchange(comm, 10_000) for comm in comms]
+    values = [exchange(comm, 10_000) | {"around": around(comm, 10_000)} for comm in comms]
     return {"values": values, "shared": comms[0]._wire.group is comms[1]._wire.group}
 
 
 def pieces():
-    """Messages that go in many pieces."""
-    from shardplan.dist import transport as wire
+    """Messages that go in many pieces, through the store and directly."""
+    from shardplan.dist import rendezvous, transport
 
-    whole, wire.PIECE = wire.PIECE, 1000
+    whole = rendezvous.PIECE, transport.PIECE
+    rendezvous.PIECE = transport.PIECE = 1000
     try:
-        return exchange(torch_comm(timeout=20), 100_001)
+        comm = torch_comm(timeout=20)
+        return exchange(comm, 100_001) | {"around": around(comm, 100_001)}
     finally:
-        wire.PIECE = whole
+        rendezvous.PIECE, transport.PIECE = whole
+
+
+def around(comm, size):
+    """Send the next rank some bytes, and return whether those of the one before came."""
+    n, came = comm.world_size, bytearray(size)
+    sent = comm.send((comm.rank + 1) % n, memoryview(pattern(comm.rank, size)))
+    comm.receive((comm.rank - 1) % n, memoryview(came)).wait()
+    sent.wait()
+    return came == pattern((comm.rank - 1) % n, size)
 
 
 def leftovers():
