@@ -1,9 +1,9 @@
 """Ranks that are processes of a torch.distributed job: `torch_comm`.
 
-The ranks meet in the group's key-value store (see `rendezvous`), through which all messages of
-collectives travel, too: there the ranks find out who is missing, while gloo breaks all connections
-of a group when one wait times out, and then blames the wrong ranks. Only what one rank sends to
-another directly goes through gloo, in CPU memory. Two ranks are connected when they first do so.
+The ranks meet in the group's key-value store (see `rendezvous`), through which the messages of
+collectives travel, too. What one rank sends another directly goes over a connection of these two
+(see `transport`). The group's backend is not used: gloo breaks all connections of a group when one
+wait times out, and then blames the wrong ranks; and it connects each rank with all others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -33,7 +32,6 @@ class _Shared:
 
     hosted: Any  # the group's own store, which this process may host for the others
     store: Any  # the same on our own connection: torch's waits block theirs as long as they last
-    connections: Any = None  # gloo's, our own: nothing here can disturb training
 
 
 _shared: weakref.WeakKeyDictionary[Any, _Shared] = weakref.WeakKeyDictionary()
@@ -44,22 +42,18 @@ def torch_comm(
     *,
     timeout: float = 1800.0,
     coordinator: int = 0,
-    fresh: bool = False,
 ) -> Comm:
     """Return the comm of a torch.distributed process group.
 
     All ranks of the group call this, in the same order if they call it more than once. Comms of
     one group do not disturb each other, and may be used by different threads at the same time. The
-    group's own backend, and the GPU, are never touched: ranks meet in the group's store, and those
-    that send each other data directly get a connection of their own.
+    group's own connections, and the GPU, are never touched.
 
     Args:
         group: The group; by default, all ranks of the job.
         timeout: Seconds to wait for a rank, and for one message. A rank that is busy for longer
             counts as lost.
         coordinator: The place in the group of the rank that gathers and scatters.
-        fresh: Whether to make new connections, instead of sharing those of earlier comms: for
-            ranks that continue after a comm was lost.
 
     Returns:
         The comm. Its `rank` is the place in the group; its errors name global ranks.
@@ -97,36 +91,12 @@ def torch_comm(
         raise LostRanksError({lost: reason}) from None
     rooms = dist.PrefixStore(f"shardplan/{number}", shared.store)
     meetings = Meetings(rooms, rank, coordinator, ranks, timeout, host, worker=worker)
-    if shared.connections is None or fresh:
-        shared.connections = _connections(shared.store, meetings, number)
-    wire = Wire(shared.connections, number, timeout, meetings.check_next)
+    wire = Wire(rooms, rank, timeout, meetings.check_next)
     # The group's own store stays alive with the comm.
     comm = _TorchComm(rank, ranks, coordinator, meetings, wire, shared.hosted)
     weakref.finalize(comm, meetings.end)
-    weakref.finalize(comm, wire.worker.close)
+    weakref.finalize(comm, wire.close)
     return comm
-
-
-def _connections(store: Any, meetings: Meetings, number: int) -> Any:
-    """Return a gloo group of the same ranks in which two are connected when they first talk.
-
-    Each rank only leaves its address in the store. Torch before 2.8 connects all ranks at once.
-    """
-    import torch.distributed as dist
-
-    rooms = dist.PrefixStore(f"shardplan/gloo/{number}", store)
-    gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack half of it
-    limit, ranks = timedelta(seconds=meetings.timeout), len(meetings.ranks)
-    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    try:
-        devices = [gloo.create_device(interface=name, lazy_init=True) for name in names]
-        options = gloo._Options()
-        options._devices = devices or [gloo.create_default_device(lazy_init=True)]
-        options._timeout = limit
-        return gloo(rooms, meetings.rank, ranks, options)
-    except TypeError:
-        meetings.meet("torch_comm")
-        return gloo(rooms, meetings.rank, ranks, limit)
 
 
 def _numbered(group: ProcessGroup, rank: int) -> tuple[_Shared, int]:

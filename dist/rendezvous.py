@@ -415,7 +415,7 @@ class Meetings:
         try:
             if limit is not None:
                 return self.worker.call(question, limit)
-            return self.worker.call(question, self.timeout, alive=lambda: self.due)
+            return self.worker.call(question, self.timeout, lambda: self.due)
         except (RuntimeError, OSError) as error:
             what = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
         if self.host is None:

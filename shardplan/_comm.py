@@ -95,13 +95,13 @@ class JobComm:
                 self._go_on()
             return self.held
 
-    def _connect(self, group: Any, *, fresh: bool = False) -> Comm:
-        return torch_comm(group, coordinator=self.coordinator, fresh=fresh)
+    def _connect(self, group: Any) -> Comm:
+        return torch_comm(group, coordinator=self.coordinator)
 
     def _go_on(self) -> None:
         step = "go on after a rank was lost"
         with _named_step(step):
-            comm = self.held = self._connect(self._group, fresh=True)
+            comm = self.held = self._connect(self._group)
         most, behind = all_reduce(comm, step, lambda: self._calls, _behind)
         self._calls = most
         if behind:

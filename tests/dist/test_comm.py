@@ -333,9 +333,8 @@ def test_errors_name_global_ranks_not_places_in_the_group(processes):
 
 
 @pytest.mark.slow
-def test_a_group_without_gloo_gets_gloo_connections_once(processes):
+def test_a_group_whose_backend_moves_nothing_works_all_the_same(processes):
     for rank in processes[1:]:
-        assert rank["twin"]["shared"]
         assert all(all(exchanged.values()) for exchanged in rank["twin"]["values"])
 
 

@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
