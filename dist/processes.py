@@ -19,7 +19,7 @@ from shardplan.planning import named_extras
 
 from .comm import Comm, Meeting, Pending
 from .errors import LostRanksError
-from .rendezvous import Meetings
+from .rendezvous import Line, Meetings
 from .transport import StuckError, Trouble, Wire, Worker
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ class _Shared:
     """What all comms of a group share."""
 
     hosted: Any  # the group's own store, which this process may host for the others
-    store: Any  # the same on our own connection: torch's waits block theirs as long as they last
+    store: Any  # the same on our own connection: who waits on one blocks it as long as that lasts
+    line: Line | None = None  # the same once more, to wait on
 
 
 _shared: weakref.WeakKeyDictionary[Any, _Shared] = weakref.WeakKeyDictionary()
@@ -89,8 +90,11 @@ def torch_comm(
         lost = ranks[coordinator] if host is None else host
         reason = f"cannot be reached: the store through which the ranks meet gives {error}"
         raise LostRanksError({lost: reason}) from None
-    rooms = dist.PrefixStore(f"shardplan/{number}", shared.store)
-    meetings = Meetings(rooms, rank, coordinator, ranks, timeout, host, worker=worker)
+    prefix = f"shardplan/{number}"
+    rooms, line = dist.PrefixStore(prefix, shared.store), shared.line
+    if line is not None:
+        line = attrs.evolve(line, store=dist.PrefixStore(prefix, line.store))
+    meetings = Meetings(rooms, rank, coordinator, ranks, timeout, host, worker=worker, line=line)
     wire = Wire(rooms, rank, timeout, meetings.check_next)
     # The group's own store stays alive with the comm.
     comm = _TorchComm(rank, ranks, coordinator, meetings, wire, shared.hosted)
@@ -100,12 +104,18 @@ def torch_comm(
 
 
 def _numbered(group: ProcessGroup, rank: int) -> tuple[_Shared, int]:
-    """Return what the group's comms share, and the number of the next one, equal on all ranks."""
+    """Return what the group's comms share, and the number of the next one, equal on all ranks.
+
+    Torch before 2.8 cannot connect to a store once more.
+    """
     from torch.distributed import distributed_c10d
 
     if group not in _shared:
         store = distributed_c10d._get_process_group_store(group)
-        _shared[group] = _Shared(store, store.clone() if hasattr(store, "clone") else store)
+        if hasattr(store, "clone"):
+            _shared[group] = _Shared(store, store.clone(), Line(store.clone()))
+        else:
+            _shared[group] = _Shared(store, store)
     return _shared[group], _shared[group].store.add(f"shardplan/comms/{rank}", 1)
 
 

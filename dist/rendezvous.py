@@ -26,6 +26,7 @@ import base64
 import contextlib
 import json
 import struct
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
@@ -62,6 +63,14 @@ class _Note:
     suspects: dict[int, str]  # ranks whose bytes did not come, and why
 
 
+@attrs.frozen(eq=False)
+class Line:
+    """The store on a connection that blocks while somebody waits, and whose turn it is to wait."""
+
+    store: Any
+    turn: threading.Lock = attrs.field(factory=threading.Lock)
+
+
 @attrs.define
 class Meetings:
     """This rank's view of the meetings of its group."""
@@ -77,7 +86,7 @@ class Meetings:
     lost: LostRanksError | None = None  # no meeting takes place after that
     worker: Worker = attrs.field(factory=Worker)  # the thread that talks to the store
     leaving: str | None = None  # why this rank leaves, if it does: the worker then stops waiting
-    line: Any = None  # the store on a connection of its own, which blocks while this rank waits
+    line: Line | None = None  # to wait on
     waiter: Worker = attrs.field(factory=Worker)  # the thread that waits there
     waiting: Call | None = None  # its last wait
     due: float = 0.0  # when the store should answer at the latest, by the monotonic clock
@@ -170,7 +179,13 @@ class Meetings:
             self.lose(self._left())
 
     def end(self) -> None:
-        """Wait until the others have read the last verdict: this process may host the store."""
+        """Wait until the others have read the last verdict: this process may host the store.
+
+        No thread may wait in torch when the interpreter ends: it would abort the process.
+        """
+        if self.lost is None and self.waiting is not None and not self.waiting.done.is_set():
+            self.leave("ended")
+            self.waiting.done.wait(GRACE)
         if self.number and self.lost is None:
             with contextlib.suppress(LostRanksError):  # after all that was posted
                 if self.rank == self.coordinator:
@@ -217,12 +232,14 @@ class Meetings:
 
     def _close(self, lost: Mapping[int, str], parts: Sequence[bytes]) -> dict[int, str]:
         """As the coordinator: write the verdict; return the lost ranks of the one that holds."""
-        old, self.stored = self.stored, []  # ranks that are here have read the last answer
-        lost, _ = self._decide(self.number, lost, self._said(parts))
-        batches = [f"notes/{batch}" for batch in range(self._batches)]
-        old += [self._key(name) for name in ("open", "all", *batches)]
-        self.stored.append(self._key("verdict"))
-        number = self.number
+        number, old, self.stored = self.number, self.stored, []
+        lost, _ = self._decide(number, lost, self._said(parts))
+        if lost:  # whoever is late reads what there is
+            old = []
+        else:  # all are here, and have read the last answer
+            batches = [f"notes/{batch}" for batch in range(self._batches)]
+            old += [self._key(name) for name in ("open", "all", *batches)]
+            self.stored.append(self._key("verdict"))
         self.worker.post(lambda: self._forget(old, number))
         return lost
 
@@ -388,24 +405,33 @@ class Meetings:
         Return the one that was found; nothing if the time is up, or this rank leaves. All waits of
         a meeting are for one key; whoever ends the meeting ends them.
         """
+        n, end = len(self.ranks), time.monotonic() + seconds
+        first, longest = max(0.5, n / 2000), max(1.0, n / 500)
+        pause = 0.0  # to look at once, if it waits already
         if self.waiting is None or self.waiting.done.is_set():
-            self.waiting = self.waiter.begin(partial(self._wait_for_ever, key))
-        end = time.monotonic() + seconds
-        pause, longest = max(0.5, len(self.ranks) / 2000), max(1.0, len(self.ranks) / 500)
+            self.waiting, pause = self.waiter.begin(partial(self._wait_for_ever, key)), first
         while self.leaving is None and (left := end - time.monotonic()) > 0:
             self.due = time.monotonic() + pause
             if self.waiting.done.wait(min(pause, left)):
                 self.waiting.result()
                 return key
-            if self.store.check([sooner or key]):
-                return sooner or key
-            pause = min(2 * pause, longest)
+            if self.store.check([sooner or key]) and sooner:  # or else find out that it answers
+                return sooner
+            pause = min(max(2 * pause, first), longest)
         return ""
 
     def _wait_for_ever(self, key: str) -> None:
-        if self.line is None:
-            self.line = self.store.clone()
-        self.line.wait([key], _FOR_EVER)
+        """Wait on the line; poll if there is none, or another comm waits on it."""
+        if self.line is not None and self.line.turn.acquire(blocking=False):
+            try:
+                self.line.store.wait([key], _FOR_EVER)
+            finally:
+                self.line.turn.release()
+            return
+        pause = 1e-3
+        while self.lost is None and not self.store.check([key]):
+            time.sleep(pause)
+            pause = min(1.2 * pause, 0.05)
 
     def _ask(self, question: Callable[[], T], limit: float | None = None) -> T:
         """Talk to the store; if it is gone, the rank that hosts it is lost.

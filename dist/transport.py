@@ -1,8 +1,8 @@
 """What one process sends another directly, over a TCP connection of their own, in CPU memory.
 
-Each rank listens, and leaves its address in the store. Who first sends something to a rank connects
-to it, so that ranks that exchange nothing are not connected. A thread for each peer and direction
-moves the bytes, while the caller can be interrupted; `Worker` does the same for other calls.
+A rank that receives listens, and leaves its address in the store; who sends it something connects
+to it. So ranks that exchange nothing are not connected. A thread for each peer and direction moves
+the bytes, while the caller can be interrupted; `Worker` does the same for other calls.
 """
 
 from __future__ import annotations
@@ -171,15 +171,8 @@ class Wire:
     ) -> None:
         self.timeout, self.meanwhile = timeout, meanwhile
         self._store, self._rank, self._token = store, rank, secrets.token_bytes(16)
-        self._listener = _listen()
-        address = {
-            "hosts": _own_hosts(store),
-            "network": _network(),
-            "port": self._listener.getsockname()[1],
-            "token": self._token.hex(),
-        }
-        store.set(f"address/{rank}", json.dumps(address))
-        self._lock, self._closed, self._accepts = threading.Lock(), False, False
+        self._lock, self._closed = threading.Lock(), False
+        self._listener: socket.socket | None = None
         self._lines: dict[tuple[int, bool], SimpleQueue[Transfer | None]] = {}
         self._came: defaultdict[int, SimpleQueue[socket.socket | None]] = defaultdict(SimpleQueue)
         self._sockets: list[socket.socket] = []
@@ -203,9 +196,9 @@ class Wire:
                 line = self._lines[place, sends] = SimpleQueue()
                 connect = partial(self._connect if sends else self._accepted, place)
                 _start(partial(_serve, line, connect, _send if sends else _receive))
-                if not sends and not self._accepts:
-                    self._accepts = True
-                    _start(self._accept)
+                if not sends and self._listener is None:
+                    self._listener = _listen()
+                    _start(partial(self._accept, self._listener))
         if line is None:
             transfer.error = ConnectionError("this comm was lost before")
             transfer.done.set()
@@ -221,7 +214,7 @@ class Wire:
                 line.put(None)
             for place, _ in self._lines:
                 self._came[place].put(None)
-            for one in (self._listener, *self._sockets):
+            for one in (*self._sockets, *([self._listener] if self._listener else [])):
                 with contextlib.suppress(OSError):
                     one.shutdown(socket.SHUT_RDWR)  # wakes whoever waits for it
                 one.close()
@@ -237,12 +230,13 @@ class Wire:
         return one
 
     def _connect(self, place: int) -> socket.socket:
-        """Connect to a rank, which may still be about to make its comm."""
-        key, end = f"address/{place}", time.monotonic() + self.timeout
-        while not self._closed and not self._store.check([key]):
-            if time.monotonic() > end:
+        """Connect to a rank, once it has left its address."""
+        key, end, pause = f"address/{place}", time.monotonic() + self.timeout, 1e-3
+        while not self._store.check([key]):
+            if self._closed or time.monotonic() > end:
                 raise ConnectionError("it left no address")
-            time.sleep(0.05)
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.2)
         address = json.loads(self._store.get(key))
         is_here = address["network"] == _network()
         for host in ["localhost"] if is_here else address["hosts"]:
@@ -261,11 +255,18 @@ class Wire:
             raise ConnectionError("this comm was lost before")
         return one
 
-    def _accept(self) -> None:
-        """Sort the connections that come by rank, until the listener is closed."""
-        with contextlib.suppress(OSError):
+    def _accept(self, listener: socket.socket) -> None:
+        """Leave this rank's address, and take the connections that come, until it is closed."""
+        address = {
+            "hosts": _own_hosts(self._store),
+            "network": _network(),
+            "port": listener.getsockname()[1],
+            "token": self._token.hex(),
+        }
+        with contextlib.suppress(OSError, RuntimeError):
+            self._store.set(f"address/{self._rank}", json.dumps(address))
             while True:
-                one, _ = self._listener.accept()
+                one, _ = listener.accept()
                 _start(partial(self._greet, one))
 
     def _greet(self, one: socket.socket) -> None:
