@@ -34,7 +34,7 @@ from .mesh.placements import (
     shard_runs,
 )
 from .records import MetadataIndex, TensorProperties
-from .tree import flatten, is_tensor
+from .tree import flatten, is_plain_type, is_tensor
 
 __all__ = [
     "Held", "Memo", "dtensor_chunks", "find_object", "find_shard", "held", "held_alike",
@@ -84,6 +84,9 @@ _SHARDED: Final = ("device_mesh", "local_shards", "__create_chunk_list__")
 def kind_of(value: Any) -> Hashable | None:
     """Return a key that determines a tensor's chunks; None if it must be examined itself."""
     try:
+        if is_plain_type(type(value)):
+            grad, layout = getattr(value, "requires_grad", False), getattr(value, "layout", None)
+            return type(value), value.shape, value.dtype, layout, grad
         spec, part = spec_of(value), value
         if spec is not None:
             part = value._local_tensor

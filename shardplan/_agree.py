@@ -1,23 +1,14 @@
 """Agreement of all ranks on one plan for a save, in the cheapest way that is certain.
 
-- *Cached*: every rank has the layout of an earlier plan. Only a fingerprint is exchanged.
-- *Derived*: meshes and placements determine what every rank holds. Ranks exchange fingerprints of
-  a description of it, then each distinct description once, as of the stages of a pipeline; and each
-  rank makes the complete plan by itself.
-- *Gathered*: the coordinator collects every rank's plan and sends each rank its part of the result.
-
-The steps of `agree`:
-
-1. Every rank makes an offer: fingerprints of its cached plan, or of what it holds, and its values.
-2. The coordinator compares the offers and decides how to proceed (`compare_saves`).
-3. If passes need the plans of all ranks, the coordinator runs them, and ranks offer once more.
-4. Every rank takes the plan that it has, or the coordinator plans for all.
-5. If ranks hold different values under one name, all of them raise.
+Every rank offers fingerprints of its plan and its values; the coordinator compares them
+(`compare_saves`). A *cached* plan is that of an earlier save of the same layout. A *derived* one
+follows from meshes and placements on every rank: each distinct description of what ranks hold, as
+of the stages of a pipeline, is sent once. Else the coordinator *gathers* all plans.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, cast
 
@@ -34,27 +25,22 @@ from shardplan.planning import (
     compare_saves,
     conflicts,
     decode_plan,
-    decode_plans,
     encode_plan,
     renumbered,
     table_tag,
     tag_of_parts,
-    with_replicas,
 )
 from shardplan.planning.columns import pack, unpack
 from shardplan.planning.mesh import Description, JoinedPlans
 from shardplan.planning.passes import Stages
 
 from ._offers import Agreement, Begun, Local, Offer, PlanCache
-from ._passes import Planned, Ran, joined, plan_rest, run_passes
+from ._passes import Planned, Ran, decoded, joined, plan_rest, run_together
 from ._report import Stopwatch
 
 if TYPE_CHECKING:
     from shardplan.planning import PlannerTrace
 
-__all__ = ["Agreed", "Passed", "agree", "run_together"]
-
-M = TypeVar("M")
 T = TypeVar("T")
 
 _STEP: Final = "plan the save"
@@ -232,7 +218,7 @@ class _Planning:
         """Plan for all ranks, on the coordinator."""
         with self.watch.phase("plan"):
             parts = [unpack(blob)[1] for blob in blobs]
-            ran = Ran(_decoded(part["plan"] for part in parts), offer.local.ran.trace)
+            ran = Ran(decoded(part["plan"] for part in parts), offer.local.ran.trace)
             meta = [decode_json(part["meta"]) for part in parts]
             try:
                 done = plan_rest(ran, offer.last, meta)
@@ -259,62 +245,3 @@ def _refuse_differences(comm: Comm, table: Mapping[str, int], speakers: Sequence
     issues = all_reduce(comm, "compare values", lambda: mine, compare)
     if issues:
         fail_alike(comm, _STEP, PlanError([Issue("conflict", *fields) for fields in issues]))
-
-
-@attrs.frozen(eq=False)
-class Passed(Generic[M]):
-    """The result of `run_together` on one rank.
-
-    Attributes:
-        mine: What the rank kept.
-        plan: Its plan after the passes.
-        shared: The same with the replicas that the passes assigned to other ranks; see
-            `with_replicas`.
-        trace: What each pass did; on the coordinator, if it was asked for.
-    """
-
-    mine: M
-    plan: SavePlan
-    shared: SavePlan
-    trace: PlannerTrace | None = None
-
-
-def run_together(
-    comm: Comm,
-    stages: Stages[SavePlan],
-    own: Callable[[], Turn[M]],
-    watch: Stopwatch,
-    *,
-    trace: bool = False,
-) -> Passed[M]:
-    """Run the world passes of a planner, and all after them, on the coordinator.
-
-    Every rank must call this. The message of ``own`` is the rank's plan after its own passes.
-    """
-
-    def mine() -> Turn[M]:
-        with watch.phase("plan"):
-            turn = own()
-            return Turn(turn.kept, encode_plan(turn.message))
-
-    def run(blobs: list[bytes]) -> Turn[Ran]:
-        with watch.phase("plan"):
-            given = _decoded(blobs)
-            ran = run_passes(stages.rest, given, trace=trace)
-            shared = with_replicas(ran.plans, given)
-            return Turn(ran, list(map(_packed_pair, ran.plans, shared)))
-
-    done = take_step(comm, "run passes", mine, run, each=True)
-    parts = unpack(done.reply)[1]
-    plan = cast(SavePlan, decode_plan(parts["plan"]))
-    shared = cast(SavePlan, decode_plan(parts["shared"])) if "shared" in parts else plan
-    return Passed(done.mine, plan, shared, done.whole.trace if done.whole else None)
-
-
-def _packed_pair(plan: SavePlan, shared: SavePlan) -> bytes:
-    parts = {"plan": encode_plan(plan)}
-    return pack({}, parts if shared is plan else parts | {"shared": encode_plan(shared)})
-
-
-def _decoded(blobs: Iterable[bytes]) -> tuple[SavePlan, ...]:
-    return cast("tuple[SavePlan, ...]", decode_plans(blobs))

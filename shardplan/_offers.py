@@ -49,8 +49,6 @@ from ._state import per_rank_names
 if TYPE_CHECKING:
     from shardplan.planning import PlannerTrace
 
-__all__ = ["Agreement", "Begun", "Local", "Offer", "PlanCache"]
-
 T = TypeVar("T")
 
 _DERIVED_ITEMS: Final = 1 << 22  # the most items, of all ranks together, to derive on each rank
@@ -59,14 +57,9 @@ _PLAIN: Final = frozenset[type]((str, int, float, bool, type(None)))
 
 @attrs.frozen(eq=False)
 class Agreement:
-    """The plan that all ranks agreed on.
+    """The plan that all ranks agreed on: what this rank writes, and a tag of the complete plan.
 
-    Attributes:
-        plan: What this rank writes.
-        how: How it came to be.
-        tag: A fingerprint of the complete plan, equal on all ranks.
-        whole: The plans of all ranks; it may be None except on the coordinator.
-        trace: What the passes did that this rank has run, if that was asked for.
+    ``whole``, the plans of all ranks, may be None except on the coordinator.
     """
 
     plan: SavePlan
@@ -85,14 +78,7 @@ class Begun(Generic[T]):
 
 
 class PlanCache:
-    """The plans of the last few layouts.
-
-    A key holds everything that a plan depends on, so entries never become stale: a layout, or, with
-    a planner, the plan that it made of the layout.
-
-    Args:
-        entries: The number of plans to keep.
-    """
+    """The plans of the last few layouts; a key holds everything that a plan depends on."""
 
     def __init__(self, entries: int = 8) -> None:
         self._entries = entries
@@ -195,16 +181,11 @@ class _Key:
 
 @attrs.frozen(eq=False)
 class Offer(Generic[T]):
-    """What one rank offers.
+    """What one rank offers: its plans, and digests of all that must be equal on all ranks.
 
-    Attributes:
-        local: The rank's state dict and plans.
-        passed: The result of `run_together`, if there are world passes.
-        key: The cache key of the plan; None if it cannot be cached.
-        cached: The plan found in the cache.
-        described: What determines the plans of this rank, and of all that hold the same; perhaps
-            with templates for names that carry the rank's number.
-        table: The digests of everything that must be equal on all ranks that hold it.
+    ``passed`` is the result of `run_together`, and ``key`` that of the cache, if there is any;
+    ``described`` determines the plans of this rank and of all that hold the same, perhaps with
+    templates for names that carry the rank's number.
     """
 
     local: Local[T]

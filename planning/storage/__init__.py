@@ -29,8 +29,12 @@ if TYPE_CHECKING:
         FileTensor, SharedPlan, Spot, common_ties, lay_out_files, place_tensors, shared_plan,
     )  # fmt: skip
     from .shared_reads import (  # isort: skip
-        MOST_READS, Arrival, Need, Piece, Round, SharedRounds, ValueExchange, ValueRead, need_of,
-        plan_bytes, shared_rounds, sharing_pays, value_exchange, value_reads,
+        MOST_READS, RUN_BYTES, Group, Need, SharedReads, Turns, Wants, Way, need_of, plan_bytes,
+        replica_groups, shared_by_rule, shared_by_transfers, sharing_way, turns_of, wants_of,
+    )  # fmt: skip
+    from .rounds import (  # isort: skip
+        Incoming, Outgoing, Piece, Region, Round, SharedRounds, ValueExchange, ValueRead,
+        shared_rounds, value_exchange, value_reads,
     )  # fmt: skip
     from .target import Placements, Seen, Target, Traits, plan_target, seen_through
     from .write import (  # isort: skip
@@ -64,8 +68,12 @@ __getattr__, __dir__ = door(
             "FileTensor SharedPlan Spot common_ties lay_out_files place_tensors shared_plan"
         ),
         "shared_reads": (
-            "MOST_READS Arrival Need Piece Round SharedRounds ValueExchange ValueRead need_of "
-            "plan_bytes shared_rounds sharing_pays value_exchange value_reads"
+            "MOST_READS RUN_BYTES Group Need SharedReads Turns Wants Way need_of plan_bytes "
+            "replica_groups shared_by_rule shared_by_transfers sharing_way turns_of wants_of"
+        ),
+        "rounds": (
+            "Incoming Outgoing Piece Region Round SharedRounds ValueExchange ValueRead "
+            "shared_rounds value_exchange value_reads"
         ),
         "target": "Placements Seen Target Traits plan_target seen_through",
         "write": (

@@ -16,7 +16,7 @@ from ..load import Strict, strict_patterns
 from ..metadata import Metadata
 from ..plans import SavePlan
 
-_LABEL: Final = re.compile(r"(?:^|\.)rank_(\d+)_of_(\d+)(?=\.|$)")
+RANK_LABEL: Final = re.compile(r"(?:^|\.)rank_(\d+)_of_(\d+)(?=\.|$)")
 
 K = TypeVar("K")
 
@@ -120,7 +120,7 @@ def without_other_ranks(names: Iterable[str], wanted: Iterable[str]) -> tuple[st
 
 def _labels(names: Iterable[str]) -> Iterator[tuple[str, int]]:
     """Yield what comes before each label ``rank_0_of_2``, and its number of ranks."""
-    for match in filter(None, map(_LABEL.search, names)):
+    for match in filter(None, map(RANK_LABEL.search, names)):
         yield match.string[: match.start()], int(match[2])
 
 
