@@ -1,8 +1,9 @@
 """Agreement of all ranks on one plan for a save, in the cheapest way that is certain.
 
 Every rank offers fingerprints of its plan and its values; the coordinator compares them
-(`compare_saves`). A *cached* plan is that of an earlier save of the same layout; a *derived* one
-follows from meshes and placements on every rank; else the coordinator *gathers* all plans.
+(`compare_saves`). A *cached* plan is that of an earlier save of the same layout. A *derived* one
+follows from meshes and placements on every rank: each distinct description of what ranks hold, as
+of the stages of a pipeline, is sent once. Else the coordinator *gathers* all plans.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import attrs
 
 from shardplan.dist import Comm, Turn, all_reduce, decode_json, encode_json, fail_alike, take_step
 from shardplan.planning import (
-    How,
     Issue,
     Passes,
     PlanError,
@@ -31,6 +31,7 @@ from shardplan.planning import (
     tag_of_parts,
 )
 from shardplan.planning.columns import pack, unpack
+from shardplan.planning.mesh import Description, JoinedPlans
 from shardplan.planning.passes import Stages
 
 from ._offers import Agreement, Begun, Local, Offer, PlanCache
@@ -84,7 +85,7 @@ def agree(
             passed = run_together(comm, stages, own, watch, trace=trace)
         offer, verdict = planning.exchange(lambda: local, (passed.plan, passed.shared))
         early = passed.trace
-    agreement = planning.settle(offer, verdict.how)
+    agreement = planning.settle(offer, verdict)
     agreement = attrs.evolve(agreement, trace=joined(agreement.trace, early))
     if verdict.speakers:
         with watch.phase("exchange"):
@@ -144,16 +145,17 @@ class _Planning:
             with self.watch.phase("verify"):
                 offer.refuse_values()
             if offer.cached is None:
-                offer = offer.with_derived()
+                offer = offer.with_description()
         with self.watch.phase("verify"):
             return offer.with_table(self.verify_replicas)
 
-    def settle(self, offer: Offer[T], how: How) -> Agreement:
-        """Take the plan that all ranks have, or let the coordinator plan for all."""
-        if how == "cached" and offer.cached is not None:
+    def settle(self, offer: Offer[T], verdict: SaveVerdict) -> Agreement:
+        """Take the plan that all ranks have or can derive, or let the coordinator plan for all."""
+        if verdict.how == "cached" and offer.cached is not None:
             return attrs.evolve(offer.cached, how="cached")
-        if how == "derived" and offer.derived is not None:
-            return self._remember(offer, offer.derived)
+        derived = self._derive(offer, verdict) if verdict.how == "derived" else None
+        if derived is not None:
+            return self._remember(offer, derived)
         with self.watch.phase("exchange"):
             taken = take_step(
                 self.comm,
@@ -170,6 +172,42 @@ class _Planning:
             mine = done.whole.plans[self.comm.rank]
             agreement = Agreement(mine, "gathered", tag, done.whole, done.trace)
         return self._remember(offer, agreement)
+
+    def _derive(self, offer: Offer[T], verdict: SaveVerdict) -> Agreement | None:
+        """Derive the complete plan; None, on all ranks, if that is impossible after all."""
+        with self.watch.phase("exchange"):
+            world = self._joined(offer, verdict)
+        if offer.local.planner is None:  # the same for the same descriptions
+            with self.watch.phase("plan"):
+                return offer.derived(world)
+
+        def made() -> tuple[Agreement | None, str]:
+            with self.watch.phase("plan"):
+                derived = offer.derived(world)
+            return derived, "" if derived is None else derived.tag
+
+        with self.watch.phase("exchange"):
+            taken = take_step(
+                self.comm, _STEP, lambda: Turn(*made()), lambda tags: Turn(None, len({*tags}) == 1)
+            )
+        return taken.mine if taken.reply else None
+
+    def _joined(self, offer: Offer[T], verdict: SaveVerdict) -> JoinedPlans:
+        """Return what all ranks hold; each distinct description is sent once."""
+        mine, parts = offer.described, verdict.parts
+        assert mine is not None
+        if not verdict.by_template:
+            mine = mine.on(self.comm.rank)
+        if not parts:
+            return JoinedPlans([mine], [0] * self.comm.world_size)
+        is_first = parts.index(parts[self.comm.rank]) == self.comm.rank
+
+        def join(sent: list[bytes]) -> bytes:
+            return pack({}, {str(n): data for n, data in enumerate(filter(None, sent))})
+
+        data = all_reduce(self.comm, _STEP, lambda: mine.encoded if is_first else b"", join)
+        every = unpack(data)[1]
+        return JoinedPlans([Description.decoded(every[str(n)]) for n in range(len(every))], parts)
 
     def _remember(self, offer: Offer[T], agreement: Agreement) -> Agreement:
         if offer.key is not None:

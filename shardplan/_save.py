@@ -261,7 +261,9 @@ class _AgreedSave:
             job = self._commit_job([part.report for part in parts])
             leftovers = self.target.writer.commit(job)
         reports = [RankReport(*fields) for _, fields in written]
-        reports[self.comm.rank] = self._rank_report(parts[self.comm.rank])  # with the commit
+        seconds, nbytes = dict(self.watch.seconds), dict(self.watch.nbytes)  # with the commit
+        own = attrs.evolve(reports[self.comm.rank], seconds=seconds, phase_bytes=nbytes)
+        reports[self.comm.rank] = own
         total = _Total(
             sum(part.files for part in parts),
             sum(part.nbytes for part in parts),

@@ -109,6 +109,21 @@ def _equals(mine: Any, theirs: Any) -> bool:
     return mine.same(theirs) if isinstance(mine, Table) else bool(mine == theirs)
 
 
+def row_tuples(table: Ints, widths: Ints) -> list[tuple[int, ...]]:
+    """Return the first ``widths`` numbers of each row as a tuple; equal ones are one object.
+
+    >>> row_tuples(np.array([[2, 3], [4, 1], [2, 3]]), np.array([2, 1, 2]))
+    [(2, 3), (4,), (2, 3)]
+    """
+    seen: dict[tuple[int, ...], tuple[int, ...]] = {}
+    rows: Iterable[tuple[int, ...]] = [()] * len(table)
+    if table.shape[1]:
+        rows = zip(*table.T.tolist(), strict=True)
+    if (widths != table.shape[1]).any():
+        rows = (row[:width] for row, width in zip(rows, widths.tolist(), strict=True))
+    return [seen.setdefault(row, row) for row in rows]
+
+
 class Columns(Sequence[T]):
     """An immutable sequence of records stored in arrays. Compares and hashes like a tuple."""
 

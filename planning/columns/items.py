@@ -21,7 +21,7 @@ from ..records import MetadataIndex, TensorProperties, TensorWriteData, WriteIte
 
 from .arrays import (  # isort: skip
     DAMAGE, Columns, Ints, Table, column, flat, numbered, pack, pack_names, padded, readonly,
-    pad, unpack, unpack_names, within,
+    pad, row_tuples, unpack, unpack_names, within,
 )  # fmt: skip
 from .frames import Coded, SourceFrame, check_boxes
 
@@ -94,7 +94,10 @@ class Catalog:
     @cached_property
     def heads(self) -> tuple[Head, ...]:
         """All rows as hashable values."""
-        return tuple(map(self.head, range(len(self))))
+        types = [_TYPES[number] for number in self.type.tolist()]
+        props = [(*self.props, None)[number] for number in self.prop.tolist()]
+        sizes = row_tuples(self.size, self.ndim)
+        return tuple(map(Head, self.names, self.sources, types, props, sizes))
 
     @cached_property
     def name_order(self) -> Ints:

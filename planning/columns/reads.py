@@ -102,7 +102,7 @@ class ReadItems(Table, Columns[ReadItem]):
         shift = -self.dest_offsets % along
         lengths = self.lengths - shift
         moved = attrs.evolve(
-            self,
+            self.take(slice(None)),
             dest_offsets=readonly(self.dest_offsets + shift),
             storage_offsets=readonly(self.storage_offsets + shift),
             lengths=readonly(lengths),
@@ -125,6 +125,10 @@ class ReadItems(Table, Columns[ReadItem]):
         """The number of elements that each read copies; 0 for non-tensor values."""
         return readonly(np.where(self.type == _BYTES, 0, self.lengths.prod(axis=1)))
 
+    def volume(self) -> int:
+        """Return how many elements all reads copy."""
+        return int(self.numel.sum())
+
     @property
     def target_frame(self) -> TargetFrame:
         """The frame; made of the reads if there is none."""
@@ -144,7 +148,7 @@ class ReadItems(Table, Columns[ReadItem]):
 
     @property
     def _columns(self) -> dict[str, Ints]:
-        return {k: v for k, v in vars(self).items() if k in _COLUMNS}
+        return {k: getattr(self, k) for k in COLUMNS}
 
     def _same(self, other: ReadItems) -> bool:
         both = ReadItems.concat([self, other])
@@ -167,7 +171,7 @@ class ReadItems(Table, Columns[ReadItem]):
         framed = any(part.frame is not None for part in parts)
         moved = [
             attrs.evolve(
-                part,
+                part.take(slice(None)),
                 names=tuple(ids),
                 dest=by_names[part.names][part.dest],
                 storage=by_names[part.names][part.storage],
@@ -190,7 +194,7 @@ class ReadItems(Table, Columns[ReadItem]):
         try:
             names = unpack_names("names", arrays)
             columns = {
-                k: readonly(arrays[k] - 1) if k.endswith("_hint") else arrays[k] for k in _COLUMNS
+                k: readonly(arrays[k] - 1) if k.endswith("_hint") else arrays[k] for k in COLUMNS
             }
             shape = count, axes = columns["lengths"].shape
             if any(v.shape != (shape if k in _BOXES else (count,)) for k, v in columns.items()):
@@ -271,5 +275,5 @@ def _frame(records: Sequence[ReadItem], width: int) -> TargetFrame | None:
     return TargetFrame(column([len(box) for box in boxes]), padded(boxes, 1, width), axes)
 
 
-_COLUMNS: Final = tuple(a.name for a in attrs.fields(ReadItems) if a.name not in ("names", "frame"))
+COLUMNS: Final = tuple(a.name for a in attrs.fields(ReadItems) if a.name not in ("names", "frame"))
 _BOXES: Final = ("dest_anchor", "dest_offsets", "storage_anchor", "storage_offsets", "lengths")

@@ -23,7 +23,7 @@ from ..records import LoadItemType, WriteItemType
 from ..storage.blocks import BLOCK_BYTES, Located, cut_blocks, locate_reads
 from ..storage.ranges import fetched, has_narrow_gaps, lies_together
 from .base import Step
-from .chunks import assign
+from .shares import assign
 
 
 def share_reads(
