@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from ..columns.arrays import Columns, Index, Ints, column, group_rows, pad
+from ..columns.arrays import Columns, Ints, Table, column, group_rows, pad
 from ..columns.reads import ReadItems
 from ..columns.world import World
 from ..errors import Issue, NotFoundError, PlanError
@@ -60,7 +60,7 @@ class FileCost:
     readers: int  # how many ranks read it; 0 in a save
 
 
-class _Figures(Columns[T]):
+class _Figures(Table, Columns[T]):
     """Records of numbers; one column a field, None where a figure is unknown."""
 
     _record: ClassVar[Any]
@@ -83,13 +83,8 @@ class _Figures(Columns[T]):
         made: T = self._record(*(None if c is None else c[row].item() for c in self.columns))
         return made
 
-    def take(self, rows: Index | slice) -> Self:
-        """Return the given rows (numbers, a mask or a slice), in that order."""
-        return type(self)(*(None if c is None else c[rows] for c in self.columns))
-
     def _same(self, other: Self) -> bool:
-        pairs = zip(self.columns, other.columns, strict=True)
-        return all(np.array_equal(a, b) for a, b in pairs)
+        return self.same(other)
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -240,7 +235,7 @@ def load_traffic(
 
 
 @attrs.frozen(eq=False)
-class _Pieces:
+class _Pieces(Table):
     """What all ranks read or receive; one row a piece."""
 
     rank: Ints  # the rank that gets it
@@ -254,10 +249,6 @@ class _Pieces:
     requests: Ints
     whole: Ints  # bytes of the saved chunk
     staged: npt.NDArray[np.bool_]  # whether it is not contiguous in the shard that it fills
-
-    def take(self, rows: npt.NDArray[Any]) -> _Pieces:
-        """Return the given rows (numbers or a mask)."""
-        return _Pieces(*(getattr(self, field.name)[rows] for field in attrs.fields(_Pieces)))
 
 
 def load_pieces(metadata: Metadata, plans: Sequence[LoadPlan]) -> _Pieces:
