@@ -50,9 +50,6 @@ class _UnknownLayoutError(Exception):
     """The layout of a value cannot be determined without planning it."""
 
 
-# Descriptions
-
-
 @attrs.frozen(slots=False)
 class Description:
     """What a rank holds, and, with their own coordinates, all ranks that have the same."""
@@ -273,8 +270,7 @@ def _mesh(numbers: Ints, places: Mapping[int, int]) -> Mesh:
 # The plans of all ranks
 
 
-def as_parts(parts: Iterable[Description]) -> tuple[Description, ...]:
-    """Return descriptions as a tuple."""
+def _parts(parts: Iterable[Description]) -> tuple[Description, ...]:
     return tuple(parts)
 
 
@@ -282,7 +278,7 @@ def as_parts(parts: Iterable[Description]) -> tuple[Description, ...]:
 class JoinedPlans(Columns[SavePlan]):
     """The local plans of all ranks, from a few descriptions; compares like a tuple."""
 
-    parts: tuple[Description, ...] = attrs.field(converter=as_parts)  # the distinct descriptions
+    parts: tuple[Description, ...] = attrs.field(converter=_parts)  # the distinct descriptions
     part: Ints = attrs.field(converter=column)  # which of them each rank has
 
     def record(self, row: int) -> SavePlan:
