@@ -32,7 +32,7 @@ from shardplan.planning import (
     shard_finder,
     unflatten,
 )
-from shardplan.planning.columns import Ints, ReadItems
+from shardplan.planning.columns import Ints, ReadItems, row_tuples
 from shardplan.planning.storage import (
     SavedElsewhere,
     boxes_of,
@@ -280,18 +280,17 @@ def destinations(flat: Mapping[str, Any], items: ReadItems, reader: Reader | Non
 
 def _rows_by_shard(items: ReadItems) -> dict[_Key, list[int]]:
     """Return which reads fill each shard."""
-    names, dest, axes = items.names, items.dest.tolist(), items.dest_ndim.tolist()
-    anchors, rows = items.dest_anchor.tolist(), dict[_Key, list[int]]()
+    names, dest = items.names, items.dest.tolist()
+    anchors, rows = row_tuples(items.dest_anchor, items.dest_ndim), dict[_Key, list[int]]()
     for row in np.flatnonzero(items.type == LoadItemType.TENSOR.value).tolist():
-        key = names[dest[row]], tuple(anchors[row][: axes[row]])
-        rows.setdefault(key, []).append(row)
+        rows.setdefault((names[dest[row]], anchors[row]), []).append(row)
     return rows
 
 
 def _overlapping(shards: Mapping[_Key, torch.Tensor]) -> Iterator[tuple[_Key, _Key]]:
     """Yield the shards that have elements in common, in pairs; the first comes first in memory."""
     spans = {
-        key: (shard.data_ptr(), shard.data_ptr() + _reach(shard))
+        key: ((start := shard.data_ptr()), start + _reach(shard))
         for key, shard in shards.items()
         if shard.numel()
     }
@@ -302,6 +301,8 @@ def _overlapping(shards: Mapping[_Key, torch.Tensor]) -> Iterator[tuple[_Key, _K
 
 def _reach(tensor: torch.Tensor) -> int:
     """Return the bytes from a tensor's first element past its last."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
     pairs = zip(tensor.stride(), tensor.shape, strict=True)
     return (1 + sum(stride * (n - 1) for stride, n in pairs)) * tensor.itemsize
 
