@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
@@ -94,6 +95,8 @@ class DcpFormat(Format):
                 archives.append(common[0])
                 notes += common[1]
         found = check_archives(store, archives, **options)
+        faulty = {fault.key for fault in [*lacking, *found.faults]}
+        lacking += opened.unfit(set(opened.metadata.state_dict_metadata) - faulty)
         order = {file: number for number, file in enumerate(files)}
         faults = sorted((*lacking, *found.faults), key=lambda f: (order.get(f.file, -1), f.begin))
         about = Findings(
@@ -299,7 +302,16 @@ class DcpSource(Source):
         views = [memoryview(bytearray(nbytes)) for nbytes in room]
         read_ranges(self.store, self.files[number], list(zip(ends, views, strict=True)))
         pairs = zip(items, views, strict=True)
-        return {chunk: described_crc(bytes(view), place.nbytes) for (chunk, place), view in pairs}
+        return {chunk: self._sum(chunk, place, bytes(view)) for (chunk, place), view in pairs}
+
+    def _sum(self, chunk: Chunk, place: ChunkPlace, after: bytes) -> int | None:
+        """Return a chunk's checksum: of the descriptor after it, or else of the directory."""
+        crc = described_crc(after, place.nbytes)
+        if crc is None and place.nbytes:  # what tells of its damage may itself be damaged
+            item = self._item(*chunk)
+            archive = read_archive(self._window(item.name, item.place))
+            crc = archive.crc_at(place.begin - item.place.offset, place.nbytes)
+        return crc or None
 
     def file_numbers(self, name: str) -> Sequence[int] | None:
         """Return the file of each chunk as the metadata has it; see `Source.file_numbers`."""
@@ -312,7 +324,38 @@ class DcpSource(Source):
 
     def missing(self) -> Sequence[Fault]:
         """Return what is not all there, by the sizes of files; see `Source.missing`."""
-        return [found for found in self._stored() if isinstance(found, Fault)]
+        absent = [found for found in self._stored() if isinstance(found, Fault)]
+        return [*absent, *self._misplaced()]
+
+    def unfit(self, names: Collection[str]) -> list[Fault]:
+        """Return why a load would refuse some tensors, though their archives are sound."""
+        packed = {name for (name, _), place in self.described.places.items() if place.transforms}
+        chunks = {
+            name: [(name, number) for number in range(len(entry.chunks))]
+            for name, entry in self.metadata.state_dict_metadata.items()
+            if name in names and name not in packed and isinstance(entry, TensorMetadata)
+        }
+        if self._refusal(list(chain.from_iterable(chunks.values()))) is None:
+            return []
+        found = ((name, self._refusal(of_name)) for name, of_name in chunks.items())
+        return [Fault("header", e.file, e.reason, name) for name, e in found if e is not None]
+
+    def _refusal(self, chunks: Sequence[Chunk]) -> FormatError | None:
+        try:
+            self.find_chunks(chunks)
+        except FormatError as error:
+            return error
+        return None
+
+    def _misplaced(self) -> Iterator[Fault]:
+        """Yield a fault for each name of which the metadata does not say where all lies."""
+        places = self.described.places
+        for name, entry in self.metadata.state_dict_metadata.items():
+            offsets: list[tuple[int, ...] | None] = [None]
+            if isinstance(entry, TensorMetadata):
+                offsets = [tuple(row) for row in entry.chunks.offsets.tolist()]
+            if any((name, offset) not in places for offset in offsets):
+                yield Fault("manifest", METADATA, "it does not say where all of it lies", name)
 
     def archives(self) -> Sequence[Stored]:
         """Return the archives that are all there, and were written without extensions."""

@@ -59,12 +59,15 @@ def _tail_size(nbytes: int, header: int) -> int:
 
 
 def described_crc(data: bytes, nbytes: int) -> int | None:
-    """Return the CRC-32 of a record's data from the descriptor after it; None if there is none."""
+    """Return the CRC-32 of a record's data from the descriptor after it; None if there is none.
+
+    It is 0 where torch was asked to compute none.
+    """
     for form in ("<4sI2I", "<4sI2Q"):
         if len(data) >= struct.calcsize(form):
             signature, crc, packed, size = struct.unpack_from(form, data)
             if signature == b"PK\x07\x08" and packed == size == nbytes:
-                return crc or None  # torch writes zeros if it is asked to compute none
+                return int(crc)
     return None
 
 
@@ -151,13 +154,17 @@ class Archive:
 
     def pickle(self, limit: int) -> bytes:
         """Return its pickle, if this machine can read what it describes."""
-        file = self.window.file
-        if self.packed:
-            raise FormatError(file, "its records are compressed, which torch.save never does")
+        self.check_packing()
         if "byteorder" in self.records and self.read("byteorder", 8) != b"little":
             reason = "it was written on a machine of another byte order; load it with torch.load"
-            raise FormatError(file, reason)
+            raise FormatError(self.window.file, reason)
         return self.read("data.pkl", limit)
+
+    def check_packing(self) -> None:
+        """Refuse an archive with compressed records."""
+        if self.packed:
+            reason = "its records are compressed, which torch.save never does"
+            raise FormatError(self.window.file, reason)
 
     def read(self, name: str, limit: int) -> bytes:
         """Return a small record whole."""
@@ -169,6 +176,19 @@ class Archive:
         if record.crc and sum_crc(data) != record.crc:
             raise self.window.fault(f"its record {name} does not fit its checksum")
         return data
+
+    def described_crc(self, name: str) -> int | None:
+        """Return the CRC-32 that follows the data of a record; None if none does."""
+        begin, nbytes = self.begin(name), self.records[name].nbytes
+        room = min(DESCRIPTOR, self.window.length - begin - nbytes)
+        return described_crc(self.window.read(begin + nbytes, room), nbytes)
+
+    def crc_at(self, begin: int, nbytes: int) -> int | None:
+        """Return the CRC-32, by the directory, of the record of just these bytes, if any."""
+        for name, record in self.records.items():
+            if record.nbytes == nbytes and self.begin(name) == begin:
+                return record.crc
+        return None
 
     def check_storages(self, nbytes: Mapping[str, int]) -> None:
         """Refuse an archive without the storages that its pickle refers to."""

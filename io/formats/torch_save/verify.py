@@ -14,7 +14,7 @@ from ...pool import Pool, Progress, ProgressCallback, default_pool
 from ...stores.base import Store, StoreError
 from ..base import Fault, Findings
 from ..checks import Region, check_regions
-from .archive import Window, read_archive
+from .archive import Archive, Window, read_archive
 
 
 @attrs.frozen(eq=False)
@@ -59,7 +59,11 @@ def _regions(store: Store, archive: Stored) -> list[Region] | Fault:
     file, offset, end = archive.file, archive.offset, archive.offset + archive.length
     try:
         found = read_archive(Window(store, file, offset, archive.length))
+        found.check_packing()
+        found.begin("data.pkl")  # without which nothing can be loaded
         begins = {name: found.begin(name) for name in found.records}
+        if archive.key is not None:
+            _check_descriptors(found)
     except FormatError as error:
         return Fault("header", file, error.reason, archive.key, offset, end)
     except StoreError as error:
@@ -77,3 +81,14 @@ def _regions(store: Store, archive: Stored) -> list[Region] | Fault:
         )
         for name, record in sorted(found.records.items(), key=lambda pair: pair[1].header)
     ]
+
+
+def _check_descriptors(archive: Archive) -> None:
+    """Refuse an archive whose storages are described in another way than its directory does.
+
+    A load of a DCP checkpoint takes its checksums from the descriptors, which follow the elements.
+    """
+    for name, record in archive.records.items():
+        is_used = name.startswith("data/") and record.described and record.nbytes
+        if is_used and archive.described_crc(name) != record.crc:
+            raise archive.window.fault(f"the descriptor after its record {name} is damaged")
