@@ -37,7 +37,7 @@ from shardplan.io import (
 from shardplan.io.execute import Reader, ReadStats
 from shardplan.io.stores import StoreError
 from shardplan.planning import Issue, LoadItemType, LoadPlan, Metadata, PlanError, itemsize
-from shardplan.planning.columns import Ints, ReadItems, distinct
+from shardplan.planning.columns import Ints, ReadItems, distinct, row_tuples
 from shardplan.planning.storage import (
     BLOCK_BYTES,
     FAR_GAP,
@@ -116,17 +116,16 @@ class Destinations:
 
     def of(self, items: ReadItems) -> Callable[[int], Window]:
         """Return a function from the row of a read to the box of memory that it fills."""
-        names, anchors, frame = items.names, items.dest_anchor.tolist(), items.frame
-        dest, axes, into = items.dest.tolist(), items.ndim.tolist(), items.dest_ndim.tolist()
-        offsets, lengths = items.dest_offsets.tolist(), items.dest_lengths.tolist()
-        read = items.lengths.tolist()
+        names, frame, dest = items.names, items.frame, items.dest.tolist()
+        anchors = row_tuples(items.dest_anchor, items.dest_ndim)
+        offsets = row_tuples(items.dest_offsets, items.dest_ndim)
+        lengths = row_tuples(items.dest_lengths, items.dest_ndim)
+        read = row_tuples(items.lengths, items.ndim)
 
         def box(row: int) -> Window:
-            shard = self.shards[names[dest[row]], tuple(anchors[row][: into[row]])]
+            shard = self.shards[names[dest[row]], anchors[row]]
             own = None if frame is None else frame.axes[row]
-            return Window(
-                box_view(shard, offsets[row], lengths[row]), tuple(read[row][: axes[row]]), own
-            )
+            return Window(box_view(shard, offsets[row], lengths[row]), read[row], own)
 
         return box
 
