@@ -34,7 +34,7 @@ import attrs
 import numpy as np
 import torch
 
-from shardplan.io import Pool, Progress, ValueRefusedError
+from shardplan.io import Pool, Progress, ValueRefusedError, sort_values
 from shardplan.io.execute import remove_save
 from shardplan.io.formats import Part, WriteJob, Writer
 from shardplan.io.stores import Store
@@ -50,7 +50,7 @@ _END: Final = 5.0  # seconds that an idle writer may take to end
 _OWN: Final = ("sd", "pool", "progress")  # what each side has of its own of a `WriteJob`
 _IGNORED: Final = ("SIGINT", "SIGTERM", "SIGHUP")
 _START: Final = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    f"import json, os, sys; os.nice({_NICENESS}); sys.path[:] = json.loads(sys.argv[1]); "
     "from shardplan._writer import serve; serve(int(sys.argv[2]), int(sys.argv[3]))"
 )
 
@@ -94,7 +94,7 @@ class WriterProcess:
 
     def start(self) -> _Running:
         """Start the writer, unless it runs; it takes a second or two until it answers."""
-        if self._running is None or not self._running.is_alive:
+        if self._running is None or not self._running.is_ready:
             self._running = _Running.begin()
         return self._running
 
@@ -128,16 +128,19 @@ class WriterProcess:
         try:
             return _dumps((writer, settings, pool, flat), self.memory)
         except Exception:
-            refused = {name: why for name, one in flat.items() if (why := self._refusal(one))}
-            if refused:
-                raise ValueRefusedError(refused) from None
+            refused = {name: self._refusal(name, value) for name, value in flat.items()}
+            named = {name: why for name, why in refused.items() if why is not None}
+            if named:
+                raise ValueRefusedError(named) from None
             raise
 
-    def _refusal(self, value: Any) -> str | None:
+    def _refusal(self, name: str, value: Any) -> str | None:
+        """Return why a value cannot be saved or sent; None if it can."""
         try:
             _dumps(value, self.memory)
         except Exception as error:
-            return f"cannot be passed to the writer process ({error}); save in a thread"
+            sent = f"cannot be passed to the writer process ({error}); save in a thread"
+            return sort_values({name: value})[1].get(name, sent)
         return None
 
 
@@ -177,6 +180,11 @@ class _Running:
     def is_alive(self) -> bool:
         """Whether it runs, and is this process's own."""
         return self.owner == os.getpid() and self.process.poll() is None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it lives and has nothing to say: between requests, that it is gone."""
+        return self.is_alive and not self.connection.poll()
 
     def share(self, file: SharedFile | None) -> None:
         """Have the writer map memory, unless it has."""
@@ -288,8 +296,6 @@ def serve(descriptor: int, parent: int) -> None:
     """Carry out requests until the training process, whose id is given, ends."""
     for name in _IGNORED:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
-    with suppress(OSError):
-        os.nice(_NICENESS)
     torch.set_num_threads(1)
     service = _Service(Connection(descriptor), parent)
     threading.Thread(target=service.listen, daemon=True).start()
