@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from ..door import door
 
 if TYPE_CHECKING:
+    from .arrival import key_batches
     from .blocks import (
         BLOCK_BYTES,
         Blocks,
@@ -114,6 +115,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = door(
     __name__,
     {
+        "arrival": "key_batches",
         "blocks": (
             "BLOCK_BYTES Blocks ChunkTable boxes_of cut_blocks cut_within entries_of "
             "find_chunks group_blocks locate_reads reach_of reads_of write_tasks"

@@ -85,17 +85,17 @@ def need_of(plan: LoadPlan, metadata: Metadata, max_gap: int, *, host: str, is_l
 def _fetched_bytes(items: ReadItems, metadata: Metadata, max_gap: int) -> int:
     if not len(items):
         return 0
-    extents, width = locate_reads(metadata, items).extents, _read_widths(items, metadata)
+    extents, width = locate_reads(metadata, items).extents, read_widths(items, metadata)
     lengths = pad(items.lengths, extents.shape[1], 1)
     return int((fetched(lengths, extents, width, max_gap) * width).sum())
 
 
 def plan_bytes(plan: LoadPlan, metadata: Metadata) -> int:
     """Count the bytes of tensors that a plan reads."""
-    return int((plan.items.numel * _read_widths(plan.items, metadata)).sum())
+    return int((plan.items.numel * read_widths(plan.items, metadata)).sum())
 
 
-def _read_widths(items: ReadItems, metadata: Metadata) -> Ints:
+def read_widths(items: ReadItems, metadata: Metadata) -> Ints:
     """Return the bytes of one element of each read; 0 for non-tensor values."""
     entries = metadata.state_dict_metadata
     if not len(items):
@@ -245,7 +245,7 @@ def shared_rounds(
         going[number[batch.row]].append(batch)
     rounds = tuple(table.round(coming[n], going[n]) for n in sorted({*coming, *going}))
     reads = ReadItems.concat([plan.items.take(column(rest)), *(one.reads for one in rounds)])
-    nbytes = int((reads.numel * _read_widths(reads, metadata)).sum())
+    nbytes = int((reads.numel * read_widths(reads, metadata)).sum())
     return SharedRounds(rounds, tuple(rest), nbytes)
 
 
@@ -291,7 +291,7 @@ class _Table:
     def of(cls, plan: LoadPlan, metadata: Metadata, block_bytes: int, max_gap: int) -> _Table:
         """Find the blocks, regions and sizes of all reads."""
         reads = ReadItems.concat([plan.transfers.reads, plan.items])
-        located, width = locate_reads(metadata, reads, block_bytes), _read_widths(reads, metadata)
+        located, width = locate_reads(metadata, reads, block_bytes), read_widths(reads, metadata)
         names = metadata.state_dict_metadata.names
         by_name = column(sorted(range(len(names)), key=names.__getitem__))
         where = reads.storage_anchor + reads.storage_offsets
