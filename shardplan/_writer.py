@@ -44,7 +44,7 @@ from ._staging import SharedFile, SharedMemory, TensorPlace, map_file, tensor_at
 
 __all__ = ["WriterProcess", "WriterProcessError", "check_portable", "serve"]
 
-_NICENESS: Final = 10
+_NICENESS: Final = 5  # enough to come second, too little to starve on a busy machine
 _TICK: Final = 1.0  # seconds between two looks at whether the training process lives
 _END: Final = 5.0  # seconds that an idle writer may take to end
 _OWN: Final = ("sd", "pool", "progress")  # what each side has of its own of a `WriteJob`
