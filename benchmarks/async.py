@@ -8,8 +8,7 @@ slows is compared with the steps just before it. Every way is used once before a
 its processes are there, and its memory is touched.
 
 - *blocked*: milliseconds in the call, during which training stands still.
-- *slowdown*: time of a step while the save is under way, per time of a step without it.
-- *lost*: milliseconds that training lost in all: blocked, and by slower steps.
+- *slowdown*: median time of a step while the save is under way, per median time of one before it.
 - *save*: milliseconds until the checkpoint is there.
 """
 
@@ -32,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import shardplan
 
-TENSORS, SIDE, ALONE = 32, 384, 20
+TENSORS, SIDE, ALONE = 32, 384, 50
 
 
 def state_dict(mib):
@@ -73,40 +72,39 @@ class Training:
     def step(self):
         self.a @ self.b
 
-    def seconds(self, steps):
+    def step_until(self, ended):
+        """Step until a condition holds, at least once; return the median time of a step."""
+        times = [self.timed_step()]
+        while not ended(len(times)):
+            times.append(self.timed_step())
+        return statistics.median(times)
+
+    def timed_step(self):
         start = time.perf_counter()
-        for _ in range(steps):
-            self.step()
-        return (time.perf_counter() - start) / steps
+        self.step()
+        return time.perf_counter() - start
 
 
 @attrs.frozen
 class Cost:
-    """What one save cost, in seconds, and the slowdown of the steps during it."""
+    """What one save cost: seconds, and the slowdown of the steps during it."""
 
     blocked: float
     slowdown: float
-    lost: float
     save: float
 
 
 def measure(begin, sd, path, training):
     """Save once while training goes on."""
-    alone = training.seconds(ALONE)
+    alone = training.step_until(lambda steps: steps >= ALONE)
     start = time.perf_counter()
     future = begin(sd, path)
-    begun = time.perf_counter()
-    steps = 0
-    while not future.done():
-        training.step()
-        steps += 1
-    end = time.perf_counter()
+    blocked = time.perf_counter() - start
+    during = training.step_until(lambda steps: future.done())
+    save = time.perf_counter() - start
     future.result()
     shutil.rmtree(path)
-    blocked = begun - start
-    lost = blocked + (end - begun) - steps * alone
-    slowdown = (end - begun) / (steps * alone) if steps else 1.0
-    return Cost(blocked, slowdown, lost, end - start)
+    return Cost(blocked, during / alone, save)
 
 
 def group_of_one():
@@ -123,11 +121,11 @@ def spread(numbers, scale, digits):
 
 
 def show(costs):
-    head = ("way", "blocked (ms)", "slowdown of steps", "lost (ms)", "save (ms)")
+    head = ("way", "blocked (ms)", "slowdown of steps", "save (ms)")
     rows = [head, ("-" * 27, *("-" * 22 for _ in head[1:]))]
     for way, found in costs.items():
         fields = [[getattr(cost, field.name) for cost in found] for field in attrs.fields(Cost)]
-        scales = ((1000, 0), (1, 2), (1000, 0), (1000, 0))
+        scales = ((1000, 0), (1, 2), (1000, 0))
         texts = [spread(numbers, *how) for numbers, how in zip(fields, scales, strict=True)]
         rows.append((way, *texts))
     for row in rows:

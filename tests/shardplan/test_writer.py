@@ -366,6 +366,17 @@ def test_torch_s_call_with_the_type_process_is_carried_out_here(tmp_path):
     assert torch.equal(got["model"]["w"], sd["model"]["w"])
 
 
+def test_a_run_of_checkpoints_is_written_by_the_process(tmp_path):
+    run = shardplan.Checkpoints(tmp_path, every=1, background="process")
+    for step in range(1, 3):
+        run.save(step, {"w": torch.full((3,), float(step))})
+    run.wait()
+    assert run.steps() == (1, 2)
+    assert writer().pid is not None
+    with pytest.raises(ValueError, match="background must be"):
+        shardplan.Checkpoints(tmp_path, background="thread")
+
+
 def test_a_store_with_options_goes_to_the_writer_as_it_is(tmp_path, s3):
     url = f"s3://{s3.bucket}/writer"
     save({"w": torch.ones(2)}, open_store(url, **s3.options)).result(SOON)
