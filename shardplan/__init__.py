@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ._retention import latest, prune
     from ._save import save
     from ._state import PerRank
+    from ._transfer import transfer
     from ._verify import verify
     from .torch_dcp import (
         as_torch_load_planner,
@@ -57,6 +58,7 @@ __all__ = [
     "save",
     "to_torch",
     "torch_save_to_dcp",
+    "transfer",
     "verify",
 ]
 
@@ -71,6 +73,7 @@ _MODULES = {
     "_retention": "latest prune",
     "_save": "save",
     "_state": "PerRank",
+    "_transfer": "transfer",
     "_verify": "verify",
     "dist": "CheckpointError",
     "planning": "metadata_of register_node",

@@ -209,6 +209,11 @@ class Piece:
             yield view
             self._report(len(view))
 
+    def block(self, offsets: Sequence[int], sizes: Sequence[int]) -> memoryview:
+        """Return the bytes of a box of it, of tensor memory itself where that is possible."""
+        check_stopped()
+        return self._make(offsets, sizes)
+
     def made_blocks(self) -> list[Block]:
         """Return its blocks, to be made as they are written."""
         width, cut = itemsize(self.dtype), boxes_of(self.shape, self.dtype) if self.nbytes else ()

@@ -94,7 +94,7 @@ if TYPE_CHECKING:
     )
     from .shared_values import ValueExchange, ValueRead, value_exchange, value_reads
     from .target import Placements, Target, Traits, plan_target
-    from .transfer import Exchange, Parcel, TransferPlan, transfer_plan, transfer_rounds
+    from .transfer import Exchange, Parcel, Part, TransferPlan, transfer_plan, transfer_rounds
     from .write import (
         MAX_SHARD_SIZE,
         Shards,
@@ -145,7 +145,7 @@ __getattr__, __dir__ = door(
         ),
         "shared_values": "ValueExchange ValueRead value_exchange value_reads",
         "target": "Placements Target Traits plan_target",
-        "transfer": "Exchange Parcel TransferPlan transfer_plan transfer_rounds",
+        "transfer": "Exchange Parcel Part TransferPlan transfer_plan transfer_rounds",
         "write": (
             "MAX_SHARD_SIZE Shards WritePlan assign_shards file_numbers number_shards pack_files "
             "parse_size refuse_split save_id_of shard_plans shards_of split_tensors widest_first "

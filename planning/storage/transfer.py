@@ -33,7 +33,7 @@ from ..text import Printed, Sheet, Table, counted, human_bytes
 from .blocks import BLOCK_BYTES, boxes_of
 from .shared_reads import read_widths
 
-__all__ = ["Exchange", "Parcel", "TransferPlan", "transfer_plan", "transfer_rounds"]
+__all__ = ["Exchange", "Parcel", "Part", "TransferPlan", "transfer_plan", "transfer_rounds"]
 
 _SMALL: Final = 1 << 20  # bytes of a part that is sent together with others
 _SHOWN: Final = 16  # ranks
