@@ -112,7 +112,7 @@ def transfer(
         planner: Passes over what the sources hold, as in `save`: renaming, casting, fusing, …
         target_planner: Passes over what the targets hold, as in `load`. After the passes, both
             sides have the same names. All passes run on one rank, over the plans of the sources,
-            or of the targets.
+            or of the targets; all ranks pass the same ones.
         strict: As in `load`.
         dtype: As in `load`.
         comm: The ranks of both sides; by default all of torch's process group.
@@ -138,12 +138,17 @@ def transfer(
             tensors move, the contents of targets are undefined.
     """
     comm, watch = as_comm(comm), Stopwatch()
+    # Passes that only choose who writes are left out: any holder of a replica may send it.
+    planners = {
+        "given": Stages.of(planner, load=True),
+        "wanted": Stages.of(target_planner, load=True),
+    }
     with watch.phase("exchange"):
         planned = take_step(
             comm,
             "plan the transfer",
-            lambda: _offered(_Ends.of(source, target, comm)),
-            partial(_plan_all, comm, planner, target_planner, strict, dtype),
+            lambda: _offered(_Ends.of(source, target, comm), planners),
+            partial(_plan_all, comm, planners, strict, dtype),
             each=True,
         )
         ends = planned.mine
@@ -213,22 +218,32 @@ class _Ends:
             give_back(target, state)
 
 
-def _offered(ends: _Ends) -> Turn[_Ends]:
-    return Turn(ends, pack({}, {end: encode_plan(plan) for end, plan in ends.plans.items()}))
+_Planners = Mapping[str, Stages[SavePlan]]  # of what is given, and of what is wanted
+
+
+def _offered(ends: _Ends, planners: _Planners) -> Turn[_Ends]:
+    header = {end: len(stages.own) + len(stages.rest) for end, stages in planners.items()}
+    return Turn(ends, pack(header, {end: encode_plan(plan) for end, plan in ends.plans.items()}))
 
 
 def _plan_all(
     comm: Comm,
-    planner: Passes[SavePlan] | None,
-    target_planner: Passes[SavePlan] | None,
+    planners: _Planners,
     strict: Strict,
     dtype: Literal["same", "cast"],
     offers: Sequence[bytes],
 ) -> Turn[TransferPlan]:
     """Plan for all ranks, on the coordinator; the reply has each rank's part."""
-    sides = [unpack(offer)[1] for offer in offers]
-    given, givers = _after(planner, sides, "given")
-    wanted, takers = _after(target_planner, sides, "wanted")
+    headers, sides = zip(*map(unpack, offers), strict=True)
+    for end, what in (("given", "planner"), ("wanted", "target_planner")):
+        counts = [header[end] for header in headers]
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"all ranks must pass the same planners; the numbers of passes in {what} are, by "
+                f"rank, {counts}"
+            )
+    given, givers = _after(planners["given"], sides, "given")
+    wanted, takers = _after(planners["wanted"], sides, "wanted")
     plan = transfer_plan(
         given, wanted, source_ranks=givers, target_ranks=takers, strict=strict, dtype=dtype
     )
@@ -244,7 +259,7 @@ def _plan_all(
 
 
 def _after(
-    planner: Passes[SavePlan] | None, sides: Sequence[Mapping[str, bytes]], end: str
+    stages: Stages[SavePlan], sides: Sequence[Mapping[str, bytes]], end: str
 ) -> tuple[tuple[SavePlan, ...], list[int]]:
     """Return the plans of one end after its passes, and their ranks."""
     ranks = [rank for rank, side in enumerate(sides) if end in side]
@@ -253,6 +268,5 @@ def _after(
         attrs.evolve(plan, rank=number, world_size=len(ranks))
         for number, plan in enumerate(decoded)
     )
-    stages = Stages.of(planner, load=True)  # without passes that only choose who writes
     after = run_passes((*stages.own, *stages.rest), before, trace=False).plans
     return with_replicas(after, before), ranks

@@ -129,7 +129,10 @@ def test_names_layouts_dtypes_and_values_of_trainers_become_those_of_servers():
     planner = [*planner, permute("experts", (0, 2, 1)), rename({"lr": "rate"})]
     planner = [*planner, drop("unused"), where("qkv", cast("bfloat16"))]
 
-    planners = {"planner": planner, "target_planner": rename({"model.*": "*"})}
+    planners = {
+        "planner": planner,
+        "target_planner": rename({f"model.{n}": n for n in ("qkv", "experts")}),
+    }
 
     def fn(comm):
         if comm.rank < 2:
@@ -179,6 +182,17 @@ def test_a_target_that_shares_memory_with_the_source_is_refused():
     w = torch.ones(4)
     with pytest.raises(ValueError, match="`w` of the target shares memory with `w`"):
         shardplan.transfer({"w": w}, {"w": w}, comm=solo())
+
+
+def test_ranks_that_pass_different_planners_are_refused():
+    def fn(comm):
+        planner = rename({"w": "v"}) if comm.rank == 0 else None
+        state = {"w": torch.ones(3)} if comm.rank == 0 else None
+        into = None if comm.rank == 0 else {"v": torch.zeros(3)}
+        return shardplan.transfer(state, into, planner=planner, comm=comm)
+
+    with pytest.raises(CheckpointError, match="all ranks must pass the same planners"):
+        run_ranks(2, fn, timeout=60)
 
 
 @pytest.mark.parametrize("who", ["target", "source"])
