@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from ._async import async_save
     from ._checkpoint import open_checkpoint
+    from ._content_hash import content_hash
     from ._convert import convert, dcp_to_torch_save, torch_save_to_dcp
     from ._diff import diff
     from ._load import load
@@ -44,6 +45,7 @@ __all__ = [
     "as_torch_storage_reader",
     "as_torch_storage_writer",
     "async_save",
+    "content_hash",
     "convert",
     "dcp_to_torch_save",
     "diff",
@@ -65,6 +67,7 @@ __all__ = [
 _MODULES = {
     "_async": "async_save",
     "_checkpoint": "open_checkpoint",
+    "_content_hash": "content_hash",
     "_convert": "convert dcp_to_torch_save torch_save_to_dcp",
     "_diff": "diff",
     "_load": "load",
