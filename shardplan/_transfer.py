@@ -18,9 +18,7 @@ from shardplan.dist import Comm, Turn, take_step
 from shardplan.planning import (
     LoadPlan,
     Passes,
-    Printed,
     SavePlan,
-    Sheet,
     Strict,
     TransferPlan,
     decode_plans,
@@ -39,7 +37,7 @@ from shardplan.planning.storage import plan_bytes
 from ._comm import as_comm, place_of
 from ._moving import Moving, Target
 from ._passes import run_passes
-from ._report import Stopwatch, dropped_text, logged, sheet_of, times_text
+from ._report import Stopwatch, Timed, logged
 from ._state import State, expand, give_back, part, put, unpart
 
 __all__ = ["TransferReport", "transfer"]
@@ -48,7 +46,7 @@ T = TypeVar("T")
 
 
 @attrs.frozen(repr=False)
-class TransferReport(Printed):
+class TransferReport(Timed):
     """What one rank did in a transfer.
 
     Attributes:
@@ -71,20 +69,15 @@ class TransferReport(Printed):
     unexpected: tuple[str, ...]
     dropped: tuple[str, ...]
     seconds: Mapping[str, float]
+    trace = None
+
+    _verb = "filled"
 
     @property
     def _title(self) -> str:
         sizes = (self.bytes_needed, self.bytes_received, self.bytes_copied, self.bytes_sent)
         needed, received, copied, sent = map(human_bytes, sizes)
         return f"transferred {needed}: received {received}, copied {copied}, sent {sent}"
-
-    def __repr__(self) -> str:
-        lines = [f"{self._title}; {times_text(self.seconds)}"]
-        return "\n".join(lines + dropped_text(self.dropped, "filled"))
-
-    @property
-    def _sheet(self) -> Sheet:
-        return sheet_of(self._title, self.seconds, notes=dropped_text(self.dropped, "filled"))
 
 
 def transfer(
