@@ -17,7 +17,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from shardplan.dist import Comm, LostRanksError, Pending, decode_json, encode_json
+from shardplan.dist import Comm, LostRanksError, Pending, decode_json, encode_json, exchange
 from shardplan.io import (
     BlockSums,
     FormatError,
@@ -213,7 +213,7 @@ def read_shared(
     sizes = {"block_bytes": opened.block_bytes, "max_gap": opened.max_gap}
     rounds = shared_rounds(shared, opened.metadata, comm.rank, **sizes)
     counter = attempts.run(lambda: Progress(rounds.read + rounds.received, progress), Progress(0))
-    with _leaving(comm):
+    with leaving(comm, "load"):
         values = share.exchange_values()
         moved = [share.move_tensors(one, counter) for one in rounds.rounds]
     if attempts.error is not None:
@@ -226,14 +226,14 @@ def read_shared(
 
 
 @contextmanager
-def _leaving(comm: Comm) -> Iterator[None]:
+def leaving(comm: Comm, what: str) -> Iterator[None]:
     """Leave the comm when an error is raised: others would wait for bytes that never come."""
     try:
         yield
     except LostRanksError:
         raise
     except Exception as error:
-        comm.leave(f"left the load: {type(error).__name__}: {error}")
+        comm.leave(f"left the {what}: {type(error).__name__}: {error}")
         raise
 
 
@@ -280,7 +280,7 @@ class _SharedRead:
             target: encode_json(encode_values({n: stored[n] for n in names})) if stored else b""
             for target, names in part.send.items()
         }
-        arrived = _exchange(self.comm, messages, part.sources)
+        arrived = exchange(self.comm, messages, part.sources)
         for data in filter(None, arrived):
             stored = {**stored, **decode_values(decode_json(data))}
         together = [read for read in part.wanted if read.name in stored]  # all, if no rank failed
@@ -411,24 +411,6 @@ def _packed(views: Sequence[Bytes], starts: Sequence[int]) -> memoryview:
     for view, start in zip(views, starts, strict=False):
         data[start : start + len(view)] = view
     return data.data
-
-
-def _exchange(comm: Comm, messages: Mapping[int, bytes], sources: Sequence[int]) -> list[bytes]:
-    """Send messages, and return those of some ranks; their lengths travel first."""
-    lengths = [bytearray(8) for _ in sources]
-    sizes = {target: len(data).to_bytes(8, "big") for target, data in messages.items()}
-    _swap(comm, sizes, dict(zip(sources, lengths, strict=True)))
-    arrived = [bytearray(int.from_bytes(length, "big")) for length in lengths]
-    _swap(comm, messages, dict(zip(sources, arrived, strict=True)))
-    return [bytes(data) for data in arrived]
-
-
-def _swap(comm: Comm, going: Mapping[int, bytes], coming: Mapping[int, bytearray]) -> None:
-    """Receive and send at the same time; both sides know which messages are empty."""
-    pending = [comm.receive(source, memoryview(into)) for source, into in coming.items() if into]
-    pending += [comm.send(target, memoryview(data)) for target, data in going.items() if data]
-    for one in pending:
-        one.wait()
 
 
 # Errors of reading: they name the checkpoint, and say what was changed
