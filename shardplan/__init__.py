@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ._checkpoint import open_checkpoint
     from ._convert import convert, dcp_to_torch_save, torch_save_to_dcp
     from ._diff import diff
+    from ._explore import explore
     from ._load import load
     from ._manager import Checkpoints
     from ._restore import restore
@@ -46,6 +47,7 @@ __all__ = [
     "convert",
     "dcp_to_torch_save",
     "diff",
+    "explore",
     "from_torch",
     "latest",
     "load",
@@ -65,6 +67,7 @@ _MODULES = {
     "_checkpoint": "open_checkpoint",
     "_convert": "convert dcp_to_torch_save torch_save_to_dcp",
     "_diff": "diff",
+    "_explore": "explore",
     "_load": "load",
     "_manager": "Checkpoints",
     "_restore": "restore",
@@ -84,6 +87,7 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names.s
 _READING = {
     "Keep",
     "PerRank",
+    "explore",
     "latest",
     "open_checkpoint",
     "prune",
