@@ -23,17 +23,6 @@ from shardplan.dist import (
     torch_comm,
 )
 
-__all__ = [
-    "JobComm",
-    "Place",
-    "as_comm",
-    "counting",
-    "default_comm",
-    "own_place",
-    "place_of",
-    "world_group",
-]
-
 
 @attrs.frozen
 class Place:
@@ -56,15 +45,10 @@ class Place:
 class JobComm:
     """The comm of all ranks of the job, made on demand, and again after it was lost.
 
-    Making one is a collective step, so every rank must ask for it in the same calls. A rank may
-    notice a loss one call later than others. Therefore ranks count their calls and compare the
-    counts when they reconnect: parts of two different saves must never become one checkpoint.
-
-    Attributes:
-        private: Whether it has its own connections.
-        held: The current comm; None if there is none yet.
-        chosen: A process group, to use in place of that of all ranks.
-        coordinator: The place in the group of the rank that gathers and scatters.
+    Every rank must ask for it in the same calls. A rank may notice a loss one call later than
+    others, so ranks compare the counts of their calls when they reconnect: parts of two different
+    saves must never become one checkpoint. ``chosen`` is a process group other than that of all
+    ranks; a ``private`` comm has its own connections.
     """
 
     private: bool
@@ -223,12 +207,5 @@ class _CountingComm(Comm):
 
 
 def counting(comm: Comm, count: Callable[[int], None]) -> Comm:
-    """Return a comm that also counts the bytes of this rank's meetings.
-
-    >>> counts = []
-    >>> counting(solo(), counts.append).broadcast(b"plan")
-    b'plan'
-    >>> sum(counts)
-    4
-    """
+    """Return a comm that also counts the bytes of this rank's meetings."""
     return _CountingComm(comm.rank, comm.ranks, comm.coordinator, comm, count)

@@ -16,8 +16,6 @@ from shardplan.io.stores import Store
 from shardplan.planning import PlannerTrace, Report
 from shardplan.planning.reports import explorer_data
 
-__all__ = ["Explorer", "explore"]
-
 _MOST: Final = 4096  # chunks whose places in files are looked up
 
 

@@ -14,8 +14,6 @@ from .passes import Cast, Drop, PlannerName, Rename, Select, parse_passes
 from .plan import RANKS_HELP, parse_mesh, parse_placements, plan_reshard
 from .screen import Ckpt, Json, Placements, print_json, safe, show, waiting
 
-__all__ = ["explore"]
-
 
 def explore(
     ckpt: Ckpt,
