@@ -75,7 +75,8 @@ if TYPE_CHECKING:  # the same names as below, by module
     from .sources import dropped_names, with_replicas
     from .storage import (
         Access, BoxReads, ByteRanges, ChunkPlaces, CopyPlan, FetchPlan, Requests, StoredChunks,
-        WritePlan, byte_ranges, coalesce, copy_plan, fetch_plan, write_plan,
+        TransferPlan, WritePlan, byte_ranges, coalesce, copy_plan, fetch_plan, transfer_plan,
+        write_plan,
     )  # fmt: skip
     from .tensors import find_object, find_shard, held, kind_of, placement_of, shard_finder, spec_of
     from .testing import assert_all_saved, assert_read_once, assert_written_once
@@ -134,7 +135,8 @@ __getattr__, __dir__ = door(
         "sources": "dropped_names with_replicas",
         "storage": (
             "Access BoxReads ByteRanges ChunkPlaces CopyPlan FetchPlan Requests StoredChunks "
-            "WritePlan byte_ranges coalesce copy_plan fetch_plan write_plan"
+            "TransferPlan WritePlan byte_ranges coalesce copy_plan fetch_plan transfer_plan "
+            "write_plan"
         ),
         "tensors": "find_object find_shard held kind_of placement_of shard_finder spec_of",
         "testing": "assert_all_saved assert_read_once assert_written_once",
@@ -150,8 +152,8 @@ __getattr__, __dir__ = door(
 )
 
 __all__ = [
-    "Access", "BoxReads", "ChunkPlaces", "CopyPlan", "FetchPlan", "StoredChunks", "WritePlan",
-    "copy_plan", "fetch_plan", "write_plan",
+    "Access", "BoxReads", "ChunkPlaces", "CopyPlan", "FetchPlan", "StoredChunks",
+    "TransferPlan", "WritePlan", "copy_plan", "fetch_plan", "transfer_plan", "write_plan",
     "Axes", "Boxes", "ByteRanges", "BytesMetadata", "Chunk", "CodecError", "CostModel",
     "DerivedPlans", "FrozenDict", "Grid", "Issue", "KeyReport", "LLAMA_TP", "LoadItemType",
     "LoadPlan", "Mesh", "Metadata", "MetadataIndex", "NotFoundError", "Only", "Overlap", "Pass",

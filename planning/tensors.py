@@ -380,6 +380,8 @@ def shard_finder(sd: Mapping[str, Any]) -> Callable[[str, tuple[int, ...]], Any]
 
     def find(name: str, offset: tuple[int, ...]) -> Any:
         value = sd.get(name)
+        if is_plain_type(type(value)) and not any(offset):
+            return value
         here = held_alike(name, value, memo)
         if here is None or [chunk.offsets for chunk in here.chunks] != [offset]:
             return find_shard(sd, MetadataIndex(name, offset))

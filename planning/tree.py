@@ -66,9 +66,9 @@ def flatten(
     frozen = True  # whether all keys are of types that cannot change
     try:
         for path, leaf in _leaves((), sd, whole):
-            keys = [key for _, key in path]
-            frozen = frozen and SCALARS.issuperset(map(type, keys))
-            name = ".".join(map(str, keys))
+            for _, key in path:
+                frozen = frozen and type(key) in SCALARS
+            name = _name(path)
             if name in flat:
                 issues.append(clash(name, paths[name], path))
             else:
