@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from ._async import async_save
     from ._checkpoint import open_checkpoint
+    from ._content_hash import content_hash
     from ._convert import convert, dcp_to_torch_save, torch_save_to_dcp
     from ._diff import diff
     from ._explore import explore
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from ._retention import latest, prune
     from ._save import save
     from ._state import PerRank
+    from ._transfer import transfer
     from ._verify import verify
     from .torch_dcp import (
         as_torch_load_planner,
@@ -44,6 +46,7 @@ __all__ = [
     "as_torch_storage_reader",
     "as_torch_storage_writer",
     "async_save",
+    "content_hash",
     "convert",
     "dcp_to_torch_save",
     "diff",
@@ -59,12 +62,14 @@ __all__ = [
     "save",
     "to_torch",
     "torch_save_to_dcp",
+    "transfer",
     "verify",
 ]
 
 _MODULES = {
     "_async": "async_save",
     "_checkpoint": "open_checkpoint",
+    "_content_hash": "content_hash",
     "_convert": "convert dcp_to_torch_save torch_save_to_dcp",
     "_diff": "diff",
     "_explore": "explore",
@@ -74,6 +79,7 @@ _MODULES = {
     "_retention": "latest prune",
     "_save": "save",
     "_state": "PerRank",
+    "_transfer": "transfer",
     "_verify": "verify",
     "dist": "CheckpointError",
     "planning": "metadata_of register_node",

@@ -26,13 +26,12 @@ from ..geometry.overlap import overlap_many
 from ..geometry.tilings import Grid, Tiling, tile
 from ..load import load_plan
 from ..matching import match_entries
-from ..mesh.worlds import SpecLayout, WorldPlans
+from ..mesh.layouts import SpecLayout
+from ..mesh.worlds import WorldPlans
 from ..metadata import Metadata
 from ..plans import LoadPlan, SavePlan
 from .origins import Writers, writers_by_plans
 from .traffic import FileCosts, RankCosts, Traffic, add_up, count_runs, itemsizes, load_pieces
-
-__all__ = ["pairs_of", "reshard_traffic", "traffic_blocks", "traffic_matrix"]
 
 _BLOCK: Final = 1 << 20  # pieces that are looked at together: bounds memory to a few hundred MiB
 
