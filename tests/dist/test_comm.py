@@ -350,6 +350,121 @@ def test_a_hundred_meetings_leave_no_more_in_the_store_than_fifty(processes):
         assert after_a_hundred - after_fifty < 2 * WORLD  # Some may be at the next meeting already.
 
 
+# What it costs
+
+
+@pytest.fixture(scope="module")
+def costs(tmp_path_factory):
+    """Return, by number of ranks, what each rank's saves cost; see `counts.py`."""
+    folders = {world: tmp_path_factory.mktemp(f"counts-{world}") for world in (4, 16)}
+    for world, folder in folders.items():
+        run_processes(folder, [("counts", world, folder)])
+    return {
+        world: [json.loads((folder / f"counts-{rank}").read_text()) for rank in range(world)]
+        for world, folder in folders.items()
+    }
+
+
+SAVES = ("gathered", "cached", "async", "derived")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("save", SAVES)
+def test_a_save_connects_no_rank_with_another(costs, save):
+    for world, ranks in costs.items():
+        # Torch's own connection to the store and two of ours; rank 0 has the other ends as well.
+        assert all(rank[save]["connections"] <= 3 for rank in ranks[1:])
+        assert ranks[0][save]["connections"] <= 3 + 3 * world
+
+
+@pytest.mark.slow
+def test_ranks_that_send_each_other_data_are_connected_and_no_others(costs):
+    for ranks in costs.values():
+        before = [rank["derived"]["connections"] for rank in ranks]
+        after = [rank["after 1 sent to 2"]["connections"] for rank in ranks]
+        assert after[1:] == [n + 1 for n in before[1:3]] + before[3:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("save", "most"), [("gathered", 3), ("cached", 3), ("derived", 2)])
+def test_a_save_takes_at_most_three_meetings(costs, save, most):
+    assert {rank[save]["meetings"] for ranks in costs.values() for rank in ranks} <= {
+        *range(most + 1)
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("save", SAVES)
+def test_a_rank_asks_the_store_as_much_among_many_ranks_as_among_few(costs, save):
+    def asked(rank):  # whether a slow meeting goes on is looked for now and then
+        requests = rank[save]["requests"].items()
+        return sum(count for name, count in requests if name != "check")
+
+    for ranks in costs.values():
+        assert max(map(asked, ranks[1:])) <= 8 * ranks[1][save]["meetings"]
+    few, many = (asked(ranks[0]) / len(ranks) for ranks in costs.values())
+    assert many < few
+
+
+class Asked:
+    """A store that counts requests and their bytes."""
+
+    def __init__(self):
+        self.inner, self.count, self.nbytes = torch.distributed.HashStore(), 0, 0
+
+    def __getattr__(self, name):
+        def ask(*arguments):
+            answer = getattr(self.inner, name)(*arguments)
+            sizes = [len(a) for a in (*arguments, answer) if isinstance(a, (str, bytes))]
+            self.count, self.nbytes = self.count + 1, self.nbytes + sum(sizes)
+            return answer
+
+        return ask
+
+
+@pytest.mark.parametrize("size", [10, 1_000])
+def test_a_meeting_costs_each_rank_the_same_however_many_there_are(size):
+    def cost(n):
+        stores = [Asked() for _ in range(2)]  # of the coordinator, and of all others
+        stores[1].inner = stores[0].inner
+        ranks = [Meetings(stores[r > 0], r, 0, range(n), 20.0) for r in range(n)]
+        for _ in range(3):
+            for meetings in ranks[1:]:
+                meetings.number += 1
+                meetings._come(_Note("a topic", bytes(size), {}))
+            assert ranks[0].open("a topic", bytes(size)) == [bytes(size)] * n
+            ranks[0].close([b"answer"])
+            for meetings in ranks[1:]:
+                assert meetings._heard(meetings._verdict(meetings.number)[1]) == b"answer"
+                meetings._forget([], meetings.number)
+        ranks[0].end()
+        return [(store.count / 3, store.nbytes / 3) for store in stores]
+
+    (few, few_bytes), (others, others_bytes) = cost(200)
+    (many, many_bytes), (more, more_bytes) = cost(2000)
+    assert (others / 199, more / 1999) == pytest.approx((4, 4), abs=0.1)
+    assert many - few <= 2 * 1800 / 100  # to read and remove notes, a hundred at a time
+    assert many_bytes < 11 * few_bytes
+    assert more_bytes < 11 * others_bytes
+
+
+def test_ranks_that_miss_their_coordinator_ask_once_who_is_there():
+    store, n = Asked(), 1000
+    ranks = [Meetings(store, r, 0, range(n), 0.01, host=None) for r in range(1, n)]
+    for meetings in ranks:
+        meetings.number = 1
+        meetings._come(_Note("a topic", b"", {}))
+    before, reason = store.count, "did not come to a topic within 0.01 s"
+    lost = ranks[0]._inquest("a topic")
+    assert lost == {0: reason}
+    assert ranks[0]._decide(1, lost) == (lost, None)
+    for meetings in ranks[1:]:
+        assert meetings._inquest("a topic") == {}
+        assert meetings._verdict(1)[0] == lost
+        meetings.waiter.close()
+    assert store.count - before < 5 * n
+
+
 # Threads
 
 
