@@ -29,10 +29,11 @@ from shardplan.dist import (
     solo,
     steps,
     torch_comm,
+    transport,
 )
 from shardplan.dist.errors import thinned
 from shardplan.dist.rendezvous import Meetings, _Note
-from shardplan.dist.transport import Worker
+from shardplan.dist.transport import Wire, Worker
 
 FOLDER = Path(__file__).parents[1] / "ranks"
 WORLD = 4
@@ -465,6 +466,85 @@ def test_ranks_that_miss_their_coordinator_ask_once_who_is_there():
     assert store.count - before < 5 * n
 
 
+# What ranks send each other directly
+
+
+@pytest.fixture
+def wires():
+    """Two ends of a wire, and what they raise if the other one is gone."""
+    store = torch.distributed.HashStore()
+    ends = [Wire(store, rank, 2.0, lambda: None) for rank in range(2)]
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def gone(troubles):
+    return ConnectionError({place: trouble.text for place, trouble in troubles.items()})
+
+
+@pytest.mark.parametrize("network", ["same", "other"])
+def test_messages_arrive_in_order_from_this_machine_and_from_others(wires, network, monkeypatch):
+    if network == "other":  # so that ranks reach each other by address
+        numbers = iter(range(100))
+        monkeypatch.setattr(transport, "_network", lambda: f"machine {next(numbers)}")
+    sizes = [3, 0, 9 << 20, 1]
+    came = [bytearray(size) for size in sizes]
+    received = [wires[1].post(0, memoryview(memory), gone, sends=False) for memory in came]
+    sent = [
+        wires[0].post(1, memoryview(bytes([n]) * size), gone, sends=True)
+        for n, size in enumerate(sizes)
+    ]
+    for transfer in (*received, *sent):
+        transfer.wait()
+    assert came == [bytearray([n]) * size for n, size in enumerate(sizes)]
+
+
+def test_a_stranger_that_connects_is_sent_away(wires):
+    memory = bytearray(4)
+    received = wires[1].post(0, memoryview(memory), gone, sends=False)
+    while wires[1]._listener is None:
+        time.sleep(0.001)
+    port = wires[1]._listener.getsockname()[1]
+    with socket.create_connection(("localhost", port), 5) as stranger:
+        stranger.sendall(transport._HELLO.pack(b"a guess", 0) + transport._SIZE.pack(4) + b"evil")
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    wires[0].post(1, memoryview(b"good"), gone, sends=True).wait()
+    received.wait()
+    assert memory == b"good"
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_who_waits_for_a_rank_that_never_comes_says_so_and_keeps_no_thread(wires, sends):
+    before = threading.active_count()
+    start = time.monotonic()
+    with pytest.raises(ConnectionError, match="sent or took nothing: no reply in 1 s"):
+        wires[0].post(1, memoryview(bytearray(9)), gone, sends=sends).wait()
+    assert time.monotonic() - start < 2
+    end = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert threading.active_count() <= before
+
+
+def test_a_message_of_another_size_than_expected_is_an_error(wires):
+    received = wires[1].post(0, memoryview(bytearray(4)), gone, sends=False)
+    wires[0].post(1, memoryview(b"five5"), gone, sends=True).wait()
+    with pytest.raises(ConnectionError, match="it sent 5 bytes where 4 were expected"):
+        received.wait()
+
+
+def test_bytes_that_stop_half_way_are_an_error(wires):
+    received = wires[1].post(0, memoryview(bytearray(64 << 20)), gone, sends=False)
+    wires[0].post(1, memoryview(bytes(64 << 20)), gone, sends=True)
+    while not wires[1]._sockets:
+        time.sleep(0.001)
+    wires[0].close()
+    with pytest.raises(ConnectionError, match="is lost: "):
+        received.wait()
+
+
 # Threads
 
 
@@ -572,7 +652,7 @@ def test_that_all_have_come_is_told_once_and_taken_back():
         thread.start()
     for thread in threads:
         thread.join(20)
-    ranks[0].worker.join(5)
+    time.sleep(0.2)  # what is posted is done
     for number in range(1, 21):
         done = [what for what, key in log if key == f"{number}/all"]
         assert done == ["set", "delete"]
