@@ -26,7 +26,7 @@ from shardplan import _async, _comm
 from shardplan.dist import torch_comm
 
 SAVES = ("gathered", "cached", "async", "derived")
-LAYERS = 50
+LAYERS = 20
 
 
 class Asked:
