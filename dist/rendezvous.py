@@ -312,11 +312,9 @@ class Meetings:
         """Return the notes of all ranks that have come, by place."""
         notes = {}
         for batch in range(self._batches):
-            key = self._key(f"notes/{batch}")
-            self.store.append(key, "")  # so that it is there
-            for place, topic, text, suspects in json.loads(
-                f"[{self.store.get(key)[:-1].decode()}]"
-            ):
+            # What is there, or nothing: `get` would wait for a batch of which nobody has come.
+            rows = self.store.compare_set(self._key(f"notes/{batch}"), "", "")
+            for place, topic, text, suspects in json.loads(b"[%s]" % rows[:-1]):
                 data = None if text is None else base64.b64decode(text)
                 notes[place] = _Note(topic, data, dict(suspects))
         return notes

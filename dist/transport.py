@@ -100,12 +100,6 @@ class Worker:
         """Let the thread end after the calls it was given."""
         self._calls.put(None)
 
-    def join(self, limit: float) -> None:
-        """Let the thread end, and wait for that at most ``limit`` seconds."""
-        self.close()
-        if self._thread is not None:
-            self._thread.join(limit)
-
     def _serve(self) -> None:
         while (call := self._calls.get()) is not None:
             self.busy = True

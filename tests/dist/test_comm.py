@@ -29,10 +29,11 @@ from shardplan.dist import (
     solo,
     steps,
     torch_comm,
+    transport,
 )
 from shardplan.dist.errors import thinned
 from shardplan.dist.rendezvous import Meetings, _Note
-from shardplan.dist.transport import Worker
+from shardplan.dist.transport import Wire, Worker
 
 FOLDER = Path(__file__).parents[1] / "ranks"
 WORLD = 4
@@ -350,6 +351,200 @@ def test_a_hundred_meetings_leave_no_more_in_the_store_than_fifty(processes):
         assert after_a_hundred - after_fifty < 2 * WORLD  # Some may be at the next meeting already.
 
 
+# What it costs
+
+
+@pytest.fixture(scope="module")
+def costs(tmp_path_factory):
+    """Return, by number of ranks, what each rank's saves cost; see `counts.py`."""
+    folders = {world: tmp_path_factory.mktemp(f"counts-{world}") for world in (4, 16)}
+    for world, folder in folders.items():
+        run_processes(folder, [("counts", world, folder)])
+    return {
+        world: [json.loads((folder / f"counts-{rank}").read_text()) for rank in range(world)]
+        for world, folder in folders.items()
+    }
+
+
+SAVES = ("gathered", "cached", "async", "derived")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("save", SAVES)
+def test_a_save_connects_no_rank_with_another(costs, save):
+    for world, ranks in costs.items():
+        # Torch's own connection to the store and two of ours; rank 0 has the other ends as well.
+        assert all(rank[save]["connections"] <= 3 for rank in ranks[1:])
+        assert ranks[0][save]["connections"] <= 4 * (world + 1)
+
+
+@pytest.mark.slow
+def test_ranks_that_send_each_other_data_are_connected_and_no_others(costs):
+    for ranks in costs.values():
+        before = [rank["derived"]["connections"] for rank in ranks]
+        after = [rank["after 1 sent to 2"]["connections"] for rank in ranks]
+        assert after[1:] == [n + 1 for n in before[1:3]] + before[3:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("save", "most"), [("gathered", 3), ("cached", 3), ("derived", 2)])
+def test_a_save_takes_at_most_three_meetings(costs, save, most):
+    assert {rank[save]["meetings"] for ranks in costs.values() for rank in ranks} <= {
+        *range(most + 1)
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("save", SAVES)
+def test_a_rank_asks_the_store_as_much_among_many_ranks_as_among_few(costs, save):
+    def asked(rank):  # whether a slow meeting goes on is looked for now and then
+        requests = rank[save]["requests"].items()
+        return sum(count for name, count in requests if name != "check")
+
+    for ranks in costs.values():
+        assert max(map(asked, ranks[1:])) <= 8 * ranks[1][save]["meetings"]
+    few, many = (asked(ranks[0]) / len(ranks) for ranks in costs.values())
+    assert many < few
+
+
+class Asked:
+    """A store that counts requests and their bytes."""
+
+    def __init__(self):
+        self.inner, self.count, self.nbytes = torch.distributed.HashStore(), 0, 0
+
+    def __getattr__(self, name):
+        def ask(*arguments):
+            answer = getattr(self.inner, name)(*arguments)
+            sizes = [len(a) for a in (*arguments, answer) if isinstance(a, (str, bytes))]
+            self.count, self.nbytes = self.count + 1, self.nbytes + sum(sizes)
+            return answer
+
+        return ask
+
+
+@pytest.mark.parametrize("size", [10, 1_000])
+def test_a_meeting_costs_each_rank_the_same_however_many_there_are(size):
+    def cost(n):
+        stores = [Asked() for _ in range(2)]  # of the coordinator, and of all others
+        stores[1].inner = stores[0].inner
+        ranks = [Meetings(stores[r > 0], r, 0, range(n), 20.0) for r in range(n)]
+        for _ in range(3):
+            for meetings in ranks[1:]:
+                meetings.number += 1
+                meetings._come(_Note("a topic", bytes(size), {}))
+            assert ranks[0].open("a topic", bytes(size)) == [bytes(size)] * n
+            ranks[0].close([b"answer"])
+            for meetings in ranks[1:]:
+                assert meetings._heard(meetings._verdict(meetings.number)[1]) == b"answer"
+                meetings._forget([], meetings.number)
+        ranks[0].end()
+        return [(store.count / 3, store.nbytes / 3) for store in stores]
+
+    (few, few_bytes), (others, others_bytes) = cost(200)
+    (many, many_bytes), (more, more_bytes) = cost(2000)
+    assert (others / 199, more / 1999) == pytest.approx((4, 4), abs=0.1)
+    assert many - few <= 2 * 1800 / 100  # to read and remove notes, a hundred at a time
+    assert many_bytes < 11 * few_bytes
+    assert more_bytes < 11 * others_bytes
+
+
+def test_ranks_that_miss_their_coordinator_ask_once_who_is_there():
+    store, n = Asked(), 1000
+    ranks = [Meetings(store, r, 0, range(n), 0.01, host=None) for r in range(1, n)]
+    for meetings in ranks:
+        meetings.number = 1
+        meetings._come(_Note("a topic", b"", {}))
+    before, reason = store.count, "did not come to a topic within 0.01 s"
+    lost = ranks[0]._inquest("a topic")
+    assert lost == {0: reason}
+    assert ranks[0]._decide(1, lost) == (lost, None)
+    for meetings in ranks[1:]:
+        assert meetings._inquest("a topic") == {}
+        assert meetings._verdict(1)[0] == lost
+        meetings.waiter.close()
+    assert store.count - before < 5 * n
+
+
+# What ranks send each other directly
+
+
+@pytest.fixture
+def wires():
+    """Two ends of a wire, and what they raise if the other one is gone."""
+    store = torch.distributed.HashStore()
+    ends = [Wire(store, rank, 2.0, lambda: None) for rank in range(2)]
+    yield ends
+    for end in ends:
+        end.close()
+
+
+def gone(troubles):
+    return ConnectionError({place: trouble.text for place, trouble in troubles.items()})
+
+
+@pytest.mark.parametrize("network", ["same", "other"])
+def test_messages_arrive_in_order_from_this_machine_and_from_others(wires, network, monkeypatch):
+    if network == "other":  # so that ranks reach each other by address
+        numbers = iter(range(100))
+        monkeypatch.setattr(transport, "_network", lambda: f"machine {next(numbers)}")
+    sizes = [3, 0, 9 << 20, 1]
+    came = [bytearray(size) for size in sizes]
+    received = [wires[1].post(0, memoryview(memory), gone, sends=False) for memory in came]
+    sent = [
+        wires[0].post(1, memoryview(bytes([n]) * size), gone, sends=True)
+        for n, size in enumerate(sizes)
+    ]
+    for transfer in (*received, *sent):
+        transfer.wait()
+    assert came == [bytearray([n]) * size for n, size in enumerate(sizes)]
+
+
+def test_a_stranger_that_connects_is_sent_away(wires):
+    memory = bytearray(4)
+    received = wires[1].post(0, memoryview(memory), gone, sends=False)
+    while wires[1]._listener is None:
+        time.sleep(0.001)
+    port = wires[1]._listener.getsockname()[1]
+    with socket.create_connection(("localhost", port), 5) as stranger:
+        stranger.sendall(transport._HELLO.pack(b"a guess", 0) + transport._SIZE.pack(4) + b"evil")
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    wires[0].post(1, memoryview(b"good"), gone, sends=True).wait()
+    received.wait()
+    assert memory == b"good"
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_who_waits_for_a_rank_that_never_comes_says_so_and_keeps_no_thread(wires, sends):
+    before = threading.active_count()
+    start = time.monotonic()
+    with pytest.raises(ConnectionError, match="sent or took nothing: no reply in 1 s"):
+        wires[0].post(1, memoryview(bytearray(9)), gone, sends=sends).wait()
+    assert time.monotonic() - start < 2
+    end = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert threading.active_count() <= before
+
+
+def test_a_message_of_another_size_than_expected_is_an_error(wires):
+    received = wires[1].post(0, memoryview(bytearray(4)), gone, sends=False)
+    wires[0].post(1, memoryview(b"five5"), gone, sends=True).wait()
+    with pytest.raises(ConnectionError, match="it sent 5 bytes where 4 were expected"):
+        received.wait()
+
+
+def test_bytes_that_stop_half_way_are_an_error(wires):
+    received = wires[1].post(0, memoryview(bytearray(64 << 20)), gone, sends=False)
+    wires[0].post(1, memoryview(bytes(64 << 20)), gone, sends=True)
+    while not wires[1]._sockets:
+        time.sleep(0.001)
+    wires[0].close()
+    with pytest.raises(ConnectionError, match="is lost: "):
+        received.wait()
+
+
 # Threads
 
 
@@ -457,7 +652,7 @@ def test_that_all_have_come_is_told_once_and_taken_back():
         thread.start()
     for thread in threads:
         thread.join(20)
-    ranks[0].worker.join(5)
+    time.sleep(0.2)  # what is posted is done
     for number in range(1, 21):
         done = [what for what, key in log if key == f"{number}/all"]
         assert done == ["set", "delete"]

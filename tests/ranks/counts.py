@@ -1,4 +1,4 @@
-"""What saves of a job without gloo cost its ranks: connections, requests to the store, seconds.
+"""What saves of a job cost its ranks: connections, requests to the store, meetings, seconds.
 
 Run as ``python counts.py WORLD FOLDER``. Torch is imported once; each rank is a fork. Besides the
 store, ranks have no connections of their own: the backend of their group is a fake. FOLDER receives
@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import time
+import traceback
 from collections import Counter
 from datetime import timedelta
 from functools import partial
@@ -25,7 +26,7 @@ from shardplan import _async, _comm
 from shardplan.dist import torch_comm
 
 SAVES = ("gathered", "cached", "async", "derived")
-LAYERS = 50
+LAYERS = 20
 
 
 class Asked:
@@ -108,7 +109,6 @@ def measure(job, barrier, save):
 def run(rank, world, port, folder):
     store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timedelta(seconds=60))
     dist.init_process_group("fake", store=store, rank=rank, world_size=world)
-    shardplan.set_store = None
     comm = torch_comm(timeout=60)
     told = {"before": {"connections": connections()}}
     rows = {f"layers.{n}": Rows(rank, world) for n in range(LAYERS)} | {"step": 7}
@@ -127,6 +127,12 @@ def run(rank, world, port, folder):
     for name in SAVES:
         job, save = calls[name]
         told[name] = measure(job, comm.barrier, partial(save, f"{folder}/{name}"))
+    if rank == 1:
+        comm.send(2, memoryview(bytes(100))).wait()
+    if rank == 2:
+        comm.receive(1, memoryview(bytearray(100))).wait()
+    comm.barrier()
+    told["after 1 sent to 2"] = {"connections": connections()}
     with open(f"{folder}/counts-{rank}", "w", encoding="utf-8") as file:
         json.dump(told, file)
     comm.barrier()
@@ -144,8 +150,6 @@ def main(world, folder):
             try:
                 run(rank, world, port, folder)
             except BaseException:
-                import traceback
-
                 traceback.print_exc()
                 os._exit(1)
             os._exit(0)
