@@ -144,14 +144,15 @@ def _pickle(
     # Tensors that are alike are pickled alike: one of each kind is looked at.
     kinds = {(leaf.dtype, leaf.parameter, leaf.requires_grad): leaf for leaf in leaves.values()}
     keys = [key for path in paths.values() for _, key in path if type(key) not in (str, int)]
-    reasons, why = dict(refused), _why_unsafe([*kinds.values(), *values.values(), keys])
+    count = len({leaf.key for leaf in leaves.values()})
+    reasons, why = dict(refused), _why_unsafe([*kinds.values(), *values.values(), keys], count)
     if why is not None:
         whys = {key: (value, _why_unsafe(value)) for key, value in values.items()}
         unsafe = {key: _explain_value(value, why) for key, (value, why) in whys.items() if why}
         reasons |= unsafe or {"keys": f"of the state dict: it {why}"}
     if reasons:
         raise ValueRefusedError(reasons)
-    return pickle_nested(nested, len({leaf.key for leaf in leaves.values()}))
+    return pickle_nested(nested, count)
 
 
 def _storage_piece(storage: Any) -> Piece:
@@ -201,10 +202,10 @@ def dump_value(value: Any) -> bytes:
     return data
 
 
-def _why_unsafe(value: Any) -> str | None:
+def _why_unsafe(value: Any, first: int = 0) -> str | None:
     """Return why torch would not load a value with ``weights_only=True``; None if it would."""
     try:
-        names = load_nested(pickle_nested(value)[0]).names
+        names = load_nested(pickle_nested(value, first)[0]).names
     except Exception as error:  # pickling may fail in any way that a class thinks of
         return explain(error)
     allowed: Any = _weights_only_unpickler
