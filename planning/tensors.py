@@ -36,11 +36,6 @@ from .mesh.placements import (
 from .records import MetadataIndex, TensorProperties
 from .tree import flatten, is_plain_type, is_tensor
 
-__all__ = [
-    "Held", "Memo", "dtensor_chunks", "find_object", "find_shard", "held", "held_alike",
-    "is_dtensor", "is_elsewhere", "kind_of", "placement_of", "shard_finder", "spec_of",
-]  # fmt: skip
-
 
 @attrs.frozen
 class Held:

@@ -17,7 +17,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from shardplan.dist import Comm, LostRanksError, Pending, decode_json, encode_json
+from shardplan.dist import Comm, LostRanksError, Pending, decode_json, encode_json, exchange
 from shardplan.io import (
     BlockSums,
     FormatError,
@@ -42,6 +42,7 @@ from shardplan.planning.storage import (
     BLOCK_BYTES,
     FAR_GAP,
     Incoming,
+    Outgoing,
     Piece,
     Region,
     Round,
@@ -95,9 +96,9 @@ class Opened:
     def files_of(self, items: ReadItems) -> Ints | None:
         """Return the file that each read is of, 0 for values; None if that is not known."""
         known = None if self.reader is None else self.reader.source.file_columns
-        if known is None:
-            return None
         rows = np.flatnonzero(items.type == LoadItemType.TENSOR.value)
+        if known is None or not len(rows):
+            return None
         reads, files = items.take(rows), np.zeros(len(items), np.int64)
         which = known.entry[entries_of(self.metadata, reads)[0]]
         chunk = find_chunks(self.metadata, reads)
@@ -212,7 +213,7 @@ def read_shared(
     sizes = {"block_bytes": opened.block_bytes, "max_gap": opened.max_gap}
     rounds = shared_rounds(shared, opened.metadata, comm.rank, **sizes)
     counter = attempts.run(lambda: Progress(rounds.read + rounds.received, progress), Progress(0))
-    with _leaving(comm):
+    with leaving(comm, "load"):
         values = share.exchange_values()
         moved = [share.move_tensors(one, counter) for one in rounds.rounds]
     if attempts.error is not None:
@@ -225,14 +226,14 @@ def read_shared(
 
 
 @contextmanager
-def _leaving(comm: Comm) -> Iterator[None]:
+def leaving(comm: Comm, what: str) -> Iterator[None]:
     """Leave the comm when an error is raised: others would wait for bytes that never come."""
     try:
         yield
     except LostRanksError:
         raise
     except Exception as error:
-        comm.leave(f"left the load: {type(error).__name__}: {error}")
+        comm.leave(f"left the {what}: {type(error).__name__}: {error}")
         raise
 
 
@@ -279,7 +280,7 @@ class _SharedRead:
             target: encode_json(encode_values({n: stored[n] for n in names})) if stored else b""
             for target, names in part.send.items()
         }
-        arrived = _exchange(self.comm, messages, part.sources)
+        arrived = exchange(self.comm, messages, part.sources)
         for data in filter(None, arrived):
             stored = {**stored, **decode_values(decode_json(data))}
         together = [read for read in part.wanted if read.name in stored]  # all, if no rank failed
@@ -299,25 +300,44 @@ class _SharedRead:
 
     def move_tensors(self, one: Round, progress: Progress) -> ReadStats:
         """Take part in a round: read, send and receive."""
-        incoming = [self._expect(message) for message in one.incoming]
+        incoming, relayed = map(self._expected, (one.incoming, one.relayed))
         sizes = zip(one.reads.lengths.tolist(), one.reads.ndim.tolist(), one.dtypes, strict=True)
         staged = [empty_tensor(lengths[:axes], dtype) for lengths, axes, dtype in sizes]
         stats = self.attempts.run(
             lambda: self.fill(one.reads, lambda row: Window.of(staged[row]), progress), ReadStats()
         )
-        views = [_view_of(staged[piece.read], piece) for piece in one.pieces]
-        pending = []
-        for message in one.outgoing:
-            data = _packed([views[number] for number in message.pieces], one.starts(message))
-            pending += [self.comm.send(target, data) for target in message.targets]
-        for piece, view in zip(one.pieces, views, strict=True):
+        held = [_view_of(staged[piece.read], piece) for piece in one.pieces]
+        sending = self._sent(one, one.outgoing, held)
+        for piece, view in zip(one.pieces, held, strict=True):
             self.attempts.run(partial(self._fill_rows, piece, view), None)
-        for sent in pending:
+        held += self._arrived(incoming, progress)
+        sending += self._sent(one, one.passed_on, held)
+        self._arrived(relayed, progress)
+        for sent in sending:
             sent.wait()
-        for arrived in incoming:
+        return stats
+
+    def _sent(
+        self, one: Round, messages: Sequence[Outgoing], held: Sequence[Bytes]
+    ) -> list[Pending]:
+        """Begin to send messages, each packed once."""
+        pending = []
+        for message in messages:
+            data = _packed([held[number] for number in message.regions], one.starts(message))
+            pending += [self.comm.send(target, data) for target in message.targets]
+        return pending
+
+    def _expected(self, messages: Sequence[Incoming]) -> list[_Arriving]:
+        return [self._expect(message) for message in messages]
+
+    def _arrived(self, messages: Sequence[_Arriving], progress: Progress) -> list[Bytes]:
+        """Wait for messages, and copy what they bring to where it belongs; return their regions."""
+        regions = []
+        for arrived in messages:
             arrived.pending.wait()
             self.attempts.run(partial(self._deliver, arrived, progress), None)
-        return stats
+            regions += arrived.regions
+        return regions
 
     def fill(
         self, reads: ReadItems, dest: Callable[[int], Window], progress: Progress
@@ -335,18 +355,16 @@ class _SharedRead:
             tensor = self.window(first.rows[0]).tensor
             if tensor is not None and same_dtype(tensor, first.dtype):
                 view = flat_memory(tensor)
-        data = None if view is not None else np.empty(message.starts[-1], np.uint8)
-        into = data.data if data is not None else view
-        assert into is not None
-        return _Arriving(self.comm.receive(message.source, into), message, data)
+        staged = np.empty(message.starts[-1] if view is None else 0, np.uint8)
+        data = staged if view is None else np.frombuffer(view, np.uint8)
+        return _Arriving(self.comm.receive(message.source, data.data), message, data, view is None)
 
     def _deliver(self, arrived: _Arriving, progress: Progress) -> None:
         """Copy what a message brought to where it belongs, unless it came there."""
-        message, data = arrived.message, arrived.data
-        if data is not None:
-            for region, start in zip(message.regions, message.starts, strict=False):
-                self._fill_rows(region, data[start : start + region.nbytes])
-        progress.add(sum(region.nbytes for region in message.regions))
+        for region, data in zip(arrived.message.regions, arrived.regions, strict=True):
+            if arrived.is_staged:
+                self._fill_rows(region, data)
+            progress.add(region.nbytes)
 
     def _fill_rows(self, region: Region, data: Bytes) -> None:
         """Copy a region to where this rank needs it."""
@@ -362,7 +380,14 @@ class _Arriving:
 
     pending: Pending
     message: Incoming
-    data: Bytes | None
+    data: Bytes
+    is_staged: bool
+
+    @property
+    def regions(self) -> list[Bytes]:
+        """The bytes of each region."""
+        pairs = zip(self.message.regions, self.message.starts, strict=False)
+        return [self.data[start : start + region.nbytes] for region, start in pairs]
 
 
 def _part_of(data: Bytes, region: Region, part: tuple[slice, ...]) -> Bytes:
@@ -386,24 +411,6 @@ def _packed(views: Sequence[Bytes], starts: Sequence[int]) -> memoryview:
     for view, start in zip(views, starts, strict=False):
         data[start : start + len(view)] = view
     return data.data
-
-
-def _exchange(comm: Comm, messages: Mapping[int, bytes], sources: Sequence[int]) -> list[bytes]:
-    """Send messages, and return those of some ranks; their lengths travel first."""
-    lengths = [bytearray(8) for _ in sources]
-    sizes = {target: len(data).to_bytes(8, "big") for target, data in messages.items()}
-    _swap(comm, sizes, dict(zip(sources, lengths, strict=True)))
-    arrived = [bytearray(int.from_bytes(length, "big")) for length in lengths]
-    _swap(comm, messages, dict(zip(sources, arrived, strict=True)))
-    return [bytes(data) for data in arrived]
-
-
-def _swap(comm: Comm, going: Mapping[int, bytes], coming: Mapping[int, bytearray]) -> None:
-    """Receive and send at the same time; both sides know which messages are empty."""
-    pending = [comm.receive(source, memoryview(into)) for source, into in coming.items() if into]
-    pending += [comm.send(target, memoryview(data)) for target, data in going.items() if data]
-    for one in pending:
-        one.wait()
 
 
 # Errors of reading: they name the checkpoint, and say what was changed

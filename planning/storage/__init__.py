@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from ..door import door
 
 if TYPE_CHECKING:
+    from .arrival import key_batches
     from .blocks import (  # isort: skip
         BLOCK_BYTES, Blocks, ChunkTable, boxes_of, cut_blocks, cut_within, entries_of, find_chunks,
         group_blocks, locate_reads, reach_of, reads_of, write_tasks,
@@ -29,14 +30,16 @@ if TYPE_CHECKING:
         FileTensor, SharedPlan, Spot, common_ties, lay_out_files, place_tensors, shared_plan,
     )  # fmt: skip
     from .shared_reads import (  # isort: skip
-        MOST_READS, RUN_BYTES, Group, Need, SharedReads, Turns, Wants, Way, need_of, plan_bytes,
-        replica_groups, shared_by_rule, shared_by_transfers, sharing_way, turns_of, wants_of,
+        MOST_PEERS, MOST_READS, RUN_BYTES, Audience, Group, Lines, Need, SharedReads, Turns, Wants,
+        Way, need_of, plan_bytes, replica_groups, shared_by_rule, shared_by_transfers, sharing_way,
+        turns_of, wants_of,
     )  # fmt: skip
     from .rounds import (  # isort: skip
         Incoming, Outgoing, Piece, Region, Round, SharedRounds, ValueExchange, ValueRead,
         shared_rounds, value_exchange, value_reads,
     )  # fmt: skip
     from .target import Placements, Seen, Target, Traits, plan_target, seen_through
+    from .transfer import Exchange, Parcel, Part, TransferPlan, transfer_plan, transfer_rounds
     from .write import (  # isort: skip
         MAX_SHARD_SIZE, Shards, WritePlan, assign_shards, file_numbers, number_shards, pack_files,
         parse_size, refuse_split, save_id_of, shard_plans, shards_of, split_tensors, widest_first,
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = door(
     __name__,
     {
+        "arrival": "key_batches",
         "blocks": (
             "BLOCK_BYTES Blocks ChunkTable boxes_of cut_blocks cut_within entries_of find_chunks "
             "group_blocks locate_reads reach_of reads_of write_tasks"
@@ -68,14 +72,16 @@ __getattr__, __dir__ = door(
             "FileTensor SharedPlan Spot common_ties lay_out_files place_tensors shared_plan"
         ),
         "shared_reads": (
-            "MOST_READS RUN_BYTES Group Need SharedReads Turns Wants Way need_of plan_bytes "
-            "replica_groups shared_by_rule shared_by_transfers sharing_way turns_of wants_of"
+            "MOST_PEERS MOST_READS RUN_BYTES Audience Group Lines Need SharedReads Turns Wants Way "
+            "need_of plan_bytes replica_groups shared_by_rule shared_by_transfers sharing_way "
+            "turns_of wants_of"
         ),
         "rounds": (
             "Incoming Outgoing Piece Region Round SharedRounds ValueExchange ValueRead "
             "shared_rounds value_exchange value_reads"
         ),
         "target": "Placements Seen Target Traits plan_target seen_through",
+        "transfer": "Exchange Parcel Part TransferPlan transfer_plan transfer_rounds",
         "write": (
             "MAX_SHARD_SIZE Shards WritePlan assign_shards file_numbers number_shards pack_files "
             "parse_size refuse_split save_id_of shard_plans shards_of split_tensors widest_first "
