@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol
 
 import attrs
 
@@ -86,8 +86,7 @@ def read_ranges(store: Store, file: str, ranges: list[tuple[int, memoryview]]) -
         raise
 
 
-@attrs.frozen
-class ChunkPlace:
+class ChunkPlace(NamedTuple):  # a checkpoint has millions
     """Where one chunk lies: the number of its file, its first byte there, and how it is stored.
 
     Attributes:

@@ -59,12 +59,12 @@ _WHOLE: Final = frozenset((int,))
 _RESERVED: Final = "__metadata__"
 
 
-Kind = tuple[str, tuple[int, ...], tuple[int, ...]]
+Sizes = tuple[int, ...]
+Kind = tuple[str, Sizes, Sizes]
 """Dtype, shape and offsets of a chunk."""
 
 
-@attrs.frozen
-class Slot:
+class Slot(NamedTuple):  # a file may have a hundred thousand
     """One chunk in a file: its place in the global tensor, and its first byte in the file."""
 
     name: str
@@ -220,47 +220,65 @@ def parse_header(data: bytes, file: str, size: int) -> Header:
     sharding = _section(metadata, "DCP_SHARDING_INFO", file)
     own = _section(metadata, "shardplan", file)
     encoded = _objects(own.get("encoded", {}), file, "encoded")
-    slots = []
+    kinds: dict[Any, tuple[Kind, int]] = {}
+    found = []
     for name, entry in table.items():
         try:
-            slots.append(_slot(name, entry, sharding, encoded, length))
+            kind, nbytes = _kind(name, entry, sharding, encoded, kinds)
+            begin, end = _numbers(entry["data_offsets"])
+            if end - begin != nbytes:
+                what = f"{entry['dtype']} of shape {entry['shape']}"
+                raise ValueError(f"{end - begin} bytes do not hold {what}")
+            found.append((length + begin, nbytes, Slot(name, *kind, length + begin)))
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise FormatError(
-                file, f"its header's entry for `{name}` is damaged: {error}"
-            ) from None
-    slots.sort(key=lambda slot: (slot.begin, slot.nbytes))
-    _check_cover(slots, file, length, size)
+            reason = f"its header's entry for `{name}` is damaged: {error}"
+            raise FormatError(file, reason) from None
+    found.sort()
+    _check_cover(found, file, length, size)
+    slots = [slot for _, _, slot in found]
     ids = (own.get("save_id"), own.get("file"))
     save_id, written_as = (None if i is None else str(i) for i in ids)
     return Header(file, {s.name: s for s in slots}, length, save_id, written_as, metadata)
 
 
-def _slot(
-    name: str, entry: Any, sharding: Mapping[str, Any], encoded: Mapping[str, Any], base: int
-) -> Slot:
-    """Read one entry, or raise any of the errors that damage leads to."""
-    shape, (begin, end) = _numbers(entry["shape"]), _numbers(entry["data_offsets"])
-    if entry["dtype"] not in TORCH_NAMES:
-        raise ValueError(f"unknown dtype {entry['dtype']!r}")
-    dtype = TORCH_NAMES[entry["dtype"]]
+def _kind(
+    name: str,
+    entry: Any,
+    sharding: Mapping[str, Any],
+    encoded: Mapping[str, Any],
+    kinds: dict[Any, tuple[Kind, int]],
+) -> tuple[Kind, int]:
+    """Return what one entry is, and its bytes, or raise any of the errors that damage leads to.
+
+    ``kinds`` remembers what was read before, as most entries are alike.
+    """
+    shape = _numbers(entry["shape"])
     offsets = _numbers(sharding[name]["saved_offsets"]) if name in sharding else (0,) * len(shape)
+    inner = str(encoded[name]) if name in encoded else None
+    key = entry["dtype"], shape, offsets, inner
+    if key not in kinds:
+        kind = _checked_kind(entry["dtype"], shape, offsets, inner)
+        kinds[key] = kind, math.prod(kind[1]) * itemsize(kind[0])
+    return kinds[key]
+
+
+def _checked_kind(stored: Any, shape: Sizes, offsets: Sizes, inner: str | None) -> Kind:
+    if stored not in TORCH_NAMES:
+        raise ValueError(f"unknown dtype {stored!r}")
+    dtype = TORCH_NAMES[stored]
     if len(offsets) != len(shape):
         raise ValueError(f"it starts at {offsets}, which does not fit its shape {shape}")
-    if name in encoded:
-        inner = str(encoded[name])
+    if inner is not None:
         if dtype != "uint8" or not shape or shape[-1] != itemsize(inner):
-            raise ValueError(f"{entry['dtype']} of shape {shape} does not encode {inner}")
+            raise ValueError(f"{stored} of shape {shape} does not encode {inner}")
         dtype, shape, offsets = inner, shape[:-1], offsets[:-1]
-    factor = _PACKED.get(entry["dtype"], 1)
+    factor = _PACKED.get(stored, 1)
     if factor > 1:
         shape, offsets = _unpacked(shape, factor), _unpacked(offsets, factor)
     fault = shape_fault(shape)
     if fault is not None:
         raise ValueError(f"it {fault}")
-    slot = Slot(name, dtype, shape, offsets, base + begin)
-    if end - begin != slot.nbytes:
-        raise ValueError(f"{end - begin} bytes do not hold {entry['dtype']} of shape {list(shape)}")
-    return slot
+    return dtype, shape, offsets
 
 
 def _unpacked(numbers: tuple[int, ...], factor: int) -> tuple[int, ...]:
@@ -270,14 +288,14 @@ def _unpacked(numbers: tuple[int, ...], factor: int) -> tuple[int, ...]:
     return (*numbers[:-1], numbers[-1] // factor)
 
 
-def _check_cover(slots: Sequence[Slot], file: str, length: int, size: int) -> None:
+def _check_cover(found: Sequence[tuple[int, int, Slot]], file: str, length: int, size: int) -> None:
     """Refuse tensors that overlap, leave holes or do not end where the file ends."""
     at = length
-    for slot in slots:
-        if slot.begin != at:
-            what = "overlap" if slot.begin < at else "leave a hole"
-            raise FormatError(file, f"its tensors {what} at byte {slot.begin:,}, `{slot.name}`")
-        at += slot.nbytes
+    for begin, nbytes, slot in found:
+        if begin != at:
+            what = "overlap" if begin < at else "leave a hole"
+            raise FormatError(file, f"its tensors {what} at byte {begin:,}, `{slot.name}`")
+        at += nbytes
     if at != size:
         what = "it is cut short" if at > size else "it runs on"
         raise FormatError(file, f"its tensors end at byte {at:,} and the file at {size:,}: {what}")

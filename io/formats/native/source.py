@@ -102,6 +102,7 @@ class Expected:
         row = np.repeat(np.arange(len(counts)), counts)  # one row a chunk of any entry
         places = [manifest.places[p] for p in manifest.place.tolist() if p >= 0]
         file = np.concatenate([column([]), *places])
+        self.file = file  # of each chunk
         self._order = np.argsort(file, kind="stable")
         self._edges = np.searchsorted(file[self._order], np.arange(len(manifest.files) + 1))
         self._row, self._chunk = row, np.arange(len(row)) - manifest.start[row]
@@ -227,9 +228,22 @@ class NativeSource(Source):
 
     def find_chunks(self, chunks: Sequence[tuple[str, int]]) -> list[ChunkPlace]:
         """Find chunks; see `Source.find_chunks`. Only the headers of their files are read."""
-        places = {name: self.manifest.files_of(name) for name in {name for name, _ in chunks}}
-        self._read_headers(int(places[name][chunk]) for name, chunk in chunks)
-        return [self._chunk_place(name, chunk, int(places[name][chunk])) for name, chunk in chunks]
+        row_of, expected = self.manifest.entries.row_of, self._expected
+        rows = [row_of[name] for name, _ in chunks]
+        at = self.manifest.start[column(rows)] + column([number for _, number in chunks])
+        files = expected.file[at].tolist()
+        self._read_headers(files)
+        begins, found = self._begins[at].tolist(), []
+        for row, chunk, file, begin in zip(rows, chunks, files, begins, strict=True):
+            dtype, shape, offsets = expected.kind(row, chunk[1])
+            if begin < 0:
+                raise FormatError(
+                    self.files[file],
+                    f"its header does not have `{chunk[0]}` as the manifest says ({dtype} "
+                    f"{list(shape)} at {list(offsets)}); see verify",
+                )
+            found.append(ChunkPlace(file, begin, dtype, shape))
+        return found
 
     def sums_of(self, name: str) -> Sums:
         """Return the checksum of each chunk of one entry; see `Source.sums_of`."""
@@ -334,19 +348,6 @@ class NativeSource(Source):
         remedy = _REMEDY if fault.kind == "missing" else ""
         text = f"{fault.reason}; {listed(names)} should lie in it{remedy}"
         return FormatError(self.files[number], text)
-
-    def _chunk_place(self, name: str, chunk: int, number: int) -> ChunkPlace:
-        """Return where a chunk lies, once the header of its file was read."""
-        row = self.manifest.entries.row_of[name]
-        dtype, shape, offsets = self._expected.kind(row, chunk)
-        begin = int(self._begins[self.manifest.start[row] + chunk])
-        if begin < 0:
-            raise FormatError(
-                self.files[number],
-                f"its header does not have `{name}` as the manifest says ({dtype} {list(shape)} "
-                f"at {list(offsets)}); see verify",
-            )
-        return ChunkPlace(number, begin, dtype, shape)
 
 
 def size_fault(name: str, size: int, found: int | None) -> Fault:
