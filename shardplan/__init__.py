@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ._content_hash import content_hash
     from ._convert import convert, dcp_to_torch_save, torch_save_to_dcp
     from ._diff import diff
+    from ._explore import explore
     from ._load import load
     from ._manager import Checkpoints
     from ._restore import restore
@@ -49,6 +50,7 @@ __all__ = [
     "convert",
     "dcp_to_torch_save",
     "diff",
+    "explore",
     "from_torch",
     "latest",
     "load",
@@ -70,6 +72,7 @@ _MODULES = {
     "_content_hash": "content_hash",
     "_convert": "convert dcp_to_torch_save torch_save_to_dcp",
     "_diff": "diff",
+    "_explore": "explore",
     "_load": "load",
     "_manager": "Checkpoints",
     "_restore": "restore",
@@ -90,6 +93,7 @@ _HOMES = {name: module for module, names in _MODULES.items() for name in names.s
 _READING = {
     "Keep",
     "PerRank",
+    "explore",
     "latest",
     "open_checkpoint",
     "prune",

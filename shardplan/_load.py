@@ -143,7 +143,7 @@ def load(
             ``own`` is this rank's error. If it is None, this rank's tensors may have
             been filled or not; with shared reads, take their contents for undefined.
     """
-    comm = JobComm(private=True).take() if background and comm is None else as_comm(comm)
+    comm = JobComm().take() if background and comm is None else as_comm(comm)
     if share_reads not in (True, False, "auto"):
         raise ValueError(f'share_reads must be True, False or "auto", not {share_reads!r}')
     watch, reading = Stopwatch(), reading_of(planner)

@@ -37,11 +37,12 @@ from shardplan.io import (
 from shardplan.io.execute import Reader, ReadStats
 from shardplan.io.stores import StoreError
 from shardplan.planning import Issue, LoadItemType, LoadPlan, Metadata, PlanError, itemsize
-from shardplan.planning.columns import Ints, ReadItems, distinct
+from shardplan.planning.columns import Ints, ReadItems, distinct, row_tuples
 from shardplan.planning.storage import (
     BLOCK_BYTES,
     FAR_GAP,
     Incoming,
+    Outgoing,
     Piece,
     Region,
     Round,
@@ -95,9 +96,9 @@ class Opened:
     def files_of(self, items: ReadItems) -> Ints | None:
         """Return the file that each read is of, 0 for values; None if that is not known."""
         known = None if self.reader is None else self.reader.source.file_columns
-        if known is None:
-            return None
         rows = np.flatnonzero(items.type == LoadItemType.TENSOR.value)
+        if known is None or not len(rows):
+            return None
         reads, files = items.take(rows), np.zeros(len(items), np.int64)
         which = known.entry[entries_of(self.metadata, reads)[0]]
         chunk = find_chunks(self.metadata, reads)
@@ -115,17 +116,16 @@ class Destinations:
 
     def of(self, items: ReadItems) -> Callable[[int], Window]:
         """Return a function from the row of a read to the box of memory that it fills."""
-        names, anchors, frame = items.names, items.dest_anchor.tolist(), items.frame
-        dest, axes, into = items.dest.tolist(), items.ndim.tolist(), items.dest_ndim.tolist()
-        offsets, lengths = items.dest_offsets.tolist(), items.dest_lengths.tolist()
-        read = items.lengths.tolist()
+        names, frame, dest = items.names, items.frame, items.dest.tolist()
+        anchors = row_tuples(items.dest_anchor, items.dest_ndim)
+        offsets = row_tuples(items.dest_offsets, items.dest_ndim)
+        lengths = row_tuples(items.dest_lengths, items.dest_ndim)
+        read = row_tuples(items.lengths, items.ndim)
 
         def box(row: int) -> Window:
-            shard = self.shards[names[dest[row]], tuple(anchors[row][: into[row]])]
+            shard = self.shards[names[dest[row]], anchors[row]]
             own = None if frame is None else frame.axes[row]
-            return Window(
-                box_view(shard, offsets[row], lengths[row]), tuple(read[row][: axes[row]]), own
-            )
+            return Window(box_view(shard, offsets[row], lengths[row]), read[row], own)
 
         return box
 
@@ -300,25 +300,44 @@ class _SharedRead:
 
     def move_tensors(self, one: Round, progress: Progress) -> ReadStats:
         """Take part in a round: read, send and receive."""
-        incoming = [self._expect(message) for message in one.incoming]
+        incoming, relayed = map(self._expected, (one.incoming, one.relayed))
         sizes = zip(one.reads.lengths.tolist(), one.reads.ndim.tolist(), one.dtypes, strict=True)
         staged = [empty_tensor(lengths[:axes], dtype) for lengths, axes, dtype in sizes]
         stats = self.attempts.run(
             lambda: self.fill(one.reads, lambda row: Window.of(staged[row]), progress), ReadStats()
         )
-        views = [_view_of(staged[piece.read], piece) for piece in one.pieces]
-        pending = []
-        for message in one.outgoing:
-            data = _packed([views[number] for number in message.pieces], one.starts(message))
-            pending += [self.comm.send(target, data) for target in message.targets]
-        for piece, view in zip(one.pieces, views, strict=True):
+        held = [_view_of(staged[piece.read], piece) for piece in one.pieces]
+        sending = self._sent(one, one.outgoing, held)
+        for piece, view in zip(one.pieces, held, strict=True):
             self.attempts.run(partial(self._fill_rows, piece, view), None)
-        for sent in pending:
+        held += self._arrived(incoming, progress)
+        sending += self._sent(one, one.passed_on, held)
+        self._arrived(relayed, progress)
+        for sent in sending:
             sent.wait()
-        for arrived in incoming:
+        return stats
+
+    def _sent(
+        self, one: Round, messages: Sequence[Outgoing], held: Sequence[Bytes]
+    ) -> list[Pending]:
+        """Begin to send messages, each packed once."""
+        pending = []
+        for message in messages:
+            data = _packed([held[number] for number in message.regions], one.starts(message))
+            pending += [self.comm.send(target, data) for target in message.targets]
+        return pending
+
+    def _expected(self, messages: Sequence[Incoming]) -> list[_Arriving]:
+        return [self._expect(message) for message in messages]
+
+    def _arrived(self, messages: Sequence[_Arriving], progress: Progress) -> list[Bytes]:
+        """Wait for messages, and copy what they bring to where it belongs; return their regions."""
+        regions = []
+        for arrived in messages:
             arrived.pending.wait()
             self.attempts.run(partial(self._deliver, arrived, progress), None)
-        return stats
+            regions += arrived.regions
+        return regions
 
     def fill(
         self, reads: ReadItems, dest: Callable[[int], Window], progress: Progress
@@ -336,18 +355,16 @@ class _SharedRead:
             tensor = self.window(first.rows[0]).tensor
             if tensor is not None and same_dtype(tensor, first.dtype):
                 view = flat_memory(tensor)
-        data = None if view is not None else np.empty(message.starts[-1], np.uint8)
-        into = data.data if data is not None else view
-        assert into is not None
-        return _Arriving(self.comm.receive(message.source, into), message, data)
+        staged = np.empty(message.starts[-1] if view is None else 0, np.uint8)
+        data = staged if view is None else np.frombuffer(view, np.uint8)
+        return _Arriving(self.comm.receive(message.source, data.data), message, data, view is None)
 
     def _deliver(self, arrived: _Arriving, progress: Progress) -> None:
         """Copy what a message brought to where it belongs, unless it came there."""
-        message, data = arrived.message, arrived.data
-        if data is not None:
-            for region, start in zip(message.regions, message.starts, strict=False):
-                self._fill_rows(region, data[start : start + region.nbytes])
-        progress.add(sum(region.nbytes for region in message.regions))
+        for region, data in zip(arrived.message.regions, arrived.regions, strict=True):
+            if arrived.is_staged:
+                self._fill_rows(region, data)
+            progress.add(region.nbytes)
 
     def _fill_rows(self, region: Region, data: Bytes) -> None:
         """Copy a region to where this rank needs it."""
@@ -363,7 +380,14 @@ class _Arriving:
 
     pending: Pending
     message: Incoming
-    data: Bytes | None
+    data: Bytes
+    is_staged: bool
+
+    @property
+    def regions(self) -> list[Bytes]:
+        """The bytes of each region."""
+        pairs = zip(self.message.regions, self.message.starts, strict=False)
+        return [self.data[start : start + region.nbytes] for region, start in pairs]
 
 
 def _part_of(data: Bytes, region: Region, part: tuple[slice, ...]) -> Bytes:

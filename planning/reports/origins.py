@@ -26,8 +26,6 @@ from ..text import Printed, Sheet, counted, listing
 if TYPE_CHECKING:
     from .explain import Report
 
-__all__ = ["ElementRead", "Why", "Writers", "why", "writers_by_plans", "writers_of"]
-
 Element = tuple[int, ...]
 
 _NOBODY: Final = np.iinfo(np.int64).max
@@ -38,17 +36,11 @@ _VALUE: Final = LoadItemType.BYTE_IO.value
 
 @attrs.frozen(eq=False, repr=False, slots=False)
 class Writers(Mapping[MetadataIndex, int]):
-    """Which rank wrote each chunk: an immutable mapping; equal columns are held once.
+    """Which rank wrote each chunk: an immutable mapping; equal columns are held once."""
 
-    Attributes:
-        entries: The checkpoint's tensors and values.
-        columns: Per chunk the rank; a non-tensor value has one chunk.
-        column: Which of the columns each entry has.
-    """
-
-    entries: Entries
-    columns: tuple[Ints, ...]
-    column: Ints
+    entries: Entries  # the checkpoint's tensors and values
+    columns: tuple[Ints, ...]  # per chunk the rank; a non-tensor value has one chunk
+    column: Ints  # which of the columns each entry has
 
     @cached_property
     def ranks(self) -> Ints:
@@ -194,47 +186,27 @@ def _ranks_of_world(world: WorldPlans, entries: Entries, table: ChunkTable) -> S
 
 @attrs.frozen
 class ElementRead:
-    """How one rank comes by an element.
+    """How one rank comes by an element."""
 
-    Attributes:
-        rank: The rank that gets it.
-        read: The read that brings it.
-        storage_offsets: Where it lies, relative to the saved chunk, in elements.
-        dest_offsets: Where it goes, relative to the shard of the state dict, in elements.
-        via: The rank that reads it from storage and sends it; None if this one reads it itself.
-    """
-
-    rank: int
-    read: ReadItem
-    storage_offsets: Element
-    dest_offsets: Element
-    via: int | None = None
+    rank: int  # the rank that gets it
+    read: ReadItem  # the read that brings it
+    storage_offsets: Element  # where it lies, relative to the saved chunk
+    dest_offsets: Element  # where it goes, relative to the shard of the state dict
+    via: int | None = None  # the rank that reads and sends it; None if this one reads it itself
 
 
 @attrs.frozen(repr=False)
 class Why(Printed):
-    """All that is known about one element, or a non-tensor value; printed as a table.
+    """All that is known about one element, or a non-tensor value; printed as a table."""
 
-    Attributes:
-        fqn: The name of its tensor in the checkpoint.
-        element: Where it lies in the tensor, in the global frame.
-        index: The saved chunk that holds it.
-        chunk: That chunk's box; None for a value.
-        byte_offset: Where it starts, in bytes from the start of the chunk; None for a value.
-        nbytes: How many bytes it takes; None for a value.
-        writers: The ranks that write it; in a load that is the rank in whose file it lies. Empty if
-            they are unknown.
-        reads: How each rank that wants it comes by it, by rank.
-    """
-
-    fqn: str
-    element: Element
-    index: MetadataIndex
+    fqn: str  # the name of its tensor in the checkpoint
+    element: Element  # where it lies in the tensor, in the global frame
+    index: MetadataIndex  # the saved chunk that holds it, and its box; None for a value
     chunk: Chunk | None
-    byte_offset: int | None
+    byte_offset: int | None  # from the start of the chunk
     nbytes: int | None
-    writers: tuple[int, ...]
-    reads: tuple[ElementRead, ...]
+    writers: tuple[int, ...]  # the ranks that write it, or in whose file it lies; empty if unknown
+    reads: tuple[ElementRead, ...]  # how each rank that wants it comes by it
 
     @property
     def _sheet(self) -> Sheet:

@@ -62,25 +62,34 @@ class Incoming:
 
 @attrs.frozen
 class Outgoing:
-    """A message to some ranks: numbers of pieces, in order."""
+    """A message to some ranks: numbers of regions that the round holds, in order."""
 
     targets: tuple[int, ...]
-    pieces: tuple[int, ...]
+    regions: tuple[int, ...]
 
 
 @attrs.frozen(eq=False)
 class Round:
     """What a rank does in one round."""
 
-    incoming: tuple[Incoming, ...]
     reads: ReadItems  # what it reads from storage, and ``dtypes``, what each read is stored as
     dtypes: tuple[str, ...]
     pieces: tuple[Piece, ...]
     outgoing: tuple[Outgoing, ...]
+    incoming: tuple[Incoming, ...]
+    # Once that has come: what it passes on, and what is passed on to it.
+    passed_on: tuple[Outgoing, ...]
+    relayed: tuple[Incoming, ...]
+
+    @property
+    def held(self) -> list[Region]:
+        """What this rank can send: what it reads, and then what comes from the readers."""
+        return [*self.pieces, *(region for message in self.incoming for region in message.regions)]
 
     def starts(self, message: Outgoing) -> list[int]:
-        """Return where each piece begins in a message, in bytes, and where the message ends."""
-        return _starts([self.pieces[number] for number in message.pieces])
+        """Return where each region begins in a message, in bytes, and where the message ends."""
+        held = self.held
+        return _starts([held[number] for number in message.regions])
 
 
 def _starts(regions: Sequence[Region]) -> list[int]:
@@ -102,16 +111,22 @@ class SharedRounds:
     @property
     def received(self) -> int:
         """Bytes that come from other ranks."""
-        return sum(r.nbytes for one in self.rounds for m in one.incoming for r in m.regions)
+        return sum(
+            region.nbytes
+            for one in self.rounds
+            for message in (*one.incoming, *one.relayed)
+            for region in message.regions
+        )
 
     @property
     def sent(self) -> int:
         """Bytes that go to other ranks."""
         return sum(
-            one.pieces[number].nbytes * len(message.targets)
+            held[number].nbytes * len(message.targets)
             for one in self.rounds
-            for message in one.outgoing
-            for number in message.pieces
+            for held in [one.held]
+            for message in (*one.outgoing, *one.passed_on)
+            for number in message.regions
         )
 
 
@@ -204,7 +219,7 @@ class _Table:
     def batches(self) -> tuple[list[_Batch], list[int]]:
         """Return what this rank reads for others, and which of its own reads are left then."""
         shared = self.shared
-        is_sent = np.array([bool(ranks) for ranks in shared.audiences], bool)[shared.audience]
+        is_sent = np.array([any(ranks) for ranks in shared.audiences], bool)[shared.audience]
         rows = np.flatnonzero((shared.reader == self.rank) & ~shared.is_value)
         _, block = group_rows([self.located.keys])
         rows = rows[np.lexsort((~is_sent[rows], self.region[rows], block[rows]))]
@@ -241,12 +256,18 @@ class _Table:
         )
         regions = [(rows, read) for read, batch in enumerate(going) for rows in batch.regions]
         regions.sort(key=lambda pair: self.region[pair[0][0]])
+        pieces = tuple(self._piece(rows, read, reads) for rows, read in regions)
+        is_near = self.shared.is_near
+        near = tuple(self._incoming([row for row in coming if is_near[row]]))
+        held = [rows for rows, _ in regions] + [list(r.rows) for m in near for r in m.regions]
         return Round(
-            tuple(self._incoming(coming)),
             reads,
             tuple(self._dtype(batch.row) for batch in going),
-            tuple(self._piece(rows, read, reads) for rows, read in regions),
+            pieces,
             tuple(self._outgoing([rows for rows, _ in regions])),
+            near,
+            tuple(self._passed_on(held)),
+            tuple(self._incoming([row for row in coming if not is_near[row]])),
         )
 
     def _incoming(self, rows: list[int]) -> Iterator[Incoming]:
@@ -256,20 +277,29 @@ class _Table:
             alike = tuple(same)
             row = alike[0]
             region = Region(alike, self._dtype(row), self._sizes(row), self._nbytes(row))
-            by_source[int(self.shared.reader[alike[0]])].append(region)
+            by_source[int(self.shared.source[row])].append(region)
         return (Incoming(source, tuple(found)) for source, found in by_source.items())
 
     def _outgoing(self, regions: list[list[int]]) -> Iterator[Outgoing]:
         """Sort pieces by the ranks that get them; ranks that get the same get one message."""
         shared, by_target = self.shared, defaultdict[int, list[int]](list)
         for number, rows in enumerate(regions):
-            ranks = {rank for row in rows for rank in shared.audiences[shared.audience[row]]}
+            ranks = {rank for row in rows for rank in shared.audiences[shared.audience[row]].near}
             for target in ranks:
                 by_target[target].append(number)
         alike = defaultdict[tuple[int, ...], list[int]](list)
         for target, pieces in by_target.items():
             alike[tuple(pieces)].append(target)
         return (Outgoing(tuple(sorted(targets)), pieces) for pieces, targets in alike.items())
+
+    def _passed_on(self, held: list[list[int]]) -> Iterator[Outgoing]:
+        """Pass on all that a line of a group has read; a round is of one group."""
+        shared = self.shared
+        numbers = [n for n, rows in enumerate(held) if shared.is_near[rows[0]]]
+        numbers.sort(key=lambda number: self.region[held[number][0]])
+        far = shared.audiences[shared.audience[held[numbers[0]][0]]].far if numbers else ()
+        if far:
+            yield Outgoing(far, tuple(numbers))
 
     def _piece(self, rows: list[int], read: int, reads: ReadItems) -> Piece:
         row, shared = rows[0], self.shared
@@ -338,7 +368,7 @@ def value_exchange(
     sources, travelling, wanted = set[int](), set[str](), list[ValueRead]()
     rows = np.flatnonzero(shared.is_value).tolist()
     for read, row in sorted(zip(value_reads(shared.reads), rows, strict=True)):
-        reader, audience = int(shared.reader[row]), shared.audiences[shared.audience[row]]
+        reader, audience = int(shared.reader[row]), shared.audiences[shared.audience[row]].everyone
         wanted += [read] if shared.own[row] else []
         if not value_bytes(read.name) or (reader == rank and not audience):
             continue

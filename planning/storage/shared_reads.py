@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -38,7 +39,11 @@ MOST_READS: Final = 1 << 22
 RUN_BYTES: Final = 1 << 20
 """Bytes that lie together and that one rank of a group reads, if there are as many."""
 
+MOST_PEERS: Final = 32
+"""The largest group of which every rank sends to every other; larger ones pass reads on."""
+
 _MOST_CLASSES: Final = 256
+_VALUE_KINDS: Final = 16
 _VALUE: Final = LoadItemType.BYTE_IO.value
 
 Way = Literal["alone", "groups", "coordinator"]
@@ -155,7 +160,7 @@ def _kinds(
     extents, held = padded(shapes, 1, axes), np.maximum(high - low, 1)
     is_cut = held < extents
     kind = column([
-        len(shape) if n >= 0 else -1 - bool(RANK_LABEL.search(name))  # a value; of one rank alone
+        len(shape) if n >= 0 else _value_kind(name)
         for name, n, shape in zip(reads.names, layout, shapes, strict=True)
     ])  # fmt: skip
     odd = np.where(is_cut & (extents % ranks != 0), extents, 0)
@@ -164,6 +169,13 @@ def _kinds(
     cuts = np.where(is_small[:, None], is_cut[which], parts[which])
     cuts = np.where(kind[which, None] < 0, 0, cuts)
     return np.column_stack([kind[which], odd[which], cuts])
+
+
+def _value_kind(name: str) -> int:
+    """Return the kind of a non-tensor value, less than 0; those of single ranks are apart."""
+    if RANK_LABEL.search(name):
+        return -1
+    return -2 - zlib.crc32(name.encode()) % _VALUE_KINDS
 
 
 def need_of(
@@ -313,6 +325,54 @@ def turns_of(nbytes: Ints, members: int, round_bytes: int, run_bytes: int = RUN_
     return Turns(number, (middle % span // run + number) % members)
 
 
+class Audience(NamedTuple):
+    """The ranks that this one sends what it reads, and those that it then passes reads on to."""
+
+    near: tuple[int, ...] = ()
+    far: tuple[int, ...] = ()
+    everyone: tuple[int, ...] = ()  # who wants it; values go to all of them at once
+
+
+class Lines(NamedTuple):
+    """How the reads of a large group travel: members stand in lines of ``width``.
+
+    Each sends what it reads to its line. Then one member of a line passes all of it on to each
+    member of the others, which so connects to few ranks.
+    """
+
+    members: int
+    width: int
+
+    @classmethod
+    def of(cls, members: int, most_peers: int = MOST_PEERS) -> Lines:
+        """Make one line of few members, and about as many lines of many as each has members."""
+        return cls(members, members if members <= most_peers else math.isqrt(members - 1) + 1)
+
+    def source(self, reader: Ints, member: int) -> Ints:
+        """Return the member that gives another one what some readers read.
+
+        >>> Lines.of(10, 4).source(np.arange(10), 3).tolist()  # lines 0 to 3, 4 to 7, 8 to 9
+        [0, 1, 2, 3, 7, 7, 7, 7, 9, 9]
+        """
+        line, width = reader // self.width, self.width
+        room = np.minimum(width, self.members - line * width)
+        relay = line * width + member % width % room
+        return np.where(line == member // width, reader, relay)
+
+    def audience(self, member: int) -> Audience:
+        """Return which members one sends what it reads, and which it passes its line's reads on to.
+
+        >>> Lines.of(10, 4).audience(9)
+        Audience(near=(8,), far=(1, 3, 5, 7), everyone=(0, 1, 2, 3, 4, 5, 6, 7, 8))
+        """
+        line, everyone = member // self.width, range(self.members)
+        near = tuple(m for m in everyone if m // self.width == line and m != member)
+        room = min(self.width, self.members - line * self.width)
+        place = member - line * self.width
+        far = (m for m in everyone if m // self.width != line and m % self.width % room == place)
+        return Audience(near, tuple(far), tuple(m for m in everyone if m != member))
+
+
 @attrs.frozen(eq=False)
 class SharedReads:
     """What one rank reads for itself and for others, and what others read for it.
@@ -324,8 +384,10 @@ class SharedReads:
     offsets: Ints  # where the box begins that travels, relative to the chunk; see `Wants`
     lengths: Ints
     reader: Ints  # the rank that reads it
-    audience: Ints  # the ranks that the reader sends it to, in `audiences`
-    audiences: tuple[tuple[int, ...], ...]  # without the reader
+    source: Ints  # the rank that this one gets it from: the reader, or one that passes it on
+    is_near: npt.NDArray[np.bool_]  # whether that is the reader; else it is passed on in a line
+    audience: Ints  # a number in `audiences`
+    audiences: tuple[Audience, ...]
     own: npt.NDArray[np.bool_]  # whether it fills memory of this rank
     turn: Ints  # the round in which it is read; all ranks order rounds alike
 
@@ -354,6 +416,7 @@ def shared_by_rule(
     *,
     round_bytes: int,
     block_bytes: int,
+    most_peers: int = MOST_PEERS,
 ) -> SharedReads:
     """Share reads among replicas: each block is read by one of them, and sent to the others.
 
@@ -365,6 +428,7 @@ def shared_by_rule(
         files: The file of each read, if it is known.
         round_bytes: Bytes of a group that are in memory at a time.
         block_bytes: The most bytes of a block that the checkpoint was hashed with.
+        most_peers: The largest group of which every rank sends to every other.
 
     >>> from shardplan.planning import TensorSpec, global_plan, load_plan, local_plan
     >>> plan = local_plan({"a": TensorSpec((1 << 18,)), "b": TensorSpec((1 << 18,))})
@@ -380,24 +444,43 @@ def shared_by_rule(
     boxes = [reads.storage_anchor + wants.offsets, wants.lengths]
     first, box = group_rows([block, *boxes])  # boxes of a block follow one another
     nbytes = wants.lengths[first].prod(axis=1) * read_widths(reads, metadata)[first]
-    before = 0  # rounds of other classes
+    classes: dict[tuple[int, ...], list[int]] = {}  # of each group
     for which in sorted(range(len(groups)), key=wants.digests.__getitem__):
-        members, mine = column(list(groups[which])), np.flatnonzero(wants.of_row[first] == which)
-        if len(members) < 2:
+        classes.setdefault(tuple(groups[which]), []).append(which)
+    source, is_near = reader.copy(), np.zeros(len(reads), bool)
+    audience, audiences = np.zeros(len(reads), np.int64), [Audience()]
+    before = 0  # rounds of other groups
+    for group, numbers in classes.items():
+        if len(group) < 2:
             continue
+        mine = np.flatnonzero(np.isin(wants.of_row[first], numbers))
         number = np.cumsum(np.diff(block[first[mine]], prepend=-1) != 0) - 1
         turns = turns_of(
-            np.bincount(number, nbytes[mine]).astype(np.int64), len(members), round_bytes
+            np.bincount(number, nbytes[mine]).astype(np.int64), len(group), round_bytes
         )
         of_box = np.zeros(len(first), np.int64)
         of_box[mine] = number
-        rows = wants.of_row == which
-        reader[rows] = members[turns.member[of_box[box[rows]]]]
-        turn[rows] = before + turns.round[of_box[box[rows]]]
+        rows = np.flatnonzero(np.isin(wants.of_row, numbers))
+        here, member = of_box[box[rows]], group.index(rank)
+        lines, ranks, readers = Lines.of(len(group), most_peers), column(group), turns.member[here]
+        reader[rows], source[rows] = ranks[readers], ranks[lines.source(readers, member)]
+        is_near[rows] = readers // lines.width == member // lines.width
+        turn[rows], audience[rows] = before + turns.round[here], len(audiences)
+        places = lines.audience(member)
+        audiences.append(Audience(*(tuple(group[place] for place in some) for some in places)))
         before += int(turns.round[-1]) + 1
-    audiences = tuple(tuple(other for other in group if other != rank) for group in groups)
-    sent = (wants.offsets, wants.lengths, readonly(reader), wants.of_row, audiences)
-    return SharedReads(reads, *sent, np.ones(len(reads), bool), readonly(turn))
+    return SharedReads(
+        reads,
+        wants.offsets,
+        wants.lengths,
+        readonly(reader),
+        readonly(source),
+        is_near,
+        readonly(audience),
+        tuple(audiences),
+        np.ones(len(reads), bool),
+        readonly(turn),
+    )
 
 
 def _blocks_by_place(
@@ -424,13 +507,16 @@ def shared_by_transfers(
     moves, own = plan.transfers, len(plan.items)
     reads = ReadItems.concat([moves.reads, plan.items])
     targets, to = np.unique(moves.target, return_inverse=True)
+    reader = np.concatenate([moves.source, np.full(own, rank, np.int64)])
     return SharedReads(
         reads,
         reads.storage_offsets,
         reads.lengths,
-        np.concatenate([moves.source, np.full(own, rank, np.int64)]),
+        reader,
+        reader,
+        np.ones(len(reads), bool),
         np.concatenate([to, np.full(own, len(targets), np.int64)]),
-        (*((int(target),) for target in targets), ()),
+        (*(Audience((int(t),), (), (int(t),)) for t in targets), Audience()),
         np.concatenate([moves.target == rank, np.ones(own, bool)]),
         _rounds_by_name(reads, metadata, round_bytes),
     )

@@ -20,8 +20,7 @@ from ..geometry.tilings import Chunk
 from ..metadata import BytesMetadata, Metadata, TensorMetadata
 from ..plans import LoadPlan, SavePlan
 from ..records import LoadItemType, MetadataIndex, ReadItem, WriteItem
-from .elements import Element, item_elements, pairs, plus
-from .frames import assert_accounted, filled, written
+from .frames import Element, assert_accounted, filled, item_elements, pairs, plus, written
 
 __all__ = [
     "Element", "Origin", "Trace", "assert_accounted", "assert_all_saved", "assert_read_once",

@@ -52,6 +52,7 @@ class Loaded:
 
     metadata: object
     plans: list
+    wants: list
     groups: list
     shared: list
     rounds: list
@@ -61,7 +62,7 @@ def ranks_of(group):
     return tuple(rank for span in group for rank in span)
 
 
-def by_rule(pair, limits, max_gap=0):
+def by_rule(pair, limits, max_gap=0, most_peers=1 << 10):
     saved, wanted = pair
     round_bytes, block_bytes, small_bytes = limits
     metadata = global_plan(saved)[1]
@@ -75,12 +76,12 @@ def by_rule(pair, limits, max_gap=0):
         for both in zip(plans, wants, strict=True)
     ]
     groups = [list(map(ranks_of, mine)) for mine in replica_groups(needs)]
-    sizes = {"round_bytes": round_bytes, "block_bytes": block_bytes}
+    sizes = {"round_bytes": round_bytes, "block_bytes": block_bytes, "most_peers": most_peers}
     shared = [
         shared_by_rule(wants[rank], metadata, rank, groups[rank], **sizes)
         for rank in range(len(plans))
     ]
-    return loaded(metadata, plans, groups, shared, block_bytes, max_gap)
+    return loaded(metadata, plans, wants, groups, shared, block_bytes, max_gap)
 
 
 def by_transfers(pair, limits, max_gap=0):
@@ -96,13 +97,13 @@ def by_transfers(pair, limits, max_gap=0):
         shared_by_transfers(plan, metadata, rank, round_bytes=round_bytes)
         for rank, plan in enumerate(global_load_plan(plans, passes))
     ]
-    return loaded(metadata, plans, None, shared, block_bytes, max_gap)
+    return loaded(metadata, plans, None, None, shared, block_bytes, max_gap)
 
 
-def loaded(metadata, plans, groups, shared, block_bytes, max_gap):
+def loaded(metadata, plans, wants, groups, shared, block_bytes, max_gap):
     sizes = {"block_bytes": block_bytes, "max_gap": max_gap}
     rounds = [shared_rounds(one, metadata, rank, **sizes) for rank, one in enumerate(shared)]
-    return Loaded(metadata, plans, groups, shared, rounds)
+    return Loaded(metadata, plans, wants, groups, shared, rounds)
 
 
 def cells(read):
@@ -158,7 +159,6 @@ def carry_out(world):
     was_read = [Counter() for _ in world.rounds]
     wires = defaultdict(deque)
     left = [deque(mine.rounds) for mine in world.rounds]
-    is_sent = [False] * len(left)
 
     def fill(rank, row, found):
         inner, shape = world.shared[rank].inner(row), world.shared[rank].lengths[row]
@@ -169,33 +169,54 @@ def carry_out(world):
         for place, cell in zip(places(world.shared[rank].reads[row]), found, strict=True):
             filled[rank][place].append(cell)
 
-    def send(rank, one):
+    held = [[] for _ in left]
+
+    def post(rank, one, messages):
+        for message in messages:
+            data = [held[rank][number] for number in message.regions]
+            for target in message.targets:
+                assert target != rank
+                wires[rank, target].append((one.starts(message), data))
+
+    def take(rank, messages):
+        came = []
+        for message in messages:
+            starts, data = wires[message.source, rank].popleft()
+            assert starts == message.starts
+            for region, found in zip(message.regions, data, strict=True):
+                came.append(found)
+                for row in region.rows:
+                    fill(rank, row, found)
+        return came
+
+    def begin(rank, one):
         for read in one.reads:
             was_read[rank].update(cells(read))
         for piece in one.pieces:
             for row in piece.rows:
                 fill(rank, row, piece_cells(one, piece))
-        for message in one.outgoing:
-            data = [piece_cells(one, one.pieces[number]) for number in message.pieces]
-            for target in message.targets:
-                assert target != rank
-                wires[rank, target].append((one.starts(message), data))
+        held[rank] = [piece_cells(one, piece) for piece in one.pieces]
+        post(rank, one, one.outgoing)
+        return one.incoming
 
+    def pass_on(rank, one):
+        held[rank] += take(rank, one.incoming)
+        post(rank, one, one.passed_on)
+        return one.relayed
+
+    def end(rank, one):
+        take(rank, one.relayed)
+        left[rank].popleft()
+        return ()
+
+    steps, step, waits = (begin, pass_on, end), [0] * len(left), [()] * len(left)
     moved = True
     while moved:
         moved = False
         for rank, rounds in enumerate(left):
-            if rounds and not is_sent[rank]:
-                send(rank, rounds[0])
-                is_sent[rank] = moved = True
-            if rounds and all(wires[m.source, rank] for m in rounds[0].incoming):
-                for message in rounds.popleft().incoming:
-                    starts, data = wires[message.source, rank].popleft()
-                    assert starts == message.starts
-                    for region, found in zip(message.regions, data, strict=True):
-                        for row in region.rows:
-                            fill(rank, row, found)
-                is_sent[rank], moved = False, True
+            if rounds and all(wires[message.source, rank] for message in waits[rank]):
+                waits[rank] = steps[step[rank]](rank, rounds[0])
+                step[rank], moved = (step[rank] + 1) % 3, True
     assert not any(left)  # else ranks wait for each other in a circle
     assert not any(wires.values())  # what is sent is received
     for rank, mine in enumerate(world.rounds):
@@ -206,7 +227,11 @@ def carry_out(world):
     return filled, was_read
 
 
-@pytest.mark.parametrize("plan", [by_rule, by_transfers])
+def in_lines(pair, limits, max_gap=0):
+    return by_rule(pair, limits, max_gap, most_peers=1)
+
+
+@pytest.mark.parametrize("plan", [by_rule, in_lines, by_transfers])
 @given(pair=WORLDS, limits=LIMITS, max_gap=GAPS)
 def test_every_rank_gets_each_element_that_it_needs_once(plan, pair, limits, max_gap):
     world = plan(pair, limits, max_gap)
@@ -215,29 +240,33 @@ def test_every_rank_gets_each_element_that_it_needs_once(plan, pair, limits, max
         assert mine == {place: [cell] for place, cell in wanted(load).items()}
 
 
-@given(WORLDS, LIMITS)
-def test_each_element_is_read_once_per_group_that_needs_it(pair, limits):
-    world = by_rule(pair, limits)
+@pytest.mark.parametrize("plan", [by_rule, in_lines])
+@given(pair=WORLDS, limits=LIMITS)
+def test_each_element_is_read_once_per_group_that_needs_it(plan, pair, limits):
+    world = plan(pair, limits)
     _, was_read = carry_out(world)
     needed = defaultdict(set)  # the groups that want an element
     for rank, shared in enumerate(world.shared):
         for row, read in enumerate(shared.reads):
             if is_tensor(read):
-                others = shared.audiences[shared.audience[row]]
-                for cell in box_cells(shared, row) if others else cells(read):
-                    needed[cell].add(tuple(sorted({rank, *others})))
+                class_of = world.wants[rank].of_row[row]
+                group = world.groups[rank][class_of]
+                for cell in box_cells(shared, row) if len(group) > 1 else cells(read):
+                    needed[cell].add(group)
     assert sum(was_read, Counter()) == {cell: len(groups) for cell, groups in needed.items()}
 
 
-@pytest.mark.parametrize("plan", [by_rule, by_transfers])
+@pytest.mark.parametrize("plan", [by_rule, in_lines, by_transfers])
 @given(pair=WORLDS, limits=LIMITS, max_gap=GAPS)
 def test_a_rank_sends_another_at_most_one_message_a_round(plan, pair, limits, max_gap):
     world = plan(pair, limits, max_gap)
     for mine in world.rounds:
         for one in mine.rounds:
-            targets = [target for message in one.outgoing for target in message.targets]
+            messages = (*one.outgoing, *one.passed_on)
+            targets = [target for message in messages for target in message.targets]
             assert len(targets) == len(set(targets))
-            assert len(one.incoming) == len({message.source for message in one.incoming})
+            sources = [message.source for message in (*one.incoming, *one.relayed)]
+            assert len(sources) == len(set(sources))
     assert sum(mine.sent for mine in world.rounds) == sum(mine.received for mine in world.rounds)
 
 
