@@ -321,6 +321,18 @@ def test_a_killed_parent_leaves_no_writer_and_the_older_checkpoint_loads(tmp_pat
 
 
 @pytest.mark.slow
+def test_a_process_that_the_killed_parent_had_forked_does_not_keep_the_writer_alive(tmp_path):
+    """It has inherited the connection, as the workers of a data loader do."""
+    then = (
+        "os.fork() or (os.close(1), os.close(2), __import__('time').sleep(30), os._exit(0)); "
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = run(tmp_path, then)
+    assert done.returncode == -signal.SIGKILL
+    assert ends(int(done.stdout.split()[0]))
+
+
+@pytest.mark.slow
 def test_signals_to_the_whole_group_do_not_stop_the_writer(tmp_path):
     then = "os.killpg(0, signal.SIGTERM)"
     program = textwrap.dedent(PROGRAM).format(then=then)
