@@ -4,7 +4,7 @@
 
 Four ranks hold a model cut by rows (FSDP), two others want it cut by columns (tensor parallel), all
 over gloo on this machine. The other way gathers each tensor whole on the trainers, broadcasts it to
-all ranks, and cuts it there. Both move the same tensors, several times in turn; the medians count. A
+all ranks, and cuts it there. Both move the same tensors, several times in turn; medians count. A
 time is that of the slowest rank.
 """
 
