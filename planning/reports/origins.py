@@ -16,6 +16,7 @@ from ..columns.world import World
 from ..errors import Issue, NotFoundError, PlanError, span
 from ..geometry.tilings import Chunk, as_ints
 from ..load import resolve_overlaps
+from ..mesh.derive import DerivedPlans
 from ..mesh.worlds import WorldPlans
 from ..metadata import BytesMetadata, Entries, Metadata, TensorMetadata
 from ..plans import LoadPlan, SavePlan
@@ -96,7 +97,8 @@ def writers_of(plans: Iterable[SavePlan], metadata: Metadata) -> Writers:
     """Return the rank that wrote each chunk of a checkpoint, given what `global_plan` returned.
 
     ``plans`` are those of all ranks, in order. If several ranks hold a chunk (plans from before
-    replicas were removed, or `WorldPlans`), the lowest of them counts as its writer.
+    replicas were removed, or `WorldPlans`), the lowest of them counts as its writer. `WorldPlans`
+    may go with the metadata of `world_metadata`, in which large replicas are cut.
 
     >>> from shardplan.planning import Mesh, Shard, TensorSpec, global_plan, local_plan
     >>> sd, mesh = {"w": TensorSpec((6,), "float32", [Shard(0)])}, Mesh(dp=2)
@@ -165,23 +167,27 @@ def _ranks_of_plans(
 
 
 def _ranks_of_world(world: WorldPlans, entries: Entries, table: ChunkTable) -> Sequence[Ints]:
-    """Return, per entry, the lowest rank that holds each chunk; equal layouts are done once."""
-    values = dict.fromkeys(world.values, column([0]))  # every rank holds every value
+    """Return, per entry, the lowest rank that holds each chunk; equal layouts are done once.
+
+    Of a replica that is cut between its holders, each part counts for the one that writes it.
+    """
+    held, written = world.holdings, DerivedPlans(world).settled
+    row_of = {name: row for row, name in enumerate(held.catalog.names)}
+    rows = [row_of.get(name, -1) for name in entries.names]
     pairs = [
-        (saved, world.layout_of.get(name, -1))
-        for name, saved in zip(entries.names, entries.layout.tolist(), strict=True)
+        (saved, int(written.number[row]), int(held.number[row])) if row >= 0 else (saved, -1, -1)
+        for row, saved in zip(rows, entries.layout.tolist(), strict=True)
     ]
     lowest = {}
-    for saved, held in dict.fromkeys(pairs):
-        lowest[saved, held] = np.full(int(table.count[saved]), _NOBODY, np.int64)
-        if held >= 0:
-            layout = world.layouts[held]
-            chunk = table.find(np.full(len(layout.rank), saved), layout.offsets)
-            np.minimum.at(lowest[saved, held], chunk[chunk >= 0], layout.rank[chunk >= 0])
-    return [
-        values[name] if pair[0] < 0 and name in values else lowest[pair]
-        for name, pair in zip(entries.names, pairs, strict=True)
-    ]
+    for saved, *numbers in dict.fromkeys(pairs):
+        ranks = np.full(int(table.count[saved]), _NOBODY, np.int64)
+        for number in dict.fromkeys(numbers):
+            if number >= 0 and (ranks == _NOBODY).any():
+                layout = written.layouts[number]
+                chunk = table.find(np.full(len(layout.rank), saved), layout.offsets)
+                np.minimum.at(ranks, chunk[chunk >= 0], layout.rank[chunk >= 0])
+        lowest[saved, *numbers] = ranks
+    return [lowest[pair] for pair in pairs]
 
 
 @attrs.frozen

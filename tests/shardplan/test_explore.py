@@ -163,7 +163,8 @@ def test_the_command_writes_a_page_that_names_files_and_bytes(tmp_path):
     command = ["explore", str(tmp_path / "step"), "--mesh", "dp=3", "--html", str(page)]
     result = CliRunner().invoke(app, [*command, "--cast", "float16", "--json"])
     assert result.exit_code == 0, result.output
-    assert json.loads(result.output) == {"html": str(page), "bytes": page.stat().st_size}
+    size = page.stat().st_size
+    assert json.loads(result.output) == {"schema": 1, "html": str(page), "bytes": size}
     assert "cast" in browse(page, "view=planner")
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
