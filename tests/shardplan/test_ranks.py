@@ -1069,6 +1069,25 @@ def test_small_tensors_are_read_once_and_sent_in_a_message_per_peer(store, targe
     assert max(spy.nbytes("meet") for spy in spies) < 6000
 
 
+def test_in_a_large_group_a_rank_connects_to_few_others(store):
+    whole = {f"w{i}": torch.full((256, 1024), float(i)) for i in range(6)}
+    shardplan.save(whole, store)
+    spies = []
+
+    def fn(comm):
+        spy = parts.SpyComm(comm)
+        spies.append(spy)
+        mine = parts.part(whole, "replicated", 40, comm.rank, parts.blank)
+        report = shardplan.load(mine, store, comm=spy, share_reads=True)
+        assert parts.same(mine, whole) == []
+        return report
+
+    reports = run_ranks(40, fn, timeout=120)
+    assert {report.total_read for report in reports} == {6 << 20}
+    assert sum(report.bytes_received for report in reports) == 39 * 6 << 20
+    assert max(len(spy.peers) for spy in spies) <= 6 + 6  # of lines of 7, and one in each column
+
+
 @pytest.mark.parametrize("place", [0.0, 0.3, 1.0])
 def test_columns_of_many_blocks_far_away_are_fetched_once_and_checked(store, place):
     tensor = torch.arange(1 << 18, dtype=torch.int32).reshape(512, 512)
