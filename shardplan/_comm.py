@@ -48,10 +48,9 @@ class JobComm:
     Every rank must ask for it in the same calls. A rank may notice a loss one call later than
     others, so ranks compare the counts of their calls when they reconnect: parts of two different
     saves must never become one checkpoint. ``chosen`` is a process group other than that of all
-    ranks; a ``private`` comm has its own connections.
+    ranks.
     """
 
-    private: bool
     held: Comm | None = None
     chosen: Any = None
     coordinator: int = 0
@@ -75,19 +74,19 @@ class JobComm:
             self._calls += 1
             if self.held is None or self._group is not group:
                 with _named_step("make connections"):
-                    self.held, self._calls = self._connect(group, private=self.private), 1
+                    self.held, self._calls = self._connect(group), 1
                 self._group = group
             elif self.held.lost:
                 self._go_on()
             return self.held
 
-    def _connect(self, group: Any, **options: bool) -> Comm:
-        return torch_comm(group, coordinator=self.coordinator, **options)
+    def _connect(self, group: Any) -> Comm:
+        return torch_comm(group, coordinator=self.coordinator)
 
     def _go_on(self) -> None:
         step = "go on after a rank was lost"
         with _named_step(step):
-            comm = self.held = self._connect(self._group, private=True, fresh=True)
+            comm = self.held = self._connect(self._group)
         most, behind = all_reduce(comm, step, lambda: self._calls, _behind)
         self._calls = most
         if behind:
@@ -113,7 +112,7 @@ def _behind(calls: list[int]) -> tuple[int, list[tuple[int, int]]]:
     return most, [(place, most - made) for place, made in enumerate(calls) if made < most]
 
 
-_job: Final = JobComm(private=False)
+_job: Final = JobComm()
 
 
 def as_comm(comm: object) -> Comm:

@@ -165,25 +165,15 @@ class Origin:
 
 @attrs.frozen(eq=False)
 class Piece:
-    """One chunk to write.
+    """One chunk to write."""
 
-    Attributes:
-        name: Its tensor's name in the checkpoint.
-        dtype: What to store it as.
-        offsets: Where it starts in its tensor.
-        shape: Its sizes.
-        size: The tensor's global shape.
-        origins: What it is made of; together they hold each element once.
-        progress: Gets its bytes as they are written.
-    """
-
-    name: str
-    dtype: str
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    size: tuple[int, ...]
-    origins: tuple[Origin, ...]
-    progress: Progress | None = None
+    name: str  # its tensor's name in the checkpoint
+    dtype: str  # what to store it as
+    offsets: tuple[int, ...]  # where it starts in its tensor
+    shape: tuple[int, ...]  # its sizes
+    size: tuple[int, ...]  # the tensor's global shape
+    origins: tuple[Origin, ...]  # what it is made of; together they hold each element once
+    progress: Progress | None = None  # gets its bytes as they are written
 
     @property
     def nbytes(self) -> int:

@@ -68,11 +68,11 @@ def balance(*, min_bytes: int | None = None) -> Step[SavePlan]:
         min_bytes: The smallest part, in bytes; by default 64 KiB to 1 MiB, a 32nd of a share.
 
     >>> from shardplan.planning import TensorSpec, local_plan
-    >>> plan = local_plan({"a": TensorSpec((1 << 18, 6)), "b": TensorSpec((1 << 18, 2))})
+    >>> plan = local_plan({"a": TensorSpec((3 << 16, 8)), "b": TensorSpec((1 << 16, 8))})
     >>> for done in balance()((plan, plan)):
     ...     print(*(f"{item.index.fqn}[{item.tensor_data.chunk.text}]" for item in done.items))
-    a[0:174763, 0:6]
-    a[174763:262144, 0:6] b[0:262144, 0:2]
+    a[0:131072, 0:8]
+    a[131072:196608, 0:8] b[0:65536, 0:8]
     """
     if min_bytes is not None and min_bytes < 1:
         raise ValueError(f"min_bytes must be at least 1, not {min_bytes}")
