@@ -389,7 +389,7 @@ class SharedReads:
     audience: Ints  # a number in `audiences`
     audiences: tuple[Audience, ...]
     own: npt.NDArray[np.bool_]  # whether it fills memory of this rank
-    turn: Ints  # the round in which it is read; all ranks order rounds alike
+    turn: Ints  # the round in which it is read, -1 for none; all ranks order rounds alike
 
     @property
     def is_value(self) -> npt.NDArray[np.bool_]:
@@ -439,7 +439,7 @@ def shared_by_rule(
     [4, 5]
     """
     reads = wants.reads
-    reader, turn = np.full(len(reads), rank, np.int64), np.zeros(len(reads), np.int64)
+    reader, turn = np.full(len(reads), rank, np.int64), np.full(len(reads), -1, np.int64)
     block = _blocks_by_place(reads, metadata, files, block_bytes)
     boxes = [reads.storage_anchor + wants.offsets, wants.lengths]
     first, box = group_rows([block, *boxes])  # boxes of a block follow one another
