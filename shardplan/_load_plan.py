@@ -78,6 +78,8 @@ from ._state import State, expand, part
 if TYPE_CHECKING:
     from shardplan.planning import PlannerTrace
 
+    from ._arrivals import LoadFuture
+
 
 @attrs.frozen(eq=False)
 class LoadCall:
@@ -98,6 +100,7 @@ class LoadCall:
     comm: Comm
     watch: Stopwatch
     trace: bool = False
+    arrivals: LoadFuture | None = None
 
     @cached_property
     def located(self) -> tuple[Store, str]:

@@ -59,6 +59,10 @@ _WHOLE: Final = frozenset((int,))
 _RESERVED: Final = "__metadata__"
 
 
+Kind = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""Dtype, shape and offsets of a chunk."""
+
+
 @attrs.frozen
 class Slot:
     """One chunk in a file: its place in the global tensor, and its first byte in the file."""
@@ -75,8 +79,8 @@ class Slot:
         return math.prod(self.shape) * itemsize(self.dtype)
 
     @property
-    def place(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-        """What the manifest must agree with: dtype, shape and offsets."""
+    def place(self) -> Kind:
+        """What the manifest must agree with."""
         return self.dtype, self.shape, self.offsets
 
 
@@ -140,18 +144,22 @@ def entry_text(name: str, kind: str, begin: int, end: int) -> str:
 
 def build_header(file: str, slots: Iterable[Slot | Piece], save_id: str) -> bytes:
     """Return the header of a file in which chunks lie one after the other, in the order given."""
-    known: dict[Any, _Words] = {}
+    return header_of(file, ((s.name, (s.dtype, s.shape, s.offsets)) for s in slots), save_id)
+
+
+def header_of(file: str, slots: Iterable[tuple[str, Kind]], save_id: str) -> bytes:
+    """Return the header of a file, given the name and the kind of each chunk, in order."""
+    known: dict[Kind, _Words] = {}
     tensors, sharding, encoded = list[str](), list[str](), dict[str, str]()
     at = 0
-    for slot in slots:
-        name, key = slot.name, (slot.dtype, slot.shape, slot.offsets)
+    for name, key in slots:
         words = known.get(key) or known.setdefault(key, _Words.of(*key))
         end = at + words.nbytes
         tensors.append(entry_text(name, words.kind, at, end))
         sharding.append(f"{encode_basestring(name)}:{words.start}")
         at = end
         if words.is_encoded:
-            encoded[name] = slot.dtype
+            encoded[name] = key[0]
     metadata = {
         "format": "pt",
         "DCP_VERSION": "1.0",

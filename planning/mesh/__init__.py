@@ -16,7 +16,8 @@ if TYPE_CHECKING:  # the same names as below, by module
         LLAMA_TP, Rule, adam, expert_parallel, fsdp, fsdp_tp, hsdp, llama, llama3_8b, llama3_405b,
         pipeline, tensor_parallel,
     )  # fmt: skip
-    from .worlds import SpecLayout, WorldPlans, world_plans
+    from .layouts import SpecLayout
+    from .worlds import WorldPlans, world_plans
     # isort: on
 
 __getattr__, __dir__ = door(
@@ -32,6 +33,7 @@ __getattr__, __dir__ = door(
             "LLAMA_TP Rule adam expert_parallel fsdp fsdp_tp hsdp llama llama3_405b llama3_8b "
             "pipeline tensor_parallel"
         ),
-        "worlds": "SpecLayout WorldPlans world_plans",
+        "layouts": "SpecLayout",
+        "worlds": "WorldPlans world_plans",
     },
 )

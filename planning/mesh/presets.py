@@ -23,13 +23,8 @@ import attrs
 
 from ..dtypes import Dtype
 from ..errors import NotFoundError, listed, nearest_hint, nearest_names
-from ..tree import FrozenDict
+from ..frozen import FrozenDict
 from .placements import Mesh, Only, Placement, Replicate, Shard, StridedShard, TensorSpec
-
-__all__ = [
-    "LLAMA_TP", "Params", "Rule", "adam", "expert_parallel", "fsdp", "fsdp_tp", "hsdp", "llama",
-    "llama3_405b", "llama3_8b", "pipeline", "tensor_parallel",
-]  # fmt: skip
 
 Params = Mapping[str, Sequence[int]] | Mapping[str, TensorSpec]
 """Parameters by name: their shapes, or specs with dtypes and earlier placements."""
