@@ -45,6 +45,7 @@ from shardplan.planning import (
 )
 from shardplan.planning.passes import Reading, Stages
 from shardplan.planning.storage import (
+    SMALL_BYTES,
     Need,
     SharedReads,
     Wants,
@@ -312,7 +313,8 @@ def _offer(
         planned = _plan_reads(call, opened, target)
         metadata, blocks, gap = opened.metadata, opened.block_bytes, opened.max_gap
         cut = split_reads(metadata, blocks, max_gap=gap)((planned.plan,))[0].items
-        wants = wants_of(cut, metadata, call.comm.world_size, block_bytes=blocks)
+        small = {"block_bytes": blocks, "small_bytes": max(gap, SMALL_BYTES)}
+        wants = wants_of(cut, metadata, call.comm.world_size, **small)
         need = need_of(
             planned.plan,
             wants,
