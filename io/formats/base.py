@@ -201,6 +201,7 @@ class Source(Protocol):
         metadata: What it holds.
         block_bytes: The most bytes of a block that was hashed; see `planning.storage`.
         checksum: How the checksums of its chunks are made.
+        has_sums: Whether every chunk has one; see `sums_of`.
         created: When it was made, in seconds since 1970; None if it does not say.
         remarks: Text about the model that files of some formats carry, by key.
         notes: What is odd about it and yet no error, as text.
@@ -217,6 +218,7 @@ class Source(Protocol):
     metadata: Metadata
     block_bytes: int = BLOCK_BYTES
     checksum: Checksum = XXH3
+    has_sums: bool = False
     created: float | None = None
     remarks: Mapping[str, str] = {}
     notes: tuple[str, ...] = ()
@@ -267,7 +269,7 @@ class Source(Protocol):
         ]
 
     def sums_of(self, name: str) -> Sums | None:
-        """Return the checksum of each chunk of one entry, as far as is known without any reading.
+        """Return the checksum of each chunk of one entry; the headers of its files may be read.
 
         None if there are no checksums; no rows for a value that is not stored in a file.
         """

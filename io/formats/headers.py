@@ -2,8 +2,9 @@
 
 Each file says in its own header what is local to it: which bytes are which chunk, where the chunk
 starts in its tensor (in torch's own words, ``DCP_SHARDING_INFO``), and which save wrote it under
-which name. Checksums are not here but in the manifest: so a header is known before any data is, and
-a file is written in one pass, straight through, on any store.
+which name. The checksums of its chunks come first, sixteen digits each, in the order of their
+bytes: how long a header is does not depend on them, so it may be written last. Where a store writes
+files from front to back, they are in a file of their own instead; see `native.write`.
 
 Dtypes that safetensors has no name for are stored as bytes, ``U8``, with one more axis: that of an
 element's bytes. The header says so, under ``encoded``.
@@ -21,6 +22,7 @@ import attrs
 from shardplan.planning import itemsize
 from shardplan.planning.geometry import shape_fault
 
+from ..checksums import Sums, sums_from_hex, sums_to_hex
 from ..errors import FormatError
 from ..stores.base import Store
 from .base import LIMITS, read_bytes
@@ -58,6 +60,8 @@ _FIRST: Final = 1 << 16  # bytes that are read of a file at first: most headers 
 _MAX_NUMBER: Final = 1 << 62
 _WHOLE: Final = frozenset((int,))
 _RESERVED: Final = "__metadata__"
+_SUMS: Final = "xxh3_64"
+_SUMS_BEGIN: Final = f'{{"{_RESERVED}":{{"{_SUMS}":"'.encode()  # where checksums begin
 
 
 @attrs.frozen
@@ -96,6 +100,7 @@ class Header:
         length: Where data begins, in bytes from the file's start.
         save_id: The save that wrote it; None for files of other programs.
         name: The name under which it was written; None for files of other programs.
+        sums: The checksums of its chunks, in order of their bytes; None if they are elsewhere.
     """
 
     file: str
@@ -104,6 +109,7 @@ class Header:
     save_id: str | None
     name: str | None
     metadata: Mapping[str, str]
+    sums: Sums | None = None
 
 
 def file_entry(dtype: str, shape: Sequence[int]) -> tuple[str, list[int]] | None:
@@ -125,10 +131,11 @@ def _scaled(numbers: Sequence[int], factor: int) -> list[int]:
     return [*numbers[:-1], *(n * factor for n in numbers[-1:])]
 
 
-def build_header(file: str, slots: Sequence[Slot], save_id: str) -> bytes:
+def build_header(file: str, slots: Sequence[Slot], save_id: str, *, summed: bool = False) -> bytes:
     """Return a file's header.
 
-    Slots lie one after the other, in the order given; ``begin`` is computed, never read.
+    Slots lie one after the other, in the order given; ``begin`` is computed, never read. With
+    ``summed``, there is room for checksums, which are zero; see `with_sums`.
     """
     tensors: dict[str, Any] = {}
     own: dict[str, Any] = {"version": 1, "file": file, "save_id": save_id}
@@ -146,12 +153,21 @@ def build_header(file: str, slots: Sequence[Slot], save_id: str) -> bytes:
             "data_offsets": [at, at := at + slot.nbytes],
         }
     metadata = {
+        **({_SUMS: "0" * 16 * len(slots)} if summed else {}),
         "format": "pt",
         "DCP_VERSION": "1.0",
         "DCP_SHARDING_INFO": _dump(sharding),
         "shardplan": _dump(own),
     }
     return framed(_dump({_RESERVED: metadata, **tensors}).encode(), file)
+
+
+def with_sums(header: bytes, sums: Sums) -> bytes:
+    """Put checksums into a header that has room for them."""
+    start = 8 + len(_SUMS_BEGIN)
+    text = sums_to_hex(sums).encode()
+    assert header[8:start] == _SUMS_BEGIN
+    return b"".join([header[:start], text, header[start + len(text) :]])
 
 
 def framed(text: bytes, file: str) -> bytes:
@@ -211,7 +227,19 @@ def parse_header(data: bytes, file: str, size: int) -> Header:
     _check_cover(slots, file, length, size)
     ids = (own.get("save_id"), own.get("file"))
     save_id, written_as = (None if i is None else str(i) for i in ids)
-    return Header(file, {s.name: s for s in slots}, length, save_id, written_as, metadata)
+    sums = _sums(metadata.pop(_SUMS, None), len(slots), file)
+    return Header(file, {s.name: s for s in slots}, length, save_id, written_as, metadata, sums)
+
+
+def _sums(text: str | None, count: int, file: str) -> Sums | None:
+    if text is None:
+        return None
+    if len(text) != 16 * count:
+        raise FormatError(file, f"it has {count} tensors, and {len(text)} digits of checksums")
+    try:
+        return sums_from_hex(text)
+    except ValueError:
+        raise FormatError(file, "its checksums are not hexadecimal numbers") from None
 
 
 def _slot(

@@ -54,6 +54,7 @@ class LocalStore(Store):
     staging = 0
     can_rename = True
     can_share_files = True
+    can_write_head_last = True
 
     @property
     def can_map(self) -> bool:
@@ -113,12 +114,15 @@ class LocalStore(Store):
         """Write a file whole; see `Store.write`."""
         nbytes = total_bytes(parts) if nbytes is None else nbytes
         with self._making(path, nbytes=nbytes, atomic=atomic) as fd:
-            written = 0
-            runs = gather(placed(pieces(parts, _WAIT)), max_bytes=_WAIT, max_views=system.IOV_MAX)
-            for offset, views in runs:
-                written += system.write_run(fd, offset, views)
-                system.start_writeback(fd, offset, written - offset)
-        return written
+            return _write_runs(fd, placed(pieces(parts, _WAIT)))
+
+    def write_head_last(
+        self, path: str, parts: Iterable[Buffer], *, head: int, nbytes: int
+    ) -> None:
+        """Write a file whose first bytes are known last; see `Store.write_head_last`."""
+        with self._making(path, nbytes=nbytes, atomic=False) as fd:
+            after_head = placed(pieces(parts, _WAIT), head)
+            _write_runs(fd, ((offset % nbytes, view) for offset, view in after_head))
 
     def write_contents(
         self, path: str, contents: Contents, *, nbytes: int, atomic: bool = False
@@ -366,3 +370,13 @@ class LocalStore(Store):
                 self._made.discard(folder)
                 folder = os.path.dirname(folder)
                 self._unsynced.add(folder)
+
+
+def _write_runs(fd: int, ranges: Iterable[tuple[int, memoryview]]) -> int:
+    """Write parts of a file, and have the disk begin with each; return how many bytes."""
+    written = 0
+    for offset, views in gather(ranges, max_bytes=_WAIT, max_views=system.IOV_MAX):
+        done = system.write_run(fd, offset, views)
+        system.start_writeback(fd, offset, done)
+        written += done
+    return written

@@ -121,6 +121,17 @@ class DerivedPlans(Columns[SavePlan]):
     def _writers(self) -> _Writers:
         return _writers(self.plans, self._shares)
 
+    def writers_of(self, row: int) -> Ints:
+        """Return the rank that writes each chunk of one row of the catalog, by chunk number."""
+        share, first = self._shares[self.plans.layout_numbers[row]], self._writers.first[row]
+        if first < 0:
+            return readonly(share.holders[:, 0])
+        return readonly(self._writers.rank[first : first + len(share.volume)])
+
+    def layout_alone(self, row: int) -> int | None:
+        """Return the layout of one row of the catalog if it alone says who writes; else None."""
+        return None if self._writers.first[row] >= 0 else int(self.plans.layout_numbers[row])
+
     def record(self, row: int) -> SavePlan:
         """Make the plan of one rank."""
         boxes, number = self._boxes, self.plans.layout_numbers

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         saved_elsewhere,
         without_other_ranks,
     )
+    from .places import Places, chunk_places
     from .ranges import (
         SMALL,
         ByteRanges,
@@ -98,8 +99,10 @@ if TYPE_CHECKING:
         Shards,
         WritePlan,
         assign_shards,
+        file_name,
         file_numbers,
         number_shards,
+        numbers_of,
         pack_files,
         parse_size,
         refuse_split,
@@ -107,6 +110,7 @@ if TYPE_CHECKING:
         shard_plans,
         shards_of,
         split_tensors,
+        table_name,
         widest_first,
         write_plan,
     )
@@ -127,6 +131,7 @@ __getattr__, __dir__ = door(
             "SavedElsewhere is_folded is_needed meeting partly_filled saved_elsewhere "
             "without_other_ranks"
         ),
+        "places": "Places chunk_places",
         "ranges": (
             "ByteRanges Requests SMALL byte_ranges coalesce fetched filled lies_together "
             "range_axis steps whole_blocks"
@@ -143,9 +148,9 @@ __getattr__, __dir__ = door(
         "shared_values": "ValueExchange ValueRead value_exchange value_reads",
         "target": "Placements Target Traits plan_target",
         "write": (
-            "MAX_SHARD_SIZE Shards WritePlan assign_shards file_numbers number_shards pack_files "
-            "parse_size refuse_split save_id_of shard_plans shards_of split_tensors widest_first "
-            "write_plan"
+            "MAX_SHARD_SIZE Shards WritePlan assign_shards file_name file_numbers number_shards "
+            "numbers_of pack_files parse_size refuse_split save_id_of shard_plans shards_of "
+            "split_tensors table_name widest_first write_plan"
         ),
     },
 )

@@ -1,4 +1,7 @@
-"""Our own checkpoints: the manifest says in which file a chunk lies, that file's header where."""
+"""Our own checkpoints: the manifest says in which file a chunk lies, that file's header where.
+
+The manifest's checksum covers the checksums of headers and tables, and these cover those of chunks.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ from ...stores.base import MissingFileError, Store
 from ...values import RAW, StoredValue, load_value
 from ..base import ChunkPlace, Fault, FileColumns, Findings, Format, Source, read_bytes
 from ..headers import MAX_HEADER, Header, Slot, parse_header, read_header_text
-from .manifest import MANIFEST, Manifest, decode_manifest, find_manifest, read_manifest
+from .manifest import decode_manifest, find_manifest, read_manifest
+from .record import MANIFEST, Manifest
 
 if TYPE_CHECKING:
     from .write import NativeWriter
@@ -83,13 +87,31 @@ class NativeFormat(Format):
         return save_id_of(file)
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, slots=False)
 class Opened:
-    """A file's size, its header if chunks can be found by it, and what is wrong."""
+    """A file's size, its header if chunks can be found by it, and what is wrong.
+
+    Attributes:
+        sums: The checksums of its chunks, in order of their bytes; None if they are unknown, or in
+            the manifest.
+    """
 
     size: int
     header: Header | None
     faults: Sequence[Fault]
+    sums: Sums | None = None
+
+    def sum_of(self, manifest: Manifest, name: str, chunk: int) -> int | None:
+        """Return the checksum of a chunk, given its number among all; None if it is unknown."""
+        if manifest.sums is not None:
+            return int(manifest.sums[chunk])
+        return None if self.sums is None else int(self.sums[self._position[name]])
+
+    @cached_property
+    def _position(self) -> dict[str, int]:
+        """Which chunk of the file each name is."""
+        assert self.header is not None
+        return {name: at for at, name in enumerate(self.header.slots)}
 
 
 class Expected:
@@ -97,19 +119,28 @@ class Expected:
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
-        counts = np.diff(manifest.start)
-        row = np.repeat(np.arange(len(counts)), counts)  # one row a chunk of any entry
-        places = [manifest.places[p] for p in manifest.place.tolist() if p >= 0]
-        file = np.concatenate([column([]), *places])
-        self._order = np.argsort(file, kind="stable")
-        self._edges = np.searchsorted(file[self._order], np.arange(len(manifest.files) + 1))
-        self._row, self._chunk = row, np.arange(len(row)) - manifest.start[row]
-        self._boxes: dict[int, tuple[Chunk, ...]] = {}
+        # One row a number of any distinct column: the column, and the chunk; sorted by file.
+        lengths = column([len(place) for place in manifest.places])
+        file = np.concatenate([column([]), *manifest.places])
+        order = np.argsort(file, kind="stable")
+        self._edges = np.searchsorted(file[order], np.arange(len(manifest.files) + 1))
+        place = np.repeat(np.arange(len(lengths)), lengths)
+        self._place = place[order]
+        self._chunk = (np.arange(len(file)) - (np.cumsum(lengths) - lengths)[place])[order]
+        self._rows = np.argsort(manifest.place, kind="stable")  # the entries by their column
+        numbers = np.arange(len(lengths) + 1)
+        self._row_edges = np.searchsorted(manifest.place[self._rows], numbers).tolist()
+        self._boxes: dict[tuple[int, int], Chunk] = {}
 
     def slots(self, number: int) -> Iterator[tuple[int, Slot]]:
         """Yield the chunks of one file: the number of each among all chunks, and what it is."""
-        for at in self._order[self._edges[number] : self._edges[number + 1]].tolist():
-            yield at, self.slot(int(self._row[at]), int(self._chunk[at]))
+        start = self._manifest.start
+        here = slice(self._edges[number], self._edges[number + 1])
+        for place, chunk in zip(
+            self._place[here].tolist(), self._chunk[here].tolist(), strict=True
+        ):
+            for row in self._rows[self._row_edges[place] : self._row_edges[place + 1]].tolist():
+                yield int(start[row]) + chunk, self.slot(row, chunk)
 
     def slot(self, row: int, chunk: int) -> Slot:
         """Return one chunk of an entry; the manifest does not say where it begins."""
@@ -117,14 +148,18 @@ class Expected:
         name, layout = entries.names[row], int(entries.layout[row])
         if layout < 0:
             return Slot(name, "uint8", (int(self._manifest.values[name][1]),), (0,))
-        if layout not in self._boxes:  # a thousand layers cut alike share one
-            self._boxes[layout] = tuple(entries.layouts[layout].tiling)
-        box = self._boxes[layout][chunk]
+        box = self._boxes.get((layout, chunk))
+        if box is None:  # a thousand layers cut alike share one
+            box = self._boxes[layout, chunk] = entries.layouts[layout].tiling[chunk]
         return Slot(name, entries.props[entries.prop[row]].dtype, box.sizes, box.offsets)
 
     def header_cost(self, number: int) -> int:
         """Return how many bytes of memory it takes to parse the header of a file."""
-        return _PARSED * int(self._manifest.files.headers[number])
+        files = self._manifest.files
+        table = files.tables.get(number)
+        return _PARSED * int(files.headers[number]) + (
+            0 if table is None else 2 * int(files.sizes[table])
+        )
 
     def open(self, store: Store, number: int) -> Opened:
         """Read the header of a file, and check that this is the file that was saved."""
@@ -155,7 +190,30 @@ class Expected:
         if not genuine or not own:
             reason = "its header does not fit its checksum"
             faults.append(Fault("header", name, reason, None, 0, length))
-        return Opened(found, header, faults)
+        if self._manifest.sums is not None or header.sums is not None:
+            return Opened(found, header, faults, header.sums)
+        sums, fault = self._table(store, number, len(header.slots))
+        return Opened(found, header, faults if fault is None else [*faults, fault], sums)
+
+    def _table(self, store: Store, number: int, count: int) -> tuple[Sums | None, Fault | None]:
+        """Read the checksums of a file that are in a file of their own."""
+        files, name = self._manifest.files, self._manifest.files.names[number]
+        row = files.tables.get(number)
+        if row is None:
+            reason = "its header has no checksums, and the manifest names no table of them"
+            return None, Fault("header", name, reason, None, 0, int(files.headers[number]))
+        table, size = files.names[row], int(files.sizes[row])
+        try:
+            found = store.size(table)
+        except MissingFileError:
+            return None, size_fault(table, size, None)
+        if found != size:
+            return None, size_fault(table, size, found)
+        data = read_bytes(store, table, 0, size)
+        if hash_views([memoryview(data)]) != files.digests[row] or size != 8 * count:
+            reason = f"the checksums of {name} do not fit their own"
+            return None, Fault("header", table, reason, None, 0, size)
+        return np.frombuffer(data, "<u8").astype(np.uint64), None
 
     def _stranger(self, name: str, header: Header, found: int) -> Fault | None:
         """Return a fault if a file was written under another name, by another save or program."""
@@ -171,8 +229,28 @@ class Expected:
         return Fault("foreign", name, reason, None, 0, found)
 
 
+@attrs.frozen(eq=False)
+class _Held:
+    """What is kept of a file's header: one row a chunk that is there as the manifest says.
+
+    Attributes:
+        chunk: Its number among all chunks; ascending.
+        begin: Where it begins in the file, in bytes.
+        sums: Its checksum; None if the manifest has them.
+    """
+
+    chunk: Ints
+    begin: Ints
+    sums: Sums | None
+
+    def find(self, chunk: int) -> int | None:
+        """Return the row of a chunk; None if it is not there."""
+        at = int(np.searchsorted(self.chunk, chunk))
+        return at if at < len(self.chunk) and self.chunk[at] == chunk else None
+
+
 class NativeSource(Source):
-    """A checkpoint of ours. Of headers that were read, only places are kept."""
+    """A checkpoint of ours. Of headers that were read, only places and checksums are kept."""
 
     format = "safetensors"
 
@@ -182,8 +260,7 @@ class NativeSource(Source):
         self.file_columns = FileColumns(manifest.places, manifest.place)
         self.store, self.files = store, manifest.files.names
         self._pool = pool or default_pool()
-        self._known: set[int] = set()  # the files whose headers were read
-        self._begins = np.full(int(manifest.start[-1]), -1, np.int64)  # one row a chunk
+        self._held: dict[int, _Held] = {}  # by number of the file
 
     @property
     def file_sizes(self) -> Mapping[str, int]:
@@ -202,13 +279,21 @@ class NativeSource(Source):
         self._read_headers(int(places[name][chunk]) for name, chunk in chunks)
         return [self._chunk_place(name, chunk, int(places[name][chunk])) for name, chunk in chunks]
 
+    has_sums = True
+
     def sums_of(self, name: str) -> Sums:
         """Return the checksum of each chunk of one entry; see `Source.sums_of`."""
-        return self.manifest.sums_of(name)
+        keys = [(name, number) for number in range(len(self.manifest.files_of(name)))]
+        return np.array(self.chunk_sums(keys), np.uint64)
 
     def chunk_sums(self, chunks: Sequence[tuple[str, int]]) -> list[int | None]:
         """Return the checksum of each chunk; see `Source.chunk_sums`."""
-        return [int(self.sums_of(name)[number]) for name, number in chunks]
+        start, row_of = self.manifest.start, self.manifest.entries.row_of
+        if self.manifest.sums is not None:
+            return [int(self.manifest.sums[start[row_of[name]] + n]) for name, n in chunks]
+        places = {name: self.manifest.files_of(name) for name in {name for name, _ in chunks}}
+        self._read_headers(int(places[name][chunk]) for name, chunk in chunks)
+        return [self._chunk_sum(name, chunk, int(places[name][chunk])) for name, chunk in chunks]
 
     def has_value_sum(self, name: str) -> bool:
         """Return True: every value has one; see `Source.has_value_sum`."""
@@ -265,7 +350,7 @@ class NativeSource(Source):
 
     def _read_headers(self, numbers: Iterable[int]) -> None:
         """Read the headers of some files, and check that these are the files that were saved."""
-        new = [number for number in dict.fromkeys(numbers) if number not in self._known]
+        new = [number for number in dict.fromkeys(numbers) if number not in self._held]
         if not new:
             return
         expected, staging = self._expected, self.store.staging
@@ -275,41 +360,53 @@ class NativeSource(Source):
             nbytes=lambda number: expected.header_cost(number) + staging,
             here=len(new) == 1,
         )
-        for at, begins in found:
-            self._begins[at] = begins
-        self._known.update(new)
+        self._held.update(zip(new, found, strict=True))
 
-    def _header(self, number: int) -> tuple[Ints, Ints]:
+    def _header(self, number: int) -> _Held:
         """Return which chunks lie in a file as the manifest says, and where they begin."""
         opened = self._expected.open(self.store, number)
         if opened.header is None or opened.faults:
             raise self._bad(number, opened.faults[0])
-        slots = opened.header.slots
-        pairs = [(at, slots.get(slot.name), slot) for at, slot in self._expected.slots(number)]
+        there = {name: (at, slot) for at, (name, slot) in enumerate(opened.header.slots.items())}
+        pairs = [(at, *there.get(s.name, (0, None)), s) for at, s in self._expected.slots(number)]
         good = [
-            (at, slot.begin) for at, slot, wanted in pairs if slot and slot.place == wanted.place
+            (at, slot.begin, position)
+            for at, position, slot, wanted in pairs
+            if slot is not None and slot.place == wanted.place
         ]
-        rows = column(good, len(good), 2)
-        return rows[:, 0], rows[:, 1]
+        rows = column(sorted(good), len(good), 3)
+        sums = None if opened.sums is None else opened.sums[rows[:, 2]]
+        return _Held(rows[:, 0], rows[:, 1], sums)
 
     def _bad(self, number: int, fault: Fault) -> FormatError:
         """Return the error of a file that is not the saved one, with what should lie in it."""
         names = sorted({slot.name for _, slot in self._expected.slots(number)})
         remedy = _REMEDY if fault.kind == "missing" else ""
         text = f"{fault.reason}; {listed(names)} should lie in it{remedy}"
-        return FormatError(self.files[number], text)
+        return FormatError(fault.file, text)
+
+    def _find(self, name: str, chunk: int, number: int) -> int:
+        """Return the row of a chunk among those of its file, whose header was read."""
+        row = self.manifest.entries.row_of[name]
+        at = self._held[number].find(int(self.manifest.start[row]) + chunk)
+        if at is not None:
+            return at
+        slot = self._expected.slot(row, chunk)
+        raise FormatError(
+            self.files[number],
+            f"its header does not have `{name}` as the manifest says ({slot.dtype} "
+            f"{list(slot.shape)} at {list(slot.offsets)}); see verify",
+        )
+
+    def _chunk_sum(self, name: str, chunk: int, number: int) -> int:
+        sums, at = self._held[number].sums, self._find(name, chunk, number)
+        assert sums is not None
+        return int(sums[at])
 
     def _chunk_place(self, name: str, chunk: int, number: int) -> ChunkPlace:
         """Return where a chunk lies, once the header of its file was read."""
-        row = self.manifest.entries.row_of[name]
-        slot = self._expected.slot(row, chunk)
-        begin = int(self._begins[self.manifest.start[row] + chunk])
-        if begin < 0:
-            raise FormatError(
-                self.files[number],
-                f"its header does not have `{name}` as the manifest says ({slot.dtype} "
-                f"{list(slot.shape)} at {list(slot.offsets)}); see verify",
-            )
+        slot = self._expected.slot(self.manifest.entries.row_of[name], chunk)
+        begin = int(self._held[number].begin[self._find(name, chunk, number)])
         return ChunkPlace(number, begin, slot.dtype, slot.shape)
 
 
