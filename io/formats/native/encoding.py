@@ -11,7 +11,8 @@ numbers are written once, and numbers that follow a rule as the rule (`shardplan
                "tables": <files with a table of checksums>, "table_bytes": …},
      "properties": […], "layouts": [{"size": …, "cuts": …}, …], "places": [<file numbers>, …],
      "tensors": {"names": […], "properties": …, "layouts": …, "places": …},
-     "values": {<name>: [<kind>, <data or bytes>, <place>]}, "planner_data": …}
+     "values": {<name>: [<kind>, <data or bytes>, <place>]},
+     "planner_data": …, "nesting": <at how many dots each name is split into keys>}
 
 Versions 1 and 2 list all numbers, and the checksums of all chunks. Decoding trusts nothing: every
 number is checked before it is used.
@@ -30,26 +31,19 @@ import numpy as np
 from shardplan.planning import (
     CodecError,
     Entries,
-    Grid,
-    Layout,
     Metadata,
     StorageMeta,
     TensorProperties,
-    from_json,
-    to_json,
-    unflatten,
 )
 from shardplan.planning.columns import (
     DAMAGE,
     Ints,
     column,
     decode_columns,
-    decode_runs,
     encode_runs,
     readonly,
     within,
 )
-from shardplan.planning.geometry import Boxes, Tiling, shape_fault
 from shardplan.planning.storage import file_name, numbers_of, table_name
 
 from ...checksums import Sums, sums_from_hex, xxhash
@@ -57,6 +51,8 @@ from ...errors import FormatError
 from ...stores.base import StoreError, check_path
 from ...values import RAW
 from ..base import MAX_BYTES, check_size
+from .layouts import MOST_NUMBERS, decode_layouts, decode_numbers, encode_layout
+from .nesting import decode_nesting, encode_nesting
 from .record import MANIFEST, FileTable, Manifest, file_bytes
 
 VERSION: Final = 3
@@ -64,10 +60,7 @@ VERSION: Final = 3
 MISFIT: Final = "its checksum does not fit its text: it was damaged or edited"
 _FORMAT: Final = "shardplan"
 _MOST_BYTES: Final = float(1 << 62)  # of all files
-_MOST_NUMBERS: Final = 1 << 25  # that runs of one kind may stand for
 _LAST_SECOND: Final = 1 << 36  # in the year 4147
-_KINDS: Final = ("dict", "list", "tuple")
-_EMPTY_SEATS: Final = 1 << 20  # entries that lists may have in all, beyond those that are saved
 _HEAD: Final = re.compile(
     rb'\{"format":"shardplan","version":(\d{1,9}),"xxh3_64":"([0-9a-f]{16})",'
 )
@@ -94,28 +87,30 @@ def encode_manifest(manifest: Manifest) -> bytes:
 def _body(manifest: Manifest) -> dict[str, Any]:
     """Return the manifest as JSON data, all but what `sign` adds."""
     entries = manifest.entries
-    is_tensor = entries.layout >= 0
-    rows = np.flatnonzero(is_tensor)
+    rows = np.flatnonzero(entries.layout >= 0)
+    tensors = [entries.names[row] for row in rows.tolist()]
+    values = [entries.names[row] for row in np.flatnonzero(entries.layout < 0).tolist()]
+    planner_data, dots = encode_nesting(manifest.metadata.planner_data, [*tensors, *values])
     return {
         "save_id": manifest.save_id,
         "created": manifest.created,
         "block_bytes": manifest.block_bytes,
         "files": _encode_files(manifest.files, manifest.save_id),
         "properties": [attrs.asdict(p) for p in entries.props],
-        "layouts": [_encode_layout(layout) for layout in entries.layouts],
+        "layouts": [encode_layout(layout) for layout in entries.layouts],
         "places": [encode_runs(place) for place in manifest.places],
         "tensors": {
-            "names": [entries.names[row] for row in rows.tolist()],
+            "names": tensors,
             "properties": encode_runs(entries.prop[rows]),
             "layouts": encode_runs(entries.layout[rows]),
             "places": encode_runs(manifest.place[rows]),
         },
         "values": {
             name: [*manifest.values[name], int(manifest.place[entries.row_of[name]])]
-            for row, name in enumerate(entries.names)
-            if not is_tensor[row]
+            for name in values
         },
-        "planner_data": to_json(manifest.metadata.planner_data, "planner_data"),
+        "planner_data": planner_data,
+        "nesting": encode_runs(dots),
     }
 
 
@@ -161,13 +156,13 @@ def _decode(body: dict[str, Any]) -> Manifest:
     digests = body["files"]["xxh3_64"]
     files = len(digests) // (16 if type(digests) is str else 1)
     # A name occurs once in a file: so a tensor has no more chunks than there are files.
-    places = tuple(decode_columns(body["places"], files, _MOST_NUMBERS))
+    places = tuple(decode_columns(body["places"], files, MOST_NUMBERS))
     entries = _decode_entries(body, names, files, version)
     if not all(within(place, files) for place in places):
         raise ValueError(f"a file number is impossible: there are {files} files")
     place = np.concatenate(
         [
-            _numbers(tensors["places"], len(places), "a place", len(tensors["names"])),
+            decode_numbers(tensors["places"], len(places), "a place", len(tensors["names"])),
             column([at for _, _, at in stored.values()]),
         ]
     )
@@ -184,16 +179,15 @@ def _decode(body: dict[str, Any]) -> Manifest:
         values,
         files,
         max_bytes=_MOST_BYTES,
-        max_work=8 * _MOST_NUMBERS if version > 2 else None,
+        max_work=8 * MOST_NUMBERS if version > 2 else None,
     )
-    planner_data = from_json(body["planner_data"])
-    check_paths(planner_data, names)
+    dots = decode_numbers(body["nesting"], len(names), "a dot") if version > 2 else column([])
     save_id = _text(body["save_id"])
     manifest = Manifest(
         save_id,
         Metadata(
             entries,
-            planner_data=planner_data,
+            planner_data=decode_nesting(body["planner_data"], dots, names),
             storage_meta=StorageMeta(save_id=save_id),
             version=str(version),
         ),
@@ -213,9 +207,9 @@ def _decode_entries(
     tensors = body["tensors"]
     count = len(tensors["names"])
     props = tuple(TensorProperties(**p) for p in body["properties"])
-    layouts = _decode_layouts(body["layouts"], files, version)
-    prop = _numbers(tensors["properties"], len(props), "a property", count)
-    layout = _numbers(tensors["layouts"], len(layouts), "a layout", count)
+    layouts = decode_layouts(body["layouts"], files, version)
+    prop = decode_numbers(tensors["properties"], len(props), "a property", count)
+    layout = decode_numbers(tensors["layouts"], len(layouts), "a layout", count)
     if len(set(layout.tolist())) != len(layouts):  # np.unique would import numpy.ma
         raise ValueError("no tensor has some of its layouts")
     none = np.full(len(names) - count, -1, np.int64)
@@ -253,16 +247,16 @@ def _decode_files(table: dict[str, Any], nbytes: Ints, save_id: str, version: in
     digests = _text(table["xxh3_64"])
     if len(digests) != 16 * count:
         raise ValueError(f"its files have {len(digests):,} digits of checksums")
-    of = _numbers(table["tables"], count, "a table's file")
+    of = decode_numbers(table["tables"], count, "a table's file")
     data = count - len(of)
     if "names" in table:
         names = _file_names(table["names"])
     else:
-        columns = [_numbers(table[key], MAX_BYTES, key, data).tolist() for key in _NAMED]
+        columns = [decode_numbers(table[key], MAX_BYTES, key, data).tolist() for key in _NAMED]
         save = check_path(save_id)
         names = tuple(file_name(r, n, c, save) for r, n, c in zip(*columns, strict=True))
-    headers = _numbers(table["headers"], MAX_BYTES, "a header's length", data)
-    sizes = _numbers(table["table_bytes"], MAX_BYTES, "a table's size", len(of))
+    headers = decode_numbers(table["headers"], MAX_BYTES, "a header's length", data)
+    sizes = decode_numbers(table["table_bytes"], MAX_BYTES, "a table's size", len(of))
     if len(names) != data or len(set(of.tolist())) != len(of) or not within(of, data):
         raise ValueError("its files' columns differ in length, or a table is there twice")
     names += tuple(table_name(names[row]) for row in of.tolist())
@@ -283,69 +277,6 @@ def _file_names(names: Sequence[Any]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _encode_layout(layout: Layout) -> dict[str, Any]:
-    tiling = layout.tiling
-    size = list(layout.size)
-    if isinstance(tiling, Grid):
-        return {"size": size, "cuts": [encode_runs(c) for c in tiling.cuts]}
-    boxes = {"offsets": tiling.offsets, "sizes": tiling.sizes}
-    axes = {key: [encode_runs(c) for c in rows.T] for key, rows in boxes.items()}
-    return {"size": size, "chunks": len(tiling), **axes}
-
-
-def _decode_layouts(
-    layouts: Sequence[dict[str, Any]], files: int, version: int
-) -> tuple[Layout, ...]:
-    """Read layouts. A few bytes of cuts can stand for any number of chunks: none are made here."""
-    columns = [c for data in layouts for key in _AXES if key in data for c in data[key]]
-    # An axis has no more cuts than there are chunks; old versions list a number for each axis.
-    numbers = decode_columns(columns, files + 64, _MOST_NUMBERS)
-    found = []
-    for data in layouts:
-        size = _numbers(data["size"], MAX_BYTES, "a size")
-        fault = shape_fault(size.tolist())
-        if fault is not None:
-            raise ValueError(f"a tensor {fault}")
-        axes: dict[str, list[Ints]] = {
-            key: [next(numbers) for _ in data[key]] for key in _AXES if key in data
-        }
-        tiling = _grid(size, axes["cuts"]) if "cuts" in axes else _boxes(data, axes, size, version)
-        found.append(Layout(tuple(size.tolist()), tiling))
-    return tuple(found)
-
-
-_AXES: Final = ("cuts", "offsets", "sizes")
-
-
-def _grid(size: Ints, cuts: list[Ints]) -> Grid:
-    if len(cuts) != len(size) or any(
-        len(c) < 2 or not within(c, MAX_BYTES) or c[-1] > end or (c[1:] <= c[:-1]).any()
-        for c, end in zip(cuts, size, strict=True)
-    ):
-        raise ValueError(f"the cuts of shape {size.tolist()} do not ascend inside it")
-    return Grid(tuple(cuts))
-
-
-def _boxes(data: dict[str, Any], axes: dict[str, list[Ints]], size: Ints, version: int) -> Tiling:
-    """Read chunks; they are listed axis by axis, and up to version 2 chunk by chunk."""
-    count = data["chunks"] if version > 2 else len(axes["offsets"])
-    shape = (len(size), count) if version > 2 else (count, len(size))
-    if type(count) is not int or not 0 <= count <= _MOST_NUMBERS:
-        raise ValueError(f"a tensor has {str(count)[:80]} chunks")
-    boxes = []
-    for key in ("offsets", "sizes"):
-        if len(axes[key]) != shape[0] or any(len(c) != shape[1] for c in axes[key]):
-            raise ValueError("a chunk's offsets or sizes are impossible")
-        array = np.array(axes[key], np.int64).reshape(shape)
-        boxes.append(readonly(np.ascontiguousarray(array.T) if version > 2 else array))
-    offsets, sizes = boxes
-    if not within(offsets, MAX_BYTES) or not within(sizes, MAX_BYTES):
-        raise ValueError("a chunk's offsets or sizes are impossible")
-    if (offsets + sizes > size).any():
-        raise ValueError(f"chunks of shape {size.tolist()} lie outside of it")
-    return Boxes(offsets, sizes)
-
-
 def _decode_value(value: Any) -> tuple[str, Any, int]:
     kind, data, place = value
     if kind not in ("inline", "json", "torch", *RAW) or type(place) is not int:
@@ -362,7 +293,7 @@ def _decode_time(created: Any) -> float:
 
 
 def _decode_block_bytes(block_bytes: Any) -> int:
-    (found,) = _numbers([block_bytes], MAX_BYTES, "a block's size").tolist()
+    (found,) = decode_numbers([block_bytes], MAX_BYTES, "a block's size").tolist()
     if found < 1:
         raise ValueError(f"its block_bytes are {found}, and a block has some")
     return int(found)
@@ -371,7 +302,8 @@ def _decode_block_bytes(block_bytes: Any) -> int:
 def _old_files(table: dict[str, Any], nbytes: Ints) -> FileTable:
     """Read the files of versions 1 and 2, which list their sizes."""
     names = _file_names(table["names"])
-    sizes, headers = (_numbers(table[k], MAX_BYTES, k, len(names)) for k in ("sizes", "headers"))
+    keys, count = ("sizes", "headers"), len(names)
+    sizes, headers = (decode_numbers(table[key], MAX_BYTES, key, count) for key in keys)
     digests = tuple(int(_text(d), 16) for d in table["xxh3_64"])
     if not len(set(names)) == len(names) == len(digests):
         raise ValueError("its files' columns differ in length, or a file is there twice")
@@ -392,41 +324,6 @@ def _old_sums(body: dict[str, Any], manifest: Manifest) -> Sums:
     if len(sums) != manifest.start[-1]:
         raise ValueError(f"{manifest.start[-1]} chunks have {len(sums)} checksums")
     return sums
-
-
-def check_paths(planner_data: Any, names: Sequence[str]) -> None:
-    """Refuse paths that no nested state dict has, and lists that are nearly empty.
-
-    A few bytes of a position would make a list of any length.
-    """
-    paths = planner_data.get("paths", {}) if isinstance(planner_data, Mapping) else {}
-    if not isinstance(paths, Mapping):
-        raise ValueError("its planner_data has paths that are no object")
-    lengths: dict[Any, int] = {}
-    steps = 0
-    for name, path in paths.items():
-        for depth, step in enumerate(path):
-            kind, key = step if len(step) == 2 else ("", 0)
-            if kind not in _KINDS:
-                raise ValueError(f"the path of `{name}` has a step that is none: {str(step)[:80]}")
-            steps += 1
-            if kind != "dict":
-                node = path[:depth]
-                lengths[node] = max(lengths.get(node, 0), int(key) + 1)
-    if sum(lengths.values()) > steps + _EMPTY_SEATS:
-        raise ValueError(f"its lists would have {sum(lengths.values()):,} entries")
-    if paths:
-        unflatten(dict.fromkeys(names), paths)
-
-
-def _numbers(values: Any, end: int, what: str, count: int | None = None) -> Ints:
-    """Return whole numbers, all of them at least 0 and less than ``end``; ``count``, if given."""
-    array = decode_runs(values, _MOST_NUMBERS if count is None else count)
-    if not within(array, end):
-        raise ValueError(f"{what} is impossible: {array.min()} to {array.max()}, of {end}")
-    if count is not None and len(array) != count:
-        raise ValueError(f"of {count} in a column, {len(array)} have {what}")
-    return array
 
 
 def _text(value: Any) -> str:

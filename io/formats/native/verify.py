@@ -25,9 +25,9 @@ from ...values import StoredValue, load_value
 from ..base import Fault, FaultKind, Findings
 from ..checks import Region, check_regions
 from ..headers import Header, Slot
+from .expected import Expected, Opened
 from .manifest import decode_manifest, find_manifest
 from .record import MANIFEST, Manifest
-from .source import Expected, Opened
 
 
 def verify_native(
