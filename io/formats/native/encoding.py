@@ -181,7 +181,7 @@ def _decode(body: dict[str, Any]) -> Manifest:
         max_bytes=_MOST_BYTES,
         max_work=8 * MOST_NUMBERS if version > 2 else None,
     )
-    dots = decode_numbers(body["nesting"], len(names), "a dot") if version > 2 else column([])
+    dots = decode_numbers(body["nesting"], MAX_BYTES, "a dot") if version > 2 else column([])
     save_id = _text(body["save_id"])
     manifest = Manifest(
         save_id,
