@@ -96,6 +96,7 @@ def old_manifest(folder, version=2):
     """Return the manifest of a checkpoint as versions 1 and 2 wrote it: by lists alone."""
     from shardplan.io.formats import open_source
     from shardplan.io.formats.native.manifest import sign
+    from shardplan.planning.tree import to_json
 
     source = open_source(folder)
     body = json.loads((folder / "shardplan.json").read_text())
@@ -123,6 +124,7 @@ def old_manifest(folder, version=2):
             "layouts": entries.layout[tensors].tolist(),
             "places": source.manifest.place[tensors].tolist(),
         },
+        "planner_data": to_json(source.metadata.planner_data, ""),
         "sums": "".join(f"{int(x):016x}" for name in entries for x in source.sums_of(name)),
     }
     rest = {k: v for k, v in old.items() if k not in ("format", "version", "xxh3_64")}

@@ -40,10 +40,12 @@ class FileTable:
 
     @cached_property
     def tables(self) -> Mapping[int, int]:
-        """The row of the table of each data file that has one."""
-        row_of = {name: row for row, name in enumerate(self.names) if name.endswith(".sums")}
-        pairs = ((row, row_of.get(table_name(name))) for row, name in enumerate(self.names))
-        return {row: table for row, table in pairs if table is not None and table != row}
+        """The row of the table of each data file that has one, in order of the tables."""
+        tables = {name: row for row, name in enumerate(self.names) if name.endswith(".sums")}
+        if not tables:
+            return {}
+        data = {table_name(name): row for row, name in enumerate(self.names) if name not in tables}
+        return {data[name]: row for name, row in tables.items()}
 
 
 @attrs.frozen(eq=False, slots=False)
