@@ -33,7 +33,7 @@ def encode_runs(values: Ints) -> list[Any]:
     >>> encode_runs(np.array([0, 3, 5, 8, 10, 13, 15, 18, 20]))
     [[[0, 3], 4, 5], 20]
     """
-    parts = _arithmetic(values)
+    parts = _arithmetic(values, _SHORTEST)
     period = None if len(parts) * _SHORTEST < len(values) else _period(values)
     if period is not None:
         count = len(values) // period
@@ -44,18 +44,18 @@ def encode_runs(values: Ints) -> list[Any]:
     return parts
 
 
-def _arithmetic(values: Ints) -> list[Any]:
-    """Replace every stretch of numbers with equal steps by a run."""
+def _arithmetic(values: Ints, shortest: int) -> list[Any]:
+    """Replace every stretch of so many numbers with equal steps, or more, by a run."""
     steps = np.diff(values)
     edges = np.flatnonzero(np.diff(steps)) + 1  # where a step differs from the one before
     first = np.concatenate([[0], edges])
     length = np.diff(first, append=len(steps))
-    long = length >= _SHORTEST - 1
+    long = length >= shortest - 1
     parts: list[Any] = []
     at = 0  # what was encoded so far
     for start, count in zip(first[long].tolist(), length[long].tolist(), strict=True):
         begin = max(start, at)  # the run before may have taken the first number
-        if start + count + 1 - begin < _SHORTEST:
+        if start + count + 1 - begin < shortest:
             continue
         parts += values[at:begin].tolist()
         parts.append([int(values[begin]), start + count + 1 - begin, int(steps[start])])
@@ -85,12 +85,14 @@ def _fold(parts: list[Any]) -> list[Any]:
             folded += alike
             continue
         position = 0
-        for run in _arithmetic(starts):
-            is_run = isinstance(run, list) and run[1] >= _FEWEST
-            count = run[1] if isinstance(run, list) else 1
-            some = alike[position : position + count]
-            folded += [[[some[0]], count, run[2]]] if is_run else some
-            position += count
+        for run in _arithmetic(starts, _FEWEST):
+            if isinstance(run, list):
+                _, count, step = run
+                folded.append([[alike[position]], count, step])
+                position += count
+            else:
+                folded.append(alike[position])
+                position += 1
     return folded
 
 

@@ -1,8 +1,8 @@
-"""The parameters of known models: shapes and dtypes, under the names that Hugging Face gives them."""
+"""The parameters of known models: shapes and dtypes, under Hugging Face's names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ..dtypes import Dtype
 from ..tree import FrozenDict
@@ -180,7 +180,7 @@ def _experts(count: int, dim: int, ffn: int) -> dict[str, tuple[int, ...]]:
     return {name: shape for expert in each for name, shape in expert.items()}
 
 
-def _decoder(layers: list[Shapes], dim: int, vocab: int, dtype: Dtype) -> dict[str, TensorSpec]:
+def _decoder(layers: Sequence[Shapes], dim: int, vocab: int, dtype: Dtype) -> dict[str, TensorSpec]:
     """Return a decoder of some layers, each with two norms; each tensor is a ``weight``."""
     norms = {"input_layernorm": (dim,), "post_attention_layernorm": (dim,)}
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (vocab, dim)}
