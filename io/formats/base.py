@@ -210,6 +210,7 @@ class Source(Protocol):
             carries over: a config, a tokenizer; None if there are none.
         quantized: Tensors that are dequantised as they are read, by name.
         stored: If there are any, the checkpoint as it is stored; else this one itself.
+        text: What another rank can open it from, see `Format.open_text`; None if it cannot.
     """
 
     format: str
@@ -225,6 +226,7 @@ class Source(Protocol):
     file_columns: FileColumns | None = None
     beside: ExtraFiles | None = None
     quantized: Mapping[str, Quantized] = {}
+    text: bytes | None = None
 
     @property
     def stored(self) -> Source:
@@ -486,6 +488,10 @@ class Format(Protocol):
         ...
 
     # What follows need not be written for a new format.
+
+    def open_text(self, store: Store, text: bytes, pool: Pool | None = None) -> Source:
+        """Open a checkpoint from the `Source.text` of another rank; nothing is read."""
+        raise ValueError(f"the format {self.name!r} is opened by each rank for itself")
 
     def writer(self, *_: Any, **options: Any) -> Writer:
         """Return what writes this format; options are keyword arguments of its own.

@@ -33,17 +33,22 @@ _TEXT: Final = bytes(range(32, 127))  # what its text is made of
 
 
 def read_manifest(store: Store) -> Manifest:
-    """Read the manifest of the checkpoint that a store holds.
+    """Read the manifest of the checkpoint that a store holds; see `read_text`."""
+    return decode_manifest(read_text(store))
+
+
+def read_text(store: Store) -> bytes:
+    """Return the text of the manifest of the checkpoint that a store holds.
 
     Raises:
-        FormatError: There is none, or it is damaged.
+        FormatError: There is none.
     """
     data = find_manifest(store)
     if data is None:
         raise FormatError(
             MANIFEST, f"there is no checkpoint in {store.url}: no save was ever committed there"
         )
-    return decode_manifest(data)
+    return data
 
 
 def find_manifest(store: Store) -> bytes | None:

@@ -24,7 +24,7 @@ from ...stores.base import Store
 from ...values import RAW, StoredValue, load_value
 from ..base import ChunkPlace, Fault, FileColumns, Findings, Format, Source
 from .expected import Expected, size_fault
-from .manifest import decode_manifest, find_manifest, read_manifest
+from .manifest import decode_manifest, find_manifest, read_text
 from .record import MANIFEST, Manifest
 
 if TYPE_CHECKING:
@@ -49,12 +49,16 @@ class NativeFormat(Format):
 
     def open(self, store: Store, name: str = "", pool: Pool | None = None) -> NativeSource:
         """Open a checkpoint; only its manifest is read. See `Format.open`."""
-        manifest = read_manifest(store)
+        return self.open_text(store, read_text(store), pool)
+
+    def open_text(self, store: Store, text: bytes, pool: Pool | None = None) -> NativeSource:
+        """Open a checkpoint, given its manifest; see `Format.open_text`."""
+        manifest = decode_manifest(text)
         issues = find_issues(manifest.metadata)  # which no save of ours has
         if issues:
             more = f", and {len(issues) - 1:,} more; see verify" if len(issues) > 1 else ""
             raise FormatError(MANIFEST, f"it is damaged: {issues[0].message}{more}")
-        return NativeSource(store, manifest, pool)
+        return NativeSource(store, manifest, pool, text)
 
     def writer(self) -> NativeWriter:
         """Return what writes this format; see `Format.writer`."""
@@ -110,11 +114,17 @@ class NativeSource(Source):
 
     format = "safetensors"
 
-    def __init__(self, store: Store, manifest: Manifest, pool: Pool | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        manifest: Manifest,
+        pool: Pool | None = None,
+        text: bytes | None = None,
+    ) -> None:
         self.manifest, self.metadata = manifest, manifest.metadata
         self.block_bytes, self.created = manifest.block_bytes, manifest.created
         self.file_columns = FileColumns(manifest.places, manifest.place)
-        self.store, self.files = store, manifest.files.names
+        self.store, self.files, self.text = store, manifest.files.names, text
         self._pool = pool or default_pool()
         self._held: dict[int, _Held] = {}  # by number of the file
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import shardplan
-from shardplan.dist import run_ranks
+from shardplan.dist import CheckpointError, run_ranks
 from shardplan.io.checksums import XXH3
 from shardplan.io.errors import FormatError
 from shardplan.io.execute import leftovers
@@ -46,6 +46,7 @@ from shardplan.planning import (
     load_plan,
     local_plan,
     split_chunks,
+    world_pass,
     world_plans,
 )
 from shardplan.planning.columns import column
@@ -342,3 +343,46 @@ def test_a_checksum_in_a_header_that_was_edited_with_care_is_found_by_the_manife
     with pytest.raises(FormatError, match="its header does not fit its checksum"):
         shardplan.restore(tmp_path)
     assert [f.kind for f in shardplan.verify(tmp_path).faults] == ["header"]
+
+
+# Many ranks
+
+
+@pytest.mark.parametrize("planner", [None, "world"])
+def test_of_many_ranks_one_reads_the_manifest_and_sends_it_to_the_others(tmp_path, planner):
+    shardplan.save(state(), tmp_path, planner=split_chunks(40))
+    store = CountingStore(open_store(tmp_path))
+    whole = world_pass(lambda plans: plans) if planner else None
+
+    def fn(comm):
+        mine = {"model": {"w": torch.zeros(7, 4)}, "step": 0}
+        report = shardplan.load(mine, store, comm=comm, planner=whole)
+        return mine["step"], mine["model"]["w"][6, 3].item(), report.verified > 0
+
+    assert run_ranks(16, fn, timeout=60) == [(3, 54.0, True)] * 16
+    reads = [o for o in store.operations if o.name == "read" and o.path == MANIFEST]
+    assert len(reads) == 1
+
+
+def test_if_that_rank_cannot_open_it_all_ranks_say_why(tmp_path):
+    shardplan.save(state(), tmp_path)
+    data = (tmp_path / MANIFEST).read_bytes()
+    (tmp_path / MANIFEST).write_bytes(data.replace(b'"step"', b'"stop"'))
+
+    def fn(comm):
+        with pytest.raises(CheckpointError) as caught:
+            shardplan.load({"step": 0}, tmp_path, comm=comm)
+        return [(failure.rank, failure.type) for failure in caught.value.failures]
+
+    assert run_ranks(16, fn, timeout=60) == [[(0, "FormatError")]] * 16
+
+
+def test_other_formats_are_opened_by_each_rank(tmp_path):
+    shardplan.save(state(), tmp_path, format="dcp")
+
+    def fn(comm):
+        mine = {"model": {"w": torch.zeros(7, 4)}}
+        shardplan.load(mine, tmp_path, comm=comm)
+        return mine["model"]["w"][6, 3].item()
+
+    assert run_ranks(16, fn, timeout=60) == [54.0] * 16
