@@ -80,14 +80,27 @@ class Expected:
 
     def slot(self, row: int, chunk: int) -> Slot:
         """Return one chunk of an entry; the manifest does not say where it begins."""
+        name = self._manifest.entries.names[row]
+        offsets: tuple[int, ...] = (0,)
+        dtype, sizes = self.shape(row, chunk)
+        if self._manifest.entries.layout[row] >= 0:
+            offsets = self._box(row, chunk).offsets
+        return Slot(name, dtype, sizes, offsets)
+
+    def shape(self, row: int, chunk: int) -> tuple[str, tuple[int, ...]]:
+        """Return the dtype and the sizes of one chunk of an entry."""
         entries = self._manifest.entries
-        name, layout = entries.names[row], int(entries.layout[row])
-        if layout < 0:
-            return Slot(name, "uint8", (int(self._manifest.values[name][1]),), (0,))
-        box = self._boxes.get((layout, chunk))
+        if entries.layout[row] < 0:
+            return "uint8", (int(self._manifest.values[entries.names[row]][1]),)
+        return entries.props[entries.prop[row]].dtype, self._box(row, chunk).sizes
+
+    def _box(self, row: int, chunk: int) -> Chunk:
+        entries = self._manifest.entries
+        key = int(entries.layout[row]), chunk
+        box = self._boxes.get(key)
         if box is None:  # a thousand layers cut alike share one
-            box = self._boxes[layout, chunk] = entries.layouts[layout].tiling[chunk]
-        return Slot(name, entries.props[entries.prop[row]].dtype, box.sizes, box.offsets)
+            box = self._boxes[key] = entries.layouts[key[0]].tiling[chunk]
+        return box
 
     def header_cost(self, number: int) -> int:
         """Return how many bytes of memory it takes to parse the header of a file."""

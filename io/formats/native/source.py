@@ -6,8 +6,9 @@ The manifest's checksum covers the checksums of headers and tables, and these co
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
@@ -103,11 +104,6 @@ class _Held:
     begin: Ints
     sums: Sums | None
 
-    def find(self, chunk: int) -> int | None:
-        """Return the row of a chunk; None if it is not there."""
-        at = int(np.searchsorted(self.chunk, chunk))
-        return at if at < len(self.chunk) and self.chunk[at] == chunk else None
-
 
 class NativeSource(Source):
     """A checkpoint of ours. Of headers that were read, only places and checksums are kept."""
@@ -141,11 +137,13 @@ class NativeSource(Source):
 
     def find_chunks(self, chunks: Sequence[tuple[str, int]]) -> list[ChunkPlace]:
         """Find chunks; see `Source.find_chunks`. Only the headers of their files are read."""
-        places = {name: self.manifest.files_of(name) for name in {name for name, _ in chunks}}
-        self._read_headers(int(places[name][chunk]) for name, chunk in chunks)
-        return [self._chunk_place(name, chunk, int(places[name][chunk])) for name, chunk in chunks]
-
-    has_sums = True
+        found = self._find(chunks)
+        begins = [int(held.begin[at]) for held, at in zip(found.held, found.at, strict=True)]
+        shapes = map(self._expected.shape, found.rows, found.numbers)
+        return [
+            ChunkPlace(file, begin, dtype, sizes)
+            for file, begin, (dtype, sizes) in zip(found.files, begins, shapes, strict=True)
+        ]
 
     def sums_of(self, name: str) -> Sums:
         """Return the checksum of each chunk of one entry; see `Source.sums_of`."""
@@ -154,12 +152,15 @@ class NativeSource(Source):
 
     def chunk_sums(self, chunks: Sequence[tuple[str, int]]) -> list[int | None]:
         """Return the checksum of each chunk; see `Source.chunk_sums`."""
-        start, row_of = self.manifest.start, self.manifest.entries.row_of
         if self.manifest.sums is not None:
+            start, row_of = self.manifest.start, self.manifest.entries.row_of
             return [int(self.manifest.sums[start[row_of[name]] + n]) for name, n in chunks]
-        places = {name: self.manifest.files_of(name) for name in {name for name, _ in chunks}}
-        self._read_headers(int(places[name][chunk]) for name, chunk in chunks)
-        return [self._chunk_sum(name, chunk, int(places[name][chunk])) for name, chunk in chunks]
+        found = self._find(chunks)
+        return [
+            int(held.sums[at])
+            for held, at in zip(found.held, found.at, strict=True)
+            if held.sums is not None
+        ]
 
     def has_value_sum(self, name: str) -> bool:
         """Return True: every value has one; see `Source.has_value_sum`."""
@@ -251,26 +252,50 @@ class NativeSource(Source):
         text = f"{fault.reason}; {listed(names)} should lie in it{remedy}"
         return FormatError(fault.file, text)
 
-    def _find(self, name: str, chunk: int, number: int) -> int:
-        """Return the row of a chunk among those of its file, whose header was read."""
-        row = self.manifest.entries.row_of[name]
-        at = self._held[number].find(int(self.manifest.start[row]) + chunk)
-        if at is not None:
-            return at
+    def _find(self, chunks: Sequence[tuple[str, int]]) -> _Found:
+        """Find chunks in the headers of their files, which are read if they are not known yet."""
+        manifest, row_of = self.manifest, self.manifest.entries.row_of
+        rows, numbers = column([row_of[name] for name, _ in chunks]), column([n for _, n in chunks])
+        chunk, files = manifest.start[rows] + numbers, np.zeros(len(rows), np.int64)
+        for place, some in _groups(manifest.place[rows]):
+            files[some] = manifest.places[place][numbers[some]]
+        self._read_headers(files.tolist())
+        at = np.zeros(len(rows), np.int64)
+        for file, some in _groups(files):
+            known = self._held[file].chunk
+            at[some] = np.searchsorted(known, chunk[some])
+            lost = at[some] >= len(known)
+            lost[~lost] = known[at[some][~lost]] != chunk[some][~lost]
+            if lost.any():
+                first = some[int(lost.argmax())]
+                raise self._absent(int(rows[first]), int(numbers[first]), file)
+        held = [self._held[file] for file in files.tolist()]
+        return _Found(rows.tolist(), numbers.tolist(), files.tolist(), held, at.tolist())
+
+    def _absent(self, row: int, chunk: int, file: int) -> FormatError:
+        """Return the error of a chunk that its file does not have."""
         slot = self._expected.slot(row, chunk)
-        raise FormatError(
-            self.files[number],
-            f"its header does not have `{name}` as the manifest says ({slot.dtype} "
+        return FormatError(
+            self.files[file],
+            f"its header does not have `{slot.name}` as the manifest says ({slot.dtype} "
             f"{list(slot.shape)} at {list(slot.offsets)}); see verify",
         )
 
-    def _chunk_sum(self, name: str, chunk: int, number: int) -> int:
-        sums, at = self._held[number].sums, self._find(name, chunk, number)
-        assert sums is not None
-        return int(sums[at])
 
-    def _chunk_place(self, name: str, chunk: int, number: int) -> ChunkPlace:
-        """Return where a chunk lies, once the header of its file was read."""
-        slot = self._expected.slot(self.manifest.entries.row_of[name], chunk)
-        begin = int(self._held[number].begin[self._find(name, chunk, number)])
-        return ChunkPlace(number, begin, slot.dtype, slot.shape)
+@attrs.frozen(eq=False)
+class _Found:
+    """Where chunks are: entry, number, file, what is known of that, and the row there of each."""
+
+    rows: list[int]
+    numbers: list[int]
+    files: list[int]
+    held: list[_Held]
+    at: list[int]
+
+
+def _groups(values: Ints) -> Iterator[tuple[int, Ints]]:
+    """Yield each distinct value of a column, and the rows that have it."""
+    order = np.argsort(values, kind="stable")
+    edges = np.flatnonzero(np.diff(values[order], prepend=-1, append=-1)).tolist()
+    for low, high in pairwise(edges):
+        yield int(values[order[low]]), order[low:high]
